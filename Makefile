@@ -1,0 +1,42 @@
+# Every target first makes .venv and installs what it needs; an interrupted install is repaired
+# by running again. PYTHON chooses the interpreter: make test PYTHON=python3.12
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint types clean
+
+demo: $(VENV)/base.installed
+	$(BIN)/gossipdp demo $(ARGS)
+
+test: $(VENV)/dev.installed
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/dev.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/dev.installed
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is written only after pip has succeeded, so whatever was interrupted is done again.
+$(VENV)/base.installed: pyproject.toml constraints.txt | venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/dev.installed: pyproject.toml constraints.txt | venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@ $(VENV)/base.installed
+
+.PHONY: venv
+venv:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "gossipdp needs Python 3.11 to 3.13; $(PYTHON) is `$(PYTHON) -V 2>&1`. Choose another: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "$(PYTHON) has no venv module. Install it (Debian, Ubuntu: apt install python3-venv) and run make again." >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || \
+	  { echo "making $(VENV) (the first installation takes a few minutes)"; rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); }

@@ -1,0 +1,41 @@
+"""The errors gossipdp raises.
+
+    GossipError
+    ├── RendezvousError      workers did not find one another in time, or a port is in use
+    ├── RefusedError         another worker refused us: model, method, graph, rate, secret differ
+    ├── PeerLostError        a worker that we waited for died or fell silent
+    ├── ModelChangedError    parameters were moved, replaced or unfrozen behind the wrapper's back
+    ├── PoisonedError        this worker's parameters turned NaN or infinite
+    └── WorkerFailedError    a worker started by the launcher ended with an error
+
+A mistake in an argument is a ``ValueError``. Every message says what happened, names the value
+and says what to do next.
+"""
+
+
+class GossipError(RuntimeError):
+    """Base of every error that gossipdp raises about a run."""
+
+
+class RendezvousError(GossipError):
+    """The workers did not find one another within the start time-out, or a port is in use."""
+
+
+class RefusedError(GossipError):
+    """Another worker refused this one; the message says which setting differs."""
+
+
+class PeerLostError(GossipError):
+    """A worker that an operation needed died, or showed no life for longer than the time-out."""
+
+
+class ModelChangedError(GossipError):
+    """The wrapped module's parameters were moved, replaced or unfrozen after wrapping."""
+
+
+class PoisonedError(GossipError):
+    """This worker's parameters hold NaN or infinity; they are not sent to anyone."""
+
+
+class WorkerFailedError(GossipError):
+    """A worker process ended with an error; the message carries its traceback."""
