@@ -1,0 +1,135 @@
+"""When to ask: a Poisson clock that runs in units of the worker's own gradient steps.
+
+A tick is one demand for an exchange. The clock's time is virtual,
+
+    u(now) = steps + min(1, (now - last_step) / median)
+
+so that a gradient step is worth one unit however long it lasts: an evaluation, a pause or a slow
+step adds no ticks, and ticks per gradient step meet ``rate_per_step`` exactly in expectation. At
+a step that ends early, u jumps to the next whole number and the ticks in the jump come due.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from random import Random
+from statistics import median
+
+SKIPPED_STEPS = 3
+MEDIAN_WINDOW = 32
+
+
+class StepClock:
+    """Poisson ticks of rate ``rate_per_step`` per gradient step of this worker.
+
+    Args:
+        rate_per_step: expected ticks per gradient step; 0 means none.
+        random: where the gaps between ticks are drawn.
+
+    Until four steps have ended there is no step duration, and no tick: the first
+    steps (compilation, warm caches) say nothing about the later ones.
+
+    Example:
+        >>> clock = StepClock(0.5, Random(0))
+        >>> [clock.step(now=float(second)) for second in range(6)][-1]
+        >>> clock.step_seconds
+        1.0
+    """
+
+    def __init__(self, rate_per_step: float, random: Random) -> None:
+        self._random = random
+        self._rate = _checked(rate_per_step)
+        self._steps = 0
+        self._last_step: float | None = None
+        self._durations: deque[float] = deque(maxlen=MEDIAN_WINDOW)
+        self._step_seconds: float | None = None
+        self._next_tick = math.inf
+        self._paused_at: float | None = None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The running median of step durations, or None before there is one."""
+        return self._step_seconds
+
+    @property
+    def steps(self) -> int:
+        """Gradient steps that ended."""
+        return self._steps
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the clock stands still."""
+        return self._paused_at is not None
+
+    def step(self, now: float) -> None:
+        """One gradient step ended at ``now``."""
+        if self._last_step is not None and self._steps >= SKIPPED_STEPS and not self.is_paused:
+            self._durations.append(max(now - self._last_step, 1e-9))
+        had_median = self._step_seconds is not None
+        self._steps += 1
+        self._last_step = now
+        if self.is_paused:
+            self._paused_at = now
+        if self._durations:
+            self._step_seconds = median(self._durations)
+            if not had_median:
+                self._next_tick = self._steps + self._gap()
+
+    def ticks_due(self, now: float) -> int:
+        """How many ticks came due since the last call; they are consumed."""
+        if self.is_paused:
+            return 0
+        virtual_now = self._virtual(now)
+        ticks = 0
+        while self._next_tick <= virtual_now:
+            ticks += 1
+            self._next_tick += self._gap()
+        return ticks
+
+    def next_tick_at(self, now: float) -> float | None:
+        """When the next tick comes due, at ``now`` or later; None if only a step can bring it."""
+        if self.is_paused or self._step_seconds is None or self._last_step is None:
+            return None
+        ahead = self._next_tick - self._steps
+        if ahead > 1.0:
+            return None
+        return max(now, self._last_step + ahead * self._step_seconds)
+
+    def pause(self, now: float) -> None:
+        """Stand still until :meth:`resume`: the worker waits, or is done."""
+        if self._paused_at is None:
+            self._paused_at = now
+
+    def resume(self, now: float) -> None:
+        """Go on where the clock stood."""
+        if self._paused_at is not None:
+            if self._last_step is not None:
+                self._last_step += max(0.0, now - self._paused_at)
+            self._paused_at = None
+
+    def set_rate(self, rate_per_step: float) -> None:
+        """Change the rate from here on: what remains of the gap is stretched by old / new."""
+        old, self._rate = self._rate, _checked(rate_per_step)
+        if self._step_seconds is None or self._rate == old:
+            return
+        if old == 0.0 or self._rate == 0.0:
+            self._next_tick = self._steps + self._gap()
+        else:
+            ahead = max(0.0, self._next_tick - self._steps)
+            self._next_tick = self._steps + ahead * old / self._rate
+
+    def _virtual(self, now: float) -> float:
+        if self._step_seconds is None or self._last_step is None:
+            return float(self._steps)
+        elapsed = max(0.0, now - self._last_step) / self._step_seconds
+        return self._steps + min(1.0, elapsed)
+
+    def _gap(self) -> float:
+        return self._random.expovariate(self._rate) if self._rate > 0.0 else math.inf
+
+
+def _checked(rate_per_step: float) -> float:
+    if not (math.isfinite(rate_per_step) and rate_per_step >= 0.0):
+        raise ValueError(f"rate_per_step must be finite and >= 0, not {rate_per_step!r}")
+    return rate_per_step

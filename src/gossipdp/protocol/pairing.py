@@ -1,0 +1,387 @@
+"""Who exchanges with whom: pairing neighbours without a coordinator.
+
+A worker is Idle, Proposing or Exchanging, and has at most one exchange at a time: with A2CiD2,
+overlapping exchanges diverge. A tick of its clock is a demand for one exchange; demands that
+cannot be served at once wait in a backlog.
+
+- Idle, asked: ACCEPT, whoever asks. Exchanging, asked: BUSY.
+- Proposing, asked by a lower rank: that proposal is *parked*; by a higher rank: BUSY. So waits
+  only go up in rank and cannot form a cycle. Two proposals that cross merge into the one of the
+  lower rank.
+- Own proposal accepted: the parked get BUSY. Own proposal refused: the oldest parked is
+  accepted, else the next neighbour in the policy's order is asked, else the demand is kept.
+- Becoming idle: the backlog is served first. With nothing to propose, FREE goes to the one that
+  has waited longest since its BUSY, and to the next only when that one answered PASS: telling
+  everybody would start a stampede.
+
+Design notes: section 4 of the design. Exchange ids name every proposal; an ACCEPT that answers
+no proposal held now gets CANCEL, and any other message with a foreign id is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from gossipdp.protocol.actions import Begin, Send, Stop
+from gossipdp.protocol.messages import (
+    Abort,
+    Accept,
+    Busy,
+    Cancel,
+    ExchangeId,
+    ExchangeMessage,
+    Free,
+    Pass,
+    Propose,
+)
+from gossipdp.protocol.neighbours import NeighbourPolicy
+
+MAX_BACKLOG = 4
+
+PairingAction: TypeAlias = Send[ExchangeMessage] | Begin | Stop
+
+
+@dataclass(frozen=True)
+class Idle:
+    """In no exchange and asking for none."""
+
+
+@dataclass(frozen=True)
+class Proposing:
+    """Waits for ``peer`` to answer the proposal ``id``; then tries ``untried`` in order."""
+
+    peer: int
+    id: ExchangeId
+    untried: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Exchanging:
+    """In the exchange ``id`` with ``peer``."""
+
+    peer: int
+    id: ExchangeId
+    initiator: bool
+
+
+State: TypeAlias = Idle | Proposing | Exchanging
+
+
+@dataclass
+class _Waiting:
+    """Those who asked in vain, in the order in which they asked."""
+
+    parked: dict[int, Propose] = field(default_factory=dict)
+    told_busy: dict[int, None] = field(default_factory=dict)
+    sent_free: int | None = None  # at most one FREE is unanswered
+
+    def forget(self, peer: int) -> None:
+        self.parked.pop(peer, None)
+        self.told_busy.pop(peer, None)
+        if self.sent_free == peer:
+            self.sent_free = None
+
+
+class Pairing:
+    """The pairing state machine of one worker.
+
+    Args:
+        rank: this worker; it breaks ties between proposals that cross.
+        incarnation: this worker's life, part of every exchange id.
+        policy: the order in which neighbours are asked.
+        alpha_tilde: this worker's gain; settable. Both ends use the smaller of their two.
+
+    Every input returns the actions to perform, in order. Links are FIFO while they last; the
+    driver reports a lost link with :meth:`lost`, and after it says nothing from that link.
+    """
+
+    def __init__(
+        self, *, rank: int, incarnation: int, policy: NeighbourPolicy, alpha_tilde: float
+    ) -> None:
+        self.rank = rank
+        self.incarnation = incarnation
+        self.alpha_tilde = alpha_tilde
+        self._policy = policy
+        self._state: State = Idle()
+        self._weights: dict[int, float] = {}
+        self._waiting = _Waiting()
+        self._backlog = 0
+        self._counter = 0
+        self._asks = True
+        self._answers = True
+
+    @property
+    def state(self) -> State:
+        """Idle, Proposing or Exchanging."""
+        return self._state
+
+    @property
+    def backlog(self) -> int:
+        """Demands not served yet, at most :data:`MAX_BACKLOG`."""
+        return self._backlog
+
+    @property
+    def available(self) -> Mapping[int, float]:
+        """Neighbours that can exchange now, with their lambda."""
+        return self._weights
+
+    @property
+    def is_initiating(self) -> bool:
+        """Whether a proposal of this worker is open, or an exchange that it asked for runs."""
+        state = self._state
+        return isinstance(state, Proposing) or (isinstance(state, Exchanging) and state.initiator)
+
+    # --- demands and their end -------------------------------------------------------------
+
+    def tick(self) -> list[PairingAction]:
+        """One demand for an exchange."""
+        if not self._asks:
+            return []
+        self._backlog = min(MAX_BACKLOG, self._backlog + 1)
+        return self._propose_next(self._draw()) if isinstance(self._state, Idle) else []
+
+    def finished(self, id: ExchangeId) -> list[PairingAction]:
+        """The exchange ``id`` is complete at this end; an id that is not current is dropped."""
+        state = self._state
+        if not (isinstance(state, Exchanging) and state.id == id):
+            return []
+        self._policy.exchanged(state.peer, initiated=state.initiator)
+        if state.initiator:
+            self._backlog = max(0, self._backlog - 1)
+        return self._become_idle()
+
+    def failed(self, id: ExchangeId) -> list[PairingAction]:
+        """The exchange ``id`` broke at this end; the driver closes its link.
+
+        An id that is not current is dropped: the exchange may have been stopped meanwhile.
+        """
+        state = self._state
+        if not (isinstance(state, Exchanging) and state.id == id):
+            return []
+        self._unlink(state.peer)
+        return self._become_idle()
+
+    def abort(self, reason: str) -> list[PairingAction]:
+        """Stop the running exchange, if any, and tell its other end."""
+        state = self._state
+        if not isinstance(state, Exchanging):
+            return []
+        self._unlink(state.peer)
+        return [
+            Send(state.peer, Abort(state.id, reason)),
+            Stop(state.peer, state.id, reason),
+            *self._become_idle(),
+        ]
+
+    def stop_asking(self) -> None:
+        """From now on only answer. A proposal that is open runs its course."""
+        self._asks = False
+        self._backlog = 0
+
+    def close(self) -> list[PairingAction]:
+        """Answer every proposal BUSY and ask no more, until :meth:`open`.
+
+        A proposal that is open is withdrawn, its demand kept; a late ACCEPT gets CANCEL. A
+        running exchange goes on.
+        """
+        self._answers = False
+        if not isinstance(self._state, Proposing):
+            return []
+        self._state = Idle()
+        return self._refuse_parked()
+
+    def open(self) -> list[PairingAction]:
+        """Exchange again after :meth:`close`."""
+        self._answers = True
+        return self._become_idle() if isinstance(self._state, Idle) else []
+
+    # --- the neighbourhood -----------------------------------------------------------------
+
+    def set_available(self, weights: Mapping[int, float]) -> list[PairingAction]:
+        """The neighbours that can exchange now, with their lambda.
+
+        A proposal to one that no longer can is withdrawn; a kept demand tries those that are new.
+        """
+        new = weights.keys() - self._weights.keys()
+        self._weights = dict(weights)
+        state = self._state
+        if isinstance(state, Proposing) and state.peer not in weights:
+            return self._refused(state)
+        if isinstance(state, Idle) and new and self._backlog:
+            return self._propose_next(peer for peer in self._draw() if peer in new)
+        return []
+
+    def lost(self, peer: int) -> list[PairingAction]:
+        """The link to ``peer`` is gone, and all that was said on it."""
+        had_free = self._waiting.sent_free == peer
+        self._unlink(peer)
+        return self._without(peer, had_free, "the link was lost")
+
+    def silent(self, peer: int) -> list[PairingAction]:
+        """``peer`` shows no life: it is not waited for, but its link may yet recover.
+
+        Its own parked proposal gets BUSY, so that it does not wait for ever if it hears us.
+        """
+        had_free = self._waiting.sent_free == peer
+        parked = self._waiting.parked.get(peer)
+        self._unlink(peer)
+        busy: list[PairingAction] = [Send(peer, Busy(parked.id))] if parked else []
+        return busy + self._without(peer, had_free, "the peer fell silent")
+
+    def _without(self, peer: int, had_free: bool, reason: str) -> list[PairingAction]:
+        state = self._state
+        if isinstance(state, Exchanging) and state.peer == peer:
+            return [Stop(peer, state.id, reason), *self._become_idle()]
+        if isinstance(state, Proposing) and state.peer == peer:
+            return self._refused(state)
+        if isinstance(state, Idle) and had_free:
+            return self._free_oldest()
+        return []
+
+    def _unlink(self, peer: int) -> None:
+        self._weights.pop(peer, None)
+        self._waiting.forget(peer)
+
+    # --- messages --------------------------------------------------------------------------
+
+    def receive(self, peer: int, message: ExchangeMessage) -> list[PairingAction]:
+        """``peer`` said ``message``."""
+        match message:
+            case Propose():
+                return self._on_propose(peer, message)
+            case Accept():
+                return self._on_accept(peer, message)
+            case Busy():
+                return self._on_busy(peer, message)
+            case Free():
+                return self._on_free(peer)
+            case Pass():
+                return self._on_pass(peer)
+            case Cancel(id=id):
+                return self._on_stop(
+                    peer, id, "the peer had withdrawn its proposal", only_if_asked=True
+                )
+            case Abort(id=id, reason=reason):
+                return self._on_stop(peer, id, f"the peer aborted: {reason}", only_if_asked=False)
+
+    def _on_propose(self, peer: int, proposal: Propose) -> list[PairingAction]:
+        if proposal.id.initiator != peer:
+            return []
+        waiting = self._waiting
+        if waiting.sent_free == peer:
+            waiting.sent_free = None
+        state = self._state
+        if not self._answers:
+            return self._busy(peer, proposal)
+        if isinstance(state, Idle):
+            return self._accept(peer, proposal)
+        if isinstance(state, Exchanging):
+            return self._busy(peer, proposal)
+        if state.peer == peer:
+            if self.rank < peer:
+                return []  # crossing: the peer will accept ours and forgets this one
+            return self._accept(peer, proposal)
+        if peer < self.rank:
+            waiting.parked[peer] = proposal
+            return []
+        return self._busy(peer, proposal)
+
+    def _on_accept(self, peer: int, accept: Accept) -> list[PairingAction]:
+        state = self._state
+        if not (isinstance(state, Proposing) and state.peer == peer and state.id == accept.id):
+            return [Send(peer, Cancel(accept.id))]
+        self._state = Exchanging(peer, state.id, initiator=True)
+        return [
+            Begin(peer, state.id, min(accept.alpha_tilde, self.alpha_tilde), initiator=True),
+            *self._refuse_parked(),
+        ]
+
+    def _on_busy(self, peer: int, busy: Busy) -> list[PairingAction]:
+        state = self._state
+        if isinstance(state, Proposing) and state.peer == peer and state.id == busy.id:
+            return self._refused(state)
+        return []
+
+    def _on_free(self, peer: int) -> list[PairingAction]:
+        if isinstance(self._state, Idle) and peer in self._draw():
+            return self._propose_next([peer])
+        return [Send(peer, Pass())]
+
+    def _on_pass(self, peer: int) -> list[PairingAction]:
+        if self._waiting.sent_free != peer:
+            return []
+        self._waiting.sent_free = None
+        return self._free_oldest() if isinstance(self._state, Idle) else []
+
+    def _on_stop(
+        self, peer: int, id: ExchangeId, reason: str, *, only_if_asked: bool
+    ) -> list[PairingAction]:
+        state = self._state
+        if not (isinstance(state, Exchanging) and state.peer == peer and state.id == id):
+            return []
+        if only_if_asked and state.initiator:
+            return []
+        self._unlink(peer)
+        return [Stop(peer, id, reason), *self._become_idle()]
+
+    # --- transitions -----------------------------------------------------------------------
+
+    def _draw(self) -> list[int]:
+        if not (self._asks and self._answers and self._backlog and self._weights):
+            return []
+        return self._policy.draw(self._weights)
+
+    def _propose_next(self, order: Iterable[int]) -> list[PairingAction]:
+        """Ask the first of ``order`` that can exchange; with none left, be idle."""
+        untried = [peer for peer in order if peer in self._weights]
+        if not untried:
+            self._state = Idle()
+            return []
+        peer, *rest = untried
+        self._counter += 1
+        id = ExchangeId(self.rank, self.incarnation, self._counter)
+        self._state = Proposing(peer, id, tuple(rest))
+        return [Send(peer, Propose(id, self.alpha_tilde))]
+
+    def _refused(self, state: Proposing) -> list[PairingAction]:
+        parked = self._waiting.parked
+        if parked and self._answers:
+            peer = next(iter(parked))
+            return self._accept(peer, parked[peer])
+        order = state.untried if self._asks and self._answers else ()
+        return self._propose_next(order) or self._free_oldest()
+
+    def _become_idle(self) -> list[PairingAction]:
+        self._state = Idle()
+        return self._propose_next(self._draw()) or self._free_oldest()
+
+    def _free_oldest(self) -> list[PairingAction]:
+        waiting = self._waiting
+        if not self._answers or waiting.sent_free is not None or not waiting.told_busy:
+            return []
+        peer = next(iter(waiting.told_busy))
+        del waiting.told_busy[peer]
+        waiting.sent_free = peer
+        return [Send(peer, Free())]
+
+    def _accept(self, peer: int, proposal: Propose) -> list[PairingAction]:
+        alpha_tilde = min(proposal.alpha_tilde, self.alpha_tilde)
+        self._waiting.parked.pop(peer, None)
+        self._waiting.told_busy.pop(peer, None)
+        self._state = Exchanging(peer, proposal.id, initiator=False)
+        return [
+            Send(peer, Accept(proposal.id, alpha_tilde)),
+            Begin(peer, proposal.id, alpha_tilde, initiator=False),
+            *self._refuse_parked(),
+        ]
+
+    def _busy(self, peer: int, proposal: Propose) -> list[PairingAction]:
+        self._waiting.told_busy.setdefault(peer)
+        return [Send(peer, Busy(proposal.id))]
+
+    def _refuse_parked(self) -> list[PairingAction]:
+        refused = list(self._waiting.parked.items())
+        self._waiting.parked.clear()
+        return [action for peer, proposal in refused for action in self._busy(peer, proposal)]
