@@ -1,0 +1,73 @@
+"""Who a worker is and what it runs: the values that a handshake compares and carries."""
+
+import dataclasses
+
+import msgspec
+
+# What both ends must have alike, in the order in which a difference is reported.
+AGREED_FIELDS = ("run_id", "model", "method", "graph", "comm_rate", "wire_format")
+
+MAX_TEXT = 200
+
+
+class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A worker's hello.
+
+    ``rank``, ``incarnation`` and ``process_id`` say who; ``host`` (a numeric address) and ``port``
+    where it listens; the remaining fields what it runs, each a short string that a refusal can
+    show: ``model`` the fingerprint of names, shapes and order, ``graph`` a digest.
+    """
+
+    rank: int
+    incarnation: int
+    process_id: int
+    run_id: str
+    model: str
+    method: str
+    graph: str
+    comm_rate: str
+    wire_format: str
+    host: str = ""
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field; msgspec turns the ValueError into its ValidationError."""
+        for name, bound in (("rank", 2**31), ("incarnation", 2**32), ("process_id", 2**63)):
+            value = getattr(self, name)
+            if not 0 <= value < bound:
+                raise ValueError(f"{name} {value} is not in 0..{bound - 1}")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port {self.port} is not in 0..65535")
+        for name in (*AGREED_FIELDS, "host"):
+            if len(getattr(self, name)) > MAX_TEXT:
+                raise ValueError(f"{name} is longer than {MAX_TEXT} characters")
+
+    def disagreement(self, other: "Identity") -> "Refusal | None":
+        """The first field in which the two workers' runs differ, seen from ``self``."""
+        for name in AGREED_FIELDS:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                return Refusal(name, ours, theirs)
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why one worker turned another away: ``field`` differs; ``ours`` is the refuser's value.
+
+    ``str()`` of it is the text for :class:`~gossipdp.errors.RefusedError`.
+    """
+
+    field: str
+    ours: str
+    theirs: str
+
+    def __str__(self) -> str:
+        """A sentence for the user of the refused worker."""
+        if self.field == "secret":
+            return (
+                "the secrets differ; give all workers of a run the same GOSSIPDP_SECRET, "
+                "or start them with one launcher"
+            )
+        label = self.field.replace("_", " ")
+        return f"{label} differs: the other worker has {self.ours!r}, this one {self.theirs!r}"
