@@ -3,7 +3,7 @@
 A frame is a fixed header of 44 bytes, little-endian, followed by ``length`` bytes of payload::
 
     magic 4s   version u8   type u8   flags u16   run tag 8s   sequence u32   length u32
-    chunk key: initiator u32   incarnation u32   counter u64   index u32
+    chunk key: initiator u32   incarnation u32   counter u64   chunk u32
 
 The chunk key names the exchange (or the epoch of a consolidation) that a chunk belongs to and its
 place in it; in control frames it is zero. The sequence counts the frames of one direction of one
@@ -46,15 +46,15 @@ class FrameType(enum.IntEnum):
 
 
 class ChunkKey(NamedTuple):
-    """Which exchange, and which chunk of it: ``initiator``, ``incarnation``, ``counter``, ``index``.
+    """Which exchange (``initiator``, ``incarnation``, ``counter``), and which ``chunk`` of it.
 
-    ``initiator``, ``incarnation`` and ``index`` fit 32 bits, ``counter`` 64.
+    ``counter`` fits 64 bits, the others 32.
     """
 
     initiator: int
     incarnation: int
     counter: int
-    index: int
+    chunk: int
 
 
 class Header(NamedTuple):
