@@ -3,7 +3,7 @@
 A frame is a fixed header of 44 bytes, little-endian, followed by ``length`` bytes of payload::
 
     magic 4s   version u8   type u8   flags u16   run tag 8s   sequence u32   length u32
-    chunk key: initiator u32   incarnation u32   counter u64   chunk u32
+    chunk key: initiator u32   incarnation u32   counter u64   index u32
 
 The chunk key names the exchange (or the epoch of a consolidation) that a chunk belongs to and its
 place in it; in control frames it is zero. The sequence counts the frames of one direction of one
@@ -13,6 +13,7 @@ link from 0, modulo 2**32, so that a lost, repeated or reordered frame cannot pa
 or reads anything else.
 """
 
+import dataclasses
 import enum
 import hashlib
 import struct
@@ -45,8 +46,9 @@ class FrameType(enum.IntEnum):
     STATE_CHUNK = 5
 
 
-class ChunkKey(NamedTuple):
-    """Which exchange (``initiator``, ``incarnation``, ``counter``), and which ``chunk`` of it.
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkKey:
+    """Which exchange (``initiator``, ``incarnation``, ``counter``), and which chunk of it.
 
     ``counter`` fits 64 bits, the others 32.
     """
@@ -54,7 +56,12 @@ class ChunkKey(NamedTuple):
     initiator: int
     incarnation: int
     counter: int
-    chunk: int
+    index: int
+
+    @property
+    def id(self) -> tuple[int, int, int]:
+        """The exchange that the chunk belongs to."""
+        return self.initiator, self.incarnation, self.counter
 
 
 class Header(NamedTuple):
@@ -85,7 +92,7 @@ def check_length(frame_type: FrameType, length: int) -> None:
 def pack_key(key: ChunkKey) -> bytes:
     """The key as it stands in a header; raises FrameError where a number does not fit."""
     try:
-        return _KEY.pack(*key)
+        return _KEY.pack(*key.id, key.index)
     except struct.error as error:
         raise FrameError(f"{key} does not fit a frame header: {error}") from None
 
