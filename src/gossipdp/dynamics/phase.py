@@ -1,0 +1,101 @@
+"""The phase: how far a worker's momentum has flowed, in the worker's own communication periods."""
+
+import math
+
+# Between two exchanges the phase advances by at most this many periods. A worker that was stalled
+# for a hundred periods would otherwise flow its momentum away in one go; measured on a ring of 64,
+# an uncapped stall of everyone doubles the consensus distance.
+MAX_PERIODS = 4.0
+
+# A gap counts in the running mean with at most this many times the mean, so that one evaluation
+# or pause of any length cannot slow the clock for the exchanges that follow it. A Poisson process
+# exceeds it once in exp(10) = 22,000 gaps; the design note gives no such bound.
+MAX_GAP_IN_MEANS = 10.0
+
+
+class Phase:
+    r"""The phase theta of one worker: it grows between exchanges and stands still during them.
+
+    .. math:: \theta = \int \eta\, d\tau, \qquad d\tau = \frac{dt}{R\,\bar g}
+
+    with :math:`\eta` → ``eta`` (the mixing speed at comm rate 1), :math:`R` → ``worker_rate``
+    (:math:`\sum_j \lambda_{ij}` at comm rate 1) and :math:`\bar g` the running mean of the gaps
+    from exchange start to exchange start, in seconds. Time is so measured in periods that the
+    network really sustains, whatever the nominal rate: a ring of 64 with saturated links diverges
+    when eta is taken at the nominal rate (the paper's section 4.1 assumes rates that are met).
+
+    The caller passes the time; calls must not go back in it. Not thread-safe: whoever shares a
+    phase between threads holds one lock around each call.
+
+    Example:
+        >>> phase = Phase(eta=0.5, worker_rate=1.0)
+        >>> for start_s in (0.0, 1.0, 2.0):
+        ...     theta = phase.start_exchange(start_s)
+        ...     phase.end_exchange(start_s)
+        >>> theta
+        0.5
+    """
+
+    def __init__(self, eta: float, worker_rate: float) -> None:
+        self._speed = self._speed_of(eta, worker_rate)
+        self._theta = 0.0
+        self._mean_gap_s = math.nan
+        self._num_gaps = 0
+        self._last_start_s: float | None = None
+        self._counted_periods = 0.0
+        self._is_exchanging = False
+
+    @staticmethod
+    def _speed_of(eta: float, worker_rate: float) -> float:
+        """Phase gained in one period. A worker without neighbours has no periods."""
+        return eta / worker_rate if worker_rate > 0 else 0.0
+
+    @property
+    def mean_gap_s(self) -> float:
+        """The running mean of the gaps between exchange starts; NaN before the second exchange."""
+        return self._mean_gap_s
+
+    def at(self, now_s: float) -> float:
+        """Return theta at ``now_s``. It stands still while an exchange is under way."""
+        if not self._is_exchanging:
+            self._advance(now_s)
+        return self._theta
+
+    def start_exchange(self, now_s: float) -> float:
+        """Freeze and return theta; the gap since the last start enters the mean afterwards."""
+        assert not self._is_exchanging, "one exchange at a time per worker"
+        self._advance(now_s)
+        if self._last_start_s is not None:
+            self._count_gap(now_s - self._last_start_s)
+        self._last_start_s = now_s
+        self._counted_periods = 0.0
+        self._is_exchanging = True
+        return self._theta
+
+    def end_exchange(self, now_s: float) -> None:
+        """Let theta go on, after an exchange that finished or was stopped."""
+        assert self._is_exchanging, "no exchange to end"
+        self._is_exchanging = False
+        self._advance(now_s)
+
+    def set_speed(self, eta: float, worker_rate: float, now_s: float) -> None:
+        """Change the speed from now on, for a new graph; theta itself does not jump."""
+        self.at(now_s)
+        self._speed = self._speed_of(eta, worker_rate)
+
+    def _advance(self, now_s: float) -> None:
+        """Move theta to where it stands ``now_s`` after the last exchange start."""
+        if self._last_start_s is None or self._num_gaps == 0 or self._mean_gap_s <= 0:
+            return
+        periods = min((now_s - self._last_start_s) / self._mean_gap_s, MAX_PERIODS)
+        if periods > self._counted_periods:
+            self._theta += self._speed * (periods - self._counted_periods)
+            self._counted_periods = periods
+
+    def _count_gap(self, gap_s: float) -> None:
+        self._num_gaps += 1
+        if self._num_gaps == 1:
+            self._mean_gap_s = gap_s
+            return
+        gap_s = min(gap_s, MAX_GAP_IN_MEANS * self._mean_gap_s)
+        self._mean_gap_s += max(0.1, 1.0 / self._num_gaps) * (gap_s - self._mean_gap_s)

@@ -1,0 +1,172 @@
+"""The (x, c) state of one worker, over flat buffers cut into chunks."""
+
+import enum
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from gossipdp.dynamics import kernels
+
+DEFAULT_CHUNK_BYTES = 1 << 20
+
+
+class Role(enum.Enum):
+    """What becomes of a segment's values when workers meet."""
+
+    ACCELERATED = "accelerated"
+    """Trained parameters: exchanged, with the momentum c."""
+    AVERAGED = "averaged"
+    """Float buffers, or parameters under plain gossip: exchanged, without c."""
+    COPIED = "copied"
+    """Frozen parameters and integer buffers: equal at the start, never exchanged."""
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the precision of ``c`` and ``pending`` for parameters of ``dtype``."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+class Chunk:
+    """About 1 MB of the state: the unit that is locked, sent and applied, whole or not at all.
+
+    ``x`` is the parameter storage itself, ``pending`` what exchanges and flow brought and the
+    next boundary will add, ``c`` the momentum (None under plain averaging), ``theta`` the phase
+    this chunk has been flowed to, ``index`` its place in the state. All tensors are
+    one-dimensional views of ``num_elements``.
+
+    A chunk knows no lock: :class:`gossipdp.runtime.shared_state.SharedState` says who may call
+    what. ``x + pending`` is "the parameters" wherever others see them.
+    """
+
+    __slots__ = ("_has_momentum", "_has_pending", "c", "index", "pending", "theta", "x")
+
+    def __init__(self, x: Tensor, pending: Tensor, c: Tensor | None) -> None:
+        self.index = 0
+        self.x = x
+        self.pending = pending
+        self.c = c
+        self.theta = 0.0
+        # Known zeros are not added: with no exchange, training is bitwise that of the plain loop.
+        self._has_pending = False
+        self._has_momentum = False
+
+    @property
+    def num_elements(self) -> int:
+        """Number of values in the chunk."""
+        return self.x.numel()
+
+    def flow_to(self, theta: float) -> None:
+        """Flow up to the phase ``theta``, into ``pending``. The phase never goes back."""
+        if theta <= self.theta:
+            return
+        if self._has_momentum and self.c is not None:
+            kernels.flow_(self.pending, self.c, math.exp(-2.0 * (theta - self.theta)))
+            self._has_pending = True
+            if theta == math.inf:
+                self._has_momentum = False
+        if theta < math.inf:
+            self.theta = theta
+
+    def snapshot(self, out: Tensor) -> None:
+        """Write x + pending to ``out``, in ``out``'s precision."""
+        kernels.snapshot_(out, self.x, self.pending)
+
+    def snapshot_flowed(self, out: Tensor, scratch: Tensor) -> None:
+        """Write x + pending + c/2 to ``out``: what takes over from this worker starts there."""
+        if self.c is None:
+            self.snapshot(out)
+        else:
+            kernels.snapshot_flowed_(out, self.x, self.pending, self.c, scratch)
+
+    def exchange(self, mine: Tensor, peers: Tensor, alpha_tilde: float, scratch: Tensor) -> float:
+        """Apply one exchange from both ends' snapshots; return the squared norm of delta.
+
+        Both ends compute delta from the same two (rounded) snapshots, never from a live value,
+        so their deltas are exact negatives and the mean of x + c/2 is conserved. A delta that is
+        not finite is not applied; the norm returned is then not finite either.
+        """
+        squared_norm = kernels.difference_(scratch, mine, peers)
+        if not math.isfinite(squared_norm):
+            return squared_norm
+        kernels.exchange_(self.pending, self.c, scratch, alpha_tilde)
+        self._has_pending = True
+        self._has_momentum = self.c is not None
+        return squared_norm
+
+    def boundary(self, theta: float, scratch: Tensor) -> None:
+        """At a step boundary: flow to ``theta``, then x += pending."""
+        self.flow_to(theta)
+        if self._has_pending:
+            kernels.add_pending_(self.x, self.pending, scratch)
+            self._has_pending = False
+
+    def reset(self) -> None:
+        """Drop pending and c: the parameters were loaded from elsewhere."""
+        self.pending.zero_()
+        if self.c is not None:
+            self.c.zero_()
+        self._has_pending = self._has_momentum = False
+
+
+class Segment:
+    """A run of parameters of one role, dtype, device and optimizer, in one flat tensor.
+
+    Args:
+        x: the flat storage, one-dimensional; the module's parameters are views of it.
+        role: what becomes of the values when workers meet.
+        optimizer_index: whose boundary covers this segment.
+        chunk_bytes: the size a chunk may have at most.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        role: Role,
+        *,
+        optimizer_index: int = 0,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    ) -> None:
+        if x.dim() != 1:
+            raise ValueError(f"a segment is one-dimensional, not of shape {tuple(x.shape)}")
+        self.x = x
+        self.role = role
+        self.optimizer_index = optimizer_index
+        dtype = working_dtype(x.dtype)
+        is_exchanged = role is not Role.COPIED
+        # A copied segment has no pending; the empty tensor keeps the attribute's type simple.
+        self.pending = torch.zeros(x.numel() if is_exchanged else 0, dtype=dtype, device=x.device)
+        self.c = torch.zeros_like(self.pending) if role is Role.ACCELERATED else None
+        length = max(1, chunk_bytes // x.element_size())
+        self.chunks = [
+            Chunk(
+                x[start : start + length],
+                self.pending[start : start + length],
+                None if self.c is None else self.c[start : start + length],
+            )
+            for start in range(0, x.numel(), length)
+        ]
+
+
+class State:
+    """All segments of one worker and their chunks, in the order in which every worker has them."""
+
+    def __init__(self, segments: Iterable[Segment]) -> None:
+        self.segments = list(segments)
+        exchanged = [segment for segment in self.segments if segment.role is not Role.COPIED]
+        copied = [segment for segment in self.segments if segment.role is Role.COPIED]
+        self.chunks = [chunk for segment in exchanged for chunk in segment.chunks]
+        self.copied_chunks = [chunk for segment in copied for chunk in segment.chunks]
+        for index, chunk in enumerate(self.chunks + self.copied_chunks):
+            chunk.index = index
+
+    @property
+    def num_elements(self) -> int:
+        """Number of values that exchanges average."""
+        return sum(chunk.num_elements for chunk in self.chunks)
+
+    @property
+    def bytes_per_exchange(self) -> int:
+        """Bytes that one exchange sends in each direction, headers apart."""
+        return sum(chunk.x.numel() * chunk.x.element_size() for chunk in self.chunks)

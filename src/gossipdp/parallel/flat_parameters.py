@@ -1,0 +1,274 @@
+"""A module's parameters and buffers as views of flat storage, and the watch over those views."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gossipdp.dynamics.state import DEFAULT_CHUNK_BYTES, Role, Segment, State
+from gossipdp.errors import ModelChangedError
+
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(slots=True)
+class _View:
+    """One parameter or buffer and the place in flat storage that it is a view of."""
+
+    name: str
+    tensor: Tensor
+    owners: list[tuple[dict[str, Tensor | None], str]]
+    role: Role
+    optimizer_index: int
+    requires_grad: bool
+    shape: torch.Size
+    stride: tuple[int, ...]
+    segment: int = 0
+    offset: int = 0
+    data_ptr: int = 0
+
+    @property
+    def is_parameter(self) -> bool:
+        return isinstance(self.tensor, nn.Parameter)
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return this parameter's view of a flat tensor, with its own strides."""
+        return flat.as_strided(self.shape, self.stride, self.offset)
+
+
+class FlatParameters:
+    """Moves a module's parameters and buffers into flat segments, in place.
+
+    Every parameter keeps its identity, shape and strides (channels_last stays so); its storage
+    becomes a 64-byte aligned view of a segment. Tied parameters are moved once. Non-persistent
+    buffers are caches that the module makes itself; they stay where they are.
+
+    Args:
+        module: the user's module.
+        optimizers: whose parameter groups say which boundary covers which parameter.
+        momentum: whether trained parameters carry c (method ``a2cid2``).
+        exchange_frozen: exchange frozen parameters too, so that they may be unfrozen later.
+        chunk_bytes: the size of a chunk.
+
+    Raises:
+        ValueError: an optimizer updates a parameter that is not the module's, or that another
+            optimizer updates too; a trained parameter is not floating point.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        momentum: bool,
+        exchange_frozen: bool = False,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    ) -> None:
+        self._module = module
+        self._optimizers = list(optimizers)
+        self._num_optimized = [_num_parameters(optimizer) for optimizer in optimizers]
+        trained = Role.ACCELERATED if momentum else Role.AVERAGED
+        optimizer_of = _optimizer_of(module, optimizers)
+        self._views = list(_views(module, optimizer_of, trained, exchange_frozen))
+        self.state = State(self._move(chunk_bytes))
+        self._flats = [segment.x for segment in self.state.segments]
+
+    def _move(self, chunk_bytes: int) -> Iterator[Segment]:
+        """Lay out one segment per (role, optimizer, dtype, device) and move the values there."""
+        groups: dict[tuple[Role, int, torch.dtype, torch.device], list[_View]] = {}
+        for view in self._views:
+            tensor = view.tensor
+            key = (view.role, view.optimizer_index, tensor.dtype, tensor.device)
+            groups.setdefault(key, []).append(view)
+        for index, ((role, optimizer_index, dtype, device), views) in enumerate(groups.items()):
+            alignment = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+            length = 0
+            for view in views:
+                view.segment, view.offset = index, length
+                length += -(-view.tensor.numel() // alignment) * alignment
+            flat = torch.zeros(length, dtype=dtype, device=device)
+            for view in views:
+                with torch.no_grad():
+                    view.of(flat).copy_(view.tensor)
+                self._bind(view, flat)
+            yield Segment(flat, role, optimizer_index=optimizer_index, chunk_bytes=chunk_bytes)
+
+    @staticmethod
+    def _bind(view: _View, flat: Tensor) -> None:
+        view.tensor.data = view.of(flat)
+        view.data_ptr = view.tensor.data_ptr()
+
+    def description(self) -> list[str]:
+        """Return one line per parameter and buffer: what must agree between workers.
+
+        Names, shapes, strides, types and order, never the device: a CPU and a CUDA worker may
+        train together.
+        """
+        return [
+            f"{view.name} {tuple(view.shape)} stride {view.stride} "
+            f"{str(view.tensor.dtype).removeprefix('torch.')} {view.role.value}"
+            for view in self._views
+        ]
+
+    def fingerprint(self) -> str:
+        """Return a short digest of :meth:`description`."""
+        return hashlib.sha256("\n".join(self.description()).encode()).hexdigest()[:16]
+
+    def check(self) -> bool:
+        """At a boundary: find what was moved or replaced since wrapping; return whether adopted.
+
+        A tensor whose storage was exchanged for another of the same kind (``param.data = ...``, a
+        buffer assigned in ``forward``) is copied into its view and bound to it again. True means
+        that a *parameter* was so adopted, which is a load: pending and c must be dropped.
+
+        Raises:
+            ModelChangedError: parameters moved to another device or precision, replaced by new
+                objects (``assign=True``), unfrozen, or added to an optimizer after wrapping.
+        """
+        adopted = False
+        for view in self._views:
+            tensor = view.tensor
+            for owner, key in view.owners:
+                if owner.get(key) is not tensor:
+                    self._adopt_replacement(view, owner, key)
+            if tensor.data_ptr() != view.data_ptr:
+                self._adopt_storage(view)
+                adopted = adopted or view.is_parameter
+            if tensor.requires_grad and not view.requires_grad and view.role is Role.COPIED:
+                raise ModelChangedError(
+                    f"parameter {view.name!r} was frozen when the module was wrapped and is "
+                    "trainable now; workers would not average it. Wrap with "
+                    "exchange_frozen=True, or unfreeze before wrapping"
+                )
+        for optimizer, expected in zip(self._optimizers, self._num_optimized, strict=True):
+            if _num_parameters(optimizer) != expected:
+                raise ModelChangedError(
+                    f"the optimizer held {expected} parameters when the module was wrapped and "
+                    f"holds {_num_parameters(optimizer)} now; add parameter groups before wrapping"
+                )
+        return adopted
+
+    def _adopt_replacement(self, view: _View, owner: dict[str, Tensor | None], key: str) -> None:
+        new = owner.get(key)
+        if view.is_parameter or new is None or _kind(new) != _kind(view.tensor):
+            raise ModelChangedError(
+                f"{'parameter' if view.is_parameter else 'buffer'} {view.name!r} was replaced "
+                "after wrapping (load_state_dict(assign=True)?), so the optimizer and the other "
+                "workers do not see it. Load without assign, or wrap after loading"
+            )
+        view.tensor.copy_(new)
+        owner[key] = view.tensor
+
+    def _adopt_storage(self, view: _View) -> None:
+        flat = self._flats[view.segment]
+        tensor = view.tensor
+        if (tensor.dtype, tensor.device, tensor.shape) != (flat.dtype, flat.device, view.shape):
+            raise ModelChangedError(
+                f"{view.name!r} was {flat.dtype} {tuple(view.shape)} on {flat.device} when the "
+                f"module was wrapped and is {tensor.dtype} {tuple(tensor.shape)} on "
+                f"{tensor.device} now. Call .to() before wrapping, or wrap again"
+            )
+        with torch.no_grad():
+            view.of(flat).copy_(tensor)
+        self._bind(view, flat)
+
+    def bind_to(self, flats: Sequence[Tensor]) -> None:
+        """Make the module use other flat tensors, of the same layout; see :meth:`bind_back`."""
+        for view in self._views:
+            view.tensor.data = view.of(flats[view.segment])
+
+    def bind_back(self) -> None:
+        """Make the module use its own storage again."""
+        for view in self._views:
+            view.tensor.data = view.of(self._flats[view.segment])
+
+    def exported(self, flats: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Map each parameter's present address to its view of ``flats``, for ``state_dict``."""
+        return {
+            view.data_ptr: view.of(flats[view.segment])
+            for view in self._views
+            if view.tensor.numel()
+        }
+
+
+def _num_parameters(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
+    return tensor.dtype, tensor.device, tensor.shape
+
+
+def _optimizer_of(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, int]:
+    """Map the id of every optimized parameter to its optimizer's index."""
+    own = {id(parameter) for parameter in module.parameters()}
+    optimizer_of: dict[int, int] = {}
+    for index, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in own:
+                    raise ValueError(
+                        f"optimizer {index} updates a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not part of the module; wrap a module "
+                        "that holds every optimized parameter"
+                    )
+                if optimizer_of.setdefault(id(parameter), index) != index:
+                    raise ValueError(
+                        f"optimizers {optimizer_of[id(parameter)]} and {index} update the same "
+                        f"parameter of shape {tuple(parameter.shape)}; give each its own"
+                    )
+    if not optimizer_of:
+        raise ValueError("the optimizer holds none of the module's parameters")
+    return optimizer_of
+
+
+def _views(
+    module: nn.Module, optimizer_of: dict[int, int], trained: Role, exchange_frozen: bool
+) -> Iterator[_View]:
+    """Yield every distinct parameter and persistent buffer, in the module's own order."""
+    views: dict[int, _View] = {}
+    for prefix, submodule in module.named_modules():
+        held = [(submodule._parameters, key) for key in submodule._parameters]
+        held += [
+            (submodule._buffers, key)
+            for key in submodule._buffers
+            if key not in submodule._non_persistent_buffers_set
+        ]
+        for owner, key in held:
+            tensor = owner[key]
+            if tensor is None:
+                continue
+            if id(tensor) in views:
+                views[id(tensor)].owners.append((owner, key))
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            index = optimizer_of.get(id(tensor))
+            views[id(tensor)] = _View(
+                name=name,
+                tensor=tensor,
+                owners=[(owner, key)],
+                role=_role(name, tensor, index is not None, trained, exchange_frozen),
+                optimizer_index=index or 0,
+                requires_grad=tensor.requires_grad,
+                shape=tensor.shape,
+                # The strides of a dense copy: the tensor's own, unless it overlaps itself.
+                stride=torch.empty_like(tensor, device="meta").stride(),
+            )
+    yield from views.values()
+
+
+def _role(
+    name: str, tensor: Tensor, is_optimized: bool, trained: Role, exchange_frozen: bool
+) -> Role:
+    if not isinstance(tensor, nn.Parameter):
+        return Role.AVERAGED if tensor.is_floating_point() else Role.COPIED
+    if not (exchange_frozen or (tensor.requires_grad and is_optimized)):
+        return Role.COPIED
+    if not tensor.is_floating_point():
+        raise ValueError(
+            f"parameter {name!r} is {tensor.dtype}; gossip averages floating-point parameters "
+            "(hold a complex parameter as its real view)"
+        )
+    return trained

@@ -1,0 +1,157 @@
+"""The one room in which the training thread and the gossip thread meet: the state and its locks.
+
+Who may do what, and why nothing is lost:
+
+* ``x`` is written by the main thread only (optimizer, boundary, loading). The gossip thread reads
+  it for a snapshot without stopping the optimizer: a snapshot torn by a running step is harmless,
+  because both ends of the exchange use that same snapshot.
+* ``pending``, ``c`` and a chunk's ``theta`` are written under that chunk's lock: by the gossip
+  thread when it flows, snapshots or applies, by the main thread at a boundary.
+* The boundary only *tries* the lock. A chunk in use keeps its pending for the next boundary, so
+  training never waits for a thread of lower priority.
+* A lock is held for one pass over one chunk, never across I/O and never two at a time. So there
+  is no order to respect and nothing to deadlock.
+* Between a chunk's snapshot and the arrival of the peer's chunk the lock is free, and a boundary
+  may move pending into x. That changes neither x + pending nor delta, which is computed from the
+  stored snapshots.
+* ``phase`` is read and changed under ``_phase_lock``. An exchange freezes theta at or after every
+  value that a boundary has read; a boundary that read an older value finds the chunk's theta ahead
+  of it and flows nothing. So every chunk sees the same flow between two exchanges.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gossipdp.dynamics.phase import Phase
+from gossipdp.dynamics.state import Chunk, State
+
+
+class SharedState:
+    """The (x, c) state with its locks; see the module's text for the rules.
+
+    Args:
+        state: the chunks.
+        phase: this worker's phase.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, state: State, phase: Phase, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.state = state
+        self._phase = phase
+        self._clock = clock
+        self._phase_lock = threading.Lock()
+        self._locks = [threading.Lock() for _ in state.chunks]
+        self._main_scratch = _Scratch(state)
+        self._gossip_scratch = _Scratch(state)
+
+    # The main thread's part.
+
+    def boundary(self, optimizer_index: int | None = None, *, wait: bool = False) -> int:
+        """Flow every chunk to the current phase and add its pending; return the chunks skipped.
+
+        Args:
+            optimizer_index: only the chunks of that optimizer (None: all).
+            wait: wait for a chunk in use instead of leaving it to the next boundary.
+        """
+        with self._phase_lock:
+            theta = self._phase.at(self._clock())
+        return self._add_pending(theta, optimizer_index, wait)
+
+    def flow_to_the_end(self) -> None:
+        """Set x to x + pending + c/2 and c to zero: what consolidation averages."""
+        self._add_pending(math.inf, None, wait=True)
+
+    def _add_pending(self, theta: float, optimizer_index: int | None, wait: bool) -> int:
+        skipped = 0
+        for segment in self.state.segments:
+            if optimizer_index is not None and segment.optimizer_index != optimizer_index:
+                continue
+            for chunk in segment.chunks if segment.pending.numel() else ():
+                lock = self._locks[chunk.index]
+                if not lock.acquire(blocking=wait):
+                    skipped += 1
+                    continue
+                try:
+                    chunk.boundary(theta, self._main_scratch.of(chunk))
+                finally:
+                    lock.release()
+        return skipped
+
+    def reset(self) -> None:
+        """Drop pending and c everywhere, after the parameters were loaded from elsewhere.
+
+        The caller has stopped the exchange in flight: its remaining chunks would be applied to
+        parameters their snapshots were not taken from.
+        """
+        for chunk in self.state.chunks:
+            with self._locks[chunk.index]:
+                chunk.reset()
+
+    def adopt_pending(self) -> None:
+        """X = pending, where state or a result was received; then no pending and no momentum."""
+        for chunk in self.state.chunks:
+            with self._locks[chunk.index]:
+                chunk.x.copy_(chunk.pending)
+                chunk.reset()
+
+    def read(self, chunk: Chunk, out: Tensor) -> None:
+        """Write x + pending of one chunk to ``out``, from either thread."""
+        with self._locks[chunk.index]:
+            chunk.snapshot(out)
+
+    # The gossip thread's part.
+
+    def start_exchange(self) -> float:
+        """Freeze the phase for one exchange and return it."""
+        with self._phase_lock:
+            return self._phase.start_exchange(self._clock())
+
+    def end_exchange(self) -> None:
+        """Let the phase go on."""
+        with self._phase_lock:
+            self._phase.end_exchange(self._clock())
+
+    def set_speed(self, eta: float, worker_rate: float) -> None:
+        """Change the speed of the phase from now on, for a new graph."""
+        with self._phase_lock:
+            self._phase.set_speed(eta, worker_rate, self._clock())
+
+    def snapshot(self, chunk: Chunk, theta: float, out: Tensor) -> None:
+        """Flow one chunk to ``theta`` and write x + pending to ``out``."""
+        with self._locks[chunk.index]:
+            chunk.flow_to(theta)
+            chunk.snapshot(out)
+
+    def snapshot_flowed(self, chunk: Chunk, out: Tensor) -> None:
+        """Write x + pending + c/2 of one chunk to ``out``, for a worker that takes over."""
+        with self._locks[chunk.index]:
+            chunk.snapshot_flowed(out, self._gossip_scratch.of(chunk))
+
+    def exchange(self, chunk: Chunk, mine: Tensor, peers: Tensor, alpha_tilde: float) -> float:
+        """Apply one exchanged chunk; return the squared norm of the difference."""
+        scratch = self._gossip_scratch.of(chunk)
+        with self._locks[chunk.index]:
+            return chunk.exchange(mine, peers, alpha_tilde, scratch)
+
+
+class _Scratch:
+    """One thread's preallocated room for one chunk, per working precision and device."""
+
+    def __init__(self, state: State) -> None:
+        self._tensors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        for chunk in state.chunks:
+            key = (chunk.pending.dtype, chunk.pending.device)
+            held = self._tensors.get(key)
+            if held is None or held.numel() < chunk.num_elements:
+                self._tensors[key] = torch.empty_like(chunk.pending)
+
+    def of(self, chunk: Chunk) -> Tensor:
+        """Return a tensor like the chunk's pending."""
+        return self._tensors[chunk.pending.dtype, chunk.pending.device][: chunk.num_elements]

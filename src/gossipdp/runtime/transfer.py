@@ -1,0 +1,112 @@
+"""A worker's whole state, sent to one that asks: at the start of a run, and for an average.
+
+The sender streams x + pending + c/2 of every exchanged chunk, then the copied chunks (frozen
+parameters, integer buffers), each under its chunk's lock as it goes: its training does not stop.
+Driven by the gossip threads of both ends.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from gossipdp.dynamics.state import Chunk
+from gossipdp.runtime.frames import ChunkKey, FrameType
+from gossipdp.runtime.link import Link
+from gossipdp.runtime.shared_state import SharedState
+from gossipdp.runtime.wire_buffers import WireBuffers
+
+SLOTS = 2
+
+
+class StateSender:
+    """Streams this worker's state over one link.
+
+    Args:
+        shared: the state and its locks.
+        link: to the worker that asked.
+        rank, incarnation, counter: its request, echoed in every chunk.
+    """
+
+    def __init__(
+        self, shared: SharedState, link: Link, rank: int, incarnation: int, counter: int
+    ) -> None:
+        self.link = link
+        self._request = (rank, incarnation, counter)
+        self._shared = shared
+        self._num_exchanged = len(shared.state.chunks)
+        self._chunks = shared.state.chunks + shared.state.copied_chunks
+        self._buffers = WireBuffers(shared.state, SLOTS)
+        self._num_sent = 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every chunk was handed to the link, and by the link to the kernel."""
+        return self._num_sent == len(self._chunks) and self.link.queued_chunks == 0
+
+    def pump(self) -> None:
+        """Send chunks as long as a slot is free."""
+        while self._num_sent < len(self._chunks) and self.link.queued_chunks < SLOTS:
+            index = self._num_sent
+            chunk = self._chunks[index]
+            slot = index % SLOTS
+            room = self._buffers.tensor(slot, chunk)
+            if index < self._num_exchanged:
+                self._shared.snapshot_flowed(chunk, room)
+            else:
+                room.copy_(chunk.x)
+            self._num_sent += 1
+            key = ChunkKey(*self._request, index)
+            self.link.send_chunk(FrameType.STATE_CHUNK, key, self._buffers.bytes(slot, chunk))
+
+
+class StateReceiver:
+    """Receives another worker's state, chunk by chunk.
+
+    Args:
+        shared: this worker's state, whose layout is the sender's (the fingerprints agree).
+        peer: whom we ask.
+        counter: of this request.
+        sink: called with each chunk of *this* worker and the values received for it.
+    """
+
+    def __init__(
+        self,
+        shared: SharedState,
+        peer: int,
+        counter: int,
+        sink: Callable[[Chunk, Tensor], None],
+    ) -> None:
+        self.peer = peer
+        self.counter = counter
+        self.num_received = 0
+        self._chunks = shared.state.chunks + shared.state.copied_chunks
+        self._buffers = WireBuffers(shared.state, 1)
+        self._sink = sink
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether everything is here."""
+        return self.num_received == len(self._chunks)
+
+    def landing(self, key: ChunkKey, length: int) -> memoryview | None:
+        """Return where a chunk of our request goes, or None for any other chunk."""
+        if key.counter != self.counter or key.index != self.num_received or self.is_finished:
+            return None
+        room = self._buffers.bytes(0, self._chunks[key.index])
+        return room if len(room) == length else None
+
+    def landed(self) -> None:
+        """Pass on the chunk that has just arrived."""
+        chunk = self._chunks[self.num_received]
+        self._sink(chunk, self._buffers.tensor(0, chunk))
+        self.num_received += 1
+
+
+def adopt(chunk: Chunk, values: Tensor) -> None:
+    """Sink of a worker that takes over another's state, while its main thread waits for it.
+
+    Values of exchanged chunks go to ``pending`` and become x by
+    :meth:`SharedState.adopt_pending`, on the main thread; copied chunks have no other writer.
+    """
+    target = chunk.pending if chunk.pending.numel() else chunk.x
+    target.copy_(values)

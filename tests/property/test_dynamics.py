@@ -1,0 +1,213 @@
+"""The fast in-place state against the float64 references, under random sequences of events."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gossipdp.dynamics.reference import MomentumState, PaperState
+from gossipdp.dynamics.state import Role, Segment, State
+
+ETA = 0.37
+ALPHA_TILDE = 1.9
+NUM_WORKERS = 4
+NUM_ELEMENTS = 23
+CHUNK_BYTES = 40
+
+# (kind, worker, peer, amount): amount is a flow's duration or a seed.
+events = st.lists(
+    st.tuples(
+        st.sampled_from(["flow", "step", "exchange", "boundary"]),
+        st.integers(0, NUM_WORKERS - 1),
+        st.integers(1, NUM_WORKERS - 1),
+        st.floats(0.0, 3.0, allow_subnormal=False),
+    ),
+    max_size=40,
+)
+
+
+def start_values(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(NUM_ELEMENTS, generator=generator, dtype=torch.float64)
+        for _ in range(NUM_WORKERS)
+    ]
+
+
+class FastWorker:
+    """One worker's State, driven as the runtime drives it."""
+
+    def __init__(self, values: Tensor, dtype: torch.dtype, wire: torch.dtype) -> None:
+        self.segment = Segment(values.to(dtype), Role.ACCELERATED, chunk_bytes=CHUNK_BYTES)
+        self.state = State([self.segment])
+        self.wire = wire
+        self.theta = 0.0
+
+    def flow(self, duration: float) -> None:
+        self.theta += ETA * duration
+        for chunk in self.state.chunks:
+            chunk.flow_to(self.theta)
+
+    def step(self, increment: Tensor) -> None:
+        self.segment.x += increment.to(self.segment.x.dtype)
+
+    def boundary(self) -> None:
+        for chunk in self.state.chunks:
+            chunk.boundary(self.theta, torch.empty_like(chunk.pending))
+
+    def snapshots(self) -> list[Tensor]:
+        outs = []
+        for chunk in self.state.chunks:
+            chunk.flow_to(self.theta)
+            outs.append(torch.empty(chunk.num_elements, dtype=self.wire))
+            chunk.snapshot(outs[-1])
+        return outs
+
+    def exchange(self, mine: list[Tensor], peers: list[Tensor]) -> None:
+        for chunk, one, other in zip(self.state.chunks, mine, peers, strict=True):
+            chunk.exchange(one, other, ALPHA_TILDE, torch.empty_like(chunk.pending))
+
+    @property
+    def x(self) -> Tensor:
+        return self.segment.x.double() + self.segment.pending.double()
+
+    @property
+    def z(self) -> Tensor:
+        assert self.segment.c is not None
+        return self.x + 0.5 * self.segment.c.double()
+
+
+def increment_of(seed: float) -> Tensor:
+    generator = torch.Generator().manual_seed(int(seed * 1e6))
+    return 0.1 * torch.randn(NUM_ELEMENTS, generator=generator, dtype=torch.float64)
+
+
+def run_fast(script, dtype=torch.float64, wire=torch.float64):
+    workers = [FastWorker(values, dtype, wire) for values in start_values()]
+    for kind, worker, offset, amount in script:
+        fast, peer = workers[worker], workers[(worker + offset) % NUM_WORKERS]
+        if kind == "flow":
+            fast.flow(amount)
+        elif kind == "step":
+            fast.step(increment_of(amount))
+        elif kind == "boundary":
+            fast.boundary()
+        else:
+            mine, peers = fast.snapshots(), peer.snapshots()
+            fast.exchange(mine, peers)
+            peer.exchange(peers, mine)
+    return workers
+
+
+def run_reference(script, make):
+    workers = [make(values) for values in start_values()]
+    for kind, worker, offset, amount in script:
+        other = (worker + offset) % NUM_WORKERS
+        if kind == "flow":
+            workers[worker] = workers[worker].flow(ETA, amount)
+        elif kind == "step":
+            workers[worker] = workers[worker].increment(increment_of(amount))
+        elif kind == "exchange":
+            delta = workers[worker].x - workers[other].x
+            workers[worker] = workers[worker].exchange(delta, ALPHA_TILDE)
+            workers[other] = workers[other].exchange(-delta, ALPHA_TILDE)
+    return workers
+
+
+def rounding_bound(script) -> float:
+    """Float32 rounding of every event, at the largest values met on the way."""
+    largest = 1.0
+    for length in range(len(script) + 1):
+        workers = run_reference(script[:length], lambda x: MomentumState(x, torch.zeros_like(x)))
+        largest = max(largest, *(float(w.x.abs().max() + w.c.abs().max()) for w in workers))
+    return (1 + len(script)) * NUM_WORKERS * largest * 2.0**-23
+
+
+@settings(deadline=None, max_examples=150)
+@given(events)
+def test_momentum_form_equals_the_papers_equations(script):
+    ours = run_reference(script, lambda x: MomentumState(x, torch.zeros_like(x)))
+    papers = run_reference(script, lambda x: PaperState(x, x))
+    for one, other in zip(ours, papers, strict=True):
+        scale = 1.0 + other.x.abs().max() + other.x_tilde.abs().max()
+        assert torch.allclose(one.x, other.x, atol=1e-11 * scale, rtol=0)
+        assert torch.allclose(one.x + one.c, other.x_tilde, atol=1e-11 * scale, rtol=0)
+
+
+@settings(deadline=None, max_examples=150)
+@given(events)
+def test_fast_version_equals_the_reference(script):
+    reference = run_reference(script, lambda x: MomentumState(x, torch.zeros_like(x)))
+    for fast, slow in zip(run_fast(script), reference, strict=True):
+        scale = 1.0 + slow.x.abs().max() + slow.c.abs().max()
+        assert torch.allclose(fast.x, slow.x, atol=1e-11 * scale, rtol=0)
+        assert torch.allclose(fast.z, slow.z, atol=1e-11 * scale, rtol=0)
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@settings(deadline=None, max_examples=80)
+@given(script=events)
+def test_the_mean_of_z_moves_only_by_gradient_steps(wire, script):
+    """Flow and exchange conserve it to rounding, also with snapshots rounded to bfloat16."""
+    workers = run_fast(script, torch.float32, wire)
+    expected = sum(start_values())
+    for kind, _, _, amount in script:
+        if kind == "step":
+            expected = expected + increment_of(amount)
+    total = sum(worker.z for worker in workers)
+    assert torch.allclose(total, expected, atol=rounding_bound(script), rtol=0)
+
+
+@settings(deadline=None, max_examples=80)
+@given(script=events)
+def test_bfloat16_parameters_keep_their_rounding_remainder(script):
+    """X + pending follows the float32 run although x itself holds 8 bits."""
+    script = [event for event in script if event[0] != "step"]
+    low = run_fast(script, torch.bfloat16, torch.bfloat16)
+    expected = sum(values.bfloat16().double() for values in start_values())
+    total = sum(worker.z for worker in low)
+    assert torch.allclose(total, expected, atol=rounding_bound(script), rtol=0)
+
+
+def test_without_an_exchange_a_boundary_changes_no_bit():
+    values = torch.tensor([-0.0, 0.0, 1e-40, 1.0])
+    segment = Segment(values.clone(), Role.ACCELERATED)
+    (chunk,) = State([segment]).chunks
+    chunk.boundary(3.0, torch.empty(4))
+    assert torch.equal(torch.signbit(segment.x), torch.signbit(values))
+    assert torch.equal(segment.x, values)
+
+
+def test_flow_to_the_end_leaves_z_and_no_momentum():
+    worker, peer = (FastWorker(v, torch.float64, torch.float64) for v in start_values()[:2])
+    mine, peers = worker.snapshots(), peer.snapshots()
+    worker.exchange(mine, peers)
+    z = worker.z
+    for chunk in worker.state.chunks:
+        chunk.boundary(math.inf, torch.empty_like(chunk.pending))
+    assert torch.equal(worker.segment.c, torch.zeros_like(z))
+    assert torch.allclose(worker.segment.x, z, atol=1e-15)
+
+
+def test_a_delta_that_is_not_finite_is_not_applied():
+    segment = Segment(torch.ones(3), Role.ACCELERATED)
+    (chunk,) = State([segment]).chunks
+    mine, peers = torch.ones(3), torch.tensor([1.0, math.nan, 1.0])
+    assert not math.isfinite(chunk.exchange(mine, peers, 1.0, torch.empty(3)))
+    assert torch.equal(segment.pending, torch.zeros(3))
+
+
+def test_every_chunk_covers_its_part_once():
+    segments = [
+        Segment(torch.arange(101.0), Role.ACCELERATED, chunk_bytes=64),
+        Segment(torch.arange(7.0, dtype=torch.float64), Role.AVERAGED, chunk_bytes=64),
+        Segment(torch.arange(5), Role.COPIED),
+    ]
+    state = State(segments)
+    assert [chunk.num_elements for chunk in state.chunks] == [16] * 6 + [5] + [7]
+    assert [chunk.index for chunk in state.chunks + state.copied_chunks] == list(range(9))
+    assert torch.equal(torch.cat([chunk.x for chunk in state.chunks[:7]]), segments[0].x)
+    assert state.bytes_per_exchange == 101 * 4 + 7 * 8

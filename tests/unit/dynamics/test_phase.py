@@ -1,0 +1,89 @@
+import math
+
+import pytest
+
+from gossipdp.dynamics.phase import MAX_GAP_IN_MEANS, MAX_PERIODS, Phase
+
+
+def exchange_at(phase: Phase, *starts_s: float, duration_s: float = 0.0) -> list[float]:
+    thetas = []
+    for start_s in starts_s:
+        thetas.append(phase.start_exchange(start_s))
+        phase.end_exchange(start_s + duration_s)
+    return thetas
+
+
+def test_the_first_exchange_only_starts_the_clock():
+    phase = Phase(eta=0.5, worker_rate=1.0)
+    assert phase.at(100.0) == 0.0
+    assert exchange_at(phase, 100.0, 102.0) == [0.0, 0.0]
+    assert phase.mean_gap_s == 2.0
+
+
+def test_one_period_is_one_mean_gap_over_the_worker_rate():
+    phase = Phase(eta=0.5, worker_rate=0.25)
+    thetas = exchange_at(phase, 0.0, 2.0, 4.0, 6.0)
+    assert thetas[3] - thetas[2] == pytest.approx(0.5 / 0.25)
+
+
+def test_the_phase_does_not_depend_on_the_unit_of_time():
+    starts = [0.0, 1.0, 1.5, 4.0, 4.25, 9.0]
+    slow = exchange_at(Phase(0.3, 1.0), *starts)
+    fast = exchange_at(Phase(0.3, 1.0), *(start / 1000 for start in starts))
+    assert slow == pytest.approx(fast)
+
+
+def test_the_phase_stands_still_during_an_exchange_and_catches_up_after_it():
+    phase = Phase(eta=1.0, worker_rate=1.0)
+    exchange_at(phase, 0.0, 1.0)
+    frozen = phase.start_exchange(2.0)
+    assert phase.at(2.4) == phase.at(2.9) == frozen
+    phase.end_exchange(2.9)
+    assert phase.at(3.0) == pytest.approx(frozen + 1.0)
+
+
+def test_a_stall_flows_at_most_the_cap_and_boundary_flows_count_towards_it():
+    phase = Phase(eta=1.0, worker_rate=1.0)
+    exchange_at(phase, 0.0, 1.0)
+    before = phase.at(1.0)
+    assert phase.at(3.0) == pytest.approx(before + 2.0)
+    assert phase.at(101.0) == pytest.approx(before + MAX_PERIODS)
+    assert phase.start_exchange(201.0) == pytest.approx(before + MAX_PERIODS)
+
+
+def test_the_mean_gap_is_taken_after_the_flow_and_follows_a_change_of_pace():
+    phase = Phase(eta=1.0, worker_rate=1.0)
+    exchange_at(phase, 0.0, 1.0)
+    assert exchange_at(phase, 3.0) == pytest.approx([2.0])
+    assert phase.mean_gap_s == pytest.approx(1.5)
+    exchange_at(phase, *(3.0 + 5.0 * k for k in range(1, 60)))
+    assert phase.mean_gap_s == pytest.approx(5.0, rel=0.02)
+
+
+def test_a_pause_of_any_length_moves_the_mean_gap_by_a_bounded_factor():
+    phase = Phase(eta=1.0, worker_rate=1.0)
+    exchange_at(phase, *map(float, range(30)))
+    exchange_at(phase, 1e9)
+    assert phase.mean_gap_s <= 1.0 + 0.1 * (MAX_GAP_IN_MEANS - 1.0) + 1e-9
+
+
+def test_a_new_graph_changes_the_speed_and_never_the_phase():
+    phase = Phase(eta=1.0, worker_rate=1.0)
+    exchange_at(phase, 0.0, 1.0)
+    before = phase.at(1.5)
+    phase.set_speed(0.1, 1.0, 1.5)
+    assert phase.at(1.5) == before
+    assert phase.at(2.5) == pytest.approx(before + 0.1)
+
+
+def test_without_neighbours_or_momentum_nothing_flows():
+    for phase in (Phase(0.0, 1.0), Phase(0.0, 0.0)):
+        assert exchange_at(phase, 0.0, 1.0, 2.0) == [0.0, 0.0, 0.0]
+        assert not math.isnan(phase.at(50.0))
+
+
+def test_two_exchanges_at_once_are_a_bug():
+    phase = Phase(1.0, 1.0)
+    phase.start_exchange(0.0)
+    with pytest.raises(AssertionError, match="one exchange"):
+        phase.start_exchange(1.0)
