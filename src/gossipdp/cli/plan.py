@@ -1,0 +1,135 @@
+"""``gossipdp plan``: what a graph promises, printed before anything is run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gossipdp.graph import Plan
+
+DEFAULT_GRAPH = "ring"
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """Print the constants of a graph and whether A2CiD2 helps on it. Nothing is trained."""
+
+    workers: int | None = None
+    """Number of workers; may be left out where --edge-list says it."""
+
+    graph: str = DEFAULT_GRAPH
+    """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
+
+    comm_rate: float = 1.0
+    """Exchanges per worker per gradient step."""
+
+    edge_list: Path | None = None
+    """Read the graph from a file instead: one edge 'i j' a line, ranks from 0, '#' comments."""
+
+    seed: int = 0
+    """Seed of the random graphs."""
+
+    json: Path | None = None
+    """Also write chi1, chi2, eta, alpha_tilde, exchanges_per_unit_time and edges (their number)."""
+
+
+def run(arguments: PlanArguments) -> int:
+    """Print the table and write the JSON file; returns the exit status, 2 for bad input."""
+    from rich.console import Console
+
+    try:
+        plan = _plan(arguments)
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(_as_json(plan), indent=2) + "\n", "utf-8")
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"gossipdp plan: {error}\n")
+        return 2
+    console = Console()
+    console.print(_table(plan))
+    console.print(_verdict(plan), highlight=False)
+    return 0
+
+
+def _plan(arguments: PlanArguments) -> Plan:
+    from gossipdp.graph import build_graph, plan, read_edge_list
+
+    if arguments.edge_list is not None:
+        if arguments.graph != DEFAULT_GRAPH:
+            raise ValueError(
+                f"both --graph {arguments.graph} and --edge-list {arguments.edge_list} are given: "
+                "pass one of them"
+            )
+        read = read_edge_list(arguments.edge_list)
+        num_workers = len(read) if arguments.workers is None else arguments.workers
+        return plan(build_graph(read, num_workers), arguments.comm_rate)
+    if arguments.workers is None:
+        raise ValueError("the number of workers is missing: pass --workers, such as --workers 64")
+    graph = build_graph(arguments.graph, arguments.workers, seed=arguments.seed)
+    return plan(graph, arguments.comm_rate)
+
+
+def _as_json(plan: Plan) -> dict[str, float]:
+    return {
+        "chi1": plan.chi1,
+        "chi2": plan.chi2,
+        "eta": plan.eta,
+        "alpha_tilde": plan.alpha_tilde,
+        "exchanges_per_unit_time": plan.exchanges_per_unit_time,
+        "edges": plan.num_edges,
+    }
+
+
+def _table(plan: Plan) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    # Text, since the name of a file may look like markup.
+    table = Table(title=Text(plan.graph), title_justify="left")
+    table.add_column("quantity", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("what it is")
+    rows: list[tuple[str, float, str]] = [
+        ("edges", plan.num_edges, "pairs of workers that may exchange"),
+        ("comm rate", plan.comm_rate, "exchanges per worker per gradient step, at most"),
+        (
+            "exchanges per unit time",
+            plan.exchanges_per_unit_time,
+            "over the whole network, while a worker takes one gradient step",
+        ),
+        ("chi1", plan.chi1, "1 / lambda_2 of the Laplacian"),
+        ("chi2", plan.chi2, "half the largest effective resistance of an edge"),
+        ("eta", plan.eta, "mixing speed of A2CiD2"),
+        ("alpha_tilde", plan.alpha_tilde, "its gain of an exchange on the momentum copy"),
+        (
+            "decay bound, gossip",
+            plan.gossip_decay_bound,
+            "of the consensus distance per exchange per worker, at least (theory)",
+        ),
+        ("decay bound, a2cid2", plan.a2cid2_decay_bound, "the same with A2CiD2"),
+        ("expected speed-up", plan.expected_speedup, "sqrt(chi1 / chi2), ratio of the bounds"),
+    ]
+    for quantity, value, meaning in rows:
+        table.add_row(
+            quantity, f"{value:,d}" if isinstance(value, int) else f"{value:.6g}", meaning
+        )
+    return table
+
+
+def _verdict(plan: Plan) -> str:
+    if plan.num_workers == 1:
+        return "A2CiD2 helps here: no. One worker has nobody to exchange with."
+    if plan.a2cid2_helps:
+        return (
+            f"A2CiD2 helps here: yes. Theory lets consensus be reached {plan.expected_speedup:.3g} "
+            "times as fast as with plain gossip."
+        )
+    return (
+        "A2CiD2 helps here: no. On this graph plain gossip mixes about as fast "
+        f"(expected speed-up {plan.expected_speedup:.3g})."
+    )

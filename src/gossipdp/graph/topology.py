@@ -1,0 +1,336 @@
+"""Graphs of workers: the named topologies, edge-list files, and the graph after deaths.
+
+A graph is undirected, connected and simple; its nodes are ranks and its edges are the pairs of
+workers that may exchange. The same name, number of workers and seed give the same graph in
+every process.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+import random
+from collections.abc import Callable, Iterable, Iterator
+from itertools import combinations
+from numbers import Integral
+from pathlib import Path
+
+import networkx as nx
+
+RANDOM_REGULAR_DEGREE = 4
+"""Even, so that a random-regular graph exists for odd numbers of workers too."""
+
+MAX_RESAMPLES = 100
+"""How many random graphs are drawn before giving up on a connected one."""
+
+Edges = Iterable[tuple[int, int]]
+
+
+def build_graph(graph: str | nx.Graph[int], num_workers: int, *, seed: int = 0) -> nx.Graph[int]:
+    """Build, or check and copy, the graph of ``num_workers`` workers.
+
+    ==============  =============================================================================
+    ring            rank i with i + 1 mod n; two workers share one edge
+    path            a ring without the edge that closes it
+    star            rank 0 with everyone
+    complete        everyone with everyone
+    exponential     rank i with i + 2^k mod n for every 2^k < n; the half hop n/2 is one edge
+    hypercube       ranks that differ in one bit; n must be a power of two
+    torus           rows x columns, both closed to rings, as square as n allows (`torus_shape`);
+                    for a prime n that is 1 x n, which is the ring
+    random-regular  four random neighbours each (all others where n <= 5), drawn from ``seed``
+    erdos-renyi     every edge with probability min(1, 2 ln(n) / n), drawn from ``seed``
+    ==============  =============================================================================
+
+    The two random graphs are drawn again, from the same stream of numbers, until connected.
+
+    Args:
+        graph: One of `GRAPH_NAMES`, or a networkx graph whose nodes are the ranks 0..n-1. Of a
+            networkx graph only nodes and edges count: rates are given to `Constants.of`.
+        num_workers: n, at least 1. One worker has no edges.
+        seed: Seed of the random graphs; the others ignore it.
+
+    Returns:
+        A new graph with nodes 0..n-1, whose ``name`` says what it is.
+
+    Raises:
+        ValueError: The name is unknown, or no valid graph of this kind has so many workers, or
+            the networkx graph is empty, directed, a multigraph, disconnected, has self loops, or
+            nodes other than 0..n-1. The message names the graph and the fix.
+
+    Example:
+        >>> sorted(build_graph("ring", 4).edges)
+        [(0, 1), (0, 3), (1, 2), (2, 3)]
+    """
+    try:
+        num_workers = operator.index(num_workers)
+    except TypeError:
+        raise ValueError(
+            f"num_workers must be a whole number, got {num_workers!r}: pass an int of 1 or more"
+        ) from None
+    if isinstance(graph, nx.Graph):
+        return _checked_copy(graph, num_workers)
+    if not isinstance(graph, str):
+        raise ValueError(
+            f"a graph is a name or a networkx.Graph, got {graph!r}: "
+            f"pass one of {', '.join(GRAPH_NAMES)}, or a networkx.Graph"
+        )
+    if graph not in _BUILDERS:
+        near = difflib.get_close_matches(graph.lower(), GRAPH_NAMES, n=1, cutoff=0.5)
+        guess = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown graph {graph!r}: {guess}Known: {', '.join(GRAPH_NAMES)}")
+    if num_workers < 1:
+        raise ValueError(f"graph {graph!r} of {num_workers} workers: there must be at least 1")
+    built = _BUILDERS[graph](num_workers, random.Random(seed))
+    shape = "{} x {}, ".format(*torus_shape(num_workers)) if graph == "torus" else ""
+    built.graph["name"] = f"{graph} ({shape}{count(num_workers, 'worker')})"
+    return built
+
+
+def check_graph(graph: nx.Graph[int]) -> None:
+    """Raise a ValueError unless ``graph`` is a simple, undirected, connected graph of ranks."""
+    name = graph_name(graph)
+    if graph.is_directed():
+        raise ValueError(
+            f"graph {name!r} is directed, but an exchange goes both ways: "
+            "pass networkx.Graph(graph.to_undirected())"
+        )
+    if graph.is_multigraph():
+        raise ValueError(
+            f"graph {name!r} is a multigraph, but a pair of workers shares one edge: "
+            "pass networkx.Graph(graph)"
+        )
+    if len(graph) == 0:
+        raise ValueError(f"graph {name!r} has no nodes: give it one node per worker, at least 1")
+    nodes: Iterable[object] = graph.nodes
+    strange = [node for node in nodes if not isinstance(node, Integral) or node < 0]
+    if strange:
+        raise ValueError(
+            f"graph {name!r} has a node {strange[0]!r} that is no rank: "
+            "pass networkx.convert_node_labels_to_integers(graph)"
+        )
+    loops = sorted(node for node in graph if graph.has_edge(node, node))
+    if loops:
+        raise ValueError(
+            f"graph {name!r} has self loops, the first at worker {loops[0]}: remove them with "
+            "graph.remove_edges_from(list(networkx.selfloop_edges(graph)))"
+        )
+    first = min(graph)
+    reached: set[int] = nx.node_connected_component(graph, first)
+    if len(reached) < len(graph):
+        raise ValueError(
+            f"graph {name!r} is disconnected: worker {min(set(graph) - reached)} cannot reach "
+            f"worker {first}, so they would never agree. Add edges until it is connected"
+        )
+
+
+def graph_name(graph: nx.Graph[int]) -> str:
+    """What to call ``graph`` in a message or a table: its name, else its kind and size."""
+    if graph.name:
+        return graph.name
+    nodes, edges = len(graph), graph.number_of_edges()
+    return f"{type(graph).__name__} ({count(nodes, 'worker')}, {count(edges, 'edge')})"
+
+
+def count(number: int, noun: str) -> str:
+    """``number`` with its noun, in the plural where that is due."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def torus_shape(num_workers: int) -> tuple[int, int]:
+    """Rows and columns of the most square torus: rows is the largest divisor up to sqrt(n)."""
+    rows = math.isqrt(num_workers)
+    while num_workers % rows:
+        rows -= 1
+    return rows, num_workers // rows
+
+
+def read_edge_list(path: str | Path) -> nx.Graph[int]:
+    """Read a graph from a text file of one edge a line: two ranks, ``#`` starts a comment.
+
+    Ranks are separated by blanks or a comma. Each edge stands once, in either direction. Whether
+    the whole is a valid graph is for `build_graph` to say, to which the result is passed.
+
+    Raises:
+        ValueError: A line that is not two ranks, a repeated edge, or no edge at all; the message
+            names file and line.
+        OSError: The file cannot be read.
+    """
+    graph: nx.Graph[int] = nx.Graph(name=str(path))
+    first_line: dict[tuple[int, int], int] = {}
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"edge list {path} is not UTF-8 text: write one 'i j' a line") from None
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].replace(",", " ").split()
+        if not words:
+            continue
+        if len(words) != 2 or not all(word.isascii() and word.isdigit() for word in words):
+            raise ValueError(
+                f"edge list {path}, line {number}: {line.strip()!r} is not an edge: "
+                "write two ranks, such as '0 1'"
+            )
+        left, right = sorted(map(int, words))
+        if (left, right) in first_line:
+            raise ValueError(
+                f"edge list {path}, line {number}: edge {left} {right} stands on line "
+                f"{first_line[left, right]} already: list each edge once"
+            )
+        first_line[left, right] = number
+        graph.add_edge(left, right)
+    if not first_line:
+        raise ValueError(f"edge list {path} holds no edges: write one 'i j' a line")
+    return graph
+
+
+def without(graph: nx.Graph[int], dead: Iterable[int]) -> nx.Graph[int]:
+    """The graph of the workers that live on, connected whoever died.
+
+    For each dead rank in ascending order its neighbours are joined in a ring (sorted by rank),
+    then it is removed: a path through it becomes a way round the ring. The result depends on the
+    set of the dead alone, not on the order of their deaths, so workers that learn of them in
+    different orders agree.
+
+    Args:
+        graph: The original graph of the run; it is not changed.
+        dead: Ranks in it, in any order; repeats do not matter.
+
+    Raises:
+        ValueError: A dead rank is not in the graph, or nobody is left.
+
+    Example:
+        >>> sorted(without(build_graph("star", 5), [0]).edges)
+        [(1, 2), (1, 4), (2, 3), (3, 4)]
+    """
+    ranks = sorted(set(dead))
+    name = graph_name(graph)
+    unknown = [rank for rank in ranks if rank not in graph]
+    if unknown:
+        raise ValueError(f"graph {name!r} has no worker {unknown[0]}: pass ranks that are in it")
+    if len(ranks) == len(graph):
+        raise ValueError(f"graph {name!r} without all of its workers is empty: keep at least one")
+    survivors: nx.Graph[int] = nx.Graph(graph)
+    for rank in ranks:
+        neighbours = sorted(survivors[rank])
+        survivors.remove_node(rank)
+        survivors.add_edges_from(
+            (neighbours[left], neighbours[right]) for left, right in _ring(len(neighbours))
+        )
+    if ranks:
+        survivors.graph["name"] = f"{name} without {', '.join(map(str, ranks))}"
+    return survivors
+
+
+def _checked_copy(graph: nx.Graph[int], num_workers: int) -> nx.Graph[int]:
+    name = graph_name(graph)
+    check_graph(graph)
+    if len(graph) != num_workers:
+        raise ValueError(
+            f"graph {name!r} has {count(len(graph), 'node')}, but there "
+            f"{'is' if num_workers == 1 else 'are'} {count(num_workers, 'worker')}: "
+            f"start {count(len(graph), 'worker')} or pass a graph with one node per worker"
+        )
+    if max(graph) != num_workers - 1:
+        missing = min(set(range(num_workers)) - set(graph))
+        raise ValueError(
+            f"graph {name!r} has no node {missing}, but its nodes must be the ranks "
+            f"0..{num_workers - 1}: pass networkx.convert_node_labels_to_integers(graph)"
+        )
+    # Ranks may be numpy integers here; ours are ints.
+    copy = _from_edges(num_workers, ((int(left), int(right)) for left, right in graph.edges))
+    copy.graph["name"] = name
+    return copy
+
+
+def _from_edges(num_workers: int, edges: Edges) -> nx.Graph[int]:
+    built: nx.Graph[int] = nx.Graph()
+    built.add_nodes_from(range(num_workers))
+    built.add_edges_from(edges)
+    return built
+
+
+def _ring(num_workers: int) -> Iterator[tuple[int, int]]:
+    for rank in range(num_workers):
+        following = (rank + 1) % num_workers
+        if following != rank:
+            yield rank, following
+
+
+def _exponential(num_workers: int) -> Iterator[tuple[int, int]]:
+    hop = 1
+    while hop < num_workers:
+        for rank in range(num_workers):
+            yield rank, (rank + hop) % num_workers
+        hop *= 2
+
+
+def _hypercube(num_workers: int) -> Edges:
+    dimension = num_workers.bit_length() - 1
+    if num_workers != 1 << dimension:
+        raise ValueError(
+            f"graph 'hypercube' of {num_workers} workers: their number must be a power of two. "
+            f"Use {1 << dimension} or {2 << dimension} workers, or graph 'exponential', which "
+            "mixes about as well with any number"
+        )
+    return [
+        (rank, rank ^ (1 << bit))
+        for rank in range(num_workers)
+        for bit in range(dimension)
+        if not rank >> bit & 1
+    ]
+
+
+def _torus(num_workers: int) -> Iterator[tuple[int, int]]:
+    rows, columns = torus_shape(num_workers)
+    for row in range(rows):
+        for left, right in _ring(columns):
+            yield row * columns + left, row * columns + right
+    for column in range(columns):
+        for upper, lower in _ring(rows):
+            yield upper * columns + column, lower * columns + column
+
+
+def _random_regular(num_workers: int, stream: random.Random) -> nx.Graph[int]:
+    degree = min(RANDOM_REGULAR_DEGREE, num_workers - 1)
+    return _until_connected(
+        f"random-regular of {num_workers} workers",
+        lambda: nx.random_regular_graph(degree, num_workers, seed=stream),
+    )
+
+
+def _erdos_renyi(num_workers: int, stream: random.Random) -> nx.Graph[int]:
+    # Twice the threshold of connectedness, so that a first draw fails with probability about 1/n.
+    probability = min(1.0, 2.0 * math.log(num_workers) / num_workers)
+    return _until_connected(
+        f"erdos-renyi of {num_workers} workers",
+        lambda: nx.gnp_random_graph(num_workers, probability, seed=stream),
+    )
+
+
+def _until_connected(name: str, draw: Callable[[], nx.Graph[int]]) -> nx.Graph[int]:
+    for _ in range(MAX_RESAMPLES):
+        drawn = draw()
+        if nx.is_connected(drawn):
+            # Rebuilt: networkx's own order of nodes follows the draw.
+            return _from_edges(len(drawn), drawn.edges)
+    raise ValueError(
+        f"graph {name!r}: none of {MAX_RESAMPLES} draws is connected. Use another seed or graph"
+    )
+
+
+_BUILDERS: dict[str, Callable[[int, random.Random], nx.Graph[int]]] = {
+    "ring": lambda n, _: _from_edges(n, _ring(n)),
+    "path": lambda n, _: _from_edges(n, [(rank, rank + 1) for rank in range(n - 1)]),
+    "star": lambda n, _: _from_edges(n, [(0, rank) for rank in range(1, n)]),
+    "complete": lambda n, _: _from_edges(n, combinations(range(n), 2)),
+    "exponential": lambda n, _: _from_edges(n, _exponential(n)),
+    "hypercube": lambda n, _: _from_edges(n, _hypercube(n)),
+    "torus": lambda n, _: _from_edges(n, _torus(n)),
+    "random-regular": _random_regular,
+    "erdos-renyi": _erdos_renyi,
+}
+
+GRAPH_NAMES: tuple[str, ...] = tuple(_BUILDERS)
+"""The names that `build_graph` knows."""

@@ -1,0 +1,112 @@
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossipdp.graph import Constants, without
+
+
+@st.composite
+def connected_graphs(draw, max_workers=12):
+    """A random tree, so that it is connected, and any further edges."""
+    num_workers = draw(st.integers(2, max_workers))
+    graph = nx.Graph()
+    graph.add_nodes_from(range(num_workers))
+    for rank in range(1, num_workers):
+        graph.add_edge(draw(st.integers(0, rank - 1)), rank)
+    ranks = st.integers(0, num_workers - 1)
+    further = draw(st.lists(st.tuples(ranks, ranks), max_size=2 * num_workers))
+    graph.add_edges_from((left, right) for left, right in further if left != right)
+    return graph
+
+
+@st.composite
+def rated_graphs(draw):
+    graph = draw(connected_graphs())
+    rate = st.floats(0.01, 1.0)
+    rates = {edge: draw(rate) for edge in graph.edges}
+    return Constants.of(graph, comm_rate=100.0, rates=rates)
+
+
+def pieces(constants):
+    """Per edge its rate and (e_i - e_j); the centring projection; L^+."""
+    size = len(constants.workers)
+    differences = [np.eye(size)[i] - np.eye(size)[j] for i, j in constants.edges]
+    centre = np.eye(size) - 1.0 / size
+    pseudo_inverse = np.linalg.pinv(constants.laplacian, hermitian=True)
+    return list(zip(constants.rates, differences, strict=True)), centre, pseudo_inverse
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_the_graph_after_deaths_is_connected_whoever_dies(data):
+    graph = data.draw(connected_graphs(max_workers=20))
+    dead = data.draw(st.sets(st.sampled_from(sorted(graph)), max_size=len(graph) - 1))
+    survivors = without(graph, dead)
+    assert set(survivors) == set(graph) - dead
+    assert nx.is_connected(survivors)
+    assert nx.number_of_selfloops(survivors) == 0
+    kept = {frozenset(edge) for edge in graph.edges if not dead & set(edge)}
+    assert kept <= {frozenset(edge) for edge in survivors.edges}
+    Constants.of(survivors)
+
+
+@settings(max_examples=60, deadline=None)
+@given(graph=connected_graphs(), comm_rate=st.floats(0.01, 50.0))
+def test_default_rates_respect_the_budget_and_the_degrees(graph, comm_rate):
+    constants = Constants.of(graph, comm_rate)
+    for worker in constants.workers:
+        neighbours = constants.neighbours(worker)
+        assert set(neighbours) == set(graph[worker])
+        assert constants.worker_rate(worker) <= comm_rate * (1 + 1e-12)
+        for peer, rate in neighbours.items():
+            assert rate == constants.neighbours(peer)[worker]
+            assert rate == pytest.approx(comm_rate / max(graph.degree[worker], graph.degree[peer]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(constants=rated_graphs(), scale=st.floats(0.1, 10.0))
+def test_scaling_all_rates(constants, scale):
+    scaled = Constants(
+        constants.workers, constants.edges, tuple(scale * rate for rate in constants.rates)
+    )
+    assert scaled.eta == pytest.approx(scale * constants.eta)
+    assert scaled.alpha_tilde == pytest.approx(constants.alpha_tilde)
+    assert constants.chi2 <= constants.chi1 * (1 + 1e-9)
+    assert constants.alpha_tilde >= 0.5 - 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(constants=rated_graphs())
+def test_gossip_decays_at_least_as_fast_as_its_bound(constants):
+    # The generator of E|x|^2 as a quadratic form, plus bound times the form, is nowhere positive.
+    edges, centre, _ = pieces(constants)
+    generator = np.zeros_like(centre)
+    for rate, difference in edges:
+        step = np.eye(len(centre)) - 0.5 * np.outer(difference, difference)
+        generator += rate * (step.T @ centre @ step - centre)
+    excess = generator + centre / (2 * constants.chi1)
+    assert np.linalg.eigvalsh(excess)[-1] <= 1e-9 * constants.exchanges_per_unit_time
+
+
+@settings(max_examples=60, deadline=None)
+@given(constants=rated_graphs())
+def test_a2cid2_decays_at_least_as_fast_as_its_bound(constants):
+    # The same for the energy |x|^2 + x_tilde^T L^+ x_tilde / chi1 on the pair (x, x_tilde), under
+    # the paper's flow and exchanges with the constants' eta and alpha_tilde: the bound is eta.
+    edges, centre, pseudo_inverse = pieces(constants)
+    size = len(centre)
+    energy = np.zeros((2 * size, 2 * size))
+    energy[:size, :size] = centre
+    energy[size:, size:] = pseudo_inverse / constants.chi1
+    flow = constants.eta * np.kron([[-1.0, 1.0], [1.0, -1.0]], np.eye(size))
+    generator = flow.T @ energy + energy @ flow
+    for rate, difference in edges:
+        outer = np.outer(difference, difference)
+        step = np.eye(2 * size)
+        step[:size, :size] -= 0.5 * outer
+        step[size:, :size] -= constants.alpha_tilde * outer
+        generator += rate * (step.T @ energy @ step - energy)
+    excess = generator + constants.eta * energy
+    assert np.linalg.eigvalsh(excess)[-1] <= 1e-9 * constants.exchanges_per_unit_time

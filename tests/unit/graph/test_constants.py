@@ -1,0 +1,181 @@
+import dataclasses
+import math
+
+import networkx as nx
+import numpy as np
+import pytest
+
+from gossipdp.graph import Constants, build_graph, without
+
+
+def of(name, num_workers, comm_rate=1.0):
+    return Constants.of(build_graph(name, num_workers), comm_rate)
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4, 5, 16, 63, 64, 200])
+def test_ring_closed_forms(num_workers):
+    constants = of("ring", num_workers)
+    assert constants.chi1 == pytest.approx(1 / (1 - math.cos(2 * math.pi / num_workers)))
+    assert constants.chi2 == pytest.approx((num_workers - 1) / num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 7, 64])
+def test_the_complete_graph_is_not_accelerated(num_workers):
+    constants = of("complete", num_workers)
+    expected = (num_workers - 1) / num_workers
+    assert constants.chi1 == pytest.approx(expected)
+    assert constants.chi2 == pytest.approx(expected)
+    assert constants.alpha_tilde == pytest.approx(0.5)
+    assert constants.eta == pytest.approx(1 / (2 * expected))
+
+
+@pytest.mark.parametrize("num_workers", [3, 10, 64])
+def test_star_closed_forms(num_workers):
+    # lambda = 1/(n-1) on every edge: lambda_2 is that too, and a leaf hangs on one resistor.
+    constants = of("star", num_workers)
+    assert constants.chi1 == pytest.approx(num_workers - 1)
+    assert constants.chi2 == pytest.approx((num_workers - 1) / 2)
+
+
+@pytest.mark.parametrize("dimension", [1, 2, 3, 6])
+def test_hypercube_closed_forms(dimension):
+    # lambda = 1/d, lambda_2 = 2/d; by symmetry and Foster's theorem R = (n-1) / sum of rates.
+    constants = of("hypercube", 2**dimension)
+    assert constants.chi1 == pytest.approx(dimension / 2)
+    assert constants.chi2 == pytest.approx((2**dimension - 1) / 2**dimension)
+
+
+@pytest.mark.parametrize("name", ["ring", "star", "torus", "erdos-renyi"])
+def test_scaling_with_the_comm_rate(name):
+    one, three = of(name, 12), of(name, 12, 3.0)
+    assert three.eta == pytest.approx(3 * one.eta)
+    assert three.alpha_tilde == pytest.approx(one.alpha_tilde)
+    assert three.chi1 == pytest.approx(one.chi1 / 3)
+    assert three.chi2 == pytest.approx(one.chi2 / 3)
+    assert three.exchanges_per_unit_time == pytest.approx(3 * one.exchanges_per_unit_time)
+
+
+def test_formulas_of_eta_and_alpha_tilde():
+    constants = of("path", 9)
+    assert constants.eta == pytest.approx(1 / (2 * math.sqrt(constants.chi1 * constants.chi2)))
+    assert constants.alpha_tilde == pytest.approx(math.sqrt(constants.chi1 / constants.chi2) / 2)
+
+
+def test_default_rates_keep_every_worker_within_its_budget():
+    constants = of("star", 5, comm_rate=2.0)
+    assert constants.rates == (0.5,) * 4
+    assert constants.worker_rate(0) == pytest.approx(2.0)
+    assert constants.worker_rate(3) == pytest.approx(0.5)
+    assert constants.neighbours(0) == {1: 0.5, 2: 0.5, 3: 0.5, 4: 0.5}
+    assert list(of("ring", 5).neighbours(2)) == [1, 3]
+    assert of("ring", 64).exchanges_per_unit_time == pytest.approx(32.0)
+
+
+def test_neighbours_cannot_be_changed_through_the_answer():
+    constants = of("ring", 4)
+    constants.neighbours(0).clear()
+    assert constants.neighbours(0) == {1: 0.5, 3: 0.5}
+
+
+def test_laplacian():
+    constants = of("path", 3)
+    np.testing.assert_allclose(
+        constants.laplacian, [[0.5, -0.5, 0], [-0.5, 1, -0.5], [0, -0.5, 0.5]]
+    )
+    with pytest.raises(ValueError, match="read-only"):
+        constants.laplacian[0, 0] = 1.0
+
+
+def test_one_worker():
+    constants = of("ring", 1)
+    assert constants.edges == ()
+    assert (constants.chi1, constants.chi2, constants.eta) == (0.0, 0.0, 0.0)
+    assert constants.alpha_tilde == 0.5
+    assert constants.exchanges_per_unit_time == 0.0
+    assert constants.neighbours(0) == {}
+    assert constants.worker_rate(0) == 0.0
+    assert constants.laplacian.shape == (1, 1)
+
+
+def test_after_deaths_ranks_have_gaps():
+    constants = Constants.of(without(build_graph("ring", 6), [0, 3]))
+    assert constants.workers == (1, 2, 4, 5)
+    assert constants.edges == ((1, 2), (1, 5), (2, 4), (4, 5))
+    assert constants.chi1 == pytest.approx(of("ring", 4).chi1)
+    assert constants.neighbours(1) == {2: 0.5, 5: 0.5}
+    with pytest.raises(ValueError, match="worker 3 is not in the graph"):
+        constants.neighbours(3)
+
+
+def test_equal_graphs_have_equal_constants():
+    assert of("torus", 12) == of("torus", 12)
+    assert hash(of("torus", 12)) == hash(of("torus", 12))
+    assert of("torus", 12).chi1 == of("torus", 12).chi1
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        of("ring", 3).rates = ()
+
+
+@pytest.mark.parametrize("comm_rate", [0.0, -1.0, math.nan, math.inf])
+def test_comm_rate_must_be_positive(comm_rate):
+    for num_workers in (1, 4):
+        with pytest.raises(ValueError, match=f"comm rate {comm_rate} is not a positive number"):
+            of("ring", num_workers, comm_rate)
+
+
+class TestGivenRates:
+    graph = build_graph("path", 3)
+
+    def test_either_direction(self):
+        constants = Constants.of(self.graph, 1.0, {(1, 0): 0.25, (1, 2): 0.5})
+        assert constants.rates == (0.25, 0.5)
+
+    @pytest.mark.parametrize(
+        ("rates", "message"),
+        [
+            ({(0, 1): 0.5}, r"\(1, 2\) is an edge without a rate"),
+            ({(0, 1): 0.3, (1, 2): 0.3, (0, 2): 0.3}, r"\(0, 2\) is not an edge"),
+            ({(0, 1): 0.3, (1, 0): 0.3, (1, 2): 0.3}, r"edge \(0, 1\) .* twice"),
+            ({(0, 1): 0.0, (1, 2): 0.3}, r"rate of edge \(0, 1\) .* positive"),
+            ({(0, 1): math.nan, (1, 2): 0.3}, r"rate of edge \(0, 1\) .* positive"),
+            ({(0, 1): 0.6, (1, 2): 0.6}, r"worker 1 .* sum to 1\.2, above the comm rate 1"),
+        ],
+    )
+    def test_refused(self, rates, message):
+        with pytest.raises(ValueError, match=message):
+            Constants.of(self.graph, 1.0, rates)
+
+    def test_rates_too_far_apart(self):
+        with pytest.raises(ValueError, match="too far apart"):
+            Constants.of(self.graph, 1.0, {(0, 1): 1e-30, (1, 2): 0.5})
+
+
+@pytest.mark.parametrize(
+    ("workers", "edges", "rates", "message"),
+    [
+        ((), (), (), "at least one"),
+        ((1, 0), ((0, 1),), (1.0,), "ascending ranks"),
+        ((0, 1), ((1, 0),), (1.0,), "i < j"),
+        ((0, 1, 2), ((1, 2), (0, 1)), (1.0, 1.0), "ascending"),
+        ((0, 1), ((0, 1),), (), "as many rates"),
+        ((0, 1), ((0, 1),), (-1.0,), "must be positive"),
+        ((0, 1), ((0, 2),), (1.0,), "not among the workers"),
+        ((0, 1, 2), ((0, 1),), (1.0,), "disconnected"),
+    ],
+)
+def test_constants_check_themselves(workers, edges, rates, message):
+    with pytest.raises(ValueError, match=message):
+        Constants(workers, edges, rates)
+
+
+def test_graphs_are_checked_without_build_graph():
+    with pytest.raises(ValueError, match="is directed"):
+        Constants.of(nx.DiGraph([(0, 1)]))
+
+
+def test_a_ring_of_4096_workers():
+    constants = of("ring", 4096)
+    assert constants.chi1 == pytest.approx(1 / (1 - math.cos(2 * math.pi / 4096)), rel=1e-6)
+    assert constants.chi2 == pytest.approx(4095 / 4096, rel=1e-6)

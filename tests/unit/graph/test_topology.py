@@ -1,0 +1,250 @@
+import random
+import re
+
+import networkx as nx
+import numpy as np
+import pytest
+
+from gossipdp.graph import topology
+from gossipdp.graph.topology import (
+    GRAPH_NAMES,
+    build_graph,
+    read_edge_list,
+    torus_shape,
+    without,
+)
+
+
+def edges(graph):
+    return sorted(tuple(sorted(edge)) for edge in graph.edges)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_workers"),
+    [
+        (name, num_workers)
+        for name in GRAPH_NAMES
+        for num_workers in (*range(1, 18), 31, 64)
+        if name != "hypercube" or num_workers.bit_count() == 1
+    ],
+)
+def test_every_graph_is_simple_connected_and_on_ranks(name, num_workers):
+    graph = build_graph(name, num_workers)
+    assert list(graph) == list(range(num_workers))
+    assert all(type(rank) is int for edge in graph.edges for rank in edge)
+    assert nx.is_connected(graph)
+    assert nx.number_of_selfloops(graph) == 0
+    assert graph.number_of_edges() >= num_workers - 1
+    assert name in graph.name
+    assert str(num_workers) in graph.name
+
+
+@pytest.mark.parametrize("name", GRAPH_NAMES)
+def test_two_workers_share_one_edge(name):
+    assert edges(build_graph(name, 2)) == [(0, 1)]
+
+
+@pytest.mark.parametrize("name", GRAPH_NAMES)
+def test_the_same_seed_gives_the_same_graph_in_the_same_order(name):
+    first, second = (build_graph(name, 16, seed=5) for _ in range(2))
+    assert list(first.edges) == list(second.edges)
+
+
+@pytest.mark.parametrize("name", ["random-regular", "erdos-renyi"])
+def test_another_seed_gives_another_random_graph(name):
+    assert edges(build_graph(name, 16, seed=0)) != edges(build_graph(name, 16, seed=1))
+
+
+def test_shapes_of_the_regular_graphs():
+    assert edges(build_graph("ring", 5)) == [(0, 1), (0, 4), (1, 2), (2, 3), (3, 4)]
+    assert edges(build_graph("path", 4)) == [(0, 1), (1, 2), (2, 3)]
+    assert edges(build_graph("star", 4)) == [(0, 1), (0, 2), (0, 3)]
+    assert edges(build_graph("complete", 3)) == [(0, 1), (0, 2), (1, 2)]
+    assert nx.is_isomorphic(build_graph("hypercube", 16), nx.hypercube_graph(4))
+    torus = nx.grid_2d_graph(3, 5, periodic=True)
+    assert nx.is_isomorphic(build_graph("torus", 15), torus)
+    assert set(dict(build_graph("random-regular", 15).degree).values()) == {4}
+
+
+def test_the_half_hop_of_the_exponential_graph_counts_once():
+    graph = build_graph("exponential", 8)
+    assert sorted(graph[0]) == [1, 2, 4, 6, 7]
+    assert graph.number_of_edges() == 8 * 5 // 2
+    # 4 = -2 mod 6, so these hops coincide; mod 7 they do not.
+    assert sorted(build_graph("exponential", 6)[0]) == [1, 2, 4, 5]
+    assert sorted(build_graph("exponential", 7)[0]) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_torus_is_as_square_as_the_number_allows():
+    assert [torus_shape(n) for n in (1, 2, 12, 36, 64, 30)] == [
+        (1, 1),
+        (1, 2),
+        (3, 4),
+        (6, 6),
+        (8, 8),
+        (5, 6),
+    ]
+    graph = build_graph("torus", 13)
+    assert edges(graph) == edges(build_graph("ring", 13))
+    assert "1 x 13" in graph.name
+
+
+def test_hypercube_names_the_numbers_that_work():
+    with pytest.raises(ValueError, match=r"'hypercube' of 12 .* Use 8 or 16 .*'exponential'"):
+        build_graph("hypercube", 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "guess"), [("rings", "ring"), ("Torus", "torus"), ("erdos_renyi", "erdos-renyi")]
+)
+def test_an_unknown_name_suggests_the_nearest(name, guess):
+    with pytest.raises(ValueError, match=f"{name!r}: did you mean {guess!r}"):
+        build_graph(name, 4)
+
+
+def test_a_name_like_none_lists_them_all():
+    with pytest.raises(ValueError, match=re.escape(", ".join(GRAPH_NAMES))):
+        build_graph("zzz", 4)
+
+
+@pytest.mark.parametrize("num_workers", [0, -3])
+def test_no_workers(num_workers):
+    with pytest.raises(ValueError, match=f"'ring' of {num_workers} workers"):
+        build_graph("ring", num_workers)
+
+
+def test_a_number_of_workers_that_is_no_whole_number():
+    with pytest.raises(ValueError, match=r"whole number, got 4\.5"):
+        build_graph("ring", 4.5)
+
+
+def test_a_graph_that_is_no_graph():
+    with pytest.raises(ValueError, match=r"networkx\.Graph, got \[\(0, 1\)\]"):
+        build_graph([(0, 1)], 2)
+
+
+def test_a_networkx_graph_is_copied_with_its_name():
+    given = nx.petersen_graph()
+    built = build_graph(given, 10)
+    assert edges(built) == edges(given)
+    assert built.name == given.name
+    built.remove_node(3)
+    assert len(given) == 10
+
+
+def test_numpy_ranks_become_ints():
+    given = nx.Graph([tuple(pair) for pair in np.array([[2, 1], [1, 0]])])
+    built = build_graph(given, 3)
+    assert all(type(rank) is int for rank in built)
+    assert edges(built) == [(0, 1), (1, 2)]
+
+
+def graph_with_loop():
+    graph = nx.path_graph(3)
+    graph.add_edge(1, 1)
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("graph", "num_workers", "message"),
+    [
+        (nx.Graph(), 0, r"Graph \(0 workers, 0 edges\)' has no nodes"),
+        (nx.DiGraph([(0, 1)]), 2, r"DiGraph.* is directed.*to_undirected"),
+        (nx.MultiGraph([(0, 1), (0, 1)]), 2, r"multigraph.*networkx\.Graph\(graph\)"),
+        (graph_with_loop(), 3, "self loops, the first at worker 1"),
+        (nx.Graph([(0, 1), (2, 3)]), 4, "disconnected: worker 2 cannot reach worker 0"),
+        (nx.Graph([("a", "b")]), 2, "node 'a' that is no rank"),
+        (nx.Graph([(-1, 0)]), 2, "node -1 that is no rank"),
+        (nx.Graph([(0.0, 1.0)]), 2, r"node 0\.0 that is no rank"),
+        (nx.Graph([(1, 2), (2, 3)]), 3, r"no node 0, .*0\.\.2.*convert_node_labels"),
+        (nx.path_graph(5), 4, "5 nodes, but there are 4 workers"),
+    ],
+)
+def test_networkx_graphs_that_are_refused(graph, num_workers, message):
+    with pytest.raises(ValueError, match=message):
+        build_graph(graph, num_workers)
+
+
+def test_a_disconnected_random_graph_is_drawn_again():
+    draws = iter([nx.empty_graph(3), nx.empty_graph(3), nx.path_graph(3)])
+    assert edges(topology._until_connected("test", lambda: next(draws))) == [(0, 1), (1, 2)]
+
+
+def test_draws_are_bounded():
+    with pytest.raises(ValueError, match=r"'test': none of 100 draws .* another seed"):
+        topology._until_connected("test", lambda: nx.empty_graph(3))
+
+
+class TestEdgeList:
+    def read(self, tmp_path, text):
+        path = tmp_path / "edges.txt"
+        path.write_text(text)
+        return read_edge_list(path)
+
+    def test_blanks_commas_and_comments(self, tmp_path):
+        graph = self.read(tmp_path, "# a path\n0 1\n\n2, 1  # end\n")
+        assert edges(graph) == [(0, 1), (1, 2)]
+        assert graph.name.endswith("edges.txt")
+        assert edges(build_graph(graph, 3)) == [(0, 1), (1, 2)]
+
+    @pytest.mark.parametrize("line", ["0", "0 1 2", "0 x", "0 -1", "0 1.5", "0 ²"])
+    def test_a_line_that_is_no_edge(self, tmp_path, line):
+        with pytest.raises(ValueError, match=r"edges\.txt, line 2: .* is not an edge"):
+            self.read(tmp_path, f"0 1\n{line}\n")
+
+    def test_a_repeated_edge_names_both_lines(self, tmp_path):
+        with pytest.raises(ValueError, match="line 3: edge 0 1 stands on line 1 already"):
+            self.read(tmp_path, "0 1\n1 2\n1 0\n")
+
+    def test_an_empty_file(self, tmp_path):
+        with pytest.raises(ValueError, match="holds no edges"):
+            self.read(tmp_path, "# nothing\n")
+
+    def test_a_binary_file(self, tmp_path):
+        path = tmp_path / "edges.bin"
+        path.write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(ValueError, match="not UTF-8"):
+            read_edge_list(path)
+
+    def test_errors_of_the_graph_name_the_file(self, tmp_path):
+        with pytest.raises(ValueError, match=r"edges\.txt' is disconnected"):
+            build_graph(self.read(tmp_path, "0 1\n2 3\n"), 4)
+
+
+class TestWithout:
+    def test_neighbours_of_the_dead_are_joined_in_a_ring(self):
+        assert edges(without(build_graph("ring", 5), [2])) == [(0, 1), (0, 4), (1, 3), (3, 4)]
+        assert edges(without(build_graph("path", 3), [0])) == [(1, 2)]
+        star = without(build_graph("star", 5), [0])
+        assert edges(star) == [(1, 2), (1, 4), (2, 3), (3, 4)]
+
+    def test_the_order_of_deaths_does_not_matter(self):
+        graph = build_graph("random-regular", 20, seed=3)
+        dead = [3, 17, 4, 8, 9]
+        shuffled = random.Random(0).sample(dead, len(dead))
+        assert edges(without(graph, dead)) == edges(without(graph, [*shuffled, 3]))
+
+    def test_the_original_is_kept_and_nobody_dead_is_a_copy(self):
+        graph = build_graph("ring", 6)
+        same = without(graph, [])
+        assert edges(same) == edges(graph)
+        assert same.name == graph.name
+        same.remove_node(0)
+        without(graph, [1, 2])
+        assert len(graph) == 6
+
+    def test_the_name_says_who_is_missing(self):
+        assert without(build_graph("ring", 6), [4, 1]).name == "ring (6 workers) without 1, 4"
+
+    def test_one_survivor(self):
+        graph = without(build_graph("complete", 4), [0, 1, 3])
+        assert list(graph) == [2]
+        assert edges(graph) == []
+
+    def test_nobody_left(self):
+        with pytest.raises(ValueError, match=r"ring \(3 workers\)' without all of its workers"):
+            without(build_graph("ring", 3), range(3))
+
+    def test_an_unknown_rank(self):
+        with pytest.raises(ValueError, match="has no worker 7"):
+            without(build_graph("ring", 3), [7])
