@@ -1,0 +1,366 @@
+"""Every transition of the pairing state machine, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+
+import pytest
+
+from gossipdp.protocol.actions import Begin, Send, Stop
+from gossipdp.protocol.messages import (
+    Abort,
+    Accept,
+    Busy,
+    Cancel,
+    ExchangeId,
+    Free,
+    Pass,
+    Propose,
+)
+from gossipdp.protocol.neighbours import NeighbourPolicy, make_policy
+from gossipdp.protocol.pairing import MAX_BACKLOG, Exchanging, Idle, Pairing, Proposing
+
+
+class InRankOrder(NeighbourPolicy):
+    """Every neighbour, lowest rank first: a policy without chance."""
+
+    def __init__(self) -> None:
+        super().__init__(Random(0))
+        self.log: list[tuple[int, bool]] = []
+
+    def draw(self, available: Mapping[int, float]) -> list[int]:
+        return sorted(available)
+
+    def exchanged(self, peer: int, *, initiated: bool) -> None:
+        self.log.append((peer, initiated))
+
+
+def make_pairing(rank: int = 5, neighbours: tuple[int, ...] = (2, 8)) -> Pairing:
+    pairing = Pairing(rank=rank, incarnation=3, policy=InRankOrder(), alpha_tilde=0.9)
+    assert pairing.set_available(dict.fromkeys(neighbours, 0.5)) == []
+    return pairing
+
+
+def own(counter: int) -> ExchangeId:
+    return ExchangeId(5, 3, counter)
+
+
+def ask(peer: int, counter: int = 1, alpha_tilde: float = 0.7) -> Propose:
+    return Propose(ExchangeId(peer, 0, counter), alpha_tilde)
+
+
+def answered(pairing: Pairing, peer: int, counter: int = 1) -> ExchangeId:
+    """Make ``peer`` ask an idle pairing, and return the exchange that began."""
+    id = ExchangeId(peer, 0, counter)
+    assert Begin(peer, id, 0.7, initiator=False) in pairing.receive(peer, ask(peer, counter))
+    return id
+
+
+def test_tick_proposes_to_the_first_of_the_policy() -> None:
+    pairing = make_pairing()
+    assert pairing.tick() == [Send(2, Propose(own(1), 0.9))]
+    assert pairing.state == Proposing(2, own(1), (8,))
+
+
+def test_tick_without_neighbours_keeps_the_demand_until_one_appears() -> None:
+    pairing = make_pairing(neighbours=())
+    assert pairing.tick() == []
+    assert pairing.backlog == 1
+    assert pairing.set_available({8: 0.5}) == [Send(8, Propose(own(1), 0.9))]
+
+
+def test_backlog_is_capped() -> None:
+    pairing = make_pairing()
+    for _ in range(10):
+        pairing.tick()
+    assert pairing.backlog == MAX_BACKLOG == 4
+
+
+def test_idle_accepts_with_the_smaller_gain() -> None:
+    for theirs, agreed in ((0.7, 0.7), (1.5, 0.9)):
+        pairing = make_pairing()
+        id = ExchangeId(9, 0, 1)
+        assert pairing.receive(9, Propose(id, theirs)) == [
+            Send(9, Accept(id, agreed)),
+            Begin(9, id, agreed, initiator=False),
+        ]
+        assert pairing.state == Exchanging(9, id, initiator=False)
+
+
+def test_initiator_begins_with_the_gain_of_accept() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    assert pairing.receive(2, Accept(own(1), 0.6)) == [Begin(2, own(1), 0.6, initiator=True)]
+    assert pairing.is_initiating
+
+
+def test_exchanging_answers_busy_and_later_frees_the_oldest_waiter_only() -> None:
+    pairing = make_pairing()
+    id = answered(pairing, 2)
+    assert pairing.receive(8, ask(8)) == [Send(8, Busy(ask(8).id))]
+    assert pairing.receive(1, ask(1)) == [Send(1, Busy(ask(1).id))]
+    assert pairing.finished(id) == [Send(8, Free())]
+    assert pairing.state == Idle()
+    assert pairing.receive(8, Pass()) == [Send(1, Free())]
+    assert pairing.receive(1, Pass()) == []
+    assert pairing.receive(1, Pass()) == []
+
+
+def test_loss_of_the_freed_waiter_frees_the_next() -> None:
+    for is_lost in (True, False):
+        pairing = make_pairing()
+        id = answered(pairing, 2)
+        pairing.receive(8, ask(8))
+        pairing.receive(1, ask(1))
+        pairing.finished(id)
+        assert (pairing.lost(8) if is_lost else pairing.silent(8)) == [Send(1, Free())]
+
+
+def test_backlog_is_served_before_waiters() -> None:
+    pairing = make_pairing()
+    id = answered(pairing, 2)
+    pairing.receive(8, ask(8))
+    pairing.tick()
+    assert pairing.finished(id) == [Send(2, Propose(own(1), 0.9))]
+    assert pairing.receive(2, Busy(own(1))) == [Send(8, Propose(own(2), 0.9))]
+    assert pairing.receive(8, Busy(own(2))) == [Send(8, Free())]
+    assert pairing.backlog == 1
+
+
+def test_initiated_exchange_takes_one_demand_and_answered_none() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    pairing.tick()
+    pairing.receive(2, Accept(own(1), 0.9))
+    pairing.finished(own(1))
+    assert pairing.backlog == 1
+    assert pairing.state == Proposing(2, own(2), (8,))
+    pairing.receive(2, Busy(own(2)))
+    pairing.receive(8, Busy(own(3)))
+    id = answered(pairing, 8)
+    pairing.finished(id)
+    assert pairing.backlog == 1
+    policy = pairing._policy
+    assert isinstance(policy, InRankOrder)
+    assert policy.log == [(2, True), (8, False)]
+
+
+def test_proposing_parks_lower_and_refuses_higher_ranks() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    assert pairing.receive(4, ask(4)) == []
+    assert pairing.receive(6, ask(6)) == [Send(6, Busy(ask(6).id))]
+
+
+def test_accepted_proposal_refuses_the_parked() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    pairing.receive(4, ask(4))
+    pairing.receive(3, ask(3))
+    assert pairing.receive(2, Accept(own(1), 0.9)) == [
+        Begin(2, own(1), 0.9, initiator=True),
+        Send(4, Busy(ask(4).id)),
+        Send(3, Busy(ask(3).id)),
+    ]
+    assert pairing.finished(own(1)) == [Send(4, Free())]
+
+
+def test_refused_proposal_accepts_the_oldest_parked_and_refuses_the_others() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    pairing.receive(4, ask(4))
+    pairing.receive(3, ask(3))
+    assert pairing.receive(2, Busy(own(1))) == [
+        Send(4, Accept(ask(4).id, 0.7)),
+        Begin(4, ask(4).id, 0.7, initiator=False),
+        Send(3, Busy(ask(3).id)),
+    ]
+    assert pairing.backlog == 1
+
+
+def test_crossing_proposals_merge_into_that_of_the_lower_rank() -> None:
+    higher = make_pairing(rank=5, neighbours=(2,))
+    higher.tick()
+    higher.receive(4, ask(4))
+    assert higher.receive(2, ask(2)) == [
+        Send(2, Accept(ask(2).id, 0.7)),
+        Begin(2, ask(2).id, 0.7, initiator=False),
+        Send(4, Busy(ask(4).id)),
+    ]
+    assert higher.backlog == 1
+
+    lower = make_pairing(rank=5, neighbours=(8,))
+    lower.tick()
+    assert lower.receive(8, ask(8)) == []
+    assert lower.receive(8, Accept(own(1), 0.9)) == [Begin(8, own(1), 0.9, initiator=True)]
+
+
+def test_free_is_answered_by_propose_only_with_a_demand() -> None:
+    pairing = make_pairing()
+    assert pairing.receive(8, Free()) == [Send(8, Pass())]
+    pairing.tick()
+    assert pairing.receive(8, Free()) == [Send(8, Pass())]
+    pairing.receive(2, Busy(own(1)))
+    pairing.receive(8, Busy(own(2)))
+    assert pairing.receive(7, Free()) == [Send(7, Pass())]
+    assert pairing.receive(8, Free()) == [Send(8, Propose(own(3), 0.9))]
+
+
+def test_free_of_a_neighbour_that_the_policy_leaves_out_is_passed() -> None:
+    fresh = make_policy("fresh", Random(0))
+    pairing = Pairing(rank=5, incarnation=3, policy=fresh, alpha_tilde=0.9)
+    pairing.set_available({2: 0.5, 8: 0.5})
+    pairing.finished(answered(pairing, 8))
+    pairing.tick()
+    pairing.receive(2, Busy(own(1)))
+    assert pairing.receive(8, Free()) == [Send(8, Pass())]
+    assert pairing.receive(2, Free()) == [Send(2, Propose(own(2), 0.9))]
+
+
+def test_unexpected_accept_is_cancelled() -> None:
+    pairing = make_pairing()
+    assert pairing.receive(2, Accept(own(7), 0.9)) == [Send(2, Cancel(own(7)))]
+    pairing.tick()
+    assert pairing.receive(8, Accept(own(1), 0.9)) == [Send(8, Cancel(own(1)))]
+    assert pairing.state == Proposing(2, own(1), (8,))
+
+
+def test_cancel_stops_the_answered_exchange_only() -> None:
+    pairing = make_pairing()
+    id = answered(pairing, 2)
+    assert pairing.receive(2, Cancel(ExchangeId(2, 0, 9))) == []
+    assert pairing.receive(8, Cancel(id)) == []
+    assert isinstance(pairing.receive(2, Cancel(id))[0], Stop)
+    assert pairing.state == Idle()
+
+    pairing = make_pairing()
+    pairing.tick()
+    pairing.receive(2, Accept(own(1), 0.9))
+    assert pairing.receive(2, Cancel(own(1))) == []
+    assert isinstance(pairing.state, Exchanging)
+
+
+def test_abort_stops_the_exchange_at_either_end() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    pairing.receive(2, Accept(own(1), 0.9))
+    stop, propose = pairing.receive(2, Abort(own(1), "NaN"))
+    assert isinstance(stop, Stop)
+    assert "NaN" in stop.reason
+    assert propose == Send(8, Propose(own(2), 0.9))  # the demand lives on, the peer is left out
+
+
+def test_own_abort_tells_the_peer() -> None:
+    pairing = make_pairing()
+    id = answered(pairing, 2)
+    assert pairing.abort("NaN") == [Send(2, Abort(id, "NaN")), Stop(2, id, "NaN")]
+    assert pairing.abort("NaN") == []
+
+
+def test_foreign_ids_are_dropped() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    assert pairing.receive(2, Busy(own(9))) == []
+    assert pairing.receive(8, Busy(own(1))) == []
+    assert pairing.receive(2, ask(8)) == []  # a proposal in another's name
+    assert pairing.finished(own(1)) == []
+    assert pairing.failed(own(1)) == []
+    assert pairing.state == Proposing(2, own(1), (8,))
+
+
+def test_lost_link_moves_the_proposal_on_and_keeps_the_demand() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    assert pairing.lost(2) == [Send(8, Propose(own(2), 0.9))]
+    assert pairing.lost(8) == []
+    assert (pairing.state, pairing.backlog) == (Idle(), 1)
+
+
+def test_lost_link_stops_its_exchange() -> None:
+    pairing = make_pairing()
+    id = answered(pairing, 2)
+    pairing.receive(8, ask(8))
+    assert pairing.lost(2) == [Stop(2, id, "the link was lost"), Send(8, Free())]
+
+
+def test_lost_link_forgets_parked_and_waiters() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    pairing.receive(4, ask(4))
+    pairing.receive(6, ask(6))
+    assert pairing.lost(4) == pairing.lost(6) == []
+    assert pairing.receive(2, Accept(own(1), 0.9)) == [Begin(2, own(1), 0.9, initiator=True)]
+    assert pairing.finished(own(1)) == []
+
+
+def test_silent_peer_is_not_waited_for_but_its_proposal_is_answered() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    pairing.receive(4, ask(4))
+    assert pairing.silent(4) == [Send(4, Busy(ask(4).id))]
+    assert pairing.silent(2) == [Send(8, Propose(own(2), 0.9))]
+    assert pairing.receive(2, Accept(own(1), 0.9)) == [Send(2, Cancel(own(1)))]
+
+
+def test_unavailable_neighbour_is_not_waited_for() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    assert pairing.set_available({8: 0.5}) == [Send(8, Propose(own(2), 0.9))]
+
+
+def test_failed_exchange_keeps_the_demand_and_leaves_the_peer_out() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    pairing.receive(2, Accept(own(1), 0.9))
+    assert pairing.failed(own(1)) == [Send(8, Propose(own(2), 0.9))]
+    assert pairing.backlog == 1
+
+
+def test_who_stopped_asking_still_answers() -> None:
+    pairing = make_pairing()
+    pairing.stop_asking()
+    assert pairing.tick() == []
+    assert pairing.receive(2, Free()) == [Send(2, Pass())]
+    pairing.finished(answered(pairing, 2))
+    assert pairing.state == Idle()
+
+
+def test_open_proposal_runs_its_course_after_stop_asking() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    pairing.stop_asking()
+    assert pairing.receive(2, Busy(own(1))) == []
+    assert pairing.state == Idle()
+
+
+def test_closed_answers_busy_withdraws_and_opens_again() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    pairing.receive(4, ask(4))
+    assert pairing.close() == [Send(4, Busy(ask(4).id))]
+    assert pairing.receive(2, Accept(own(1), 0.9)) == [Send(2, Cancel(own(1)))]
+    assert pairing.receive(8, ask(8)) == [Send(8, Busy(ask(8).id))]
+    assert pairing.receive(8, Free()) == [Send(8, Pass())]
+    assert pairing.tick() == []
+    assert pairing.open() == [Send(2, Propose(own(2), 0.9))]
+    assert pairing.receive(2, Busy(own(2))) == [Send(8, Propose(own(3), 0.9))]
+    assert pairing.receive(8, Busy(own(3))) == [Send(4, Free())]
+
+
+def test_running_exchange_outlives_close() -> None:
+    pairing = make_pairing()
+    id = answered(pairing, 2)
+    pairing.receive(8, ask(8))
+    assert pairing.close() == []
+    assert pairing.finished(id) == []
+    assert pairing.open() == [Send(8, Free())]
+
+
+@pytest.mark.parametrize("policy", ["fresh", "poisson", "available", "scheduled"])
+def test_new_neighbour_serves_a_kept_demand(policy: str) -> None:
+    pairing = Pairing(rank=0, incarnation=0, policy=make_policy(policy, Random(1)), alpha_tilde=0.5)
+    pairing.tick()
+    (send,) = pairing.set_available({1: 1.0})
+    assert isinstance(send, Send)
+    assert isinstance(send.message, Propose)
