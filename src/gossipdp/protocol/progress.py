@@ -13,20 +13,20 @@ from typing import Annotated
 
 import msgspec
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 Life = tuple[int, int, int]
 """One life of a worker: (rank, incarnation, process id)."""
 
 
-class ProgressEntry(msgspec.Struct, frozen=True, array_like=True):
+class ProgressEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The samples and gradient steps of one life of a worker."""
 
-    rank: Count
-    incarnation: Count
-    process_id: Count
-    samples: Count
-    steps: Count
+    rank: Natural
+    incarnation: Natural
+    process_id: Natural
+    samples: Natural
+    steps: Natural
 
     @property
     def life(self) -> Life:
@@ -60,7 +60,7 @@ class Progress:
         """Go on counting under a higher incarnation, from zero; what was counted stays."""
         rank, previous, process_id = self._own
         if incarnation < previous:
-            raise ValueError(f"an incarnation only rises: {previous} to {incarnation}")
+            raise ValueError(f"an incarnation only rises: from {previous} to {incarnation}?")
         self._own = (rank, incarnation, process_id)
 
     def merge(self, entry: ProgressEntry) -> bool:
@@ -88,10 +88,6 @@ class Progress:
         """The entries changed after version ``since``, and the version that they bring up to."""
         changed = (life for life, version in self._changed_at.items() if version > since)
         return tuple(self._entries[life] for life in sorted(changed)), self.version
-
-    def entries(self) -> tuple[ProgressEntry, ...]:
-        """Every entry known, in the order of lives."""
-        return self.news()[0]
 
     def worker_steps(self, rank: int) -> int:
         """Gradient steps of one rank over all its lives."""

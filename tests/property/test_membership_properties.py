@@ -1,0 +1,106 @@
+"""Membership and progress are joins: order and repetition of merges do not matter."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossipdp.protocol.membership import Member, Membership, Status
+from gossipdp.protocol.progress import Progress, ProgressEntry
+
+members = st.builds(
+    Member,
+    rank=st.integers(1, 4),
+    incarnation=st.integers(0, 2),
+    process_id=st.integers(0, 2),
+    status=st.sampled_from(Status),
+    host=st.sampled_from(["", "a"]),
+    port=st.integers(0, 1),
+)
+entries = st.builds(
+    ProgressEntry,
+    rank=st.integers(0, 2),
+    incarnation=st.integers(0, 1),
+    process_id=st.integers(0, 1),
+    samples=st.integers(0, 9),
+    steps=st.integers(0, 9),
+)
+
+
+def observer(records: list[Member]) -> tuple[Member, ...]:
+    table = Membership(Member(0, 1, 1))
+    table.merge_all(records)
+    return table.members()
+
+
+@given(st.lists(members, max_size=12), st.randoms(use_true_random=False))
+def test_any_order_and_repetition_gives_the_same_table(
+    records: list[Member], shuffler: random.Random
+) -> None:
+    again = records + records[: len(records) // 2]
+    shuffler.shuffle(again)
+    assert observer(again) == observer(records)
+
+
+@given(st.lists(members, max_size=6), st.lists(members, max_size=6), st.lists(members, max_size=6))
+def test_merging_tables_is_associative(
+    first: list[Member], second: list[Member], third: list[Member]
+) -> None:
+    left = observer([*observer(first + second), *third])
+    right = observer([*first, *observer(second + third)])
+    assert left == right
+
+
+@given(st.lists(entries, max_size=20), st.randoms(use_true_random=False))
+def test_progress_merges_in_any_order_and_never_falls(
+    records: list[ProgressEntry], shuffler: random.Random
+) -> None:
+    def merged(sequence: list[ProgressEntry]) -> Progress:
+        progress = Progress(5, 0, 0)
+        total = 0
+        for entry in sequence:
+            progress.merge(entry)
+            assert progress.total_samples >= total
+            total = progress.total_samples
+        assert total == sum(entry.samples for entry in progress.news()[0])
+        return progress
+
+    again = records + records[: len(records) // 2]
+    shuffler.shuffle(again)
+    assert merged(again).news()[0] == merged(records).news()[0]
+
+
+@settings(deadline=None)
+@given(st.integers(2, 7), st.integers(0, 2**32))
+def test_views_converge_under_gossip_in_any_order(num_workers: int, seed: int) -> None:
+    """Also with false declarations of death: whoever lives ends as live in every view."""
+    rng = random.Random(seed)
+    tables = [Membership(Member(r, 1, rng.getrandbits(64))) for r in range(num_workers)]
+    progress = [Progress(r, 1, table.own.process_id) for r, table in enumerate(tables)]
+    told = {(a, b): (0, 0) for a in range(num_workers) for b in range(num_workers)}
+    truth = [0] * num_workers
+
+    def send(a: int, b: int) -> None:
+        records, version = tables[a].news(told[a, b][0])
+        counts, progress_version = progress[a].news(told[a, b][1])
+        told[a, b] = (version, progress_version)
+        tables[b].merge_all(records)
+        progress[b].merge_all(counts)
+
+    for _ in range(30):
+        a, b = rng.sample(range(num_workers), 2)
+        match rng.randrange(4):
+            case 0:
+                tables[a].declare_dead(b)
+            case 1:
+                progress[a].add(samples=3)
+                truth[a] += 3
+            case _:
+                send(a, b)
+        assert all(p.total_samples <= sum(truth) for p in progress)
+    for _ in range(2 * num_workers):  # a falsely dead worker learns of it, then all learn of it
+        for a in range(num_workers):
+            send(a, (a + 1) % num_workers)
+    assert len({table.members() for table in tables}) == 1
+    assert tables[0].live() == tuple(range(num_workers))
+    assert {p.total_samples for p in progress} == {sum(truth)}
