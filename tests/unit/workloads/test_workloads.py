@@ -101,7 +101,7 @@ def test_the_model_runs_on_rows_of_a_matrix_by_functional_calls(make: MakeWorklo
     workload = make()
     models = [workload.make_model() for _ in range(3)]
     parameters, buffers = torch.func.stack_module_state(models)
-    skeleton = workload.make_model().to("meta")
+    skeleton = workload.make_model()
     batch = next(iter(workload.train_loader(0, 1, 0)))
 
     class Row(nn.Module):
