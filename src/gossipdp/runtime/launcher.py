@@ -1,0 +1,200 @@
+"""``launch``: run a function on local workers, for notebooks, demo, tests and benchmarks.
+
+The workers are forked from a server that has imported ``torch`` once: a second launch in the same
+process starts 16 workers in about half a second, where fresh interpreters need half a minute.
+For scripts see :mod:`~gossipdp.runtime.supervisor`.
+"""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from gossipdp.errors import WorkerFailedError
+from gossipdp.runtime.crew import Crew, describe
+from gossipdp.runtime.environment import check_platform, worker_variables
+from gossipdp.runtime.forked_worker import ForkedWorker, pickled
+from gossipdp.runtime.store import HostedStore, ready_key
+
+POLL_S = 0.1
+
+
+def launch(
+    function: Callable[..., Any],
+    workers: int = 4,
+    args: Sequence[Any] = (),
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+    pin: bool = False,
+    on_poll: Callable[[], None] | None = None,
+) -> list[Any]:
+    """Call ``function(*args)`` on ``workers`` new local processes; their results by rank.
+
+    Each worker has torchrun's environment variables, so both ``GossipDataParallel`` and
+    ``torch.distributed.init_process_group`` work in it. The function may be defined in a notebook;
+    in a script, call ``launch`` under ``if __name__ == "__main__":``.
+
+    Args:
+        function: called in every worker; it, ``args`` and what it returns must be picklable by
+            cloudpickle.
+        workers: how many processes.
+        environment: variables set in the workers besides the caller's own.
+        timeout_s: seconds after which all workers are ended; None for no limit.
+        pin: give each worker its own share of the cores.
+        on_poll: called about every 0.1 s from the calling thread; what it raises ends the run.
+
+    Raises:
+        WorkerFailedError: a worker raised, ended early or was killed; or ``timeout_s`` passed. A
+            failure before all workers train ends the others at once; after that they go on, and
+            the error is raised when all have ended.
+        ValueError: no workers, or something cannot be pickled.
+
+    Example:
+        >>> launch(os.getcwd, workers=2)  # doctest: +SKIP
+        ['/home/me', '/home/me']
+    """
+    check_platform()
+    if workers < 1:
+        raise ValueError(f"workers is {workers}; launch at least one")
+    payload = _pickled_call(function, args)
+    start_fork_server()  # it imports torch while the store, here, does so too
+    with HostedStore() as store, _sigterm_raises():
+        store.open()
+        run_id, secret = secrets.token_hex(8), secrets.token_hex(16)
+        started: list[ForkedWorker] = []
+        crew = Crew(
+            [],
+            lambda: store.have_set(
+                ready_key(f"gossipdp/{run_id}/0/", rank) for rank in range(workers)
+            ),
+        )
+        try:
+            for rank in range(workers):
+                variables = worker_variables(
+                    rank, workers, host=store.host, port=store.port, run_id=run_id, secret=secret
+                )
+                worker = ForkedWorker(
+                    rank,
+                    payload,
+                    {**os.environ, **variables, **(environment or {})},
+                    _cores(rank, workers) if pin else None,
+                    _num_threads(workers),
+                )
+                started.append(worker)
+                crew.running[rank] = worker
+            _watch(crew, started, timeout_s, on_poll)
+        finally:
+            _finish(crew)
+            for worker in started:
+                worker.close()
+    if crew.failures:
+        raise WorkerFailedError(describe(crew.failures))
+    return [worker.result() for worker in started]
+
+
+def start_fork_server() -> None:
+    """Start the fork server ahead of the first :func:`launch`; returns at once."""
+    from multiprocessing import forkserver
+
+    # One server a process, shared with any other user of the "forkserver" start method.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["gossipdp.runtime.preload"])
+    forkserver.ensure_running()
+
+
+def _watch(
+    crew: Crew,
+    started: Sequence[ForkedWorker],
+    timeout_s: float | None,
+    on_poll: Callable[[], None] | None,
+) -> None:
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while crew.watch():
+        _wait(crew, POLL_S)
+        if on_poll is not None:
+            on_poll()
+        if deadline is not None and time.monotonic() >= deadline:
+            late = ", ".join(map(str, sorted(crew.running)))
+            text = f"timeout_s={timeout_s:g} passed, but of {len(started)} workers {late} still ran"
+            if crew.failures:
+                text = f"{text}\n\n{describe(crew.failures)}"
+            raise WorkerFailedError(text)
+
+
+def _finish(crew: Crew) -> None:
+    """End who still runs; a second Ctrl+C kills at once."""
+    while True:
+        try:
+            if crew.running and not crew.ending:
+                crew.end(signal.SIGINT)
+            if not crew.watch():
+                return
+            _wait(crew, 0.05)
+        except KeyboardInterrupt:
+            crew.kill()
+
+
+def _wait(crew: Crew, timeout_s: float) -> None:
+    things: list[Connection | int] = []
+    for worker in crew.running.values():
+        assert isinstance(worker, ForkedWorker)
+        things += worker.waits_for()
+    multiprocessing.connection.wait(things, timeout_s)
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Make SIGTERM unwind the stack, so that no worker is left; a handler of the user's stays."""
+
+    def terminate(number: int, frame: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def available_cores() -> list[int]:
+    """The cores this process may run on."""
+    try:
+        return sorted(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return list(range(os.cpu_count() or 1))
+
+
+def _cores(rank: int, num_workers: int) -> set[int]:
+    """Worker ``rank``'s share: a block of its own; one core, shared, where there are too few."""
+    cores = available_cores()
+    share = len(cores) // num_workers
+    if share == 0:
+        return {cores[rank % len(cores)]}
+    return set(cores[rank * share : (rank + 1) * share])
+
+
+def _num_threads(num_workers: int) -> int:
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    return int(chosen) if chosen.isdigit() else max(1, len(available_cores()) // num_workers)
+
+
+def _pickled_call(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    try:
+        return pickled((function, tuple(args)))
+    except Exception as error:
+        raise ValueError(
+            f"launch cannot send {function!r} and its arguments to the workers: "
+            f"{type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,165 @@
+"""The TCPStore in which workers meet: hosted by a launcher, or a connection to it.
+
+``torch`` is imported only when a store is opened. Nothing here is needed once the workers'
+links are up.
+"""
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from gossipdp.errors import RendezvousError
+from gossipdp.runtime.environment import Environment
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+def ready_key(environment_prefix: str, rank: int) -> str:
+    """The key that says that worker ``rank`` has met the others and begins to train."""
+    return f"{environment_prefix}ready/{rank}"
+
+
+class HostedStore:
+    """A store hosted in this process, whose port is reserved before ``torch`` is imported.
+
+    The listening socket exists from construction on: a worker started meanwhile waits in its
+    queue, and no other process can take the port. Workers therefore import ``torch`` while
+    :meth:`open` does.
+
+    Raises:
+        RendezvousError: the address is not of this machine, or the port is in use.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            self._listener: socket.socket | None = socket.create_server(
+                address[:2],
+                family=family,
+                backlog=1024,
+            )
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise RendezvousError(
+                    f"port {port} on {host} is in use; choose another, or 0 for any free one"
+                ) from error
+            raise RendezvousError(f"cannot listen on {host} port {port}: {error}") from error
+        self.host, self.port = self._listener.getsockname()[:2]
+        self._store: Store | None = None
+        self._opener: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def open(self) -> None:
+        """Import ``torch`` and begin to answer."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        assert self._listener is not None
+        self._store = TCPStore(
+            self.host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=10),
+            # The store owns the descriptor from here on, so ours is detached.
+            master_listen_fd=self._listener.detach(),
+        )
+        self._listener = None
+
+    def open_in_background(self) -> None:
+        """:meth:`open` in a thread, which :meth:`close` joins; its error comes out of have_set."""
+
+        def run() -> None:
+            try:
+                self.open()
+            except BaseException as error:
+                self._error = error
+
+        self._opener = threading.Thread(target=run, name="gossipdp store")
+        self._opener.start()
+
+    def have_set(self, keys: Iterable[str]) -> bool:
+        """Whether all ``keys`` have been set; False until the store is open."""
+        if self._error is not None:
+            raise self._error
+        # self._store is assigned once, by the opener, after it is complete.
+        return self._store is not None and self._store.check(list(keys))
+
+    def close(self) -> None:
+        """Stop answering and free the port."""
+        if self._opener is not None:
+            self._opener.join()
+        if self._listener is not None:
+            self._listener.close()
+        self._store = None
+
+    def __enter__(self) -> "HostedStore":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def connect(environment: Environment, timeout_s: float) -> "Store":
+    """The store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it where no launcher does.
+
+    The connection is this worker's own: the user's ``init_process_group`` makes another to the
+    same server, before or after.
+
+    Raises:
+        RendezvousError: nothing answered within ``timeout_s``, or the port is in use.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    assert environment.store_host is not None
+    hosts_it = environment.rank == 0 and not environment.agent_store
+    where = f"{environment.store_host}:{environment.store_port}"
+    deadline = time.monotonic() + timeout_s
+    if not hosts_it:
+        _wait_for_listener(environment, deadline, where, timeout_s)
+    try:
+        return TCPStore(
+            environment.store_host,
+            environment.store_port,
+            is_master=hosts_it,
+            wait_for_workers=False,
+            # Shares the server with the user's own init_process_group in this process.
+            multi_tenant=not environment.agent_store,
+            timeout=timedelta(seconds=max(1.0, deadline - time.monotonic())),
+        )
+    except RuntimeError as error:
+        what = "host" if hosts_it else "use"
+        raise RendezvousError(
+            f"cannot {what} the store at {where}: {str(error).splitlines()[0]} "
+            "(check MASTER_ADDR and MASTER_PORT, and that no other program uses the port)"
+        ) from error
+
+
+def _wait_for_listener(
+    environment: Environment, deadline: float, where: str, timeout_s: float
+) -> None:
+    # TCPStore's own attempt cannot be interrupted and logs a C++ trace for every failure.
+    assert environment.store_host is not None
+    error: OSError | None = None
+    while (left_s := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection(
+                (environment.store_host, environment.store_port), min(left_s, 5.0)
+            ).close()
+            return
+        except OSError as failed:
+            error = failed
+            time.sleep(min(0.1, left_s))
+    host = "the launcher" if environment.agent_store else "worker 0"
+    detail = os.strerror(error.errno) if error is not None and error.errno else "no answer"
+    raise RendezvousError(
+        f"worker {environment.rank} could not reach the store at {where} within {timeout_s:g} s "
+        f"({detail}); {host} hosts it: check that it runs, and MASTER_ADDR and MASTER_PORT"
+    )
