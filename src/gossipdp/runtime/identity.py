@@ -64,10 +64,20 @@ class Refusal:
 
     def __str__(self) -> str:
         """A sentence for the user of the refused worker."""
-        if self.field == "secret":
-            return (
-                "the secrets differ; give all workers of a run the same GOSSIPDP_SECRET, "
-                "or start them with one launcher"
-            )
+        match self.field:
+            case "secret":
+                return (
+                    "the secrets differ; give all workers of a run the same GOSSIPDP_SECRET, "
+                    "or start them with one launcher"
+                )
+            case "rank":
+                return f"the worker at that address has rank {self.ours}, not {self.theirs}"
+            case "own_rank":
+                return f"both workers claim rank {self.ours}; every worker needs its own RANK"
+            case "incarnation":
+                return (
+                    f"a newer incarnation ({self.ours}) of this worker is connected; "
+                    f"this one is {self.theirs}"
+                )
         label = self.field.replace("_", " ")
         return f"{label} differs: the other worker has {self.ours!r}, this one {self.theirs!r}"

@@ -1,0 +1,24 @@
+"""Warnings that a stranger can cause, each given once and in a bounded number."""
+
+import logging
+from typing import final
+
+MAX_WARNINGS = 1024
+
+
+@final
+class OnceLog:
+    """Warns once of each ``(kind, who)``, so that no one can flood the log or the memory."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._seen: set[tuple[str, str]] = set()
+
+    def warn(self, kind: str, who: str, message: str, *values: object) -> None:
+        """Log ``message % values`` unless this kind was logged of ``who`` before."""
+        if (kind, who) in self._seen or len(self._seen) >= MAX_WARNINGS:
+            return
+        self._seen.add((kind, who))
+        self._logger.warning(message, *values)
+        if len(self._seen) == MAX_WARNINGS:
+            self._logger.warning("further refused connections are not reported")

@@ -1,0 +1,565 @@
+"""The TCP transport: one non-blocking poll loop that owns all sockets of a worker.
+
+Used from one thread, except :meth:`TcpTransport.wake`. Everything that waits has a deadline, and
+every error of a socket ends that link or dial and nothing else.
+
+Which of two links between the same workers stays is decided in :mod:`.crossing`.
+"""
+
+import errno
+import ipaddress
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import final
+
+import msgspec
+
+from gossipdp.runtime import crossing, fork, tcp_sockets
+from gossipdp.runtime.frames import run_tag
+from gossipdp.runtime.handshake import Handshake, HandshakeError, Stage
+from gossipdp.runtime.identity import Identity, Refusal
+from gossipdp.runtime.link import LinkHandler
+from gossipdp.runtime.once_log import OnceLog
+from gossipdp.runtime.tcp_link import LinkOwner, TcpLink
+
+HANDSHAKE_TIMEOUT_S = 5.0
+MAX_UNAUTHENTICATED = 64
+MAX_QUEUED_CHUNKS = 4
+SCRATCH_BYTES = 256 << 10
+# How long the listener rests when the process has no descriptor left.
+LISTENER_REST_S = 0.2
+
+_EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+_HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+
+
+class _Opening:
+    """A connection whose handshake is not over. ``wanted`` is meaningful for dials alone."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        handshake: Handshake,
+        address: str,
+        deadline_s: float,
+        wanted: int | None,
+    ) -> None:
+        self.connection = connection
+        self.handshake = handshake
+        self.address = address
+        self.deadline_s = deadline_s
+        self.wanted = wanted
+        self.connected = not handshake.dialler
+        self.output = b""
+
+
+@final
+class TcpTransport(LinkOwner, fork.DescriptorOwner):
+    """Listens, dials, and moves frames between links and one handler.
+
+    Args:
+        handler: is told of everything; see :mod:`~gossipdp.runtime.link` for the guarantees.
+        identity: this worker's hello; its ``host`` and ``port`` are filled in with where it
+            listens (an own ``host`` is kept: the address that others are to dial).
+        secret: shared by all workers of the run.
+        host, port: where to listen; port 0 takes a free one.
+        clock: monotonic seconds.
+
+    Raises:
+        RendezvousError: The port is in use, or the host is not an address of this machine.
+
+    A dial ends in exactly one of ``link_up`` of a link to that peer (perhaps the one that the peer
+    dialled), ``refused`` or ``dial_failed``.
+    """
+
+    def __init__(
+        self,
+        handler: LinkHandler,
+        identity: Identity,
+        secret: bytes,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+        max_unauthenticated: int = MAX_UNAUTHENTICATED,
+        max_queued_chunks: int = MAX_QUEUED_CHUNKS,
+    ) -> None:
+        self._closed = True  # until there is something to close
+        self.handler = handler
+        self.tag = run_tag(identity.run_id)
+        self.clock = clock
+        self.max_queued_chunks = max_queued_chunks
+        self.scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._secret = secret
+        self._handshake_timeout_s = handshake_timeout_s
+        self._max_unauthenticated = max_unauthenticated
+        self._polling = False
+        self._links: dict[int, TcpLink] = {}
+        self._last_links: dict[int, bytes] = {}
+        # Insertion order is order of age.
+        self._accepted: dict[_Opening, None] = {}
+        self._dials: dict[_Opening, None] = {}
+        self._by_descriptor: dict[int, TcpLink | _Opening] = {}
+        self._notices: deque[Callable[[], None]] = deque()
+        self._to_read: dict[TcpLink | _Opening, None] = {}
+        self._to_write: dict[TcpLink, None] = {}
+        self._accept_due = False
+        self._listener_rests_until_s: float | None = None
+        self._log = OnceLog(logging.getLogger("gossipdp.runtime"))
+        self._wake_guard = threading.RLock()
+        with fork.descriptors_guard:
+            self._listener = tcp_sockets.listen(host, port)
+            self._epoll = select.epoll()
+            self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            fork.register(self)
+            self._closed = False
+        self._epoll.register(self._listener, select.EPOLLIN)
+        # Edge-triggered, so that the counter need not be read back.
+        self._epoll.register(self._wake_descriptor, select.EPOLLIN | select.EPOLLET)
+        bound_host, bound_port = self._listener.getsockname()[:2]
+        self.identity = msgspec.structs.replace(
+            identity, host=identity.host or bound_host, port=bound_port
+        )
+
+    @property
+    def links(self) -> Mapping[int, TcpLink]:
+        """The link to each peer that has one. ``link_up`` may still be on its way."""
+        return MappingProxyType(self._links)
+
+    def set_incarnation(self, incarnation: int) -> None:
+        """Say ``incarnation`` in every handshake from now on."""
+        self.identity = msgspec.structs.replace(self.identity, incarnation=incarnation)
+
+    def dial(self, peer: int | None, host: str, port: int) -> None:
+        """Start a link to ``peer`` (None: to whoever listens there) at a numeric address.
+
+        A second dial to a peer while one is under way does nothing. What comes of it is told from
+        ``poll()``.
+        """
+        assert self._is_open()
+        if peer is not None and any(dial.wanted == peer for dial in self._dials):
+            return
+        where = f"{host}:{port}"
+        try:
+            # Numeric, as in every hello: looking a name up may block for seconds.
+            version = ipaddress.ip_address(host).version
+            if not 0 < port < 65536:
+                raise ValueError(f"port {port} is not in 1..65535")
+        except ValueError as error:
+            self._log.warn("dial", where, "cannot dial rank %s: %s", peer, error)
+            self._tell_dial_failed(peer, False)
+            return
+        family = socket.AF_INET if version == 4 else socket.AF_INET6
+        with fork.descriptors_guard:
+            try:
+                connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            except OSError as error:
+                self._log.warn("dial", str(error.errno), "cannot dial: %s", error.strerror)
+                self._tell_dial_failed(peer, False)
+                return
+            handshake = Handshake(self.identity, self._secret, dialler=True, wanted_rank=peer)
+            opening = self._open(connection, handshake, where, peer)
+            self._dials[opening] = None
+        code = connection.connect_ex((host, port))
+        if code not in (0, errno.EINPROGRESS):
+            self._fail_dial(opening, code == errno.ECONNREFUSED)
+
+    def poll(self, timeout_s: float) -> None:
+        """One turn: write, wait at most ``timeout_s``, accept, shake hands, read, write.
+
+        Returns early when something happened or :meth:`wake` was called. Exceptions of the
+        handler pass through; call again to go on.
+        """
+        assert self._is_open()
+        assert not self._polling, "poll() called from a handler"
+        self._polling = True
+        try:
+            self._write()
+            if self._tell():
+                timeout_s = 0.0
+            if not self._is_open():
+                return
+            self._collect_events(timeout_s)
+            if self._accept_due:
+                self._accept_due = False
+                self._accept()
+            self._read()
+            if not self._is_open():
+                return
+            self._expire()
+            self._write()
+            self._tell()
+        finally:
+            self._polling = False
+
+    def wake(self) -> None:
+        """Make ``poll()`` return soon. From any thread and from signal handlers; never blocks.
+
+        The guard keeps ``close()`` in another thread from closing the descriptor, and the system
+        from giving its number away, between the test and the write. It is re-entrant, so that a
+        signal handler does not wait for its own thread. A forked child, where another thread may
+        have left the guard taken for ever, finds the transport closed before it gets there.
+        """
+        if self._closed:
+            return
+        with self._wake_guard:
+            if not self._closed:
+                try:
+                    os.eventfd_write(self._wake_descriptor, 1)
+                except BlockingIOError:
+                    pass  # the counter is full, so a wake-up is pending
+
+    def close(self) -> None:
+        """Close everything, without telling the handler; control frames leave where they can."""
+        if self._closed:
+            return
+        for link in list(self._links.values()):
+            link.flush_controls()
+            tcp_sockets.empty(link.connection, self.scratch)
+        with fork.descriptors_guard, self._wake_guard:
+            self._closed = True
+            for connection in self._connections():
+                connection.close()
+            self._listener.close()
+            self._epoll.close()
+            os.close(self._wake_descriptor)
+        for link in list(self._links.values()):
+            link.end("this worker closed its transport")
+        self._links.clear()
+        self._accepted.clear()
+        self._dials.clear()
+        self._by_descriptor.clear()
+        self._to_read.clear()
+        self._to_write.clear()
+        self._notices.clear()
+
+    def close_in_child(self) -> None:
+        """See :class:`~gossipdp.runtime.fork.DescriptorOwner`.
+
+        Sockets are detached first: a socket object closed later, by the collector, must not close
+        a number that the child has meanwhile given to a file of its own.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        for connection in self._connections():
+            fork.close_descriptor(connection.detach())
+        fork.close_descriptor(self._listener.detach())
+        self._epoll.close()
+        fork.close_descriptor(self._wake_descriptor)
+
+    def __del__(self) -> None:
+        """Close what the owner forgot."""
+        self.close()
+
+    def link_has_output(self, link: TcpLink) -> None:
+        """See :class:`LinkOwner`."""
+        self._to_write[link] = None
+
+    def link_has_input(self, link: TcpLink) -> None:
+        """See :class:`LinkOwner`."""
+        self._to_read[link] = None
+
+    def link_ended(self, link: TcpLink, reason: str) -> None:
+        """See :class:`LinkOwner`."""
+        if self._closed:
+            return
+        self._release(link)
+        self._to_write.pop(link, None)
+        if self._links.get(link.peer) is link:
+            del self._links[link.peer]
+        self._notices.append(partial(self.handler.link_down, link, reason))
+
+    def _connections(self) -> list[socket.socket]:
+        return [
+            *(link.connection for link in self._links.values()),
+            *(opening.connection for opening in (*self._accepted, *self._dials)),
+        ]
+
+    def _is_open(self) -> bool:
+        return not self._closed
+
+    def _tell(self) -> bool:
+        """Deliver what has queued up for the handler, oldest first. Whether there was anything.
+
+        Links go up and down only here, between callbacks, so no handler method is entered twice
+        however it uses ``close()``; and a new link's ``link_up`` comes before its first frame,
+        since frames are read only after this.
+        """
+        told = bool(self._notices)
+        while self._notices:
+            self._notices.popleft()()
+        return told
+
+    def _write(self) -> None:
+        for link in list(self._to_write):
+            # Removed only afterwards: should the handler raise, the rest is written next time.
+            link.write_some()
+            if not link.has_output:
+                self._to_write.pop(link, None)
+
+    def _collect_events(self, timeout_s: float) -> None:
+        """Sleep, then turn events into flags before any callback runs.
+
+        So an exception loses no edge, and a descriptor that is closed and given out again by a
+        callback cannot receive an event of its former owner.
+        """
+        now = self.clock()
+        if self._listener_rests_until_s is not None:
+            if now >= self._listener_rests_until_s:
+                self._listener_rests_until_s = None
+                self._epoll.register(self._listener, select.EPOLLIN)
+            else:
+                timeout_s = min(timeout_s, self._listener_rests_until_s - now)
+        for openings in (self._accepted, self._dials):
+            for oldest in openings:
+                timeout_s = min(timeout_s, oldest.deadline_s - now)
+                break
+        if self._to_read or self._to_write or self._accept_due:
+            timeout_s = 0.0
+        for descriptor, mask in self._epoll.poll(max(0.0, timeout_s)):
+            if descriptor == self._listener.fileno():
+                self._accept_due = True
+                continue
+            source = self._by_descriptor.get(descriptor)
+            if isinstance(source, TcpLink):
+                source.hung_up = source.hung_up or bool(mask & _HUNG_UP)
+                if mask & (select.EPOLLIN | _HUNG_UP):
+                    source.can_read = True
+                    self._to_read[source] = None
+                if mask & select.EPOLLOUT:
+                    source.can_write = True
+                    if source.has_output:
+                        self._to_write[source] = None
+            elif source is not None:
+                self._to_read[source] = None
+
+    def _read(self) -> None:
+        for source in list(self._to_read):
+            if not self._is_open():
+                return
+            if isinstance(source, _Opening):
+                # May have been closed by a callback since the events were collected.
+                if source in self._to_read:
+                    del self._to_read[source]
+                    self._advance(source)
+            else:
+                source.read_some()
+                if not source.has_input:
+                    self._to_read.pop(source, None)
+            self._tell()
+
+    def _accept(self) -> None:
+        for _ in range(tcp_sockets.BACKLOG):
+            with fork.descriptors_guard:
+                try:
+                    connection, address = self._listener.accept()
+                    handshake = Handshake(self.identity, self._secret, dialler=False)
+                    opening = self._open(connection, handshake, address[0], None)
+                except BlockingIOError:
+                    return
+                except ConnectionError:
+                    continue  # it was gone before we looked
+                except OSError as error:
+                    self._rest_listener(error)
+                    return
+                self._accepted[opening] = None
+            if len(self._accepted) > self._max_unauthenticated:
+                self._turn_away(next(iter(self._accepted)), "too many unauthenticated connections")
+
+    def _rest_listener(self, error: OSError) -> None:
+        """Out of descriptors or memory: free one, and look again a little later."""
+        self._log.warn("accept", str(error.errno), "cannot accept connections: %s", error.strerror)
+        self._epoll.unregister(self._listener)
+        self._listener_rests_until_s = self.clock() + LISTENER_REST_S
+        if self._accepted:
+            self._turn_away(next(iter(self._accepted)), "no descriptor left")
+
+    def _open(
+        self, connection: socket.socket, handshake: Handshake, address: str, wanted: int | None
+    ) -> _Opening:
+        deadline_s = self.clock() + self._handshake_timeout_s
+        opening = _Opening(connection, handshake, address, deadline_s, wanted)
+        try:
+            tcp_sockets.set_options(connection)
+            self._epoll.register(connection, _EDGE)
+        except OSError:
+            connection.close()
+            raise
+        self._by_descriptor[connection.fileno()] = opening
+        return opening
+
+    def _release(self, source: "TcpLink | _Opening") -> None:
+        """Close a socket and forget it; the caller tells whoever needs to know."""
+        self._by_descriptor.pop(source.connection.fileno(), None)
+        self._to_read.pop(source, None)
+        with fork.descriptors_guard:
+            # Unregistered by hand: a forked child that has not closed its copy yet keeps the
+            # connection, and with it the registration, alive.
+            self._epoll.unregister(source.connection)
+            source.connection.close()
+        if isinstance(source, _Opening):
+            self._accepted.pop(source, None)
+            self._dials.pop(source, None)
+
+    def _turn_away(self, opening: _Opening, reason: str) -> None:
+        """End an accepted connection without an answer."""
+        self._release(opening)
+        self._log.warn("drop", opening.address, "dropped %s: %s", opening.address, reason)
+
+    def _fail_dial(self, opening: _Opening, refused_connection: bool) -> None:
+        self._release(opening)
+        if opening.wanted not in self._links:
+            self._tell_dial_failed(opening.wanted, refused_connection)
+
+    def _tell_dial_failed(self, peer: int | None, refused_connection: bool) -> None:
+        self._notices.append(partial(self.handler.dial_failed, peer, refused_connection))
+
+    def _abandon(self, opening: _Opening, reason: str) -> None:
+        if not opening.handshake.dialler:
+            self._turn_away(opening, reason)
+            return
+        who = opening.address
+        self._log.warn("dial", who, "dialling rank %s at %s: %s", opening.wanted, who, reason)
+        self._fail_dial(opening, False)
+
+    def _expire(self) -> None:
+        now = self.clock()
+        for openings in (self._accepted, self._dials):
+            # The oldest come first, and all have the same time limit.
+            for opening in list(openings):
+                if opening.deadline_s > now:
+                    break
+                self._abandon(opening, f"no handshake within {self._handshake_timeout_s:g} s")
+
+    def _advance(self, opening: _Opening) -> None:
+        """Carry a handshake as far as it goes without waiting."""
+        try:
+            if not opening.connected:
+                if not tcp_sockets.is_connected(opening.connection):
+                    return
+                opening.connected = True
+                opening.output = opening.handshake.take_output()
+            self._shake_hands(opening)
+        except BlockingIOError:
+            pass
+        except ConnectionRefusedError:
+            self._fail_dial(opening, True)
+        except HandshakeError as error:
+            self._abandon(opening, str(error))
+        except OSError as error:
+            self._abandon(opening, error.strerror or str(error))
+
+    def _shake_hands(self, opening: _Opening) -> None:
+        handshake = opening.handshake
+        while True:
+            if opening.output:
+                opening.output = opening.output[opening.connection.send(opening.output) :]
+            match handshake.stage:
+                case Stage.CHALLENGED:
+                    handshake.answer(self._let_go(opening.wanted))
+                case Stage.DECIDING:
+                    if self._crosses(opening):
+                        self._release(opening)
+                        return
+                    self._decide(handshake)
+                case Stage.DONE:
+                    self._establish(opening)
+                    return
+                case Stage.REFUSED:
+                    self._tell_refused(opening)
+                    return
+                case _:
+                    data = opening.connection.recv(handshake.num_wanted)
+                    if not data:
+                        self._abandon(opening, "closed during the handshake")
+                        return
+                    handshake.receive(data)
+            opening.output += handshake.take_output()
+
+    def _let_go(self, peer: int | None) -> bytes:
+        if peer is None or peer in self._links:
+            return b""
+        return self._last_links.get(peer, b"")
+
+    def _crosses(self, opening: _Opening) -> bool:
+        """Acceptor: whether our own link or dial to the same process takes precedence."""
+        peer = opening.handshake.peer
+        assert peer is not None
+        if self.identity.rank > peer.rank:
+            return False
+        old = self._links.get(peer.rank)
+        if old is not None:
+            mine = self.identity.rank
+            return crossing.acceptor_keeps(old, old.dialler, old.link_id, opening.handshake, mine)
+        there = f"{peer.host}:{peer.port}"
+        return any(
+            dial.wanted == peer.rank and dial.connected and dial.address == there
+            for dial in self._dials
+        )
+
+    def _decide(self, handshake: Handshake) -> None:
+        """Acceptor: welcome a peer whose identity is proved and agrees, unless it is outdated."""
+        peer = handshake.peer
+        assert peer is not None
+        old = self._links.get(peer.rank)
+        if old is not None and peer.incarnation < old.peer_incarnation:
+            handshake.refuse(
+                Refusal("incarnation", str(old.peer_incarnation), str(peer.incarnation))
+            )
+        else:
+            handshake.welcome()
+
+    def _establish(self, opening: _Opening) -> None:
+        handshake = opening.handshake
+        peer = handshake.peer
+        assert peer is not None
+        mine = self.identity.rank
+        old = self._links.get(peer.rank)
+        if old is not None:
+            if handshake.dialler and crossing.dialler_keeps(old, old.dialler, peer, mine):
+                self._release(opening)
+                return
+            old.end("replaced by a newer link")
+        if not handshake.dialler and peer.rank < mine:
+            for dial in [dial for dial in self._dials if dial.wanted == peer.rank]:
+                self._release(dial)
+        link = TcpLink(
+            self,
+            opening.connection,
+            peer,
+            link_id=handshake.link_id,
+            dialler=mine if handshake.dialler else peer.rank,
+            unsent=opening.output,
+        )
+        # Listed as a link before it ceases to be listed as an opening, for a fork in between.
+        self._links[peer.rank] = link
+        self._accepted.pop(opening, None)
+        self._dials.pop(opening, None)
+        self._last_links[peer.rank] = link.link_id
+        self._by_descriptor[link.connection.fileno()] = link
+        self._to_read[link] = None
+        if link.has_output:
+            self._to_write[link] = None
+        self._notices.append(partial(self.handler.link_up, link))
+
+    def _tell_refused(self, opening: _Opening) -> None:
+        refusal = opening.handshake.refusal
+        assert refusal is not None
+        self._release(opening)
+        if opening.handshake.dialler:
+            self._notices.append(partial(self.handler.refused, opening.wanted, refusal))
+            return
+        peer = opening.handshake.peer
+        who = opening.address if peer is None else f"rank {peer.rank} at {opening.address}"
+        text = "refused %s: %s differs (ours %r, theirs %r)"
+        self._log.warn(refusal.field, who, text, who, refusal.field, refusal.ours, refusal.theirs)
