@@ -1,9 +1,9 @@
 """What runs in a worker besides the training loop.
 
-    link (the seam) ← tcp (sockets) ← frames, handshake, identity, fork
-      ↑
-    gossip_thread → exchange, transfer      the thread that owns all sockets
-    rendezvous, launcher, preload           how workers start and find one another
+    link, transport     the seam: links, and what makes them
+    tcp                 sockets, from frames, handshake, identity, crossing, tcp_link, fork
+    gossip_thread       owns a gossip_loop, which drives exchange, transfer and averaging over links
+    rendezvous          how workers find one another; launcher and supervisor start them
 
 Protocol decisions are made in :mod:`gossipdp.protocol`; here is what they need of the world:
 sockets, threads, processes and a clock.

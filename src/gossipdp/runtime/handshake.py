@@ -172,7 +172,8 @@ class Handshake:
             return
         try:
             message = _decoder.decode(self._buffer)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError) as error:
+            # ValueError: msgspec lets the UnicodeDecodeError of a text that is not UTF-8 through.
             raise HandshakeError(f"malformed handshake message: {error}") from None
         self._buffer.clear()
         self._body_bytes = None

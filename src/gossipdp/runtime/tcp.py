@@ -29,6 +29,10 @@ from gossipdp.runtime.identity import Identity, Refusal
 from gossipdp.runtime.link import LinkHandler
 from gossipdp.runtime.once_log import OnceLog
 from gossipdp.runtime.tcp_link import LinkOwner, TcpLink
+from gossipdp.runtime.tcp_sockets import Listener, listen
+from gossipdp.runtime.transport import Transport
+
+__all__ = ["TcpTransport", "listen"]
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_UNAUTHENTICATED = 64
@@ -62,7 +66,7 @@ class _Opening:
 
 
 @final
-class TcpTransport(LinkOwner, fork.DescriptorOwner):
+class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
     """Listens, dials, and moves frames between links and one handler.
 
     Args:
@@ -70,14 +74,11 @@ class TcpTransport(LinkOwner, fork.DescriptorOwner):
         identity: this worker's hello; its ``host`` and ``port`` are filled in with where it
             listens (an own ``host`` is kept: the address that others are to dial).
         secret: shared by all workers of the run.
-        host, port: where to listen; port 0 takes a free one.
+        listener: from :func:`listen`; the transport closes it.
         clock: monotonic seconds.
-
-    Raises:
-        RendezvousError: The port is in use, or the host is not an address of this machine.
-
-    A dial ends in exactly one of ``link_up`` of a link to that peer (perhaps the one that the peer
-    dialled), ``refused`` or ``dial_failed``.
+        handshake_timeout_s: a connection whose handshake takes longer is closed.
+        max_unauthenticated: of accepted connections beyond this many, the oldest is closed.
+        max_queued_chunks: ``writable`` is called while a link has fewer chunks queued.
     """
 
     def __init__(
@@ -85,8 +86,7 @@ class TcpTransport(LinkOwner, fork.DescriptorOwner):
         handler: LinkHandler,
         identity: Identity,
         secret: bytes,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        listener: Listener,
         *,
         clock: Callable[[], float] = time.monotonic,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
@@ -116,8 +116,8 @@ class TcpTransport(LinkOwner, fork.DescriptorOwner):
         self._listener_rests_until_s: float | None = None
         self._log = OnceLog(logging.getLogger("gossipdp.runtime"))
         self._wake_guard = threading.RLock()
+        self._listener = listener
         with fork.descriptors_guard:
-            self._listener = tcp_sockets.listen(host, port)
             self._epoll = select.epoll()
             self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             fork.register(self)
@@ -140,11 +140,7 @@ class TcpTransport(LinkOwner, fork.DescriptorOwner):
         self.identity = msgspec.structs.replace(self.identity, incarnation=incarnation)
 
     def dial(self, peer: int | None, host: str, port: int) -> None:
-        """Start a link to ``peer`` (None: to whoever listens there) at a numeric address.
-
-        A second dial to a peer while one is under way does nothing. What comes of it is told from
-        ``poll()``.
-        """
+        """See :class:`Transport`."""
         assert self._is_open()
         if peer is not None and any(dial.wanted == peer for dial in self._dials):
             return
@@ -174,11 +170,7 @@ class TcpTransport(LinkOwner, fork.DescriptorOwner):
             self._fail_dial(opening, code == errno.ECONNREFUSED)
 
     def poll(self, timeout_s: float) -> None:
-        """One turn: write, wait at most ``timeout_s``, accept, shake hands, read, write.
-
-        Returns early when something happened or :meth:`wake` was called. Exceptions of the
-        handler pass through; call again to go on.
-        """
+        """See :class:`Transport`."""
         assert self._is_open()
         assert not self._polling, "poll() called from a handler"
         self._polling = True
@@ -202,7 +194,7 @@ class TcpTransport(LinkOwner, fork.DescriptorOwner):
             self._polling = False
 
     def wake(self) -> None:
-        """Make ``poll()`` return soon. From any thread and from signal handlers; never blocks.
+        """See :class:`Transport`.
 
         The guard keeps ``close()`` in another thread from closing the descriptor, and the system
         from giving its number away, between the test and the write. It is re-entrant, so that a
@@ -219,7 +211,7 @@ class TcpTransport(LinkOwner, fork.DescriptorOwner):
                     pass  # the counter is full, so a wake-up is pending
 
     def close(self) -> None:
-        """Close everything, without telling the handler; control frames leave where they can."""
+        """See :class:`Transport`."""
         if self._closed:
             return
         for link in list(self._links.values()):
@@ -253,7 +245,6 @@ class TcpTransport(LinkOwner, fork.DescriptorOwner):
         self._closed = True
         for connection in self._connections():
             fork.close_descriptor(connection.detach())
-        fork.close_descriptor(self._listener.detach())
         self._epoll.close()
         fork.close_descriptor(self._wake_descriptor)
 

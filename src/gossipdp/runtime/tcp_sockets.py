@@ -2,8 +2,10 @@
 
 import errno
 import socket
+from typing import final
 
 from gossipdp.errors import RendezvousError
+from gossipdp.runtime import fork
 
 # Unsent bytes that the kernel takes at most, so that a control message on a slow link waits behind
 # these and one chunk, not behind megabytes.
@@ -12,7 +14,20 @@ BACKLOG = 128
 _MAX_EMPTIED_BYTES = 16 << 20
 
 
-def listen(host: str, port: int) -> socket.socket:
+@final
+class Listener(socket.socket, fork.DescriptorOwner):
+    """A listening socket that no forked child keeps.
+
+    A child that held it would take connections in after its parent's death, and the others would
+    wait for an answer where a refusal tells them that the worker is dead.
+    """
+
+    def close_in_child(self) -> None:
+        """See :class:`~gossipdp.runtime.fork.DescriptorOwner`."""
+        fork.close_descriptor(self.detach())
+
+
+def listen(host: str, port: int) -> Listener:
     """A non-blocking listening socket; port 0 takes a free one.
 
     Raises:
@@ -22,7 +37,9 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind | socket.SOCK_NONBLOCK)
+        with fork.descriptors_guard:
+            listener = Listener(family, kind | socket.SOCK_NONBLOCK)
+            fork.register(listener)
     except OSError as error:
         raise RendezvousError(_cannot_listen(host, port, error)) from None
     try:

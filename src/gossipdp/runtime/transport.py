@@ -1,0 +1,35 @@
+"""What the gossip thread asks of whatever makes its links."""
+
+import abc
+
+
+class Transport(abc.ABC):
+    """Makes links and drives one :class:`~gossipdp.runtime.link.LinkHandler`.
+
+    Used from one thread, except :meth:`wake`.
+    """
+
+    @abc.abstractmethod
+    def dial(self, peer: int | None, host: str, port: int) -> None:
+        """Start a link to ``peer`` (None: to whoever listens there) at a numeric address.
+
+        A second dial to a peer while one is under way does nothing. A dial ends in ``link_up`` of
+        a link to that peer (perhaps one that the peer dialled), ``refused`` or ``dial_failed``;
+        the last is left out where a link to that peer is up.
+        """
+
+    @abc.abstractmethod
+    def poll(self, timeout_s: float) -> None:
+        """One turn: write, wait at most ``timeout_s`` for something to happen, read, write.
+
+        All handler methods are called from here. Their exceptions pass through; call again to go
+        on.
+        """
+
+    @abc.abstractmethod
+    def wake(self) -> None:
+        """Make ``poll()`` return soon. From any thread and from signal handlers; never blocks."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close everything, without telling the handler; control frames leave where they can."""
