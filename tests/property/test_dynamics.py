@@ -41,7 +41,7 @@ class FastWorker:
     """One worker's State, driven as the runtime drives it."""
 
     def __init__(self, values: Tensor, dtype: torch.dtype, wire: torch.dtype) -> None:
-        self.segment = Segment(values.to(dtype), Role.ACCELERATED, chunk_bytes=CHUNK_BYTES)
+        self.segment = Segment(values.to(dtype), Role.TRAINED, chunk_bytes=CHUNK_BYTES)
         self.state = State([self.segment])
         self.wire = wire
         self.theta = 0.0
@@ -174,7 +174,7 @@ def test_bfloat16_parameters_keep_their_rounding_remainder(script):
 
 def test_without_an_exchange_a_boundary_changes_no_bit():
     values = torch.tensor([-0.0, 0.0, 1e-40, 1.0])
-    segment = Segment(values.clone(), Role.ACCELERATED)
+    segment = Segment(values.clone(), Role.TRAINED)
     (chunk,) = State([segment]).chunks
     chunk.boundary(3.0, torch.empty(4))
     assert torch.equal(torch.signbit(segment.x), torch.signbit(values))
@@ -193,7 +193,7 @@ def test_flow_to_the_end_leaves_z_and_no_momentum():
 
 
 def test_a_delta_that_is_not_finite_is_not_applied():
-    segment = Segment(torch.ones(3), Role.ACCELERATED)
+    segment = Segment(torch.ones(3), Role.TRAINED)
     (chunk,) = State([segment]).chunks
     mine, peers = torch.ones(3), torch.tensor([1.0, math.nan, 1.0])
     assert not math.isfinite(chunk.exchange(mine, peers, 1.0, torch.empty(3)))
@@ -202,8 +202,8 @@ def test_a_delta_that_is_not_finite_is_not_applied():
 
 def test_every_chunk_covers_its_part_once():
     segments = [
-        Segment(torch.arange(101.0), Role.ACCELERATED, chunk_bytes=64),
-        Segment(torch.arange(7.0, dtype=torch.float64), Role.AVERAGED, chunk_bytes=64),
+        Segment(torch.arange(101.0), Role.TRAINED, chunk_bytes=64),
+        Segment(torch.arange(7.0, dtype=torch.float64), Role.BUFFER, chunk_bytes=64),
         Segment(torch.arange(5), Role.COPIED),
     ]
     state = State(segments)

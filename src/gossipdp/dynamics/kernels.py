@@ -20,11 +20,10 @@ def snapshot_(out: Tensor, x: Tensor, pending: Tensor) -> None:
     torch.add(x, pending, out=out)
 
 
-def snapshot_flowed_(out: Tensor, x: Tensor, pending: Tensor, c: Tensor, scratch: Tensor) -> None:
+def snapshot_flowed_(out: Tensor, x: Tensor, pending: Tensor, c: Tensor) -> None:
     """Out = x + pending + c/2: where the flow ends, whose mean over workers is conserved."""
-    torch.add(x, pending, out=scratch)
-    scratch.add_(c, alpha=0.5)
-    out.copy_(scratch)
+    torch.add(x, pending, out=out)
+    out.add_(c, alpha=0.5)
 
 
 def difference_(out: Tensor, mine: Tensor, peers: Tensor) -> float:

@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,12 +15,19 @@ DEFAULT_CHUNK_BYTES = 1 << 20
 class Role(enum.Enum):
     """What becomes of a segment's values when workers meet."""
 
-    ACCELERATED = "accelerated"
-    """Trained parameters: exchanged, with the momentum c."""
-    AVERAGED = "averaged"
-    """Float buffers, or parameters under plain gossip: exchanged, without c."""
+    TRAINED = "trained"
+    """Parameters that optimizers change: exchanged, and counted in distances."""
+    BUFFER = "buffer"
+    """Float buffers, such as BatchNorm's statistics: exchanged by plain averaging, without c."""
     COPIED = "copied"
-    """Frozen parameters and integer buffers: equal at the start, never exchanged."""
+    """Integer buffers: never averaged; at the end all take those of the lowest rank."""
+    FROZEN = "frozen"
+    """Parameters that nobody changes: sent once, at the start."""
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether exchanges average these values."""
+        return self in (Role.TRAINED, Role.BUFFER)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -40,9 +47,10 @@ class Chunk:
     what. ``x + pending`` is "the parameters" wherever others see them.
     """
 
-    __slots__ = ("_has_momentum", "_has_pending", "c", "index", "pending", "theta", "x")
+    __slots__ = ("_has_momentum", "_has_pending", "c", "index", "pending", "role", "theta", "x")
 
-    def __init__(self, x: Tensor, pending: Tensor, c: Tensor | None) -> None:
+    def __init__(self, role: Role, x: Tensor, pending: Tensor, c: Tensor | None) -> None:
+        self.role = role
         self.index = 0
         self.x = x
         self.pending = pending
@@ -73,12 +81,12 @@ class Chunk:
         """Write x + pending to ``out``, in ``out``'s precision."""
         kernels.snapshot_(out, self.x, self.pending)
 
-    def snapshot_flowed(self, out: Tensor, scratch: Tensor) -> None:
+    def snapshot_flowed(self, out: Tensor) -> None:
         """Write x + pending + c/2 to ``out``: what takes over from this worker starts there."""
         if self.c is None:
             self.snapshot(out)
         else:
-            kernels.snapshot_flowed_(out, self.x, self.pending, self.c, scratch)
+            kernels.snapshot_flowed_(out, self.x, self.pending, self.c)
 
     def exchange(self, mine: Tensor, peers: Tensor, alpha_tilde: float, scratch: Tensor) -> float:
         """Apply one exchange from both ends' snapshots; return the squared norm of delta.
@@ -116,6 +124,7 @@ class Segment:
     Args:
         x: the flat storage, one-dimensional; the module's parameters are views of it.
         role: what becomes of the values when workers meet.
+        momentum: whether trained values carry c (method ``a2cid2``).
         optimizer_index: whose boundary covers this segment.
         chunk_bytes: the size a chunk may have at most.
     """
@@ -125,6 +134,7 @@ class Segment:
         x: Tensor,
         role: Role,
         *,
+        momentum: bool = True,
         optimizer_index: int = 0,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     ) -> None:
@@ -133,14 +143,15 @@ class Segment:
         self.x = x
         self.role = role
         self.optimizer_index = optimizer_index
-        dtype = working_dtype(x.dtype)
-        is_exchanged = role is not Role.COPIED
-        # A copied segment has no pending; the empty tensor keeps the attribute's type simple.
-        self.pending = torch.zeros(x.numel() if is_exchanged else 0, dtype=dtype, device=x.device)
-        self.c = torch.zeros_like(self.pending) if role is Role.ACCELERATED else None
+        # What is not exchanged has no pending; the empty tensor keeps the attribute's type simple.
+        length = x.numel() if role.is_exchanged else 0
+        self.pending = torch.zeros(length, dtype=working_dtype(x.dtype), device=x.device)
+        has_c = momentum and role is Role.TRAINED
+        self.c = torch.zeros_like(self.pending) if has_c else None
         length = max(1, chunk_bytes // x.element_size())
         self.chunks = [
             Chunk(
+                role,
                 x[start : start + length],
                 self.pending[start : start + length],
                 None if self.c is None else self.c[start : start + length],
@@ -148,23 +159,37 @@ class Segment:
             for start in range(0, x.numel(), length)
         ]
 
+    def split(self, flat: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
+        """Pair each chunk with its part of another tensor of this segment's length."""
+        start = 0
+        for chunk in self.chunks:
+            yield chunk, flat[start : start + chunk.num_elements]
+            start += chunk.num_elements
+
 
 class State:
-    """All segments of one worker and their chunks, in the order in which every worker has them."""
+    """All segments of one worker and their chunks, in the order in which every worker has them.
+
+    Attributes:
+        segments: in the order given.
+        chunks: those that exchanges average; their ``index`` is their place here.
+        copied_chunks: those of integer buffers, numbered on from there.
+        frozen_chunks: those of frozen parameters, numbered on from there.
+    """
 
     def __init__(self, segments: Iterable[Segment]) -> None:
         self.segments = list(segments)
-        exchanged = [segment for segment in self.segments if segment.role is not Role.COPIED]
-        copied = [segment for segment in self.segments if segment.role is Role.COPIED]
-        self.chunks = [chunk for segment in exchanged for chunk in segment.chunks]
-        self.copied_chunks = [chunk for segment in copied for chunk in segment.chunks]
-        for index, chunk in enumerate(self.chunks + self.copied_chunks):
+        chunks = [chunk for segment in self.segments for chunk in segment.chunks]
+        self.chunks = [chunk for chunk in chunks if chunk.role.is_exchanged]
+        self.copied_chunks = [chunk for chunk in chunks if chunk.role is Role.COPIED]
+        self.frozen_chunks = [chunk for chunk in chunks if chunk.role is Role.FROZEN]
+        for index, chunk in enumerate(self.all_chunks):
             chunk.index = index
 
     @property
-    def num_elements(self) -> int:
-        """Number of values that exchanges average."""
-        return sum(chunk.num_elements for chunk in self.chunks)
+    def all_chunks(self) -> list[Chunk]:
+        """Everything that a worker who starts must be given, by ``index``."""
+        return self.chunks + self.copied_chunks + self.frozen_chunks
 
     @property
     def bytes_per_exchange(self) -> int:

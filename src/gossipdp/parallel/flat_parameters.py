@@ -1,6 +1,5 @@
 """A module's parameters and buffers as views of flat storage, and the watch over those views."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -69,13 +68,12 @@ class FlatParameters:
         self._module = module
         self._optimizers = list(optimizers)
         self._num_optimized = [_num_parameters(optimizer) for optimizer in optimizers]
-        trained = Role.ACCELERATED if momentum else Role.AVERAGED
         optimizer_of = _optimizer_of(module, optimizers)
-        self._views = list(_views(module, optimizer_of, trained, exchange_frozen))
-        self.state = State(self._move(chunk_bytes))
+        self._views = list(_views(module, optimizer_of, exchange_frozen))
+        self.state = State(self._move(momentum, chunk_bytes))
         self._flats = [segment.x for segment in self.state.segments]
 
-    def _move(self, chunk_bytes: int) -> Iterator[Segment]:
+    def _move(self, momentum: bool, chunk_bytes: int) -> Iterator[Segment]:
         """Lay out one segment per (role, optimizer, dtype, device) and move the values there."""
         groups: dict[tuple[Role, int, torch.dtype, torch.device], list[_View]] = {}
         for view in self._views:
@@ -93,28 +91,32 @@ class FlatParameters:
                 with torch.no_grad():
                     view.of(flat).copy_(view.tensor)
                 self._bind(view, flat)
-            yield Segment(flat, role, optimizer_index=optimizer_index, chunk_bytes=chunk_bytes)
+            yield Segment(
+                flat,
+                role,
+                momentum=momentum,
+                optimizer_index=optimizer_index,
+                chunk_bytes=chunk_bytes,
+            )
 
     @staticmethod
     def _bind(view: _View, flat: Tensor) -> None:
         view.tensor.data = view.of(flat)
         view.data_ptr = view.tensor.data_ptr()
 
-    def description(self) -> list[str]:
-        """Return one line per parameter and buffer: what must agree between workers.
+    def description(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return what must agree between workers: a text and the shape for each tensor, in order.
 
-        Names, shapes, strides, types and order, never the device: a CPU and a CUDA worker may
-        train together.
+        The text is the name, type and role, and the strides where they are not the usual ones;
+        never the device: a CPU and a CUDA worker may train together.
         """
-        return [
-            f"{view.name} {tuple(view.shape)} stride {view.stride} "
-            f"{str(view.tensor.dtype).removeprefix('torch.')} {view.role.value}"
-            for view in self._views
-        ]
-
-    def fingerprint(self) -> str:
-        """Return a short digest of :meth:`description`."""
-        return hashlib.sha256("\n".join(self.description()).encode()).hexdigest()[:16]
+        lines = []
+        for view in self._views:
+            dtype = str(view.tensor.dtype).removeprefix("torch.")
+            strides = "" if view.tensor.is_contiguous() else f", strides {view.stride}"
+            text = f"{view.name} ({dtype}, {view.role.value}{strides})"
+            lines.append((text, tuple(view.shape)))
+        return lines
 
     def check(self) -> bool:
         """At a boundary: find what was moved or replaced since wrapping; return whether adopted.
@@ -136,7 +138,7 @@ class FlatParameters:
             if tensor.data_ptr() != view.data_ptr:
                 self._adopt_storage(view)
                 adopted = adopted or view.is_parameter
-            if tensor.requires_grad and not view.requires_grad and view.role is Role.COPIED:
+            if tensor.requires_grad and not view.requires_grad and view.role is Role.FROZEN:
                 raise ModelChangedError(
                     f"parameter {view.name!r} was frozen when the module was wrapped and is "
                     "trainable now; workers would not average it. Wrap with "
@@ -225,7 +227,7 @@ def _optimizer_of(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 
 
 def _views(
-    module: nn.Module, optimizer_of: dict[int, int], trained: Role, exchange_frozen: bool
+    module: nn.Module, optimizer_of: dict[int, int], exchange_frozen: bool
 ) -> Iterator[_View]:
     """Yield every distinct parameter and persistent buffer, in the module's own order."""
     views: dict[int, _View] = {}
@@ -249,7 +251,7 @@ def _views(
                 name=name,
                 tensor=tensor,
                 owners=[(owner, key)],
-                role=_role(name, tensor, index is not None, trained, exchange_frozen),
+                role=_role(name, tensor, index is not None, exchange_frozen),
                 optimizer_index=index or 0,
                 requires_grad=tensor.requires_grad,
                 shape=tensor.shape,
@@ -259,16 +261,14 @@ def _views(
     yield from views.values()
 
 
-def _role(
-    name: str, tensor: Tensor, is_optimized: bool, trained: Role, exchange_frozen: bool
-) -> Role:
+def _role(name: str, tensor: Tensor, is_optimized: bool, exchange_frozen: bool) -> Role:
     if not isinstance(tensor, nn.Parameter):
-        return Role.AVERAGED if tensor.is_floating_point() else Role.COPIED
+        return Role.BUFFER if tensor.is_floating_point() else Role.COPIED
     if not (exchange_frozen or (tensor.requires_grad and is_optimized)):
-        return Role.COPIED
+        return Role.FROZEN
     if not tensor.is_floating_point():
         raise ValueError(
             f"parameter {name!r} is {tensor.dtype}; gossip averages floating-point parameters "
             "(hold a complex parameter as its real view)"
         )
-    return trained
+    return Role.TRAINED

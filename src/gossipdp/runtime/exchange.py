@@ -10,6 +10,7 @@ that was asked. Driven by the gossip thread alone.
 import math
 
 from gossipdp.dynamics import kernels
+from gossipdp.dynamics.state import Role
 from gossipdp.protocol.messages import ExchangeId
 from gossipdp.runtime.frames import ChunkKey, FrameType
 from gossipdp.runtime.link import Link
@@ -107,12 +108,15 @@ class Exchange:
 
     def landing(self, key: ChunkKey, length: int) -> memoryview | None:
         """Return where the peer's chunk goes, or None if it is not the one expected next."""
-        if key.id != (self.id.initiator, self.id.incarnation, self.id.counter):
-            return None
-        if key.index != self.num_applied or key.index >= len(self._chunks):
+        if not self.expects(key) or key.index >= len(self._chunks):
             return None
         room = self._buffers.bytes(WINDOW, self._chunks[key.index])
         return room if len(room) == length else None
+
+    def expects(self, key: ChunkKey) -> bool:
+        """Whether a chunk that has landed is still the one expected next."""
+        id = (self.id.initiator, self.id.incarnation, self.id.counter)
+        return key.id == id and key.index == self.num_applied
 
     def landed(self) -> None:
         """Apply the peer's chunk that has just arrived whole in its landing place.
@@ -128,7 +132,8 @@ class Exchange:
         squared_norm = self._shared.exchange(chunk, mine, peers, self._alpha_tilde)
         if not math.isfinite(squared_norm):
             raise PoisonFound(ours=False)
-        self.squared_distance += squared_norm
+        if chunk.role is Role.TRAINED:
+            self.squared_distance += squared_norm
         self.num_applied += 1
 
     def end(self) -> None:

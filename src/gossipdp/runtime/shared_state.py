@@ -2,9 +2,10 @@
 
 Who may do what, and why nothing is lost:
 
-* ``x`` is written by the main thread only (optimizer, boundary, loading). The gossip thread reads
-  it for a snapshot without stopping the optimizer: a snapshot torn by a running step is harmless,
-  because both ends of the exchange use that same snapshot.
+* ``x`` is written by the main thread only (optimizer, boundary, loading), or by the gossip thread
+  while the main thread does nothing but wait for it: at the start, and in ``consolidate``. The
+  gossip thread reads x for a snapshot without stopping the optimizer: a snapshot torn by a
+  running step is harmless, because both ends of the exchange use that same snapshot.
 * ``pending``, ``c`` and a chunk's ``theta`` are written under that chunk's lock: by the gossip
   thread when it flows, snapshots or applies, by the main thread at a boundary.
 * The boundary only *tries* the lock. A chunk in use keeps its pending for the next boundary, so
@@ -27,8 +28,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gossipdp.dynamics import kernels
 from gossipdp.dynamics.phase import Phase
-from gossipdp.dynamics.state import Chunk, State
+from gossipdp.dynamics.state import Chunk, Role, State
 
 
 class SharedState:
@@ -51,6 +53,18 @@ class SharedState:
         self._main_scratch = _Scratch(state)
         self._gossip_scratch = _Scratch(state)
 
+    # Either thread's part.
+
+    def read(self, chunk: Chunk, out: Tensor) -> None:
+        """Write x + pending of one chunk to ``out``."""
+        with self._locks[chunk.index]:
+            chunk.snapshot(out)
+
+    def read_flowed(self, chunk: Chunk, out: Tensor) -> None:
+        """Write x + pending + c/2 of one chunk to ``out``: what another takes over."""
+        with self._locks[chunk.index]:
+            chunk.snapshot_flowed(out)
+
     # The main thread's part.
 
     def boundary(self, optimizer_index: int | None = None, *, wait: bool = False) -> int:
@@ -64,16 +78,12 @@ class SharedState:
             theta = self._phase.at(self._clock())
         return self._add_pending(theta, optimizer_index, wait)
 
-    def flow_to_the_end(self) -> None:
-        """Set x to x + pending + c/2 and c to zero: what consolidation averages."""
-        self._add_pending(math.inf, None, wait=True)
-
     def _add_pending(self, theta: float, optimizer_index: int | None, wait: bool) -> int:
         skipped = 0
         for segment in self.state.segments:
             if optimizer_index is not None and segment.optimizer_index != optimizer_index:
                 continue
-            for chunk in segment.chunks if segment.pending.numel() else ():
+            for chunk in segment.chunks if segment.role.is_exchanged else ():
                 lock = self._locks[chunk.index]
                 if not lock.acquire(blocking=wait):
                     skipped += 1
@@ -93,18 +103,6 @@ class SharedState:
         for chunk in self.state.chunks:
             with self._locks[chunk.index]:
                 chunk.reset()
-
-    def adopt_pending(self) -> None:
-        """X = pending, where state or a result was received; then no pending and no momentum."""
-        for chunk in self.state.chunks:
-            with self._locks[chunk.index]:
-                chunk.x.copy_(chunk.pending)
-                chunk.reset()
-
-    def read(self, chunk: Chunk, out: Tensor) -> None:
-        """Write x + pending of one chunk to ``out``, from either thread."""
-        with self._locks[chunk.index]:
-            chunk.snapshot(out)
 
     # The gossip thread's part.
 
@@ -129,16 +127,36 @@ class SharedState:
             chunk.flow_to(theta)
             chunk.snapshot(out)
 
-    def snapshot_flowed(self, chunk: Chunk, out: Tensor) -> None:
-        """Write x + pending + c/2 of one chunk to ``out``, for a worker that takes over."""
-        with self._locks[chunk.index]:
-            chunk.snapshot_flowed(out, self._gossip_scratch.of(chunk))
-
     def exchange(self, chunk: Chunk, mine: Tensor, peers: Tensor, alpha_tilde: float) -> float:
         """Apply one exchanged chunk; return the squared norm of the difference."""
         scratch = self._gossip_scratch.of(chunk)
         with self._locks[chunk.index]:
             return chunk.exchange(mine, peers, alpha_tilde, scratch)
+
+    # The gossip thread's part while the main thread waits.
+
+    def flow_to_the_end(self) -> None:
+        """Set x to x + pending + c/2 and c to zero: what consolidation averages."""
+        self._add_pending(math.inf, None, wait=True)
+
+    def start_sums(self) -> None:
+        """Set pending to x: the sum that consolidation begins with, and where its result lands."""
+        for chunk in self.state.chunks:
+            chunk.pending.copy_(chunk.x)
+
+    def squared_distance_to_pending(self) -> float:
+        """Return the squared distance of the trained parameters x to ``pending``."""
+        total = 0.0
+        for chunk in self.state.chunks:
+            if chunk.role is Role.TRAINED:
+                scratch = self._gossip_scratch.of(chunk)
+                total += kernels.difference_(scratch, chunk.x, chunk.pending)
+        return total
+
+    def adopt_pending(self) -> None:
+        """X = pending, which holds the result; it stays there for who may yet ask for it."""
+        for chunk in self.state.chunks:
+            chunk.x.copy_(chunk.pending)
 
 
 class _Scratch:

@@ -1,7 +1,7 @@
 """A worker's whole state, sent to one that asks: at the start of a run, and for an average.
 
-The sender streams x + pending + c/2 of every exchanged chunk, then the copied chunks (frozen
-parameters, integer buffers), each under its chunk's lock as it goes: its training does not stop.
+The sender streams x + pending + c/2 of every exchanged chunk, then integer buffers and frozen
+parameters, each under its chunk's lock as it goes: its training does not stop.
 Driven by the gossip threads of both ends.
 """
 
@@ -34,7 +34,7 @@ class StateSender:
         self._request = (rank, incarnation, counter)
         self._shared = shared
         self._num_exchanged = len(shared.state.chunks)
-        self._chunks = shared.state.chunks + shared.state.copied_chunks
+        self._chunks = shared.state.all_chunks
         self._buffers = WireBuffers(shared.state, SLOTS)
         self._num_sent = 0
 
@@ -51,7 +51,7 @@ class StateSender:
             slot = index % SLOTS
             room = self._buffers.tensor(slot, chunk)
             if index < self._num_exchanged:
-                self._shared.snapshot_flowed(chunk, room)
+                self._shared.read_flowed(chunk, room)
             else:
                 room.copy_(chunk.x)
             self._num_sent += 1
@@ -79,7 +79,7 @@ class StateReceiver:
         self.peer = peer
         self.counter = counter
         self.num_received = 0
-        self._chunks = shared.state.chunks + shared.state.copied_chunks
+        self._chunks = shared.state.all_chunks
         self._buffers = WireBuffers(shared.state, 1)
         self._sink = sink
 
@@ -105,8 +105,6 @@ class StateReceiver:
 def adopt(chunk: Chunk, values: Tensor) -> None:
     """Sink of a worker that takes over another's state, while its main thread waits for it.
 
-    Values of exchanged chunks go to ``pending`` and become x by
-    :meth:`SharedState.adopt_pending`, on the main thread; copied chunks have no other writer.
+    No exchange has begun, so nothing else writes x, pending or c.
     """
-    target = chunk.pending if chunk.pending.numel() else chunk.x
-    target.copy_(values)
+    chunk.x.copy_(values)

@@ -14,8 +14,7 @@ class WireBuffers:
     """
 
     def __init__(self, state: State, num_slots: int) -> None:
-        chunks = state.chunks + state.copied_chunks
-        size = max((_num_bytes(chunk) for chunk in chunks), default=0)
+        size = max((_num_bytes(chunk) for chunk in state.all_chunks), default=0)
         self._slots = [torch.empty(size, dtype=torch.uint8) for _ in range(num_slots)]
         self._bytes = [memoryview(slot.numpy()).cast("B") for slot in self._slots]
 

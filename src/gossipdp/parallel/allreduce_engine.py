@@ -1,0 +1,203 @@
+"""The synchronous baseline: gradients averaged at each step, by DistributedDataParallel."""
+
+import atexit
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gossipdp.graph.topology import build_graph
+from gossipdp.parallel.engine import Engine
+from gossipdp.parallel.options import GossipOptions
+from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.protocol.clock import MEDIAN_WINDOW, SKIPPED_STEPS
+from gossipdp.runtime.environment import Environment, check_platform
+
+logger = logging.getLogger("gossipdp")
+
+
+class AllReduceEngine(Engine):
+    """One worker of method ``allreduce``: the loop, budget, statistics and logs of the others.
+
+    Gradients are averaged by torch's own DistributedDataParallel during the backward pass, so the
+    parameters are equal on all workers, bit for bit, and nobody is ahead. The process group is
+    the user's where there is one; else gloo (NCCL for CUDA parameters), made here and ended here.
+
+    The sample count travels beside the gradients, in an all-reduce of its own that is collected
+    one step later: all workers see the same total at the same step, and so end together.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        options: GossipOptions,
+    ) -> None:
+        check_platform()
+        environment = Environment.read()
+        self.rank = environment.rank
+        self.num_workers = environment.num_workers
+        self.incarnation = 0
+        self.forward_module = module
+        # The graph is not used; a mistake in it is one under any method.
+        build_graph(options.graph, self.num_workers, seed=options.seed)
+        self._module = module
+        self._optimizers = list(optimizers)
+        self._gradient_steps = 0
+        self._samples = 0
+        self._total = torch.zeros(2, dtype=torch.int64)
+        self._in_flight: tuple[dist.Work, Tensor] | None = None
+        self._waited_s = 0.0
+        self._ended_s: float | None = None
+        self._durations: deque[float] = deque(maxlen=MEDIAN_WINDOW)
+        self._bytes = 0
+        self._owns_group = False
+        self._is_closed = False
+        if self.num_workers > 1:
+            self._join(environment, options)
+
+    def _join(self, environment: Environment, options: GossipOptions) -> None:
+        on_cuda = any(parameter.is_cuda for parameter in self._module.parameters())
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "nccl" if on_cuda else "gloo",
+                rank=environment.rank,
+                world_size=environment.num_workers,
+                timeout=timedelta(seconds=options.start_timeout_s),
+            )
+            self._owns_group = True
+        atexit.register(self.close)
+        self.forward_module = DistributedDataParallel(self._module)
+        self.forward_module.register_comm_hook(None, self._average_bucket)
+        self._device = next(self._module.parameters()).device if on_cuda else torch.device("cpu")
+
+    def _average_bucket(self, _: object, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
+        """Average one bucket of gradients; the last one's duration is what training waits for.
+
+        By then the backward pass has nothing else to do, and it ends when this bucket arrives.
+        """
+        gradients = bucket.buffer()
+        gradients.div_(self.num_workers)
+        self._bytes += gradients.numel() * gradients.element_size()
+        work = dist.all_reduce(gradients, async_op=True)
+        assert work is not None
+        started_s = time.perf_counter()
+        is_last = bucket.is_last()
+
+        def arrived(future: "torch.futures.Future[list[Tensor]]") -> Tensor:
+            if is_last:
+                self._waited_s += time.perf_counter() - started_s
+            return future.value()[0]
+
+        return work.get_future().then(arrived)
+
+    def boundary(self, optimizer_index: int, samples: int) -> None:
+        """See :class:`Engine`."""
+        if optimizer_index != 0:
+            return
+        self._gradient_steps += 1
+        self._samples += samples
+        now_s = time.perf_counter()
+        if self._ended_s is not None and self._gradient_steps > SKIPPED_STEPS:
+            self._durations.append(now_s - self._ended_s)
+        self._ended_s = now_s
+        self._collect_total()
+        if self.num_workers == 1:
+            self._total = torch.tensor([self._samples, self._gradient_steps])
+            return
+        counts = torch.tensor([self._samples, self._gradient_steps], device=self._device)
+        work = dist.all_reduce(counts, async_op=True)
+        assert work is not None
+        self._in_flight = (work, counts)
+
+    def _collect_total(self) -> None:
+        if self._in_flight is not None:
+            work, counts = self._in_flight
+            work.wait()
+            self._total = counts.cpu()
+            self._in_flight = None
+
+    def total_samples(self) -> int:
+        """See :class:`Engine`: as of the step before the last, the same on all workers."""
+        return int(self._total[0])
+
+    def check(self) -> None:
+        """See :class:`Engine`: DistributedDataParallel checks its parameters itself."""
+
+    def loaded(self) -> None:
+        """See :class:`Engine`: nothing is under way between steps."""
+
+    def export(self, values: dict[str, Any]) -> None:
+        """See :class:`Engine`: everything is in the module's own storage."""
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """See ``GossipDataParallel.averaged``: the parameters are the average at any time."""
+        yield
+
+    def consolidate(self) -> Consolidated:
+        """See ``GossipDataParallel.consolidate``; float buffers are averaged, as with gossip."""
+        if self._is_closed:
+            raise RuntimeError("consolidate() was called before, or the model is closed")
+        self._collect_total()
+        distance = torch.zeros(1, dtype=torch.float64)
+        if self.num_workers > 1:
+            counts = torch.tensor([self._samples, self._gradient_steps], device=self._device)
+            dist.all_reduce(counts)
+            self._total = counts.cpu()
+            distance = distance.to(self._device)
+            for tensor in self._averaged_tensors():
+                mean = tensor.detach().clone()
+                dist.all_reduce(mean)
+                mean.div_(self.num_workers)
+                distance += (tensor - mean).double().square().sum()
+                tensor.copy_(mean)
+            dist.all_reduce(distance)
+            for buffer in self._module.buffers():
+                if not buffer.is_floating_point():
+                    dist.broadcast(buffer, src=0)
+        else:
+            self._total = torch.tensor([self._samples, self._gradient_steps])
+        return Consolidated(
+            consensus_distance=float(distance) / self.num_workers,
+            num_workers=self.num_workers,
+            samples=int(self._total[0]),
+            gradient_steps=int(self._total[1]),
+        )
+
+    def _averaged_tensors(self) -> list[Tensor]:
+        parameters = [p.detach() for p in self._module.parameters() if p.requires_grad]
+        buffers = [b for b in self._module.buffers() if b.is_floating_point()]
+        return parameters + buffers
+
+    def stats(self) -> Stats:
+        """See :class:`Engine`. There are no exchanges; bytes are those of the gradients."""
+        return Stats(
+            rank=self.rank,
+            num_workers=self.num_workers,
+            gradient_steps=self._gradient_steps,
+            samples=self._samples,
+            bytes_sent=self._bytes,
+            bytes_received=self._bytes,
+            waited_seconds=self._waited_s,
+            step_seconds=median(self._durations) if self._durations else math.nan,
+        )
+
+    def close(self) -> None:
+        """See :class:`Engine`."""
+        if not self._is_closed:
+            self._is_closed = True
+            atexit.unregister(self.close)
+            self.forward_module = self._module
+            if self._owns_group and dist.is_initialized():
+                dist.destroy_process_group()

@@ -1,0 +1,387 @@
+"""Asynchronous training: the main thread's end of the gossip."""
+
+import atexit
+import contextlib
+import hashlib
+import logging
+import math
+import queue
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossipdp.dynamics.phase import Phase
+from gossipdp.dynamics.state import Chunk
+from gossipdp.errors import RendezvousError
+from gossipdp.graph.constants import Constants
+from gossipdp.graph.topology import build_graph, graph_name
+from gossipdp.parallel.engine import Engine
+from gossipdp.parallel.flat_parameters import FlatParameters
+from gossipdp.parallel.options import GossipOptions
+from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.protocol.membership import Member, Status
+from gossipdp.protocol.worker import WorkerProtocol
+from gossipdp.runtime.environment import Environment, check_platform
+from gossipdp.runtime.gossip_loop import GossipLoop
+from gossipdp.runtime.gossip_thread import GossipThread
+from gossipdp.runtime.identity import Identity
+from gossipdp.runtime.rendezvous import Rendezvous
+from gossipdp.runtime.settings import Settings
+from gossipdp.runtime.shared_state import SharedState
+from gossipdp.runtime.tcp import TcpTransport, listen
+from gossipdp.runtime.transfer import adopt
+
+logger = logging.getLogger("gossipdp")
+
+WAIT_LINE_EVERY_S = 10.0
+TURN_WHILE_WAITING_S = 0.02
+# Exchanges that a worker must have been due before its rate is worth a warning.
+MIN_DUE_FOR_RATE_WARNING = 100
+RATE_WARNING_BELOW = 0.8
+
+
+class GossipEngine(Engine):
+    """One worker of methods ``a2cid2``, ``gossip`` and ``none``.
+
+    Owns the flat parameters, the state shared with the gossip thread, and that thread. The main
+    thread's parts are :meth:`boundary` and, while it waits at the start and at the end, the writes
+    to x that only it may do.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        options: GossipOptions,
+    ) -> None:
+        check_platform()
+        environment = Environment.read()
+        self.forward_module = module
+        self.rank = environment.rank
+        self.num_workers = environment.num_workers
+        self.incarnation = 0
+        self._options = options
+        graph = build_graph(options.graph, self.num_workers, seed=options.seed)
+        constants = Constants.of(graph, options.comm_rate)
+        self._flat = FlatParameters(
+            module,
+            optimizers,
+            momentum=options.method == "a2cid2",
+            exchange_frozen=options.exchange_frozen,
+        )
+        # The phase is measured in communication periods, so eta is that of comm rate 1.
+        unit = Constants.of(graph)
+        self._shared = SharedState(
+            self._flat.state,
+            Phase(unit.eta if options.method == "a2cid2" else 0.0, unit.worker_rate(self.rank)),
+        )
+        self._gradient_steps = 0
+        self._samples = 0
+        self._waited_s = 0.0
+        self._is_averaged = False
+        self._is_closed = False
+        self._rate_warning_due = True
+        rendezvous = Rendezvous.open(environment, options.start_timeout_s)
+        settings = Settings(
+            tensors=tuple(self._flat.description()),
+            method=options.method,
+            graph=f"{graph_name(graph)} {_digest(constants)}",
+            comm_rate=f"{options.comm_rate:g}",
+            wire_format="as the parameters",
+        )
+        self._protocol, self._loop = self._meet(environment, rendezvous, settings, constants)
+        self._thread = GossipThread(self._loop)
+        self._thread.start()
+        atexit.register(self.close)
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+        rendezvous.mark_ready()
+        self._rendezvous = rendezvous
+
+    def _meet(
+        self,
+        environment: Environment,
+        rendezvous: Rendezvous,
+        settings: Settings,
+        constants: Constants,
+    ) -> tuple[WorkerProtocol, GossipLoop]:
+        """Listen, meet the others, and build this worker's protocol and loop."""
+        options = self._options
+        host = options.host or environment.choose_host()
+        listener = listen(host, environment.port if options.port is None else options.port)
+        port = int(listener.getsockname()[1])
+        try:
+            meeting = rendezvous.meet(
+                (host, port), settings, options.secret.encode() if options.secret else None
+            )
+        except BaseException:
+            listener.close()
+            raise
+        process_id = secrets.randbits(62)
+        protocol = WorkerProtocol(
+            rank=self.rank,
+            incarnation=self.incarnation,
+            process_id=process_id,
+            host=host,
+            port=port,
+            constants=constants,
+            method=options.method,  # type: ignore[arg-type]
+            policy_name=options.neighbour_policy,
+            timeout_s=options.timeout_s,
+            random=Random(f"{options.seed} {self.rank} {self.incarnation}"),
+            num_chunks=len(self._flat.state.chunks),
+            num_copied_chunks=len(self._flat.state.copied_chunks),
+        )
+        # Process id 0 stands for "not heard of yet": the worker's own word supersedes it.
+        protocol.membership.merge_all(
+            Member(rank, 0, 0, Status.ALIVE, *address)
+            for rank, address in meeting.addresses.items()
+            if rank != self.rank
+        )
+        identity = Identity(
+            rank=self.rank,
+            incarnation=self.incarnation,
+            process_id=process_id,
+            run_id=meeting.run_id,
+            model=settings.model,
+            method=settings.method,
+            graph=settings.graph,
+            comm_rate=settings.comm_rate,
+            wire_format=settings.wire_format,
+            host=host,
+        )
+        loop = GossipLoop(
+            protocol,
+            self._shared,
+            lambda handler: TcpTransport(handler, identity, meeting.secret, listener),
+            time.monotonic,
+        )
+        return protocol, loop
+
+    def _begin(self) -> None:
+        """Take rank 0's parameters, down a binary tree, and give them on; then start to exchange.
+
+        A worker trains only after its children in the tree have what it holds, so that all start
+        from the same bits; whoever dies meanwhile is not waited for.
+        """
+        options = self._options
+        deadline_s = time.monotonic() + options.start_timeout_s
+        if self.rank > 0:
+            parent = (self.rank - 1) // 2
+            self._fetch(parent, adopt, options.start_timeout_s)
+        served: Future[None] = Future()
+        children = {2 * self.rank + 1, 2 * self.rank + 2} & set(range(self.num_workers))
+        self._thread.call(lambda: self._loop.serve_state(children, served)).result()
+        try:
+            served.result(max(0.0, deadline_s - time.monotonic()))
+        except TimeoutError:
+            raise RendezvousError(
+                f"worker {self.rank} waited {options.start_timeout_s:g} s for workers "
+                f"{sorted(children)} to take the start parameters; look at their output"
+            ) from None
+        self._thread.call(self._loop.start_exchanging).result()
+
+    def _fetch(self, peer: int, sink: Callable[[Chunk, Tensor], None], timeout_s: float) -> None:
+        """Run one state transfer from ``peer`` to its end; raises what ended it."""
+        arrived: Future[None] = Future()
+
+        def on_end(error: Exception | None) -> None:
+            if error is None:
+                arrived.set_result(None)
+            else:
+                arrived.set_exception(error)
+
+        self._thread.call(lambda: self._loop.fetch_state(peer, sink, on_end, timeout_s)).result()
+        arrived.result()
+
+    # Training.
+
+    def boundary(self, optimizer_index: int, samples: int) -> None:
+        """See :class:`Engine`: x += pending, and the step is counted."""
+        self._thread.check()
+        if self._is_averaged:
+            raise RuntimeError(
+                "optimizer.step() within model.averaged(): the module holds the average there, "
+                "and a step on it would be lost"
+            )
+        if self._flat.check():
+            self.loaded()
+        self._shared.boundary(optimizer_index)
+        if optimizer_index == 0:
+            self._gradient_steps += 1
+            self._samples += samples
+            self._thread.step(samples)
+            if self._options.pace == "strict":
+                self._keep_pace()
+            elif self._rate_warning_due:
+                self._warn_of_low_rate()
+
+    def _keep_pace(self) -> None:
+        """Wait while more than ``max_lag`` own demands are unserved and someone could serve them.
+
+        The protocol's two values are read without a lock: each is one object, replaced whole by
+        the gossip thread, and a stale one costs a turn.
+        """
+        pairing = self._protocol.pairing
+        started_s = time.monotonic()
+        while pairing.backlog > self._options.max_lag and pairing.available:
+            self._thread.check()
+            time.sleep(TURN_WHILE_WAITING_S / 10)
+            self._shared.boundary(wait=True)
+        self._waited_s += time.monotonic() - started_s
+
+    def _warn_of_low_rate(self) -> None:
+        due = self._protocol.ticks_per_step * self._gradient_steps
+        if due < MIN_DUE_FOR_RATE_WARNING:
+            return
+        achieved = self._protocol.exchanges_initiated / due
+        if achieved < RATE_WARNING_BELOW:
+            self._rate_warning_due = False
+            logger.warning(
+                "worker %d exchanges at %.0f%% of the comm rate %g: links or neighbours are too "
+                "slow for it. Training does not wait; lower comm_rate, or use pace='strict' to "
+                "wait for the exchanges",
+                self.rank,
+                100 * achieved,
+                self._options.comm_rate,
+            )
+
+    def total_samples(self) -> int:
+        """See :class:`Engine`: own samples as of now, the others' as last heard."""
+        return self._samples + self._protocol.progress.others_samples
+
+    def check(self) -> None:
+        """See :class:`Engine`."""
+        if self._flat.check():
+            self.loaded()
+
+    def loaded(self) -> None:
+        """See :class:`Engine`: no pending, no momentum, no half exchange is left."""
+        self._thread.call(self._loop.hold).result()
+        self._shared.reset()
+        self._thread.call(self._loop.release).result()
+
+    # The state of others and of oneself.
+
+    def export(self, values: dict[str, Any]) -> None:
+        """See :class:`Engine`: x + pending, in new tensors."""
+        views = self._flat.exported(self._copies(self._shared.read))
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.data_ptr() in views:
+                values[name] = views[value.data_ptr()]
+
+    def _copies(self, read: Callable[[Chunk, Tensor], None]) -> list[Tensor]:
+        """Copy every segment: exchanged chunks by ``read``, the others as they are."""
+        copies = []
+        for segment in self._flat.state.segments:
+            copy = segment.x.clone()
+            if segment.role.is_exchanged:
+                for chunk, room in segment.split(copy):
+                    read(chunk, room)
+            copies.append(copy)
+        return copies
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """See ``GossipDataParallel.averaged``."""
+        average = self._average()
+        self._is_averaged = True
+        self._flat.bind_to(average)
+        try:
+            yield
+        finally:
+            self._flat.bind_back()
+            self._is_averaged = False
+
+    def _average(self) -> list[Tensor]:
+        sums = self._copies(self._shared.read_flowed)
+        rooms = {
+            chunk.index: room
+            for segment, total in zip(self._flat.state.segments, sums, strict=True)
+            if segment.role.is_exchanged
+            for chunk, room in segment.split(total)
+        }
+
+        def add(chunk: Chunk, values: Tensor) -> None:
+            if chunk.index in rooms:
+                rooms[chunk.index].add_(values)
+
+        live = self._thread.call(self._protocol.membership.live).result()
+        others = [rank for rank in live if rank != self.rank]
+        for peer in others:
+            self._fetch(peer, add, self._options.start_timeout_s)
+        for room in rooms.values():
+            room.div_(1 + len(others))
+        return sums
+
+    # The end.
+
+    def consolidate(self) -> Consolidated:
+        """See ``GossipDataParallel.consolidate``."""
+        if self._is_closed:
+            raise RuntimeError("consolidate() was called before, or the model is closed")
+        tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        ended = self._thread.call(lambda: self._loop.averaging.begin(tasks.put)).result()
+        next_line_s = time.monotonic() + WAIT_LINE_EVERY_S
+        while not ended.done():
+            self._thread.check()
+            with contextlib.suppress(queue.Empty):
+                task = tasks.get(timeout=TURN_WHILE_WAITING_S)
+                if task is not None:
+                    task()
+                    continue
+            if self._loop.averaging.is_serving:
+                self._shared.boundary(wait=True)
+            if time.monotonic() > next_line_s:
+                next_line_s += WAIT_LINE_EVERY_S
+                missing = self._thread.call(self._loop.averaging.missing).result()
+                logger.info("worker %d waits in consolidate() for %s", self.rank, missing)
+        return ended.result()
+
+    def stats(self) -> Stats:
+        """See :class:`Engine`. Read without a lock: every value is one object, replaced whole."""
+        protocol, traffic = self._protocol, self._loop.traffic
+        recent = list(traffic.recent_half_squared_norms)
+        steps = self._gradient_steps
+        sent, received = self._loop.bytes_moved()
+        step_seconds = protocol.clock.step_seconds
+        return Stats(
+            rank=self.rank,
+            num_workers=self.num_workers,
+            gradient_steps=steps,
+            samples=self._samples,
+            exchanges_initiated=protocol.exchanges_initiated,
+            exchanges_answered=protocol.exchanges_answered,
+            exchanges_failed=protocol.exchanges_failed,
+            achieved_comm_rate=2 * protocol.exchanges_initiated / steps if steps else math.nan,
+            bytes_sent=sent,
+            bytes_received=received,
+            exchange_seconds=traffic.exchange_seconds,
+            waited_seconds=self._waited_s,
+            exchanges_by_neighbour=dict(traffic.exchanges_by_neighbour),
+            edge_distance=sum(recent) / len(recent) if recent else math.nan,
+            step_seconds=math.nan if step_seconds is None else step_seconds,
+        )
+
+    def close(self) -> None:
+        """See :class:`Engine`."""
+        if not self._is_closed:
+            self._is_closed = True
+            atexit.unregister(self.close)
+            self._thread.close()
+            # What an exchange brought last belongs to the parameters.
+            self._shared.boundary(wait=True)
+
+
+def _digest(constants: Constants) -> str:
+    """A short digest of the edges: random graphs of one name may differ between versions."""
+    return hashlib.sha256(repr(constants.edges).encode()).hexdigest()[:8]

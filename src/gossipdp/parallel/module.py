@@ -1,0 +1,324 @@
+"""``GossipDataParallel``: an ``nn.Module`` that trains together with its other workers."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from gossipdp.parallel.allreduce_engine import AllReduceEngine
+from gossipdp.parallel.engine import Engine
+from gossipdp.parallel.gossip_engine import GossipEngine
+from gossipdp.parallel.options import GossipOptions
+from gossipdp.parallel.stats import Consolidated, Stats
+
+Batch = TypeVar("Batch")
+
+
+class GossipDataParallel(nn.Module):
+    r"""Train a module on many workers, each at its own pace.
+
+    Every worker makes its own model and optimizer, wraps them, and runs its own plain loop. In the
+    background it exchanges parameters with one neighbour of the graph at a time; what an exchange
+    brings is added right after ``optimizer.step()``, so a forward and backward pass never sees
+    parameters change under it. With ``method="a2cid2"`` a momentum ``c`` makes a poorly connected
+    graph mix nearly as fast as a well connected one:
+
+    .. math::
+        dx_i = \eta (\tilde x_i - x_i) dt - \gamma g_i dN_i - \tfrac12 \sum_j (x_i - x_j) dM_{ij},
+        \qquad c_i = \tilde x_i - x_i
+
+    All workers start from rank 0's parameters. Ranks come from the environment that
+    ``gossipdp run`` or torchrun sets; without one the model trains alone.
+
+    Args:
+        module: the model, on its device already.
+        optimizer: any torch optimizer over the module's parameters, or several; a gradient step
+            is a step of the first.
+        graph: a name (``ring``, ``complete``, ``exponential``, ...) or a networkx graph whose
+            nodes are the ranks.
+        comm_rate: exchanges per worker per gradient step, in expectation.
+        method: ``a2cid2``; ``gossip`` (plain pairwise averaging); ``allreduce`` (the synchronous
+            baseline, through DistributedDataParallel); ``none`` (workers train apart: the control).
+        budget_samples: how many samples all workers together train on; ends :meth:`batches` and
+            scales :meth:`progress`. None: no budget.
+        neighbour_policy: ``fresh`` (the default), ``poisson``, ``available`` or ``scheduled``.
+        pace: ``free`` (training never waits) or ``strict`` (it waits rather than fall more than
+            ``max_lag`` exchanges behind the comm rate; never for the dead).
+        max_lag: for ``strict``: own demands for an exchange that may be unserved, 1 to 3.
+        timeout_s: silence after which a neighbour is suspect.
+        start_timeout_s: how long to wait for the other workers at the start.
+        seed: of the exchanges' timing and of :attr:`worker_seed`; the same on all workers.
+        samples_per_step: samples of one gradient step; None counts the first dimension of the
+            first tensor given to ``forward`` in training mode.
+        exchange_frozen: exchange frozen parameters too, so that they may be unfrozen later.
+        host, port: where this worker listens; by default chosen, and told to the others.
+        secret: shared by all workers of the run; by default the launcher's.
+
+    Raises:
+        ValueError: an argument is wrong.
+        RendezvousError: a worker did not arrive, or a port is in use.
+        RefusedError: model, method, graph, rate or secret differ from the other workers'.
+
+    Example:
+        >>> net = nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> model = GossipDataParallel(net, optimizer, budget_samples=64)
+        >>> for batch in model.batches([torch.zeros(16, 4)]):
+        ...     optimizer.zero_grad()
+        ...     model(batch).sum().backward()
+        ...     optimizer.step()
+        >>> model.consolidate().samples
+        64
+
+    Departures from the paper (arXiv 2306.08289): the pair (x, c) is held in place of (x, x_tilde),
+    which makes any optimizer work unchanged; both ends of an exchange apply the same delta, so the
+    mean of x + c/2 is conserved; time is measured in the worker's own communication periods.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        graph: Any = "ring",
+        comm_rate: float = 1.0,
+        method: Literal["a2cid2", "gossip", "allreduce", "none"] = "a2cid2",
+        budget_samples: int | None = None,
+        neighbour_policy: str = "fresh",
+        pace: Literal["free", "strict"] = "free",
+        max_lag: int = 2,
+        timeout_s: float = 5.0,
+        start_timeout_s: float = 120.0,
+        seed: int = 0,
+        samples_per_step: int | None = None,
+        exchange_frozen: bool = False,
+        host: str | None = None,
+        port: int | None = None,
+        secret: str | None = None,
+    ) -> None:
+        super().__init__()
+        if budget_samples is not None and budget_samples < 1:
+            raise ValueError(f"budget_samples is at least 1, or None, not {budget_samples}")
+        if samples_per_step is not None and samples_per_step < 1:
+            raise ValueError(f"samples_per_step is at least 1, or None, not {samples_per_step}")
+        options = GossipOptions(
+            graph=graph,
+            comm_rate=comm_rate,
+            method=method,
+            neighbour_policy=neighbour_policy,
+            pace=pace,
+            max_lag=max_lag,
+            timeout_s=timeout_s,
+            start_timeout_s=start_timeout_s,
+            seed=seed,
+            exchange_frozen=exchange_frozen,
+            host=host,
+            port=port,
+            secret=secret,
+        )
+        optimizers = _optimizers(optimizer)
+        self.module = module
+        self._budget_samples = budget_samples
+        self._samples_per_step = samples_per_step
+        self._forwarded_samples = 0
+        self._seed = seed
+        self._engine: Engine = (
+            AllReduceEngine(module, optimizers, options)
+            if method == "allreduce"
+            else GossipEngine(module, optimizers, options)
+        )
+        self._handles = [
+            each.register_step_post_hook(_boundary_hook(weakref.ref(self), index))
+            for index, each in enumerate(optimizers)
+        ]
+        self._handles.append(
+            module.register_load_state_dict_post_hook(_loaded_hook(weakref.ref(self)))
+        )
+
+    # Who and how far.
+
+    @property
+    def rank(self) -> int:
+        """The rank of this worker, 0 to ``num_workers`` - 1."""
+        return self._engine.rank
+
+    @property
+    def num_workers(self) -> int:
+        """Workers in the run."""
+        return self._engine.num_workers
+
+    @property
+    def worker_seed(self) -> int:
+        """A seed for this worker's data order, distinct for each worker and each of its lives."""
+        return (self._seed * 1_000_003 + self.rank) * 1_009 + self._engine.incarnation
+
+    @property
+    def finished(self) -> bool:
+        """Whether the workers together have used up the budget; False without one."""
+        budget = self._budget_samples
+        return budget is not None and self._engine.total_samples() >= budget
+
+    def progress(self) -> float:
+        """Progress of the whole run: 0 to 1 of the budget, or own gradient steps without one."""
+        if self._budget_samples is None:
+            return float(self._engine.stats().gradient_steps)
+        return min(1.0, self._engine.total_samples() / self._budget_samples)
+
+    def stats(self) -> Stats:
+        """What this worker did so far."""
+        return self._engine.stats()
+
+    # Training.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward pass; in training mode it counts the samples."""
+        if self._samples_per_step is None and self.training and torch.is_grad_enabled():
+            self._forwarded_samples += _batch_size((args, kwargs))
+        return self._engine.forward_module(*args, **kwargs)
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the loader's batches, epoch after epoch, until the budget is used up.
+
+        A ``DistributedSampler`` gets ``set_epoch`` at the start of each epoch.
+
+        Raises:
+            ValueError: there is no budget, or the loader yields nothing.
+        """
+        if self._budget_samples is None:
+            raise ValueError("batches() needs to know when to end: wrap with budget_samples=")
+        epoch = 0
+        while not self.finished:
+            if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
+                loader.sampler.set_epoch(epoch)
+            is_empty = True
+            for batch in loader:
+                is_empty = False
+                yield batch
+                if self.finished:
+                    return
+            if is_empty:
+                raise ValueError(
+                    "the loader yielded no batch: it is empty, or it is an iterator that can be "
+                    "gone through only once (pass the loader itself)"
+                )
+            epoch += 1
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within ``with model.averaged():`` the module holds the average of all live workers.
+
+        The other workers go on training: each sends its parameters as they are at that moment
+        (x + c/2, and float buffers). This worker's own parameters are untouched, go on serving
+        exchanges, and are back at the end. Costs one more copy of the model and its transfer from
+        every worker; do not step the optimizer within.
+
+        Raises:
+            PeerLostError: a live worker could not be asked.
+        """
+        return self._engine.averaged()
+
+    def consolidate(self) -> Consolidated:
+        """End the run: wait for all live workers, then give all of them the exact average.
+
+        Serves exchanges until every live worker has called it, waiting as long as they show life.
+        Afterwards parameters and float buffers are equal on all workers bit for bit, integer
+        buffers are those of the lowest rank, and the wrapper is closed: the module trains on
+        alone, if at all.
+        """
+        result = self._engine.consolidate()
+        self.close()
+        return result
+
+    def close(self) -> None:
+        """Stop taking part: end the background thread and all links. Happens by itself at exit."""
+        for handle in self._handles:
+            handle.remove()
+        self._engine.close()
+
+    def _boundary(self, optimizer_index: int) -> None:
+        samples = 0
+        if optimizer_index == 0:
+            samples = self._samples_per_step or self._forwarded_samples
+            self._forwarded_samples = 0
+        self._engine.boundary(optimizer_index, samples)
+
+    # State.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The wrapped module's own ``state_dict``, under its own names, as of now."""
+        values: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        self._engine.export(values)
+        return values
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the wrapped module; what exchanges had brought and the momentum are dropped."""
+        if assign:
+            raise ValueError(
+                "assign=True would replace the parameters that the optimizer and the exchanges "
+                "hold; load without it"
+            )
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GossipDataParallel":
+        """Let ``.to()`` and its like pass where they change nothing; else say so at once."""
+        super()._apply(fn, recurse)
+        self._engine.check()
+        return self
+
+
+def _optimizers(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> list[torch.optim.Optimizer]:
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise ValueError(f"{each!r} is no torch.optim.Optimizer")
+    if not optimizers:
+        raise ValueError("give at least one optimizer")
+    return optimizers
+
+
+def _boundary_hook(
+    model: "weakref.ref[GossipDataParallel]", index: int
+) -> Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]:
+    """The step post-hook; weak, so that an optimizer does not keep a dropped model's threads."""
+
+    def hook(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        alive = model()
+        if alive is not None:
+            alive._boundary(index)
+
+    return hook
+
+
+def _loaded_hook(
+    model: "weakref.ref[GossipDataParallel]",
+) -> Callable[[nn.Module, object], None]:
+    def hook(_: nn.Module, incompatible_keys: object) -> None:
+        alive = model()
+        if alive is not None:
+            alive._engine.loaded()
+
+    return hook
+
+
+def _batch_size(value: Any) -> int:
+    """The first dimension of the first tensor in nested arguments; 1 where there is none."""
+    found = _first_tensor(value)
+    return found.shape[0] if found is not None and found.dim() > 0 else 1
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return None
+    return next((t for t in map(_first_tensor, value) if t is not None), None)

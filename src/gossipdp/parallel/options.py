@@ -1,0 +1,49 @@
+"""The arguments of ``GossipDataParallel`` that reach its engine, checked."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+METHODS = ("a2cid2", "gossip", "allreduce", "none")
+PACES = ("free", "strict")
+
+
+@dataclass(frozen=True)
+class GossipOptions:
+    """See ``GossipDataParallel``; construction checks what needs no other worker."""
+
+    graph: Any
+    comm_rate: float
+    method: str
+    neighbour_policy: str
+    pace: str
+    max_lag: int
+    timeout_s: float
+    start_timeout_s: float
+    seed: int
+    exchange_frozen: bool
+    host: str | None
+    port: int | None
+    secret: str | None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for the first value that cannot be meant."""
+        from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
+
+        for name, value, known in (
+            ("method", self.method, METHODS),
+            ("pace", self.pace, PACES),
+            ("neighbour_policy", self.neighbour_policy, tuple(NEIGHBOUR_POLICIES)),
+        ):
+            if value not in known:
+                raise ValueError(f"unknown {name} {value!r}; choose one of: {', '.join(known)}")
+        for name in ("comm_rate", "timeout_s", "start_timeout_s"):
+            number = getattr(self, name)
+            if not (math.isfinite(number) and number > 0):
+                raise ValueError(f"{name} must be a positive number, not {number}")
+        if not 1 <= self.max_lag <= 3:
+            raise ValueError(
+                f"max_lag is 1 to 3 demands (a worker keeps at most 4), not {self.max_lag}"
+            )
+        if self.port is not None and not 0 <= self.port < 65536:
+            raise ValueError(f"port must be in 0..65535, not {self.port}")

@@ -1,0 +1,68 @@
+"""What a worker can say about its run so far."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Stats:
+    """One worker's counts at one moment; see ``GossipDataParallel.stats``.
+
+    Attributes:
+        rank: of this worker.
+        num_workers: in the run.
+        gradient_steps: boundaries of the first optimizer.
+        samples: that this worker trained on.
+        exchanges_initiated: that this worker asked for and completed.
+        exchanges_answered: that a neighbour asked for and this worker completed.
+        exchanges_failed: that were stopped before their end.
+        achieved_comm_rate: 2 * exchanges_initiated / gradient_steps; the nominal rate in
+            expectation. NaN before the first step.
+        bytes_sent, bytes_received: on this worker's links, headers included.
+        exchange_seconds: time with an exchange under way, in the background.
+        waited_seconds: time that training waited for others: ``pace="strict"``, or the part of
+            an all-reduce that the backward pass did not hide.
+        exchanges_by_neighbour: completed exchanges per neighbour.
+        edge_distance: half the mean squared distance to the partner over the last 16 exchanges;
+            free, but far smaller than the consensus distance on sparse graphs. NaN before the
+            first.
+        step_seconds: running median of the duration of a gradient step. NaN before it exists.
+    """
+
+    rank: int
+    num_workers: int
+    gradient_steps: int
+    samples: int
+    exchanges_initiated: int = 0
+    exchanges_answered: int = 0
+    exchanges_failed: int = 0
+    achieved_comm_rate: float = float("nan")
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    exchange_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    exchanges_by_neighbour: dict[int, int] = field(default_factory=dict)
+    edge_distance: float = float("nan")
+    step_seconds: float = float("nan")
+
+    @property
+    def exchanges(self) -> int:
+        """Completed exchanges, initiated or answered."""
+        return self.exchanges_initiated + self.exchanges_answered
+
+
+@dataclass(frozen=True)
+class Consolidated:
+    """How a run ended; every worker holds the same parameters, bit for bit.
+
+    Attributes:
+        consensus_distance: (1/n) Σ ‖x_i - mean‖² just before averaging, after the momentum has
+            flowed out; exact.
+        num_workers: over which the mean was taken.
+        samples: over all workers and all of their lives.
+        gradient_steps: likewise.
+    """
+
+    consensus_distance: float
+    num_workers: int
+    samples: int
+    gradient_steps: int

@@ -1,0 +1,400 @@
+"""One worker's side of everything that crosses the network: a single-threaded event loop.
+
+It performs the protocol's actions and turns what links report into the protocol's inputs. All of
+it runs in one thread (:mod:`~gossipdp.runtime.gossip_thread`), so nothing here is locked; the
+parameters are reached through :class:`~gossipdp.runtime.shared_state.SharedState` alone.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from random import Random
+
+from torch import Tensor
+
+from gossipdp.dynamics.state import Chunk
+from gossipdp.errors import PeerLostError, PoisonedError, RefusedError
+from gossipdp.protocol.actions import Begin, Send, Stop
+from gossipdp.protocol.consolidate import ConsolidationMessage
+from gossipdp.protocol.messages import (
+    Envelope,
+    ProtocolError,
+    RequestState,
+    StateRefused,
+    decode,
+    encode,
+)
+from gossipdp.protocol.worker import Action, WorkerProtocol
+from gossipdp.runtime.averaging import Averaging
+from gossipdp.runtime.dialer import Dialer
+from gossipdp.runtime.exchange import Exchange, ExchangeBuffers, PoisonFound
+from gossipdp.runtime.frames import ChunkKey, FrameType
+from gossipdp.runtime.identity import Refusal
+from gossipdp.runtime.link import Link, LinkHandler
+from gossipdp.runtime.shared_state import SharedState
+from gossipdp.runtime.transfer import StateReceiver, StateSender
+from gossipdp.runtime.transport import Transport
+
+logger = logging.getLogger("gossipdp.runtime")
+
+LONGEST_TURN_S = 0.5
+RECENT_EXCHANGES = 16
+
+
+@dataclass
+class Traffic:
+    """What was exchanged so far. Written by the loop's thread; others may read it at any time."""
+
+    exchanges_by_neighbour: dict[int, int] = field(default_factory=dict)
+    exchange_seconds: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    recent_half_squared_norms: deque[float] = field(
+        default_factory=lambda: deque(maxlen=RECENT_EXCHANGES)
+    )
+
+
+class GossipLoop(LinkHandler):
+    """The event loop of one worker.
+
+    Args:
+        protocol: this worker's protocol.
+        shared: its parameters.
+        transport: makes links; this loop must be its handler (:meth:`turn` polls it).
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        protocol: WorkerProtocol,
+        shared: SharedState,
+        make_transport: Callable[[LinkHandler], Transport],
+        clock: Callable[[], float],
+    ) -> None:
+        self.protocol = protocol
+        self.transport = make_transport(self)
+        self.traffic = Traffic()
+        self.refusals: dict[int, str] = {}
+        self.poisoned: PoisonedError | None = None
+        self._shared = shared
+        self._clock = clock
+        self._links: dict[int, Link] = {}
+        self._outbox: dict[int, list[bytes]] = {}
+        self._dialer = Dialer(protocol.rank, Random(protocol.rank))
+        self._exchange: Exchange | None = None
+        self._exchange_started_s = 0.0
+        self._buffers = ExchangeBuffers(shared)
+        self._senders: list[StateSender] = []
+        self._requests: dict[int, tuple[int, int]] = {}
+        self._serves_state = False
+        self._fetch: _Fetch | None = None
+        self._num_fetches = 0
+        self.averaging = Averaging(shared, protocol, self._links, self.perform)
+
+    # What the owner of the loop calls.
+
+    def turn(self, longest_s: float = LONGEST_TURN_S) -> None:
+        """Wait for something to happen, at most ``longest_s``, and deal with it."""
+        now = self._clock()
+        due_s = min(self.protocol.next_deadline(now), self._dialer.next_due_s(), now + longest_s)
+        self.transport.poll(max(0.0, due_s - now))
+        now = self._clock()
+        for peer, link in self._links.items():
+            self.perform(self.protocol.heard(peer, link.last_heard_s))
+        self.perform(self.protocol.poll(now))
+        self._dial(now)
+        self._pump()
+
+    def neighbours_changed(self, now_s: float) -> None:
+        """Dial the neighbours of the present graph."""
+        self._dialer.want(self.protocol.neighbours, now_s)
+
+    def serve_state(self) -> None:
+        """Answer requests for this worker's state from now on; it has one."""
+        self._serves_state = True
+        for peer, (incarnation, counter) in self._requests.items():
+            self._send_state(peer, incarnation, counter)
+        self._requests.clear()
+
+    def fetch_state(
+        self,
+        peer: int,
+        sink: Callable[[Chunk, Tensor], None],
+        on_end: Callable[[Exception | None], None],
+        timeout_s: float,
+    ) -> None:
+        """Ask ``peer`` for its state; ``on_end`` is called once, with None or what went wrong.
+
+        Args:
+            peer: whom to ask; it is dialled where there is no link.
+            sink: called with every chunk of this worker and the values for it.
+            on_end: called in the loop's thread.
+            timeout_s: the longest time without progress.
+        """
+        assert self._fetch is None, "one fetch at a time"
+        self._num_fetches += 1
+        receiver = StateReceiver(self._shared, peer, self._num_fetches, sink)
+        now = self._clock()
+        self._fetch = _Fetch(receiver, on_end, timeout_s, now)
+        self._send(peer, RequestState(self._num_fetches), now)
+
+    def close(self) -> None:
+        """Close all links and the transport."""
+        self._end_fetch(PeerLostError("this worker is closing"))
+        self._stop_exchange()
+        self.transport.close()
+
+    def perform(self, actions: Iterable[Action]) -> None:
+        """Do what the protocol asks, in order."""
+        for action in actions:
+            match action:
+                case Send(peer=peer, message=envelope):
+                    self._post(peer, envelope)
+                case Begin():
+                    self._begin(action)
+                case Stop(peer=peer, reason=reason):
+                    self._stop(peer, reason)
+                case _:
+                    self.averaging.perform(action)
+
+    # Links.
+
+    def link_up(self, link: Link) -> None:
+        now = self._clock()
+        self._links[link.peer] = link
+        self._dialer.linked(link.peer)
+        self.refusals.pop(link.peer, None)
+        self.perform(self.protocol.link_up(link.peer, now))
+        for data in self._outbox.pop(link.peer, ()):
+            link.send_control(data)
+
+    def link_down(self, link: Link, reason: str) -> None:
+        now = self._clock()
+        peer = link.peer
+        self.traffic.bytes_sent += link.bytes_sent
+        self.traffic.bytes_received += link.bytes_received
+        self._links.pop(peer, None)
+        self._dialer.unlinked(peer, now)
+        self._senders = [sender for sender in self._senders if sender.link is not link]
+        self._requests.pop(peer, None)
+        logger.info("worker %d: link to worker %d down: %s", self.protocol.rank, peer, reason)
+        self.perform(self.protocol.link_down(peer, now))
+        if self._fetch is not None and self._fetch.receiver.peer == peer:
+            self._end_fetch(PeerLostError(f"worker {peer} was lost while it sent its state"))
+
+    def refused(self, peer: int | None, refusal: Refusal) -> None:
+        if peer is None:
+            return
+        self.refusals[peer] = str(refusal)
+        self._dialer.failed(peer, self._clock())
+        if self._fetch is not None and self._fetch.receiver.peer == peer:
+            self._end_fetch(RefusedError(f"worker {peer} refused this worker: {refusal}"))
+
+    def dial_failed(self, peer: int | None, refused_connection: bool) -> None:
+        if peer is None:
+            return
+        now = self._clock()
+        self._dialer.failed(peer, now)
+        if not refused_connection:
+            return
+        self._outbox.pop(peer, None)
+        self.perform(self.protocol.peer_dead(peer, now))
+        if self._fetch is not None and self._fetch.receiver.peer == peer:
+            self._end_fetch(PeerLostError(f"worker {peer} is gone: its address refuses us"))
+
+    def _dial(self, now: float) -> None:
+        addresses = self.protocol.membership.addresses()
+        for peer in self._dialer.due(addresses, now):
+            self.transport.dial(peer, *addresses[peer])
+
+    # Control messages.
+
+    def control(self, link: Link, data: bytes) -> None:
+        now = self._clock()
+        try:
+            envelope = decode(data)
+        except ProtocolError as error:
+            link.close(str(error))
+            return
+        self.perform(self.protocol.receive(link.peer, envelope, now))
+        match envelope.message:
+            case RequestState(counter=counter):
+                if self._serves_state:
+                    self._send_state(link.peer, link.peer_incarnation, counter)
+                else:
+                    self._requests[link.peer] = (link.peer_incarnation, counter)
+            case StateRefused(counter=counter, reason=reason):
+                if self._fetch is not None and self._fetch.receiver.counter == counter:
+                    self._end_fetch(
+                        PeerLostError(f"worker {link.peer} cannot give its state: {reason}")
+                    )
+            case _:
+                pass
+
+    def _send(self, peer: int, message: RequestState | StateRefused, now: float) -> None:
+        self._post(peer, self.protocol.envelope(peer, message, now), dial=True)
+
+    def _post(self, peer: int, envelope: Envelope, dial: bool = False) -> None:
+        link = self._links.get(peer)
+        if link is not None:
+            link.send_control(encode(envelope))
+        elif dial or isinstance(envelope.message, ConsolidationMessage):
+            self._outbox.setdefault(peer, []).append(encode(envelope))
+            self._dialer.want([peer], self._clock(), at_once=True)
+
+    # Chunks.
+
+    def chunk_buffer(
+        self, link: Link, frame_type: FrameType, key: ChunkKey, length: int
+    ) -> memoryview | None:
+        match frame_type:
+            case FrameType.EXCHANGE_CHUNK:
+                exchange = self._exchange
+                if exchange is None or exchange.link is not link:
+                    return None
+                return exchange.landing(key, length)
+            case FrameType.STATE_CHUNK:
+                fetch = self._fetch
+                if fetch is None or fetch.receiver.peer != link.peer:
+                    return None
+                return fetch.receiver.landing(key, length)
+            case _:
+                return self.averaging.landing(link.peer, frame_type, key, length)
+
+    def chunk(
+        self, link: Link, frame_type: FrameType, key: ChunkKey, payload: memoryview | None
+    ) -> None:
+        if payload is None:
+            return
+        match frame_type:
+            case FrameType.EXCHANGE_CHUNK:
+                # The exchange may have been stopped while its chunk was arriving.
+                if self._exchange is not None and self._exchange.expects(key):
+                    self._guarded(self._exchange.landed)
+            case FrameType.STATE_CHUNK:
+                self._state_landed(key)
+            case _:
+                self.averaging.landed(link.peer, frame_type, key)
+
+    def writable(self, link: Link) -> None:
+        self._pump()
+
+    def _pump(self) -> None:
+        if self._exchange is not None:
+            self._guarded(self._exchange.pump)
+        for sender in self._senders:
+            sender.pump()
+        self._senders = [sender for sender in self._senders if not sender.is_finished]
+        self.averaging.pump()
+        exchange = self._exchange
+        if exchange is not None and exchange.is_finished:
+            self._finish(exchange)
+        if self._fetch is not None and self._clock() > self._fetch.deadline_s:
+            self._end_fetch(
+                PeerLostError(
+                    f"worker {self._fetch.receiver.peer} sent nothing of its state for "
+                    f"{self._fetch.timeout_s:g} s"
+                )
+            )
+
+    # Exchanges.
+
+    def _begin(self, begin: Begin) -> None:
+        link = self._links[begin.peer]
+        self._exchange_started_s = self._clock()
+        self._exchange = Exchange(self._shared, link, begin.id, begin.alpha_tilde, self._buffers)
+        self._guarded(self._exchange.pump)
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Run a step of the exchange; poison ends it before anything spreads."""
+        try:
+            step()
+        except PoisonFound as poison:
+            exchange = self._exchange
+            assert exchange is not None
+            if poison.ours:
+                self.poisoned = PoisonedError(
+                    f"the parameters of worker {self.protocol.rank} hold NaN or infinity; it has "
+                    "stopped exchanging, and nothing of it was sent. Lower the learning rate or "
+                    "clip gradients"
+                )
+                logger.error("%s", self.poisoned)
+                self.perform(self.protocol.poisoned(self._clock()))
+            else:
+                self._stop_exchange()
+                exchange.link.close("its parameters hold NaN or infinity")
+                self.perform(self.protocol.failed(exchange.id, self._clock()))
+
+    def _finish(self, exchange: Exchange) -> None:
+        now = self._clock()
+        traffic = self.traffic
+        traffic.exchange_seconds += now - self._exchange_started_s
+        traffic.recent_half_squared_norms.append(0.5 * exchange.squared_distance)
+        peer = exchange.link.peer
+        traffic.exchanges_by_neighbour[peer] = traffic.exchanges_by_neighbour.get(peer, 0) + 1
+        self._stop_exchange()
+        self.perform(self.protocol.finished(exchange.id, now))
+
+    def _stop(self, peer: int, reason: str) -> None:
+        exchange = self._exchange
+        if exchange is not None and exchange.link.peer == peer:
+            logger.info(
+                "worker %d: exchange with worker %d stopped after %d of %d chunks: %s",
+                self.protocol.rank,
+                peer,
+                exchange.num_applied,
+                len(self._shared.state.chunks),
+                reason,
+            )
+            self._stop_exchange()
+        link = self._links.get(peer)
+        if link is not None:
+            link.close(reason)
+
+    def _stop_exchange(self) -> None:
+        if self._exchange is not None:
+            self._exchange.end()
+            self._exchange = None
+
+    # States.
+
+    def _send_state(self, peer: int, incarnation: int, counter: int) -> None:
+        link = self._links.get(peer)
+        if link is None:
+            return
+        if self.poisoned is not None:
+            self._send(peer, StateRefused(counter, str(self.poisoned)), self._clock())
+            return
+        self._senders.append(StateSender(self._shared, link, peer, incarnation, counter))
+
+    def _state_landed(self, key: ChunkKey) -> None:
+        fetch = self._fetch
+        if fetch is None or key.counter != fetch.receiver.counter:
+            return
+        fetch.receiver.landed()
+        fetch.deadline_s = self._clock() + fetch.timeout_s
+        if fetch.receiver.is_finished:
+            self._end_fetch(None)
+
+    def _end_fetch(self, error: Exception | None) -> None:
+        if self._fetch is not None:
+            on_end = self._fetch.on_end
+            self._fetch = None
+            on_end(error)
+
+
+class _Fetch:
+    """A state on its way to this worker."""
+
+    def __init__(
+        self,
+        receiver: StateReceiver,
+        on_end: Callable[[Exception | None], None],
+        timeout_s: float,
+        now_s: float,
+    ) -> None:
+        self.receiver = receiver
+        self.on_end = on_end
+        self.timeout_s = timeout_s
+        self.deadline_s = now_s + timeout_s

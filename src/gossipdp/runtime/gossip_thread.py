@@ -1,0 +1,121 @@
+"""The one background thread of a worker, and the only way for other threads to reach its loop."""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+
+from gossipdp.runtime.gossip_loop import GossipLoop
+
+logger = logging.getLogger("gossipdp.runtime")
+
+Result = TypeVar("Result")
+
+# Training goes first: on busy cores the scheduler gives this thread about a third of a share.
+NICE = 5
+JOIN_TIMEOUT_S = 5.0
+
+
+class GossipThread:
+    """Runs a :class:`GossipLoop` until closed.
+
+    The loop and everything it owns belong to the thread from :meth:`start` on. Others hand it
+    work by :meth:`call` and steps by :meth:`step`; both are queues that only the thread empties.
+    An exception in the loop ends the thread, fails every open call, and is raised by
+    :meth:`check` in the caller's thread.
+    """
+
+    def __init__(self, loop: GossipLoop, clock: Callable[[], float] = time.monotonic) -> None:
+        self._loop = loop
+        self._clock = clock
+        self._calls: deque[tuple[Callable[[], object], Future[object]]] = deque()
+        self._steps: deque[tuple[int, float]] = deque()
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name=f"gossipdp-{loop.protocol.rank}", daemon=True
+        )
+
+    def start(self) -> None:
+        """Start the thread; its arithmetic is single-threaded, the caller's stays as it was."""
+        num_threads = torch.get_num_threads()
+        self._thread.start()
+        self._ready.wait()
+        # In the thread, torch.set_num_threads(1) also set the default of threads yet to come.
+        torch.set_num_threads(num_threads)
+
+    def call(self, function: Callable[[], Result]) -> "Future[Result]":
+        """Run ``function`` in the thread; the future gets its result or its exception."""
+        future: Future[Result] = Future()
+        # The queue is of objects; this future's type is its own call's.
+        self._calls.append((function, future))  # type: ignore[arg-type]
+        self._loop.transport.wake()
+        # The thread marks itself failed before it empties the queue for the last time: whatever
+        # is appended after that is seen here, whatever before is seen there.
+        if self._failure is not None or not self._thread.is_alive():
+            self._fail_calls()
+        return future
+
+    def step(self, samples: int) -> None:
+        """Count one gradient step. No wake-up: the loop wakes when a tick is due anyway."""
+        self._steps.append((samples, self._clock()))
+
+    def check(self) -> None:
+        """Raise here what ended the thread, or what poisoned this worker."""
+        if self._failure is not None:
+            raise RuntimeError("the gossip thread has failed") from self._failure
+        if self._loop.poisoned is not None:
+            raise self._loop.poisoned
+
+    def close(self) -> None:
+        """End the thread and its links; returns when it has ended."""
+        self._stopping = True
+        if self._thread.is_alive():
+            self._loop.transport.wake()
+            self._thread.join(JOIN_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.error("the gossip thread did not end within %g s", JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            torch.set_num_threads(1)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        finally:
+            self._ready.set()
+        try:
+            while not self._stopping:
+                self._loop.turn()
+                self._empty_queues()
+        except BaseException as error:
+            logger.exception("the gossip thread has failed")
+            self._failure = error
+        finally:
+            self._loop.close()
+            self._fail_calls()
+
+    def _empty_queues(self) -> None:
+        protocol = self._loop.protocol
+        while self._steps:
+            samples, ended_s = self._steps.popleft()
+            self._loop.perform(protocol.step(samples, ended_s))
+        while self._calls:
+            function, future = self._calls.popleft()
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+    def _fail_calls(self) -> None:
+        while self._calls:
+            try:
+                _, future = self._calls.popleft()
+            except IndexError:  # the other thread was quicker
+                return
+            future.set_exception(self._failure or RuntimeError("the gossip thread has ended"))

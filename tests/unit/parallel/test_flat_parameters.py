@@ -1,0 +1,211 @@
+import pytest
+import torch
+from torch import nn
+
+from gossipdp.dynamics.state import Role
+from gossipdp.errors import ModelChangedError
+from gossipdp.parallel.flat_parameters import ALIGNMENT_BYTES, FlatParameters
+
+
+class Net(nn.Module):
+    """Convolution, BatchNorm, tied weights, a frozen layer and a non-persistent buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3)
+        self.norm = nn.BatchNorm2d(5)
+        self.frozen = nn.Linear(5, 7)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(7, 3)
+        self.tied = nn.Linear(7, 3)
+        self.tied.weight = self.head.weight
+        self.register_buffer("cache", torch.zeros(4), persistent=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        features = self.norm(self.conv(images)).mean(dim=(2, 3))
+        return self.tied(self.frozen(features))
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+
+
+def flatten(module: nn.Module, **kwargs) -> FlatParameters:
+    optimizer = kwargs.pop("optimizer", None) or sgd(module)
+    return FlatParameters(module, [optimizer], momentum=True, **kwargs)
+
+
+def test_values_identities_shapes_and_tied_weights_stay():
+    net = Net()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    identities = {name: id(p) for name, p in net.named_parameters()}
+    flatten(net)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert {name: id(p) for name, p in net.named_parameters()} == identities
+    assert net.tied.weight is net.head.weight
+
+
+def test_every_parameter_is_an_aligned_view_of_its_segment():
+    net = Net()
+    flat = flatten(net)
+    storages = {segment.x.untyped_storage().data_ptr() for segment in flat.state.segments}
+    for tensor in [*net.parameters(), *net.norm.buffers()]:
+        assert tensor.untyped_storage().data_ptr() in storages
+        assert tensor.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+def test_roles():
+    net = Net()
+    flat = flatten(net)
+    by_role = {segment.role: segment for segment in flat.state.segments}
+    assert set(by_role) == {Role.TRAINED, Role.BUFFER, Role.COPIED, Role.FROZEN}
+    assert by_role[Role.TRAINED].c is not None
+    assert by_role[Role.BUFFER].c is None
+    assert by_role[Role.FROZEN].pending.numel() == 0
+    assert net.cache.untyped_storage().data_ptr() not in {
+        segment.x.untyped_storage().data_ptr() for segment in flat.state.segments
+    }
+
+
+def test_channels_last_stays_and_is_part_of_the_description():
+    plain, last = Net(), Net().to(memory_format=torch.channels_last)
+    plain_lines, last_lines = flatten(plain).description(), flatten(last).description()
+    assert last.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not last.conv.weight.is_contiguous()
+    assert plain_lines != last_lines
+    images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    last(images).sum().backward()
+    assert last.conv.weight.grad is not None
+
+
+def test_a_tensor_that_overlaps_itself_becomes_dense():
+    module = nn.Module()
+    module.bias = nn.Parameter(torch.ones(1).expand(4))
+    flatten(module)
+    assert module.bias.is_contiguous()
+    assert torch.equal(module.bias, torch.ones(4))
+
+
+def test_one_segment_per_type_and_optimizer():
+    net = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3).bfloat16(), nn.Linear(3, 3)])
+    optimizers = [
+        torch.optim.SGD([*net[0].parameters(), *net[1].parameters()], lr=0.1),
+        torch.optim.AdamW(net[2].parameters()),
+    ]
+    flat = FlatParameters(net, optimizers, momentum=True)
+    assert [(s.x.dtype, s.optimizer_index, s.pending.dtype) for s in flat.state.segments] == [
+        (torch.float32, 0, torch.float32),
+        (torch.bfloat16, 0, torch.float32),
+        (torch.float32, 1, torch.float32),
+    ]
+
+
+def test_description_names_what_differs():
+    lines = flatten(nn.Linear(3, 2)).description()
+    assert lines == [("weight (float32, trained)", (2, 3)), ("bias (float32, trained)", (2,))]
+
+
+def test_check_passes_after_training_steps():
+    net = Net()
+    optimizer = sgd(net)
+    flat = flatten(net, optimizer=optimizer)
+    net(torch.randn(2, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    assert flat.check() is False
+
+
+def test_a_parameter_given_new_data_is_adopted():
+    net = nn.Linear(3, 2)
+    flat = flatten(net)
+    net.weight.data = torch.full((2, 3), 7.0)
+    assert flat.check() is True
+    assert flat.check() is False
+    assert torch.equal(flat.state.segments[0].x[:6], torch.full((6,), 7.0))
+    assert net.weight.data_ptr() == flat.state.segments[0].x.data_ptr()
+
+
+def test_a_buffer_assigned_in_forward_is_adopted_and_is_no_load():
+    net = nn.BatchNorm1d(4)
+    flat = flatten(net)
+    net.running_mean = torch.full((4,), 3.0)
+    assert flat.check() is False
+    buffers = next(s for s in flat.state.segments if s.role is Role.BUFFER)
+    assert torch.equal(buffers.x[:4], torch.full((4,), 3.0))
+    net.running_mean.add_(1.0)
+    assert buffers.x[0] == 4.0
+
+
+def test_load_state_dict_with_assign_is_found():
+    net = nn.Linear(3, 2)
+    flat = flatten(net)
+    net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
+    with pytest.raises(ModelChangedError, match=r"weight.*replaced.*without assign"):
+        flat.check()
+
+
+def test_another_precision_is_found():
+    net = nn.Linear(3, 2)
+    flat = flatten(net)
+    net.to(torch.float64)
+    with pytest.raises(ModelChangedError, match=r"float32.*float64.*before wrapping"):
+        flat.check()
+
+
+def test_unfreezing_is_found_unless_frozen_parameters_are_exchanged():
+    net = Net()
+    flat = flatten(net)
+    net.frozen.requires_grad_(True)
+    with pytest.raises(ModelChangedError, match=r"frozen\.weight.*exchange_frozen=True"):
+        flat.check()
+    net = Net()
+    flat = flatten(net, exchange_frozen=True)
+    net.frozen.requires_grad_(True)
+    assert flat.check() is False
+
+
+def test_freezing_later_is_allowed():
+    net = Net()
+    flat = flatten(net)
+    net.conv.requires_grad_(False)
+    assert flat.check() is False
+
+
+def test_a_parameter_group_added_later_is_found():
+    net = Net()
+    optimizer = sgd(net)
+    flat = flatten(net, optimizer=optimizer)
+    optimizer.add_param_group({"params": [net.frozen.weight]})
+    with pytest.raises(ModelChangedError, match="before wrapping"):
+        flat.check()
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "message"),
+    [
+        (lambda net: [sgd(nn.Linear(2, 2))], "not part of the module"),
+        (lambda net: [sgd(net), sgd(net)], "same parameter"),
+    ],
+)
+def test_optimizers_that_do_not_fit(optimizers, message):
+    net = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=message):
+        FlatParameters(net, optimizers(net), momentum=True)
+
+
+def test_complex_parameters_are_refused():
+    net = nn.Linear(3, 2, dtype=torch.complex64)
+    with pytest.raises(ValueError, match="real view"):
+        flatten(net)
+
+
+def test_binding_elsewhere_and_back():
+    net = nn.Linear(3, 2)
+    flat = flatten(net)
+    own = net.weight.clone()
+    others = [segment.x + 1.0 for segment in flat.state.segments]
+    flat.bind_to(others)
+    assert torch.equal(net.weight, own + 1.0)
+    flat.bind_back()
+    assert torch.equal(net.weight, own)
+    assert flat.check() is False

@@ -1,0 +1,100 @@
+"""The public names and the import arrows of ``gossipdp/__init__.py`` are what it says."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gossipdp
+
+SOURCE = Path(gossipdp.__file__).parent
+
+LAYERS = {
+    "errors": set(),
+    "logs": set(),
+    "graph": set(),
+    "dynamics": set(),
+    "workloads": set(),
+    "protocol": {"graph"},
+    "simulate": {"graph", "dynamics", "protocol", "workloads"},
+    "runtime": {"graph", "dynamics", "protocol"},
+    "parallel": {"graph", "dynamics", "protocol", "runtime"},
+    "report": {"graph", "protocol", "runtime", "parallel"},
+}
+EVERYONE_MAY = {"errors", "logs"}
+# Top-level third-party imports of the pure layers.
+LIBRARIES = {
+    "graph": {"networkx", "numpy", "scipy"},
+    "dynamics": {"torch"},
+    "protocol": {"msgspec"},
+    "workloads": {"torch", "numpy", "sklearn"},
+}
+PURE_LAYERS = ("graph", "dynamics", "protocol")
+IMPURE_MODULES = {
+    "asyncio",
+    "select",
+    "selectors",
+    "socket",
+    "threading",
+    "time",
+    "multiprocessing",
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            names.add(node.module)
+    return names
+
+
+def files_of(layer: str) -> list[Path]:
+    package = SOURCE / layer
+    return sorted(package.rglob("*.py")) if package.is_dir() else [SOURCE / f"{layer}.py"]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_import_arrows(layer):
+    allowed = LAYERS[layer] | EVERYONE_MAY | {layer}
+    for path in files_of(layer):
+        for name in imports_of(path):
+            if name.split(".")[0] == "gossipdp" and name != "gossipdp":
+                assert name.split(".")[1] in allowed, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("layer", LIBRARIES)
+def test_libraries_of_the_pure_layers(layer):
+    for path in files_of(layer):
+        for name in imports_of(path):
+            top = name.split(".")[0]
+            if top not in sys.stdlib_module_names and top != "gossipdp":
+                assert top in LIBRARIES[layer], f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("layer", PURE_LAYERS)
+def test_pure_layers_know_no_thread_socket_or_clock(layer):
+    for path in files_of(layer):
+        assert not imports_of(path) & IMPURE_MODULES, path
+
+
+def test_every_public_name_exists():
+    for name in gossipdp.__all__:
+        assert getattr(gossipdp, name) is not None
+    with pytest.raises(AttributeError, match="no attribute"):
+        gossipdp.nothing  # noqa: B018
+
+
+def test_import_is_light():
+    code = (
+        "import sys, gossipdp, gossipdp.cli.main;"
+        "heavy = {'torch', 'networkx', 'scipy', 'sklearn', 'matplotlib'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
