@@ -1,0 +1,325 @@
+"""``gossipdp demo``: real workers train a small model on real data, in about half a minute."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from gossipdp.cli.demo_worker import DemoTask, WorkerResult
+    from gossipdp.workloads import Workload
+
+
+@dataclass(frozen=True)
+class DemoArguments:
+    """Train a small model with several worker processes here, and show what happens."""
+
+    workload: Literal["digits", "pystdlib"] = "digits"
+    """digits: handwritten digits, a small convolutional network; pystdlib: the source text of
+    Python's standard library, a small byte-level transformer."""
+
+    workers: int = 4
+    """Worker processes."""
+
+    graph: str = "ring"
+    """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
+
+    method: Literal["a2cid2", "gossip", "allreduce", "none"] = "a2cid2"
+    """a2cid2: accelerated gossip; gossip: plain pairwise averaging; allreduce: synchronous;
+    none: the workers train apart and are averaged at the end only."""
+
+    comm_rate: float = 1.0
+    """Exchanges per worker per gradient step."""
+
+    slow_worker: str | None = None
+    """RANK:FACTOR, such as 2:4: make one worker so many times slower; it waits after each
+    backward pass."""
+
+    samples: int | None = None
+    """Samples to train on, all workers together; by default what takes about half a minute."""
+
+    seed: int = 0
+    """Of data order and exchange timing. The initial model is that of rank 0."""
+
+    pin: bool = False
+    """Give each worker its own share of the cores."""
+
+    disjoint: bool = False
+    """No two workers see the same training data; for pystdlib whole packages go to one worker."""
+
+    json: Path | None = None
+    """Also write the results to this file."""
+
+    output: Path | None = None
+    """Directory for logs, figure and model; by default under runs/, replaced by the next run."""
+
+
+def run(arguments: DemoArguments) -> int:
+    """Train, show the results and write the files; returns the exit status.
+
+    Raises ValueError for bad input, before any process starts.
+    """
+    workload, task = check(arguments)
+
+    from rich.console import Console
+
+    from gossipdp.cli.demo_worker import train_worker
+    from gossipdp.report.live import LiveView
+    from gossipdp.runtime.launcher import launch
+
+    console = Console()
+    _clear(task.directory)
+    console.print(_opening(arguments, task), highlight=False)
+    with LiveView(
+        task.directory,
+        num_workers=arguments.workers,
+        budget_samples=task.samples,
+        console=console,
+    ) as view:
+        results: list[WorkerResult] = launch(
+            train_worker,
+            workers=arguments.workers,
+            args=(task,),
+            pin=arguments.pin,
+            on_poll=view.poll,
+        )
+    results = sorted(results, key=lambda result: result.rank)
+    summary = summarize(workload, task, results)
+    console.print(_table(workload, results))
+    for line in _lines(workload, task, summary):
+        console.print(line, highlight=False, soft_wrap=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(summary, indent=2) + "\n", "utf-8")
+    _write_reports(console, arguments, task)
+    return 0
+
+
+def check(arguments: DemoArguments) -> tuple[Workload, DemoTask]:
+    """The workload and the task of the workers; ValueError for what cannot be meant."""
+    if arguments.workers < 1:
+        raise ValueError(f"--workers is {arguments.workers}; at least 1 is needed")
+    if not (math.isfinite(arguments.comm_rate) and arguments.comm_rate > 0):
+        raise ValueError(f"--comm-rate is {arguments.comm_rate}; it must be a positive number")
+    if arguments.samples is not None and arguments.samples < 1:
+        raise ValueError(f"--samples is {arguments.samples}; at least 1 is needed")
+    if arguments.seed < 0:
+        raise ValueError(f"--seed is {arguments.seed}; it must be 0 or more")
+    slow_worker = parse_slow_worker(arguments.slow_worker, arguments.workers)
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise ValueError(f"--json {arguments.json}: the directory to write it to does not exist")
+
+    # torch takes seconds to import: what can be checked without it was.
+    from gossipdp.graph import build_graph
+    from gossipdp.parallel.options import METHODS
+    from gossipdp.workloads import make_workload
+
+    if arguments.method not in METHODS:
+        raise ValueError(
+            f"there is no method {arguments.method!r}; choose one of {', '.join(METHODS)}"
+        )
+    build_graph(arguments.graph, arguments.workers, seed=arguments.seed)
+
+    from gossipdp.cli.demo_worker import DemoTask
+
+    workload = make_workload(arguments.workload, disjoint=arguments.disjoint)
+    # Also the first reading of the data: a share too small for a batch is found here.
+    workload.train_loader(0, arguments.workers, arguments.seed)
+    samples = arguments.samples or workload.default_budget_samples
+    return workload, DemoTask(
+        workload=arguments.workload,
+        graph=arguments.graph,
+        method=arguments.method,
+        comm_rate=arguments.comm_rate,
+        samples=samples,
+        seed=arguments.seed,
+        disjoint=arguments.disjoint,
+        slow_worker=slow_worker,
+        directory=(arguments.output or _default_output(arguments)).absolute(),
+        configuration={
+            "workload": arguments.workload,
+            "workers": arguments.workers,
+            "graph": arguments.graph,
+            "method": arguments.method,
+            "comm_rate": arguments.comm_rate,
+            "samples": samples,
+            "batch_size": workload.batch_size,
+            "seed": arguments.seed,
+            "pin": arguments.pin,
+            "disjoint": arguments.disjoint,
+        },
+    )
+
+
+def parse_slow_worker(text: str | None, num_workers: int) -> tuple[int, float] | None:
+    """``"2:4"`` to (2, 4.0).
+
+    >>> parse_slow_worker("2:4", num_workers=4)
+    (2, 4.0)
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+):(\d+(?:\.\d*)?)", text)
+    if match is None:
+        raise ValueError(f"--slow-worker is {text!r}; write RANK:FACTOR, such as 2:4")
+    rank, factor = int(match[1]), float(match[2])
+    if rank >= num_workers:
+        raise ValueError(
+            f"--slow-worker {text}: there is no rank {rank} among {num_workers} workers; "
+            f"choose 0 to {num_workers - 1}"
+        )
+    if factor < 1:
+        raise ValueError(f"--slow-worker {text}: the factor must be at least 1, to slow it down")
+    return rank, factor
+
+
+def summarize(workload: Workload, task: DemoTask, results: list[WorkerResult]) -> dict[str, Any]:
+    """What ``--json`` writes.
+
+    achieved_comm_rate: over the whole network, 2 * exchanges / all gradient steps.
+    """
+    metric = next(
+        result.metric_of_average for result in results if result.metric_of_average is not None
+    )
+    exchanges = sum(result.exchanges_initiated for result in results)
+    gradient_steps = sum(result.gradient_steps for result in results)
+    summary: dict[str, Any] = {
+        workload.metric_name: metric,
+        "train_seconds": max(result.train_seconds for result in results),
+        "samples": sum(result.samples for result in results),
+        "achieved_comm_rate": 2 * exchanges / gradient_steps,
+        "consensus_distance": results[0].consensus_distance,
+        "workers": [
+            {
+                "rank": result.rank,
+                "metric_before_average": result.metric_before_average,
+                "gradient_steps": result.gradient_steps,
+                "exchanges": result.exchanges_initiated + result.exchanges_answered,
+                "waited_seconds": result.waited_seconds,
+                "samples_per_second": result.samples_per_second,
+            }
+            for result in results
+        ],
+        "configuration": task.configuration,
+    }
+    if task.slow_worker is not None:
+        rank, factor = task.slow_worker
+        summary["slow_worker"] = {"rank": rank, "factor": factor, "by": "waiting"}
+    return summary
+
+
+def _default_output(arguments: DemoArguments) -> Path:
+    name = f"{arguments.workload}-{arguments.method}-{arguments.graph}-{arguments.workers}"
+    return Path("runs", name)
+
+
+def _clear(directory: Path) -> None:
+    """Remove what a former run left here, so that no worker of it is taken for one of this."""
+    from gossipdp.report.run_log import FILE_PATTERN
+
+    directory.mkdir(parents=True, exist_ok=True)
+    for pattern in (FILE_PATTERN, "tensorboard/worker-*/events.out.tfevents.*"):
+        for path in directory.glob(pattern):
+            path.unlink()
+
+
+def _opening(arguments: DemoArguments, task: DemoTask) -> str:
+    workers = "1 worker" if arguments.workers == 1 else f"{arguments.workers} workers"
+    text = f"{task.workload}: {workers}, graph {task.graph}, method {task.method}"
+    if task.method in ("a2cid2", "gossip"):
+        text += f", comm rate {task.comm_rate:g}"
+    if task.slow_worker is not None:
+        rank, factor = task.slow_worker
+        text += f", worker {rank} {factor:g} times slower (by waiting)"
+    return f"{text}, {task.samples:,} samples"
+
+
+def _table(workload: Workload, results: list[WorkerResult]) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    for heading in (
+        "worker",
+        "gradient steps",
+        "samples/s",
+        "exchanges",
+        "waited (s)",
+        f"{_words(workload.metric_name)} before averaging",
+    ):
+        table.add_column(heading, justify="right")
+    for result in results:
+        table.add_row(
+            str(result.rank),
+            f"{result.gradient_steps:,}",
+            f"{result.samples_per_second:,.0f}",
+            f"{result.exchanges_initiated + result.exchanges_answered:,}",
+            f"{result.waited_seconds:.2f}",
+            f"{result.metric_before_average:.4f}",
+        )
+    return table
+
+
+def _lines(workload: Workload, task: DemoTask, summary: dict[str, Any]) -> list[str]:
+    steps = [worker["gradient_steps"] for worker in summary["workers"]]
+    lines = [
+        f"{_words(workload.metric_name)} of the averaged model: "
+        f"[bold]{summary[workload.metric_name]:.4f}[/bold]",
+        f"trained {summary['train_seconds']:.1f} s on {summary['samples']:,} samples; gradient "
+        f"steps of the slowest and the fastest worker: {min(steps):,} and {max(steps):,}",
+    ]
+    if task.method in ("a2cid2", "gossip"):
+        lines.append(
+            f"achieved comm rate: {summary['achieved_comm_rate']:.3f} exchanges per worker per "
+            f"gradient step, asked for {task.comm_rate:g}"
+        )
+    lines.append(
+        f"consensus distance just before averaging: {summary['consensus_distance']:.3g}; "
+        f"waited: {sum(worker['waited_seconds'] for worker in summary['workers']):.2f} s in all"
+    )
+    return lines
+
+
+def _words(metric_name: str) -> str:
+    return metric_name.replace("_", " ")
+
+
+def _write_reports(console: Console, arguments: DemoArguments, task: DemoTask) -> None:
+    """Figure and TensorBoard files from the logs; then say where everything is."""
+    from rich.markup import escape
+
+    from gossipdp.cli.demo_worker import average_file
+    from gossipdp.report.figures import draw_run
+    from gossipdp.report.run_log import FILE_PATTERN, RunLog
+    from gossipdp.report.tensorboard import tensorboard_is_installed, write_tensorboard
+
+    run_log = RunLog.read(task.directory)
+    figure = task.directory / "figure.png"
+    draw_run(run_log, figure, title=_opening(arguments, task))
+    tensorboard = "not written, tensorboard is not installed: pip install 'gossipdp[tensorboard]'"
+    if tensorboard_is_installed():
+        write_tensorboard(run_log, task.directory / "tensorboard")
+        tensorboard = f"tensorboard --logdir {_short(task.directory / 'tensorboard')}"
+    files = {
+        "figure": _short(figure),
+        "logs": _short(task.directory / FILE_PATTERN),
+        "averaged model": _short(average_file(task.directory)),
+        "TensorBoard files": tensorboard,
+    }
+    if arguments.json is not None:
+        files["results"] = str(arguments.json)
+    for name, text in files.items():
+        console.print(f"{name}: {escape(text)}", highlight=False, soft_wrap=True)
+
+
+def _short(path: Path) -> str:
+    """Relative to the working directory where it lies within."""
+    working_directory = Path.cwd()
+    if path.is_relative_to(working_directory):
+        return str(path.relative_to(working_directory))
+    return str(path)

@@ -1,0 +1,50 @@
+"""TensorBoard files from the logs of a run, where tensorboard is installed."""
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .run_log import RunLog, WorkerLog
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+
+def tensorboard_is_installed() -> bool:
+    """Whether ``write_tensorboard`` can write."""
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+def write_tensorboard(run_log: RunLog, directory: Path) -> None:
+    """Write the scalars of every worker as one TensorBoard run, ``directory/worker-RANK``.
+
+    The horizontal axis is the worker's gradient steps; wall time is kept beside it. Raises
+    ModuleNotFoundError without tensorboard (``pip install 'gossipdp[tensorboard]'``).
+    """
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    for rank, worker in run_log.workers.items():
+        with SummaryWriter(str(directory / f"worker-{rank}")) as writer:
+            _write_worker(worker, writer)
+
+
+def _write_worker(worker: WorkerLog, writer: "SummaryWriter") -> None:
+    def write(name: str, value: float | None, gradient_steps: int, time_s: float) -> None:
+        if value is not None:
+            writer.add_scalar(
+                name, value, gradient_steps, walltime=worker.start.started_at + time_s
+            )
+
+    # The writer adds an exchange record right after each step record.
+    for step, exchange in zip(worker.steps, worker.exchanges, strict=False):
+        at = (step.gradient_steps, step.time_s)
+        num_exchanges = exchange.exchanges_initiated + exchange.exchanges_answered
+        write("train/loss", step.loss, *at)
+        write("speed/samples_per_second", step.samples_per_second, *at)
+        write("speed/waited_seconds", exchange.waited_seconds, *at)
+        write("exchanges/completed", num_exchanges, *at)
+        write("exchanges/edge_distance", exchange.edge_distance, *at)
+        write("exchanges/megabytes_sent", exchange.bytes_sent / 1e6, *at)
+    if worker.end is not None:
+        name = f"before_average/{worker.end.metric_name}"
+        write(name, worker.end.metric_before_average, worker.end.gradient_steps, worker.end.time_s)

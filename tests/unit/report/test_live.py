@@ -1,0 +1,74 @@
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from gossipdp.report.live import LiveView
+from gossipdp.report.run_log import ExchangeRecord, RunLogWriter, worker_file
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def exchanges(time_s: float) -> ExchangeRecord:
+    return ExchangeRecord(time_s, 2, 4, 0, {1: 6}, 0.1, 0.0, 0.0, 0, 0)
+
+
+def log_steps(directory: Path, clock: Clock, num_steps: int) -> None:
+    for rank in range(2):
+        with RunLogWriter(worker_file(directory, rank), interval_s=0.0, clock=clock) as log:
+            log.start(rank=rank, num_workers=2, configuration={})
+            for _ in range(num_steps + rank):
+                log.step(0.5, samples=8, exchanges=exchanges)
+
+
+def make_view(directory: Path, clock: Clock, *, terminal: bool) -> tuple[LiveView, io.StringIO]:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=100)
+    return LiveView(
+        directory, num_workers=2, budget_samples=100, console=console, clock=clock
+    ), output
+
+
+def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    clock = Clock()
+    view, output = make_view(tmp_path, clock, terminal=False)
+    with view:
+        assert output.getvalue() == "starting 2 workers\n"
+        view.poll()
+        log_steps(tmp_path, clock, 3)
+        clock.now = 4.0
+        view.poll()
+        assert output.getvalue().count("\n") == 1
+        clock.now = 5.5
+        view.poll()
+    line = output.getvalue().splitlines()[1]
+    assert "training:  56% of the samples" in line
+    assert "loss 0.5000" in line
+    assert "steps 3 to 4, 6 exchanges" in line
+
+
+def test_a_table_and_a_bar_in_a_terminal(tmp_path: Path) -> None:
+    clock = Clock()
+    view, output = make_view(tmp_path, clock, terminal=True)
+    with view:
+        log_steps(tmp_path, clock, 3)
+        view.poll()
+    text = output.getvalue()
+    for expected in ("starting 2 workers", "samples/s", "0.5000", "56/100", "training"):
+        assert expected in text
+
+
+def test_the_phase_after_the_last_sample(tmp_path: Path) -> None:
+    clock = Clock()
+    view, output = make_view(tmp_path, clock, terminal=False)
+    with view:
+        log_steps(tmp_path, clock, 7)
+        clock.now = 6.0
+        view.poll()
+    assert "evaluating and averaging: 100% of the samples" in output.getvalue()

@@ -1,0 +1,28 @@
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from gossipdp.report.run_log import RunLog
+from gossipdp.report.tensorboard import tensorboard_is_installed, write_tensorboard
+
+
+def test_it_says_whether_tensorboard_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not tensorboard_is_installed()
+
+
+def test_the_scalars_of_each_worker_are_read_back(run_log: RunLog, tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    write_tensorboard(run_log, tmp_path)
+    for rank, worker in run_log.workers.items():
+        events = accumulator.EventAccumulator(str(tmp_path / f"worker-{rank}")).Reload()
+        losses = events.Scalars("train/loss")
+        assert [event.step for event in losses] == [step.gradient_steps for step in worker.steps]
+        assert losses[-1].value == pytest.approx(worker.steps[-1].loss)
+        assert losses[-1].wall_time == pytest.approx(
+            worker.start.started_at + worker.steps[-1].time_s
+        )
+        assert events.Scalars("exchanges/completed")[-1].value == 2 * 5 * 59
+        assert len(events.Scalars("exchanges/edge_distance")) == len(worker.steps) - 1
+        assert events.Scalars("before_average/test_accuracy")[0].value == pytest.approx(0.98)
