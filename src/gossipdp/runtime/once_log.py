@@ -14,7 +14,7 @@ class OnceLog:
         self._logger = logger
         self._seen: set[tuple[str, str]] = set()
 
-    def warn(self, kind: str, who: str, message: str, *values: object) -> None:
+    def warn_once(self, kind: str, who: str, message: str, *values: object) -> None:
         """Log ``message % values`` unless this kind was logged of ``who`` before."""
         if (kind, who) in self._seen or len(self._seen) >= MAX_WARNINGS:
             return

@@ -42,6 +42,7 @@ SCRATCH_BYTES = 256 << 10
 LISTENER_REST_S = 0.2
 
 _EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+_CROSSED = Refusal("crossed", "", "")
 _HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
@@ -151,7 +152,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             if not 0 < port < 65536:
                 raise ValueError(f"port {port} is not in 1..65535")
         except ValueError as error:
-            self._log.warn("dial", where, "cannot dial rank %s: %s", peer, error)
+            self._log.warn_once("dial", where, "cannot dial rank %s: %s", peer, error)
             self._tell_dial_failed(peer, False)
             return
         family = socket.AF_INET if version == 4 else socket.AF_INET6
@@ -159,7 +160,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             try:
                 connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             except OSError as error:
-                self._log.warn("dial", str(error.errno), "cannot dial: %s", error.strerror)
+                self._log.warn_once("dial", str(error.errno), "cannot dial: %s", error.strerror)
                 self._tell_dial_failed(peer, False)
                 return
             handshake = Handshake(self.identity, self._secret, dialler=True, wanted_rank=peer)
@@ -365,15 +366,17 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
                     return
                 self._accepted[opening] = None
             if len(self._accepted) > self._max_unauthenticated:
-                self._turn_away(next(iter(self._accepted)), "too many unauthenticated connections")
+                self._abandon(next(iter(self._accepted)), "too many unauthenticated connections")
 
     def _rest_listener(self, error: OSError) -> None:
         """Out of descriptors or memory: free one, and look again a little later."""
-        self._log.warn("accept", str(error.errno), "cannot accept connections: %s", error.strerror)
+        self._log.warn_once(
+            "accept", str(error.errno), "cannot accept connections: %s", error.strerror
+        )
         self._epoll.unregister(self._listener)
         self._listener_rests_until_s = self.clock() + LISTENER_REST_S
         if self._accepted:
-            self._turn_away(next(iter(self._accepted)), "no descriptor left")
+            self._abandon(next(iter(self._accepted)), "no descriptor left")
 
     def _open(
         self, connection: socket.socket, handshake: Handshake, address: str, wanted: int | None
@@ -402,11 +405,6 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             self._accepted.pop(source, None)
             self._dials.pop(source, None)
 
-    def _turn_away(self, opening: _Opening, reason: str) -> None:
-        """End an accepted connection without an answer."""
-        self._release(opening)
-        self._log.warn("drop", opening.address, "dropped %s: %s", opening.address, reason)
-
     def _fail_dial(self, opening: _Opening, refused_connection: bool) -> None:
         self._release(opening)
         if opening.wanted not in self._links:
@@ -415,13 +413,22 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
     def _tell_dial_failed(self, peer: int | None, refused_connection: bool) -> None:
         self._notices.append(partial(self.handler.dial_failed, peer, refused_connection))
 
+    def _end_quietly(self, opening: _Opening) -> None:
+        """End an opening for a reason that happens in a healthy run."""
+        if opening.handshake.dialler:
+            self._fail_dial(opening, False)
+        else:
+            self._release(opening)
+
     def _abandon(self, opening: _Opening, reason: str) -> None:
-        if not opening.handshake.dialler:
-            self._turn_away(opening, reason)
-            return
+        """End an opening for a reason that somebody may want to look into."""
         who = opening.address
-        self._log.warn("dial", who, "dialling rank %s at %s: %s", opening.wanted, who, reason)
-        self._fail_dial(opening, False)
+        if opening.handshake.dialler:
+            peer = opening.wanted
+            self._log.warn_once("dial", who, "dialling rank %s at %s: %s", peer, who, reason)
+        else:
+            self._log.warn_once("drop", who, "dropped %s: %s", who, reason)
+        self._end_quietly(opening)
 
     def _expire(self) -> None:
         now = self.clock()
@@ -445,6 +452,8 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             pass
         except ConnectionRefusedError:
             self._fail_dial(opening, True)
+        except ConnectionError:
+            self._end_quietly(opening)  # as at an end of stream
         except HandshakeError as error:
             self._abandon(opening, str(error))
         except OSError as error:
@@ -459,10 +468,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
                 case Stage.CHALLENGED:
                     handshake.answer(self._let_go(opening.wanted))
                 case Stage.DECIDING:
-                    if self._crosses(opening):
-                        self._release(opening)
-                        return
-                    self._decide(handshake)
+                    self._decide(opening)
                 case Stage.DONE:
                     self._establish(opening)
                     return
@@ -472,7 +478,8 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
                 case _:
                     data = opening.connection.recv(handshake.num_wanted)
                     if not data:
-                        self._abandon(opening, "closed during the handshake")
+                        # Nothing to warn of: the peer gave up its dial, or has just ended.
+                        self._end_quietly(opening)
                         return
                     handshake.receive(data)
             opening.output += handshake.take_output()
@@ -498,8 +505,9 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             for dial in self._dials
         )
 
-    def _decide(self, handshake: Handshake) -> None:
+    def _decide(self, opening: _Opening) -> None:
         """Acceptor: welcome a peer whose identity is proved and agrees, unless it is outdated."""
+        handshake = opening.handshake
         peer = handshake.peer
         assert peer is not None
         old = self._links.get(peer.rank)
@@ -507,6 +515,8 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             handshake.refuse(
                 Refusal("incarnation", str(old.peer_incarnation), str(peer.incarnation))
             )
+        elif self._crosses(opening):
+            handshake.refuse(_CROSSED)
         else:
             handshake.welcome()
 
@@ -546,6 +556,11 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
     def _tell_refused(self, opening: _Opening) -> None:
         refusal = opening.handshake.refusal
         assert refusal is not None
+        if refusal == _CROSSED:
+            # The link that the lower rank dialled is on its way; should it fail after all, the
+            # higher has been told that its dial came to nothing and tries again.
+            self._end_quietly(opening)
+            return
         self._release(opening)
         if opening.handshake.dialler:
             self._notices.append(partial(self.handler.refused, opening.wanted, refusal))
@@ -553,4 +568,6 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         peer = opening.handshake.peer
         who = opening.address if peer is None else f"rank {peer.rank} at {opening.address}"
         text = "refused %s: %s differs (ours %r, theirs %r)"
-        self._log.warn(refusal.field, who, text, who, refusal.field, refusal.ours, refusal.theirs)
+        self._log.warn_once(
+            refusal.field, who, text, who, refusal.field, refusal.ours, refusal.theirs
+        )

@@ -1,0 +1,138 @@
+"""Parsers of what strangers send: any bytes give a value or the one error, never anything else."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossipdp.runtime.frames import (
+    HEADER_BYTES,
+    MAX_CHUNK_BYTES,
+    ChunkKey,
+    FrameError,
+    FrameType,
+    pack_header,
+    pack_key,
+    parse_header,
+    run_tag,
+)
+from gossipdp.runtime.handshake import Handshake, HandshakeError, Stage
+from gossipdp.runtime.identity import Identity
+
+TAG = run_tag("run")
+SECRET = b"secret"
+
+
+def identity(rank: int) -> Identity:
+    return Identity(rank, 0, rank, "run", "model", "gossip", "ring", "1.0", "float32")
+
+
+def unsigned(bits: int) -> st.SearchStrategy[int]:
+    return st.integers(0, 2**bits - 1)
+
+
+keys = st.builds(ChunkKey, unsigned(32), unsigned(32), unsigned(64), unsigned(32))
+chunk_types = st.sampled_from([kind for kind in FrameType if kind is not FrameType.CONTROL])
+
+
+@given(chunk_types, unsigned(40), st.integers(1, MAX_CHUNK_BYTES), keys)
+def test_headers_round_trip(
+    frame_type: FrameType, sequence: int, length: int, key: ChunkKey
+) -> None:
+    data = pack_header(TAG, frame_type, sequence, length, pack_key(key))
+    header = parse_header(data, TAG, sequence)
+    assert (header.frame_type, header.length, header.key) == (frame_type, length, key)
+
+
+@given(st.binary(max_size=2 * HEADER_BYTES))
+def test_random_bytes_are_never_a_header(data: bytes) -> None:
+    try:
+        parse_header(data, TAG, 0)
+    except FrameError:
+        return
+    raise AssertionError("random bytes passed for a header")
+
+
+@given(
+    st.integers(0, HEADER_BYTES - 1),
+    unsigned(8),
+    chunk_types,
+    st.integers(1, MAX_CHUNK_BYTES),
+    keys,
+)
+def test_a_changed_byte_is_an_error_or_another_valid_chunk(
+    position: int, value: int, frame_type: FrameType, length: int, key: ChunkKey
+) -> None:
+    data = bytearray(pack_header(TAG, frame_type, 7, length, pack_key(key)))
+    data[position] = value
+    try:
+        header = parse_header(data, TAG, 7)
+    except FrameError:
+        return
+    assert 0 < header.length <= MAX_CHUNK_BYTES
+    assert header.sequence == 7
+    assert (header.key is None) == (header.frame_type is FrameType.CONTROL)
+
+
+def take(machine: Handshake, data: bytes) -> None:
+    while data and machine.num_wanted:
+        assert 0 < machine.num_wanted <= 4096
+        count = machine.num_wanted
+        machine.receive(data[:count])
+        data = data[count:]
+
+
+@given(st.binary(max_size=5000), st.booleans(), st.booleans())
+def test_random_bytes_never_open_a_link(data: bytes, dialler: bool, prefixed: bool) -> None:
+    machine = Handshake(identity(0), SECRET, dialler=dialler)
+    if prefixed:
+        data = b"GDPH\x01" + len(data).to_bytes(2, "little") + data
+    try:
+        take(machine, data)
+    except HandshakeError:
+        pass
+    assert machine.stage not in (Stage.DONE, Stage.DECIDING)
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_a_changed_handshake_never_opens_a_link(data: st.DataObject) -> None:
+    """Whatever byte of whatever message changes on the way, the two never both end DONE."""
+    dialler = Handshake(identity(0), SECRET, dialler=True, wanted_rank=1)
+    acceptor = Handshake(identity(1), SECRET, dialler=False)
+    changed = data.draw(st.integers(0, 3), label="which message")
+    number = 0
+    try:
+        while True:
+            if dialler.stage is Stage.CHALLENGED:
+                dialler.answer(b"")
+            if acceptor.stage is Stage.DECIDING:
+                acceptor.welcome()
+            speaker, listener = (dialler, acceptor) if number % 2 == 0 else (acceptor, dialler)
+            said = bytearray(speaker.take_output())
+            if not said:
+                break
+            if number == changed:
+                position = data.draw(st.integers(0, len(said) - 1), label="position")
+                said[position] ^= data.draw(st.integers(1, 255), label="change")
+            take(listener, bytes(said))
+            number += 1
+    except HandshakeError:
+        pass
+    assert not (dialler.stage is Stage.DONE and acceptor.stage is Stage.DONE)
+
+
+@given(st.integers(1, 60))
+def test_bytes_may_come_in_any_pieces(size: int) -> None:
+    dialler = Handshake(identity(0), SECRET, dialler=True, wanted_rank=1)
+    acceptor = Handshake(identity(1), SECRET, dialler=False)
+    for _ in range(4):
+        if dialler.stage is Stage.CHALLENGED:
+            dialler.answer(b"")
+        if acceptor.stage is Stage.DECIDING:
+            acceptor.welcome()
+        for speaker, listener in ((dialler, acceptor), (acceptor, dialler)):
+            said = speaker.take_output()
+            while said:
+                count = min(size, listener.num_wanted)
+                listener.receive(said[:count])
+                said = said[count:]
+    assert dialler.stage is acceptor.stage is Stage.DONE
