@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from gossipdp.graph.topology import build_graph
@@ -81,7 +82,7 @@ class AllReduceEngine(Engine):
         self.forward_module.register_comm_hook(None, self._average_bucket)
         self._device = next(self._module.parameters()).device if on_cuda else torch.device("cpu")
 
-    def _average_bucket(self, _: object, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
+    def _average_bucket(self, _: object, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
         """Average one bucket of gradients; the last one's duration is what training waits for.
 
         By then the backward pass has nothing else to do, and it ends when this bucket arrives.
@@ -99,7 +100,8 @@ class AllReduceEngine(Engine):
                 self._waited_s += time.perf_counter() - started_s
             return future.value()[0]
 
-        return work.get_future().then(arrived)
+        averaged: torch.futures.Future[Tensor] = work.get_future().then(arrived)
+        return averaged
 
     def boundary(self, optimizer_index: int, samples: int) -> None:
         """See :class:`Engine`."""

@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import logging
 import math
-import queue
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from gossipdp.parallel.options import GossipOptions
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.protocol.membership import Member, Status
 from gossipdp.protocol.worker import WorkerProtocol
+from gossipdp.runtime.averaging import Outcome
 from gossipdp.runtime.environment import Environment, check_platform
 from gossipdp.runtime.gossip_loop import GossipLoop
 from gossipdp.runtime.gossip_thread import GossipThread
@@ -34,13 +34,14 @@ from gossipdp.runtime.identity import Identity
 from gossipdp.runtime.rendezvous import Rendezvous
 from gossipdp.runtime.settings import Settings
 from gossipdp.runtime.shared_state import SharedState
-from gossipdp.runtime.tcp import TcpTransport, listen
+from gossipdp.runtime.tcp import TcpTransport
+from gossipdp.runtime.tcp_sockets import listen
 from gossipdp.runtime.transfer import adopt
 
 logger = logging.getLogger("gossipdp")
 
 WAIT_LINE_EVERY_S = 10.0
-TURN_WHILE_WAITING_S = 0.02
+TURN_WHILE_WAITING_S = 0.002
 # Exchanges that a worker must have been due before its rate is worth a warning.
 MIN_DUE_FOR_RATE_WARNING = 100
 RATE_WARNING_BELOW = 0.8
@@ -85,6 +86,7 @@ class GossipEngine(Engine):
         self._samples = 0
         self._waited_s = 0.0
         self._is_averaged = False
+        self._is_consolidating = False
         self._is_closed = False
         self._rate_warning_due = True
         rendezvous = Rendezvous.open(environment, options.start_timeout_s)
@@ -180,7 +182,9 @@ class GossipEngine(Engine):
             self._fetch(parent, adopt, options.start_timeout_s)
         served: Future[None] = Future()
         children = {2 * self.rank + 1, 2 * self.rank + 2} & set(range(self.num_workers))
-        self._thread.call(lambda: self._loop.serve_state(children, served)).result()
+        self._thread.call(
+            lambda: self._loop.serve_state(children, lambda: served.set_result(None))
+        ).result()
         try:
             served.result(max(0.0, deadline_s - time.monotonic()))
         except TimeoutError:
@@ -235,12 +239,12 @@ class GossipEngine(Engine):
         started_s = time.monotonic()
         while pairing.backlog > self._options.max_lag and pairing.available:
             self._thread.check()
-            time.sleep(TURN_WHILE_WAITING_S / 10)
+            time.sleep(TURN_WHILE_WAITING_S)
             self._shared.boundary(wait=True)
         self._waited_s += time.monotonic() - started_s
 
     def _warn_of_low_rate(self) -> None:
-        due = self._protocol.ticks_per_step * self._gradient_steps
+        due = self._protocol.clock.rate_per_step * self._gradient_steps
         if due < MIN_DUE_FOR_RATE_WARNING:
             return
         achieved = self._protocol.exchanges_initiated / due
@@ -257,7 +261,7 @@ class GossipEngine(Engine):
 
     def total_samples(self) -> int:
         """See :class:`Engine`: own samples as of now, the others' as last heard."""
-        return self._samples + self._protocol.progress.others_samples
+        return self._samples + self._loop.others_samples
 
     def check(self) -> None:
         """See :class:`Engine`."""
@@ -329,23 +333,25 @@ class GossipEngine(Engine):
         """See ``GossipDataParallel.consolidate``."""
         if self._is_closed:
             raise RuntimeError("consolidate() was called before, or the model is closed")
-        tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        ended = self._thread.call(lambda: self._loop.averaging.begin(tasks.put)).result()
-        next_line_s = time.monotonic() + WAIT_LINE_EVERY_S
-        while not ended.done():
-            self._thread.check()
-            with contextlib.suppress(queue.Empty):
-                task = tasks.get(timeout=TURN_WHILE_WAITING_S)
-                if task is not None:
-                    task()
-                    continue
-            if self._loop.averaging.is_serving:
-                self._shared.boundary(wait=True)
-            if time.monotonic() > next_line_s:
-                next_line_s += WAIT_LINE_EVERY_S
-                missing = self._thread.call(self._loop.averaging.missing).result()
-                logger.info("worker %d waits in consolidate() for %s", self.rank, missing)
-        return ended.result()
+        ended: Future[Outcome] = Future()
+        # From here to the end the gossip thread alone writes x: this one only waits.
+        self._is_consolidating = True
+        self._thread.call(lambda: self._loop.consolidate(ended.set_result)).result()
+        while True:
+            try:
+                outcome = ended.result(WAIT_LINE_EVERY_S)
+                break
+            except TimeoutError:
+                self._thread.check()
+                missing = self._protocol.consolidation.missing()
+                logger.warning("worker %d waits in consolidate(): %s", self.rank, _names(missing))
+        progress = self._protocol.progress
+        return Consolidated(
+            consensus_distance=outcome.consensus_distance,
+            num_workers=outcome.num_workers,
+            samples=progress.total_samples,
+            gradient_steps=progress.total_steps,
+        )
 
     def stats(self) -> Stats:
         """See :class:`Engine`. Read without a lock: every value is one object, replaced whole."""
@@ -378,10 +384,18 @@ class GossipEngine(Engine):
             self._is_closed = True
             atexit.unregister(self.close)
             self._thread.close()
-            # What an exchange brought last belongs to the parameters.
-            self._shared.boundary(wait=True)
+            if not self._is_consolidating:
+                # What the last exchange brought belongs to the parameters.
+                self._shared.boundary(wait=True)
 
 
 def _digest(constants: Constants) -> str:
     """A short digest of the edges: random graphs of one name may differ between versions."""
     return hashlib.sha256(repr(constants.edges).encode()).hexdigest()[:8]
+
+
+def _names(missing: tuple[int, ...]) -> str:
+    if not missing:
+        return "all live workers are done and average their parameters"
+    noun = "worker" if len(missing) == 1 else "workers"
+    return f"{noun} {', '.join(map(str, missing))} still train"

@@ -137,7 +137,9 @@ class GossipDataParallel(nn.Module):
             for index, each in enumerate(optimizers)
         ]
         self._handles.append(
-            module.register_load_state_dict_post_hook(_loaded_hook(weakref.ref(self)))
+            module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+                _loaded_hook(weakref.ref(self))
+            )
         )
 
     # Who and how far.
@@ -195,13 +197,13 @@ class GossipDataParallel(nn.Module):
         while not self.finished:
             if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
                 loader.sampler.set_epoch(epoch)
-            is_empty = True
+            num_batches = 0
             for batch in loader:
-                is_empty = False
+                num_batches += 1
                 yield batch
                 if self.finished:
                     return
-            if is_empty:
+            if num_batches == 0:
                 raise ValueError(
                     "the loader yielded no batch: it is empty, or it is an iterator that can be "
                     "gone through only once (pass the loader itself)"
@@ -248,7 +250,9 @@ class GossipDataParallel(nn.Module):
 
     # State.
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         """The wrapped module's own ``state_dict``, under its own names, as of now."""
         values: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         self._engine.export(values)
@@ -267,7 +271,7 @@ class GossipDataParallel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GossipDataParallel":
         """Let ``.to()`` and its like pass where they change nothing; else say so at once."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._engine.check()
         return self
 

@@ -48,6 +48,11 @@ class StepClock:
         self._paused_at: float | None = None
 
     @property
+    def rate_per_step(self) -> float:
+        """Expected ticks per gradient step."""
+        return self._rate
+
+    @property
     def step_seconds(self) -> float | None:
         """The running median of step durations, or None before there is one."""
         return self._step_seconds
@@ -78,23 +83,21 @@ class StepClock:
 
     def ticks_due(self, now: float) -> int:
         """How many ticks came due since the last call; they are consumed."""
-        if self.is_paused:
-            return 0
-        virtual_now = self._virtual(now)
         ticks = 0
-        while self._next_tick <= virtual_now:
+        while (due := self._due_at()) is not None and due <= now:
             ticks += 1
             self._next_tick += self._gap()
         return ticks
 
     def next_tick_at(self, now: float) -> float | None:
         """When the next tick comes due, at ``now`` or later; None if only a step can bring it."""
-        if self.is_paused or self._step_seconds is None or self._last_step is None:
-            return None
-        ahead = self._next_tick - self._steps
-        if ahead > 1.0:
-            return None
-        return max(now, self._last_step + ahead * self._step_seconds)
+        due = self._due_at()
+        return None if due is None else max(now, due)
+
+    @property
+    def timed_from_step(self) -> float:
+        """How many steps must have ended before :meth:`next_tick_at` can tell; inf if unknown."""
+        return math.inf if self.is_paused else self._next_tick - 1.0
 
     def pause(self, now: float) -> None:
         """Stand still until :meth:`resume`: the worker waits, or is done."""
@@ -119,11 +122,12 @@ class StepClock:
             ahead = max(0.0, self._next_tick - self._steps)
             self._next_tick = self._steps + ahead * old / self._rate
 
-    def _virtual(self, now: float) -> float:
-        if self._step_seconds is None or self._last_step is None:
-            return float(self._steps)
-        elapsed = max(0.0, now - self._last_step) / self._step_seconds
-        return self._steps + min(1.0, elapsed)
+    def _due_at(self) -> float | None:
+        """When u reaches the next tick; None if only a step can bring it there."""
+        if self.is_paused or self._step_seconds is None or self._last_step is None:
+            return None
+        ahead = self._next_tick - self._steps
+        return None if ahead > 1.0 else self._last_step + max(0.0, ahead) * self._step_seconds
 
     def _gap(self) -> float:
         return self._random.expovariate(self._rate) if self._rate > 0.0 else math.inf

@@ -73,14 +73,9 @@ class Finished:
     """All live workers have committed: this worker may leave."""
 
 
-ConsolidationAction: TypeAlias = (
-    Send[ConsolidationMessage]
-    | Prepare
-    | SendPartial
-    | FinishChunk
-    | SendResult
-    | MeasureDistance
-    | Commit
-    | Finished
+DataAction: TypeAlias = (
+    Prepare | SendPartial | FinishChunk | SendResult | MeasureDistance | Commit | Finished
 )
+"""What the driver does to the parameters."""
+ConsolidationAction: TypeAlias = Send[ConsolidationMessage] | DataAction
 Actions: TypeAlias = list[ConsolidationAction]

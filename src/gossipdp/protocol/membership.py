@@ -119,6 +119,14 @@ class Membership:
         """Every record known, by rank."""
         return tuple(self._members[rank] for rank in sorted(self._members))
 
+    def addresses(self) -> dict[int, tuple[str, int]]:
+        """Where the others listen, those declared dead included: they may come back there."""
+        return {
+            member.rank: (member.host, member.port)
+            for member in self._members.values()
+            if member.rank != self.own.rank and member.status is not Status.LEFT
+        }
+
     def live(self) -> tuple[int, ...]:
         """The ranks that are there to answer, in ascending order."""
         return tuple(member.rank for member in self.members() if member.is_live)

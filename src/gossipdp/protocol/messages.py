@@ -78,12 +78,27 @@ class Abort(_Message, frozen=True):
     reason: Reason
 
 
+class RequestState(_Message, frozen=True):
+    """Send me your whole state; ``counter`` tells my requests apart."""
+
+    counter: Natural
+
+
+class StateRefused(_Message, frozen=True):
+    """I cannot send the state you asked for."""
+
+    counter: Natural
+    reason: Reason
+
+
 class Heartbeat(_Message, frozen=True):
     """I live; the news in the envelope is all there is."""
 
 
 ExchangeMessage: TypeAlias = Propose | Accept | Busy | Free | Pass | Cancel | Abort
-Message: TypeAlias = ExchangeMessage | Heartbeat | ConsolidationMessage
+Message: TypeAlias = (
+    ExchangeMessage | RequestState | StateRefused | Heartbeat | ConsolidationMessage
+)
 
 
 class Envelope(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

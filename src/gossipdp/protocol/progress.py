@@ -56,6 +56,12 @@ class Progress:
         own = self._entries.get(self._own, ProgressEntry(*self._own, 0, 0))
         self._store(ProgressEntry(*self._own, own.samples + samples, own.steps + steps))
 
+    @property
+    def others_samples(self) -> int:
+        """Samples of all lives but this worker's current one."""
+        own = self._entries.get(self._own)
+        return self.total_samples - (own.samples if own else 0)
+
     def renew(self, incarnation: int) -> None:
         """Go on counting under a higher incarnation, from zero; what was counted stays."""
         rank, previous, process_id = self._own

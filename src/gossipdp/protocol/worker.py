@@ -8,7 +8,7 @@ parts do not know: links and their silence, heartbeats, and the news that travel
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Literal, TypeAlias
@@ -16,6 +16,14 @@ from typing import Literal, TypeAlias
 from gossipdp.graph.constants import Constants
 from gossipdp.protocol.actions import Begin, Send, Stop
 from gossipdp.protocol.clock import StepClock
+from gossipdp.protocol.consolidate import Consolidation
+from gossipdp.protocol.consolidation_actions import (
+    ConsolidationAction,
+    DataAction,
+    Finished,
+    Prepare,
+)
+from gossipdp.protocol.consolidation_messages import ConsolidationMessage, Epoch
 from gossipdp.protocol.membership import Member, Membership, Status
 from gossipdp.protocol.messages import Envelope, ExchangeId, ExchangeMessage, Heartbeat, Message
 from gossipdp.protocol.neighbours import make_policy
@@ -23,7 +31,7 @@ from gossipdp.protocol.pairing import Exchanging, Pairing, PairingAction
 from gossipdp.protocol.progress import Progress, ProgressEntry
 
 Method: TypeAlias = Literal["a2cid2", "gossip", "none"]
-Action: TypeAlias = Send[Envelope] | Begin | Stop
+Action: TypeAlias = Send[Envelope] | Begin | Stop | DataAction
 
 HEARTBEATS_PER_TIMEOUT = 10
 NEWS_INTERVAL_S = 0.05
@@ -52,7 +60,7 @@ class WorkerProtocol:
         policy_name: one of :data:`~gossipdp.protocol.neighbours.NEIGHBOUR_POLICIES`.
         timeout_s: a peer silent for this long is suspect: not chosen, not waited for.
         random: seeds the clock and the policy.
-        num_chunks: chunks in the parameters, for consolidation.
+        num_chunks, num_copied_chunks: what consolidation averages, and what it copies.
 
     Guarantees, as long as the driver performs every action in order, keeps links FIFO, and
     reports nothing from a link after its :meth:`link_down`: at most one exchange at a time; each
@@ -74,6 +82,7 @@ class WorkerProtocol:
         timeout_s: float,
         random: Random,
         num_chunks: int = 0,
+        num_copied_chunks: int = 0,
     ) -> None:
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"timeout_s must be a positive number of seconds, not {timeout_s}")
@@ -92,6 +101,9 @@ class WorkerProtocol:
             policy=make_policy(policy_name, Random(random.getrandbits(64))),
             alpha_tilde=self.alpha_tilde,
         )
+        self.consolidation = Consolidation(rank, process_id, num_chunks, num_copied_chunks)
+        self._reviewed: int | None = None
+        self._deferred: list[tuple[int, ConsolidationMessage]] = []
         self.exchanges_initiated = 0
         self.exchanges_answered = 0
         self.exchanges_failed = 0
@@ -103,6 +115,11 @@ class WorkerProtocol:
         self._never_exchanges = method == "none"
         if self._never_exchanges:
             self.pairing.close()
+
+    @property
+    def neighbours(self) -> frozenset[int]:
+        """The workers that the graph lets this one exchange with."""
+        return frozenset(self._rates)
 
     @property
     def incarnation(self) -> int:
@@ -118,7 +135,7 @@ class WorkerProtocol:
         return self._settle(self._ticks(now), now)
 
     def done(self, now: float) -> list[Action]:
-        """This worker trains no more: it asks for no exchange, but answers."""
+        """Train no more: ask for no exchange, but answer."""
         self.is_done = True
         self.pairing.stop_asking()
         self.clock.pause(now)
@@ -137,6 +154,10 @@ class WorkerProtocol:
             self.clock.resume(now)
         return self._settle([] if self._never_exchanges else self.pairing.open(), now)
 
+    def abort(self, reason: str, now: float) -> list[Action]:
+        """Stop the exchange that is running, if any; its link is closed."""
+        return self._settle(self.pairing.abort(reason), now)
+
     def poisoned(self, now: float) -> list[Action]:
         """The parameters are NaN or infinite: abort the exchange and never exchange again."""
         self._never_exchanges = True
@@ -154,6 +175,8 @@ class WorkerProtocol:
         message = envelope.message
         if isinstance(message, ExchangeMessage):
             actions += self.pairing.receive(peer, message)
+        elif isinstance(message, ConsolidationMessage):
+            self._deferred.append((peer, message))
         return self._settle(actions, now)
 
     def finished(self, id: ExchangeId, now: float) -> list[Action]:
@@ -173,6 +196,23 @@ class WorkerProtocol:
             self._links.pop(state.peer, None)
             actions = self.pairing.failed(id)
         return self._settle(actions, now)
+
+    # --- consolidation ---------------------------------------------------------------------
+
+    def partial_landed(self, peer: int, epoch: Epoch, chunk: int, now: float) -> list[Action]:
+        """A partial sum that consolidation accepted was added."""
+        actions = self.consolidation.partial_landed(peer, epoch, chunk)
+        return self._settle(self._after_consolidation(actions), now)
+
+    def result_landed(self, peer: int, origin: Epoch, chunk: int, now: float) -> list[Action]:
+        """A chunk of the result that consolidation accepted is here."""
+        actions = self.consolidation.result_landed(peer, origin, chunk)
+        return self._settle(self._after_consolidation(actions), now)
+
+    def distance_measured(self, origin: Epoch, squared: float, now: float) -> list[Action]:
+        """The answer to ``MeasureDistance``."""
+        actions = self.consolidation.distance_measured(origin, squared)
+        return self._settle(self._after_consolidation(actions), now)
 
     # --- links and time --------------------------------------------------------------------
 
@@ -226,9 +266,9 @@ class WorkerProtocol:
             link.last_heard = now
             link.is_silent = False
 
-    def _drop_link(self, peer: int) -> list[PairingAction]:
+    def _drop_link(self, peer: int) -> list[PairingAction | ConsolidationAction]:
         self._links.pop(peer, None)
-        return self.pairing.lost(peer)
+        return [*self.pairing.lost(peer), *self.consolidation.link_lost(peer)]
 
     def _notice_silence(self, now: float) -> list[PairingAction]:
         actions: list[PairingAction] = []
@@ -248,21 +288,56 @@ class WorkerProtocol:
 
     # --- what every input ends with --------------------------------------------------------
 
-    def _settle(self, actions: list[PairingAction], now: float) -> list[Action]:
+    def _settle(
+        self, actions: Sequence[PairingAction | ConsolidationAction], now: float
+    ) -> list[Action]:
         """Bring the parts in line with one another, add what is due, wrap what is sent."""
         self._last_input = now
         for action in actions:
             if isinstance(action, Stop):  # its link is closed: not to be chosen again just now
                 self.exchanges_failed += 1
                 self._links.pop(action.peer, None)
-        actions += self._refresh_available()
+        actions = [*actions, *self._refresh_available()]
         self._announce_done()
-        outward: list[Action] = [
-            self._wrap(action.peer, action.message, now) if isinstance(action, Send) else action
-            for action in actions
+        outward: list[Action] = []
+        for action in [*actions, *self._consolidate()]:
+            if isinstance(action, Send):
+                outward.append(self.wrap(action.peer, action.message, now))
+            else:
+                outward.append(action)
+        due = [
+            peer
+            for peer, link in self._links.items()
+            if now >= self._heartbeat_at(link) or self.consolidation.is_finished
         ]
-        due = [peer for peer, link in self._links.items() if now >= self._heartbeat_at(link)]
-        return outward + [self._wrap(peer, Heartbeat(), now) for peer in due]
+        return outward + [self.wrap(peer, Heartbeat(), now) for peer in due]
+
+    def _consolidate(self) -> list[PairingAction | ConsolidationAction]:
+        """What consolidation makes of new membership and messages; not while an exchange runs.
+
+        All are done before it begins, so no exchange is asked for any more. But the end that was
+        asked for the last one may hear of the beginning before the last chunks.
+        """
+        if isinstance(self.pairing.state, Exchanging):
+            return []
+        actions: list[PairingAction | ConsolidationAction] = []
+        if self._reviewed != self.membership.version:
+            self._reviewed = self.membership.version
+            actions += self.consolidation.review(self.membership.members())
+        for peer, message in self._deferred:
+            actions += self.consolidation.receive(peer, message)
+        self._deferred.clear()
+        return self._after_consolidation(actions)
+
+    def _after_consolidation(
+        self, actions: Sequence[PairingAction | ConsolidationAction]
+    ) -> list[PairingAction | ConsolidationAction]:
+        if any(isinstance(action, Prepare) for action in actions):
+            self._never_exchanges = True
+            actions = [*self.pairing.close(), *actions]
+        if any(isinstance(action, Finished) for action in actions):
+            self.membership.set_status(Status.LEFT)
+        return list(actions)
 
     def _refresh_available(self) -> list[PairingAction]:
         weights = {peer: rate for peer, rate in self._rates.items() if self._can_exchange(peer)}
@@ -293,7 +368,7 @@ class WorkerProtocol:
             interval = min(interval, NEWS_INTERVAL_S)
         return link.last_sent + interval
 
-    def _wrap(self, peer: int, message: Message, now: float) -> Send[Envelope]:
+    def wrap(self, peer: int, message: Message, now: float) -> Send[Envelope]:
         """The message with the news that this link has not carried yet."""
         link = self._links.get(peer, _Link(last_heard=now))
         members, link.members_told = self.membership.news(link.members_told)

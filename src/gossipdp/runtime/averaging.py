@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics.state import Chunk
-from gossipdp.protocol.consolidate import (
+from gossipdp.protocol.consolidation_actions import (
     Commit,
-    ConsolidationAction,
+    DataAction,
     FinishChunk,
     Finished,
     MeasureDistance,
@@ -77,7 +77,7 @@ class Averaging:
         """Call ``callback`` in the loop's thread when this worker may leave."""
         self._on_end = callback
 
-    def perform(self, action: ConsolidationAction, now_s: float) -> None:
+    def perform(self, action: DataAction, now_s: float) -> None:
         """Do one action of the consolidation."""
         match action:
             case Prepare():
@@ -97,8 +97,6 @@ class Averaging:
                 assert self.outcome is not None
                 assert self._on_end is not None
                 self._on_end(self.outcome)
-            case _:
-                raise AssertionError(f"unknown action {action!r}")
 
     def _prepare(self) -> None:
         if not self.has_begun:

@@ -16,7 +16,7 @@ from torch import Tensor
 from gossipdp.dynamics.state import Chunk
 from gossipdp.errors import PeerLostError, PoisonedError, RefusedError
 from gossipdp.protocol.actions import Begin, Send, Stop
-from gossipdp.protocol.consolidate import ConsolidationMessage
+from gossipdp.protocol.consolidation_messages import ConsolidationMessage
 from gossipdp.protocol.messages import (
     Envelope,
     ProtocolError,
@@ -26,7 +26,7 @@ from gossipdp.protocol.messages import (
     encode,
 )
 from gossipdp.protocol.worker import Action, WorkerProtocol
-from gossipdp.runtime.averaging import Averaging
+from gossipdp.runtime.averaging import Averaging, Outcome
 from gossipdp.runtime.dialer import Dialer
 from gossipdp.runtime.exchange import Exchange, ExchangeBuffers, PoisonFound
 from gossipdp.runtime.frames import ChunkKey, FrameType
@@ -90,7 +90,10 @@ class GossipLoop(LinkHandler):
         self._serves_state = False
         self._fetch: _Fetch | None = None
         self._num_fetches = 0
+        self._unserved: set[int] = set()
+        self._on_served: Callable[[], None] | None = None
         self.averaging = Averaging(shared, protocol, self._links, self.perform)
+        self.others_samples = 0
 
     # What the owner of the loop calls.
 
@@ -100,22 +103,53 @@ class GossipLoop(LinkHandler):
         due_s = min(self.protocol.next_deadline(now), self._dialer.next_due_s(), now + longest_s)
         self.transport.poll(max(0.0, due_s - now))
         now = self._clock()
-        for peer, link in self._links.items():
+        for peer, link in list(self._links.items()):
             self.perform(self.protocol.heard(peer, link.last_heard_s))
         self.perform(self.protocol.poll(now))
+        self.others_samples = self.protocol.progress.others_samples
         self._dial(now)
         self._pump()
 
-    def neighbours_changed(self, now_s: float) -> None:
-        """Dial the neighbours of the present graph."""
-        self._dialer.want(self.protocol.neighbours, now_s)
+    def serve_state(self, first: Iterable[int], on_served: Callable[[], None]) -> None:
+        """Answer requests for this worker's state from now on; it has one.
 
-    def serve_state(self) -> None:
-        """Answer requests for this worker's state from now on; it has one."""
+        ``on_served`` is called once each worker of ``first`` has been sent it, or is gone.
+        """
         self._serves_state = True
+        self._unserved = set(first)
+        self._on_served = on_served
         for peer, (incarnation, counter) in self._requests.items():
             self._send_state(peer, incarnation, counter)
         self._requests.clear()
+        self._count_served()
+
+    def start_exchanging(self) -> None:
+        """Link to the neighbours, and exchange from now on."""
+        self._dialer.want(self.protocol.neighbours, self._clock())
+        self.release()
+
+    def hold(self) -> None:
+        """Exchange with nobody until :meth:`release`; a running exchange is aborted."""
+        now = self._clock()
+        self.perform(self.protocol.hold(now))
+        self.perform(self.protocol.abort("the parameters are being loaded", now))
+
+    def release(self) -> None:
+        """Exchange again."""
+        self.perform(self.protocol.release(self._clock()))
+
+    def consolidate(self, on_end: Callable[[Outcome], None]) -> None:
+        """Take part in consolidation; ``on_end`` is called when this worker may leave."""
+        self.averaging.on_end(on_end)
+        self.perform(self.protocol.done(self._clock()))
+
+    def bytes_moved(self) -> tuple[int, int]:
+        """Bytes sent and received so far, on all links."""
+        links = list(self._links.values())
+        return (
+            self.traffic.bytes_sent + sum(link.bytes_sent for link in links),
+            self.traffic.bytes_received + sum(link.bytes_received for link in links),
+        )
 
     def fetch_state(
         self,
@@ -156,7 +190,7 @@ class GossipLoop(LinkHandler):
                 case Stop(peer=peer, reason=reason):
                     self._stop(peer, reason)
                 case _:
-                    self.averaging.perform(action)
+                    self.averaging.perform(action, self._clock())
 
     # Links.
 
@@ -178,6 +212,7 @@ class GossipLoop(LinkHandler):
         self._dialer.unlinked(peer, now)
         self._senders = [sender for sender in self._senders if sender.link is not link]
         self._requests.pop(peer, None)
+        self.averaging.link_lost(peer)
         logger.info("worker %d: link to worker %d down: %s", self.protocol.rank, peer, reason)
         self.perform(self.protocol.link_down(peer, now))
         if self._fetch is not None and self._fetch.receiver.peer == peer:
@@ -199,6 +234,8 @@ class GossipLoop(LinkHandler):
         if not refused_connection:
             return
         self._outbox.pop(peer, None)
+        self._unserved.discard(peer)
+        self._count_served()
         self.perform(self.protocol.peer_dead(peer, now))
         if self._fetch is not None and self._fetch.receiver.peer == peer:
             self._end_fetch(PeerLostError(f"worker {peer} is gone: its address refuses us"))
@@ -233,7 +270,7 @@ class GossipLoop(LinkHandler):
                 pass
 
     def _send(self, peer: int, message: RequestState | StateRefused, now: float) -> None:
-        self._post(peer, self.protocol.envelope(peer, message, now), dial=True)
+        self._post(peer, self.protocol.wrap(peer, message, now).message, dial=True)
 
     def _post(self, peer: int, envelope: Envelope, dial: bool = False) -> None:
         link = self._links.get(peer)
@@ -275,7 +312,7 @@ class GossipLoop(LinkHandler):
             case FrameType.STATE_CHUNK:
                 self._state_landed(key)
             case _:
-                self.averaging.landed(link.peer, frame_type, key)
+                self.averaging.landed(link.peer, frame_type, key, self._clock())
 
     def writable(self, link: Link) -> None:
         self._pump()
@@ -285,7 +322,10 @@ class GossipLoop(LinkHandler):
             self._guarded(self._exchange.pump)
         for sender in self._senders:
             sender.pump()
+            if sender.is_finished:
+                self._unserved.discard(sender.link.peer)
         self._senders = [sender for sender in self._senders if not sender.is_finished]
+        self._count_served()
         self.averaging.pump()
         exchange = self._exchange
         if exchange is not None and exchange.is_finished:
@@ -367,6 +407,11 @@ class GossipLoop(LinkHandler):
             self._send(peer, StateRefused(counter, str(self.poisoned)), self._clock())
             return
         self._senders.append(StateSender(self._shared, link, peer, incarnation, counter))
+
+    def _count_served(self) -> None:
+        if self._on_served is not None and not self._unserved:
+            on_served, self._on_served = self._on_served, None
+            on_served()
 
     def _state_landed(self, key: ChunkKey) -> None:
         fetch = self._fetch

@@ -1,6 +1,7 @@
 """The one background thread of a worker, and the only way for other threads to reach its loop."""
 
 import logging
+import math
 import os
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from gossipdp.runtime.gossip_loop import GossipLoop
+from gossipdp.runtime.gossip_loop import LONGEST_TURN_S, GossipLoop
 
 logger = logging.getLogger("gossipdp.runtime")
 
@@ -36,6 +37,8 @@ class GossipThread:
         self._clock = clock
         self._calls: deque[tuple[Callable[[], object], Future[object]]] = deque()
         self._steps: deque[tuple[int, float]] = deque()
+        self._num_steps = 0
+        self._wake_at_step = math.inf
         self._stopping = False
         self._failure: BaseException | None = None
         self._ready = threading.Event()
@@ -64,8 +67,15 @@ class GossipThread:
         return future
 
     def step(self, samples: int) -> None:
-        """Count one gradient step. No wake-up: the loop wakes when a tick is due anyway."""
+        """Count one gradient step; wake the loop only if a tick comes due with it or soon after.
+
+        No step is overlooked: the loop publishes its wish before it looks for steps a last time,
+        and a step is queued here before the wish is read.
+        """
         self._steps.append((samples, self._clock()))
+        self._num_steps += 1
+        if self._num_steps >= self._wake_at_step:
+            self._loop.transport.wake()
 
     def check(self) -> None:
         """Raise here what ended the thread, or what poisoned this worker."""
@@ -91,8 +101,9 @@ class GossipThread:
             self._ready.set()
         try:
             while not self._stopping:
-                self._loop.turn()
                 self._empty_queues()
+                self._wake_at_step = self._loop.protocol.clock.timed_from_step
+                self._loop.turn(0.0 if self._steps or self._calls else LONGEST_TURN_S)
         except BaseException as error:
             logger.exception("the gossip thread has failed")
             self._failure = error

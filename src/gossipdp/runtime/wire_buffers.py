@@ -16,7 +16,7 @@ class WireBuffers:
     def __init__(self, state: State, num_slots: int) -> None:
         size = max((_num_bytes(chunk) for chunk in state.all_chunks), default=0)
         self._slots = [torch.empty(size, dtype=torch.uint8) for _ in range(num_slots)]
-        self._bytes = [memoryview(slot.numpy()).cast("B") for slot in self._slots]
+        self._bytes = [tensor_bytes(slot) for slot in self._slots]
 
     def tensor(self, slot: int, chunk: Chunk, dtype: torch.dtype | None = None) -> Tensor:
         """Return the slot as a tensor for one chunk, of its own type unless ``dtype`` is given."""
@@ -36,4 +36,4 @@ def _num_bytes(chunk: Chunk) -> int:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous host tensor as bytes."""
-    return memoryview(tensor.detach().view(torch.uint8).numpy()).cast("B")
+    return tensor.detach().view(torch.uint8).numpy().data
