@@ -133,7 +133,7 @@ class Crew:
             if ending is not None:
                 self._ended(worker, ending, now)
         if self._end_at is not None and now >= self._end_at and not self.ending:
-            self.end(signal.SIGINT)
+            self.end(signal.SIGTERM)  # quieter than SIGINT: no traceback beside the failure's
         if self._kill_at is not None and now >= self._kill_at:
             self.kill()
         return bool(self.running)
@@ -160,7 +160,7 @@ class Crew:
     def _ended(self, worker: WorkerProcess, ending: Ending, now: float) -> None:
         del self.running[worker.rank]
         if self.ending or ending.failed:
-            # What it started and left behind: loader processes, for example.
+            # What it started and left behind, such as loader processes.
             worker.kill_group()
         if self.ending or not ending.failed:
             return

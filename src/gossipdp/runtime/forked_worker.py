@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from gossipdp import logs
 from gossipdp.runtime.crew import Ending, WorkerProcess, exit_reason
 
 RESULT, ERROR = b"R", b"E"
@@ -101,6 +102,7 @@ def work(
     _end_with_parent()
     os.environ.clear()
     os.environ.update(variables)
+    logs.configure()
     if cores is not None:
         os.sched_setaffinity(0, cores)
     import torch
@@ -125,15 +127,15 @@ def work(
 
 
 def _report(error: BaseException) -> tuple[str, str]:
-    if error.__traceback__ is not None:
-        error.__traceback__ = error.__traceback__.tb_next  # without the line in _work
+    if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+        error.__traceback__ = error.__traceback__.tb_next  # without the line in work()
     if isinstance(error, SystemExit):
         return exit_reason(error.code if isinstance(error.code, int) else 1), str(error)
     return f"raised {type(error).__name__}", "".join(traceback.format_exception(error))
 
 
 def _end_with_parent() -> None:
-    """End this process, gently and then not, when the process that launched it is gone.
+    """End this process and what it started, gently and then not, when its launcher is gone.
 
     The kernel's own parent-death signal does not serve: the parent is the fork server, which
     lives as long as any worker.
@@ -143,7 +145,7 @@ def _end_with_parent() -> None:
 
     def watch() -> None:
         multiprocessing.connection.wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.killpg(0, signal.SIGTERM)
         time.sleep(2)
         os.killpg(0, signal.SIGKILL)
 

@@ -7,6 +7,7 @@ the calling thread, which sleeps in one selector over the workers' output and th
 
 import ctypes
 import os
+import re
 import secrets
 import selectors
 import signal
@@ -233,6 +234,8 @@ def error_tail(lines: Sequence[str], max_lines: int = 60) -> str:
         >>> error_tail(["step 1", "Traceback (most recent call last):", "ValueError: no"])
         'Traceback (most recent call last):\nValueError: no'
     """
+    # torch.distributed writes "[rank2]: " before each line: identical errors would differ.
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in lines]
     start = None
     for index, line in enumerate(lines):
         if line.startswith("Traceback (most recent call last):"):

@@ -1,0 +1,145 @@
+"""``gossipdp``: finds the subcommand, reads its arguments, turns errors into one line.
+
+``torch`` is imported by no module here, only by what a subcommand runs: help is quick.
+"""
+
+import dataclasses
+import importlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import tyro
+
+import gossipdp
+from gossipdp import logs
+from gossipdp.cli.run import split_script
+from gossipdp.errors import GossipError, RendezvousError
+
+# A subcommand NAME is the module gossipdp.cli.NAME, which holds the dataclass NameArguments (its
+# docstring is the help) and run(arguments) -> exit code, and imports nothing slow by itself.
+COMMANDS = (
+    "run",
+    "plan",
+    "demo",
+)
+
+DESCRIPTION = "Asynchronous, decentralized data-parallel training for PyTorch."
+USAGE, FAILED, INTERRUPTED = 2, 1, 128 + signal.SIGINT
+
+
+@dataclasses.dataclass(frozen=True)
+class Common:
+    """Options of every subcommand."""
+
+    log_level: Literal["debug", "info", "warning", "error"] | None = None
+    """Least important messages to show; by default GOSSIPDP_LOG, else warning."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    run: Callable[[Any], int]
+    arguments: Any
+    common: Common
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The ``gossipdp`` program.
+
+    Returns:
+        0, 1 for a run that failed, 2 for a mistake in the call, 130 after Ctrl+C.
+
+    Example:
+        >>> main(["--version"])
+        gossipdp 0.1.0
+        0
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["--version"]:
+        sys.stdout.write(f"gossipdp {gossipdp.__version__}\n")
+        return 0
+    debug = False
+    try:
+        call = _parse(words)
+        debug = call.common.log_level == "debug"
+        logs.configure("warning")
+        if call.common.log_level is not None:
+            os.environ["GOSSIPDP_LOG"] = call.common.log_level  # for the workers too
+        logs.configure()
+        return call.run(call.arguments)
+    except KeyboardInterrupt:
+        sys.stderr.write("gossipdp: interrupted\n")
+        return INTERRUPTED
+    except BrokenPipeError:  # gossipdp plan | head
+        sys.stderr.close()
+        return FAILED
+    except (GossipError, ValueError, OSError) as error:
+        if debug or not _is_ours(error):
+            raise
+        sys.stderr.write(f"gossipdp: error: {error}\n")
+        return FAILED if isinstance(error, GossipError) and not _is_usage(error) else USAGE
+
+
+def _parse(words: list[str]) -> _Call:
+    name = words[0] if words else ""
+    if name not in COMMANDS:
+        # Shows the help, or what is wrong; either way it exits.
+        tyro.cli(_any_command(), prog="gossipdp", description=DESCRIPTION, args=words)
+        raise AssertionError(f"tyro accepted {words}")
+    module, kind = _load(name)
+    options, script = split_script(words[1:]) if name == "run" else (words[1:], [])
+    arguments, common = tyro.cli(
+        _with_common(kind), prog=f"gossipdp {name}", description=kind.__doc__, args=options
+    )
+    if name == "run":
+        arguments = dataclasses.replace(arguments, script=tuple(script))
+    return _Call(module.run, arguments, common)
+
+
+def _load(name: str) -> tuple[Any, type[Any]]:
+    module = importlib.import_module(f"gossipdp.cli.{name}")
+    return module, getattr(module, f"{name.capitalize()}Arguments")
+
+
+def _with_common(kind: type[Any]) -> Callable[..., tuple[Any, Common]]:
+    """A function that takes the options of ``kind`` and the common ones, for tyro to fill."""
+
+    def take(
+        arguments: Annotated[Any, tyro.conf.arg(name="")],
+        common: Annotated[Common, tyro.conf.arg(name="")] = Common(),  # noqa: B008 (frozen)
+    ) -> tuple[Any, Common]:
+        return arguments, common
+
+    take.__annotations__["arguments"] = Annotated[kind, tyro.conf.arg(name="")]
+    return take
+
+
+def _any_command() -> Any:
+    union: Any = None
+    for name in COMMANDS:
+        _, kind = _load(name)
+        option = Annotated[kind, tyro.conf.subcommand(name)]
+        union = option if union is None else union | option
+    return union
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether the error was raised by gossipdp on purpose: in its own code, not beneath it.
+
+    An OSError names the file or the address, which is enough.
+    """
+    if isinstance(error, (GossipError, OSError)):
+        return True
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and frames[-1][0].f_globals.get("__name__", "").startswith("gossipdp.")
+
+
+def _is_usage(error: GossipError) -> bool:
+    return isinstance(error, RendezvousError)  # the port that the user chose is in use
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""``launch`` with real processes."""
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gossipdp.errors import WorkerFailedError
+from gossipdp.runtime.launcher import launch
+
+pytestmark = pytest.mark.processes
+
+
+def all_reduce_beside_a_rendezvous(rendezvous_first: bool) -> tuple:
+    import torch
+    import torch.distributed as dist
+
+    from gossipdp.runtime.environment import Environment
+    from gossipdp.runtime.rendezvous import Rendezvous
+    from gossipdp.runtime.settings import Settings
+
+    def reduce() -> float:
+        dist.init_process_group("gloo")
+        total = torch.tensor([float(os.environ["RANK"])])
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        return total.item()
+
+    total = None if rendezvous_first else reduce()
+    environment = Environment.read()
+    rendezvous = Rendezvous.open(environment, timeout_s=30)
+    settings = Settings((), "a2cid2", "ring", "1", "float32")
+    meeting = rendezvous.meet(("127.0.0.1", 1000 + environment.rank), settings)
+    rendezvous.mark_ready()
+    return (total or reduce()), dict(meeting.addresses), meeting.secret, torch.get_num_threads()
+
+
+@pytest.mark.parametrize("rendezvous_first", [True, False])
+def test_workers_meet_beside_the_users_own_process_group(
+    workers: Callable, rendezvous_first: bool
+) -> None:
+    results = workers(all_reduce_beside_a_rendezvous, 3, (rendezvous_first,))
+    assert {total for total, *_ in results} == {3.0}
+    addresses = {rank: ("127.0.0.1", 1000 + rank) for rank in range(3)}
+    assert all(found == addresses for _, found, *_ in results)
+    (secret,) = {secret for _, _, secret, _ in results}
+    assert len(secret) == 32
+
+
+def describe_worker(word: str) -> tuple[str, str, str, set[int], int]:
+    import torch
+
+    cores = os.sched_getaffinity(0)
+    return os.environ["RANK"], os.environ["COLOUR"], word, cores, torch.get_num_threads()
+
+
+def test_arguments_environment_and_pinning(workers: Callable) -> None:
+    results = workers(describe_worker, 2, ("hello",), environment={"COLOUR": "red"}, pin=True)
+    assert [result[:3] for result in results] == [("0", "red", "hello"), ("1", "red", "hello")]
+    if len(os.sched_getaffinity(0)) > 1:
+        assert not results[0][3] & results[1][3]
+
+
+class Local:
+    """Found by no import: instances travel by value, both ways."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_classes_and_closures_of_the_caller_travel(workers: Callable) -> None:
+    (result,) = workers(lambda given: Local(given.value + 1), 1, (Local(2),))
+    assert isinstance(result, Local)
+    assert result.value == 3
+
+
+def test_a_large_result_comes_back(workers: Callable) -> None:
+    results = workers(lambda: b"x" * 20_000_000, 2)
+    assert [len(result) for result in results] == [20_000_000] * 2
+
+
+def fail_on(ranks: tuple[int, ...]) -> None:
+    if int(os.environ["RANK"]) in ranks:
+        raise KeyError("no such thing")
+    time.sleep(60)
+
+
+def test_a_failure_before_the_start_ends_the_others_and_names_the_rank(workers: Callable) -> None:
+    before = time.monotonic()
+    with pytest.raises(WorkerFailedError, match=r"^worker 1 raised KeyError:\nTraceback") as raised:
+        workers(fail_on, 3, ((1,),))
+    assert time.monotonic() - before < 5
+    assert "in fail_on" in str(raised.value)
+    assert "forked_worker" not in str(raised.value)
+    with pytest.raises(WorkerFailedError, match=r"^workers 0, 1, 2 raised KeyError"):
+        workers(fail_on, 3, ((0, 1, 2),))
+
+
+def begin_then_fail(directory: str) -> None:
+    from gossipdp.runtime.environment import Environment
+    from gossipdp.runtime.rendezvous import Rendezvous
+    from gossipdp.runtime.settings import Settings
+
+    rendezvous = Rendezvous.open(Environment.read(), timeout_s=30)
+    rendezvous.meet(("127.0.0.1", 1), Settings((), "a2cid2", "ring", "1", "float32"))
+    rendezvous.mark_ready()
+    rank = os.environ["RANK"]
+    while len(os.listdir(directory)) < 2 and rank == "0":
+        time.sleep(0.01)
+    if rank == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    Path(directory, rank).touch()
+    time.sleep(1)
+    Path(directory, rank).write_text("went on")
+
+
+def test_after_the_start_the_others_go_on(workers: Callable, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailedError, match=r"^worker 0 was killed by signal 9 \(SIGKILL\)$"):
+        workers(begin_then_fail, 3, (str(tmp_path),))
+    assert [(tmp_path / rank).read_text() for rank in "12"] == ["went on"] * 2
+
+
+def test_time_runs_out(workers: Callable) -> None:
+    before = time.monotonic()
+    with pytest.raises(WorkerFailedError, match="timeout_s=1 passed, but of 2 workers 0, 1 still"):
+        workers(time.sleep, 2, (60,), timeout_s=1)
+    assert time.monotonic() - before < 5
+
+
+def test_on_poll_is_called_and_what_it_raises_ends_the_run(workers: Callable) -> None:
+    calls = []
+
+    def poll() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        workers(time.sleep, 2, (60,), on_poll=poll)
+    assert len(calls) == 3
+
+
+def test_mistakes_are_told() -> None:
+    with pytest.raises(ValueError, match="workers is 0; launch at least one"):
+        launch(os.getpid, workers=0)
+    with pytest.raises(ValueError, match="cannot send <built-in function print> and its arg"):
+        launch(print, 1, (threading.Lock(),))
+
+
+def sockets_of_the_fork_server() -> list[str]:
+    server = os.getppid()
+    return [
+        os.readlink(f"/proc/{server}/fd/{fd}")
+        for fd in os.listdir(f"/proc/{server}/fd")
+        if "socket" in os.readlink(f"/proc/{server}/fd/{fd}")
+    ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_fork_server_holds_no_socket_but_its_own(workers: Callable) -> None:
+    (held,) = workers(sockets_of_the_fork_server, 1)
+    assert len(held) == 1
+
+
+def stay(directory: str) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    path = Path(directory, os.environ["RANK"])
+    path.with_suffix(".part").write_text(f"{os.getpid()} {child.pid}")
+    path.with_suffix(".part").rename(path)
+    while True:
+        time.sleep(0.1)
+
+
+def pids_in(directory: Path) -> set[int]:
+    """Those of two workers and their children, once all are known; empty before."""
+    if not all((directory / rank).exists() for rank in "01"):
+        return set()
+    return {int(pid) for rank in "01" for pid in (directory / rank).read_text().split()}
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_nothing_is_left_after_a_signal(
+    workers: Callable, tmp_path: Path, number: int, error: type[BaseException]
+) -> None:
+    sent_at = []
+
+    def signal_when_all_stay() -> None:
+        if pids_in(tmp_path) and not sent_at:
+            sent_at.append(time.monotonic())
+            signal.raise_signal(number)
+
+    with pytest.raises(error):
+        workers(stay, 2, (str(tmp_path),), on_poll=signal_when_all_stay)
+    assert all_gone(pids_in(tmp_path), before=sent_at[0] + 3)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_nothing_is_left_when_the_caller_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "caller.py"
+    functions = inspect.getsource(stay)
+    script.write_text(
+        "import os, subprocess, time\nfrom pathlib import Path\n"
+        f"from gossipdp.runtime.launcher import launch\n{functions}\n"
+        f"if __name__ == '__main__':\n    launch(stay, 2, ({str(tmp_path)!r},))\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE) as caller:
+        deadline = time.monotonic() + 90
+        while not (pids := pids_in(tmp_path)):
+            assert caller.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        pids.add(psutil.Process(min(pids)).ppid())  # the fork server
+        caller.kill()
+        assert all_gone(pids, before=time.monotonic() + 3)
+
+
+def all_gone(pids: set[int], before: float) -> bool:
+    while any(running(pid) for pid in pids):
+        if time.monotonic() > before:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,197 @@
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import msgspec
+import pytest
+from torch.distributed import HashStore
+
+from gossipdp.errors import RefusedError, RendezvousError
+from gossipdp.runtime.environment import Environment
+from gossipdp.runtime.rendezvous import Meeting, Rendezvous
+from gossipdp.runtime.settings import Settings
+from gossipdp.runtime.store import ready_key
+
+SETTINGS = Settings(
+    tensors=(("embedding.weight", (10, 4)), ("output.bias", (4,))),
+    method="a2cid2",
+    graph="ring-3",
+    comm_rate="1.0",
+    wire_format="float32",
+)
+
+
+def environment(rank: int, num_workers: int = 3, **values: object) -> Environment:
+    return Environment(rank=rank, num_workers=num_workers, store_host="store", **values)
+
+
+def meet(
+    environments: list[Environment],
+    settings: dict[int, Settings] | None = None,
+    number: int = 0,
+    store: HashStore | None = None,
+) -> list[Meeting | Exception]:
+    """All workers meet, each in a thread; what each got."""
+    shared = HashStore() if store is None else store
+
+    def one(environment: Environment) -> Meeting | Exception:
+        rendezvous = Rendezvous(environment, shared, timeout_s=20, number=number)
+        own = (settings or {}).get(environment.rank, SETTINGS)
+        try:
+            return rendezvous.meet(("127.0.0.1", 100 + environment.rank), own)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(environments)) as pool:
+        return list(pool.map(one, environments))
+
+
+def test_all_learn_all_addresses_one_run_id_and_one_secret() -> None:
+    meetings = meet([environment(rank) for rank in range(3)])
+    first = meetings[0]
+    assert isinstance(first, Meeting)
+    assert first.addresses == {rank: ("127.0.0.1", 100 + rank) for rank in range(3)}
+    assert len(first.secret) == 32
+    assert meetings == [replace(first, rank=rank) for rank in range(3)]
+
+
+def test_the_published_secret_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "gossipdp"):
+        (first, _) = meet([environment(rank, 2) for rank in range(2)])
+    assert isinstance(first, Meeting)
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert first.secret.decode() not in caplog.text + repr(first)
+
+
+def test_a_given_secret_and_run_id_are_kept_and_not_published() -> None:
+    store = HashStore()
+    given = {"secret": b"hush", "run_id": "mine", "unique_run_id": True}
+    meetings = meet([environment(rank, **given) for rank in range(3)], store=store)
+    assert [(meeting.secret, meeting.run_id) for meeting in meetings] == [(b"hush", "mine")] * 3
+    assert b"hush" not in store.get("gossipdp/mine/0/0/reference")
+
+
+def test_runs_without_an_id_of_their_own_still_differ() -> None:
+    first, second = (meet([environment(0, 1)])[0] for _ in range(2))
+    assert first.run_id != second.run_id
+    assert first.run_id.startswith("default-")
+
+
+def test_a_second_meeting_in_the_same_processes_sees_no_old_addresses() -> None:
+    store = HashStore()
+    given = {"run_id": "mine", "unique_run_id": True}
+    environments = [environment(rank, **given) for rank in range(3)]
+    first = meet(environments, store=store)
+    second = meet(environments, store=store, number=1)
+    assert [meeting.run_id for meeting in (first[0], second[0])] == ["mine", "mine-0-1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": "gossip"}, "method is 'gossip' here and 'a2cid2' on worker 0"),
+        ({"graph": "star"}, "graph is 'star' here and 'ring-3' on worker 0"),
+        ({"comm_rate": "2.0"}, "comm_rate is '2.0' here and '1.0' on worker 0"),
+        ({"wire_format": "bfloat16"}, "wire_format is 'bfloat16' here and 'float32'"),
+        (
+            {"tensors": (("embedding.weight", (10, 4)), ("output.bias", (5,)))},
+            r"first in tensor 1: output.bias of shape \(5,\) here and output.bias of shape \(4,\)",
+        ),
+        (
+            {"tensors": (("embedding.weight", (10, 4)),)},
+            r"first in tensor 1: none here and output.bias of shape \(4,\) on worker 0",
+        ),
+    ],
+)
+def test_a_difference_is_told_on_the_worker_concerned(change: dict, message: str) -> None:
+    odd = msgspec.structs.replace(SETTINGS, **change)
+    zeroth, refused, other = meet([environment(rank) for rank in range(3)], {1: odd})
+    assert isinstance(refused, RefusedError)
+    assert refused.args[0].startswith("worker 1 cannot join: ")
+    with pytest.raises(RefusedError, match=message):
+        raise refused
+    for met in (zeroth, other):
+        with pytest.raises(RendezvousError, match="worker 1 was refused: "):
+            raise met
+
+
+@pytest.mark.parametrize(
+    ("secrets", "message"),
+    [
+        ((b"a", b"b"), "the secret differs from worker 0's"),
+        ((b"a", None), "GOSSIPDP_SECRET is set on worker 0 but not here"),
+        ((None, b"b"), "GOSSIPDP_SECRET is set here but not on worker 0"),
+    ],
+)
+def test_another_secret_is_refused(secrets: tuple, message: str) -> None:
+    _, refused = meet([environment(rank, 2, secret=secrets[rank]) for rank in range(2)])
+    assert isinstance(refused, RefusedError)
+    assert message in str(refused)
+
+
+def test_another_world_size_is_refused() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(meet, [environment(0, 2)], store=store)
+        (refused,) = pool.submit(meet, [environment(1, 3)], store=store).result()
+    assert isinstance(refused, RefusedError)
+    assert "WORLD_SIZE is 3 here and 2 on worker 0" in str(refused)
+
+
+class Sleeper:
+    """A clock that only sleeping moves."""
+
+    now = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def alone(environment: Environment, store: object, timeout_s: float = 60) -> Rendezvous:
+    sleeper = Sleeper()
+    return Rendezvous(
+        environment, store, timeout_s=timeout_s, clock=sleeper.clock, sleep=sleeper.sleep
+    )
+
+
+def test_who_never_arrives_is_named() -> None:
+    store = HashStore()
+    store.set("gossipdp/default/0/0/arrivals/2", "1")
+    with pytest.raises(
+        RendezvousError, match=r"workers 1, 3 did not arrive within 60 s; present: 0, 2; check"
+    ):
+        alone(environment(0, 4), store).meet(("127.0.0.1", 1), SETTINGS)
+    with pytest.raises(RendezvousError, match=r"worker 0 did not arrive within 60 s; present: 1;"):
+        alone(environment(1, 2), HashStore()).meet(("127.0.0.1", 1), SETTINGS)
+
+
+def test_two_workers_of_one_rank_are_refused() -> None:
+    store = HashStore()
+    meet([environment(0, 1)], store=store)
+    with pytest.raises(RefusedError, match="another worker already has RANK 0"):
+        alone(environment(0, 1), store).meet(("127.0.0.1", 1), SETTINGS)
+
+
+def test_a_store_that_goes_away_is_one_clear_error() -> None:
+    class Gone:
+        def add(self, key: str, amount: int) -> int:
+            raise RuntimeError("Broken pipe\nException raised from ...")
+
+    with pytest.raises(RendezvousError, match=r"lost the store at store:0 .*\(Broken pipe\)"):
+        alone(environment(1), Gone()).meet(("127.0.0.1", 1), SETTINGS)
+
+
+def test_one_worker_needs_no_store() -> None:
+    rendezvous = Rendezvous.open(Environment(), timeout_s=1)
+    meeting = rendezvous.meet(("127.0.0.1", 9), SETTINGS)
+    assert meeting.addresses == {0: ("127.0.0.1", 9)}
+    rendezvous.mark_ready()
+
+
+def test_ready_is_marked_under_the_launchers_key() -> None:
+    store = HashStore()
+    alone(environment(1), store).mark_ready()
+    assert store.check([ready_key("gossipdp/default/0/", 1)])

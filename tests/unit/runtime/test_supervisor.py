@@ -1,0 +1,147 @@
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gossipdp.errors import RendezvousError
+from gossipdp.runtime.supervisor import Relay, Supervisor, error_tail
+
+
+def relay(*writes: bytes) -> tuple[Relay, io.BytesIO]:
+    target = io.BytesIO()
+    read, write = os.pipe()
+    with open(write, "wb", buffering=0) as source:
+        passed = Relay(open(read, "rb"), target, b"[3] ")  # noqa: SIM115 (closed by the test)
+        for data in writes:
+            source.write(data)
+            assert passed.take_in()
+    assert not passed.take_in()
+    passed.flush()
+    passed.pipe.close()
+    return passed, target
+
+
+def test_whole_lines_are_passed_on_with_the_rank() -> None:
+    passed, target = relay(b"one\ntw", b"o\n\nlast")
+    assert target.getvalue() == b"[3] one\n[3] two\n[3] \n[3] last\n"
+    assert list(passed.tail) == ["one", "two", "", "last"]
+
+
+def test_of_a_progress_bar_the_last_state_is_passed_on() -> None:
+    _, target = relay(b"10%\r50%\r", b"100%\r\nnext\n")
+    assert target.getvalue() == b"[3] 100%\n[3] next\n"
+
+
+def test_the_error_tail_is_the_last_traceback_with_its_cause() -> None:
+    first = ["Traceback (most recent call last):", "KeyError: 1", ""]
+    marker = ["During handling of the above exception, another exception occurred:", ""]
+    second = ["Traceback (most recent call last):", "ValueError: no"]
+    assert error_tail(["noise", *first, *marker, *second]) == "\n".join(first + marker + second)
+    assert error_tail(["noise", *first, "more", *second]) == "\n".join(second)
+    assert error_tail(["[rank2]: " + line for line in second]) == "\n".join(second)
+    assert error_tail([str(line) for line in range(50)]).split() == [str(i) for i in range(30, 50)]
+
+
+def supervise(code: str, n: int, **options: object) -> tuple[int, Supervisor, str]:
+    output = io.BytesIO()
+    supervisor = Supervisor(
+        [sys.executable, "-c", code], n, output=output, errors=io.BytesIO(), **options
+    )
+    return supervisor.run(), supervisor, output.getvalue().decode()
+
+
+@pytest.mark.processes
+def test_output_variables_and_success() -> None:
+    code = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)"
+    status, supervisor, output = supervise(code, 3)
+    assert status == 0
+    assert sorted(output.splitlines()) == ["[0] 0 3", "[1] 1 3", "[2] 2 3"]
+    assert supervisor.report() == ""
+    assert not [thread for thread in threading.enumerate() if "gossipdp" in thread.name]
+
+
+@pytest.mark.processes
+def test_identical_errors_are_reported_once_and_the_rest_is_ended() -> None:
+    code = (
+        "import os, time\n"
+        "if os.environ['RANK'] in '12': raise ValueError('no good')\n"
+        "time.sleep(60)"
+    )
+    before = time.monotonic()
+    status, supervisor, _ = supervise(code, 4)
+    assert status == 1
+    assert time.monotonic() - before < 20
+    report = supervisor.report()
+    assert report.startswith("workers 1, 2 ended with exit code 1:\nTraceback")
+    assert report.count("ValueError: no good") == 1
+    assert "worker 0" not in report
+
+
+@pytest.mark.processes
+def test_a_worker_killed_by_a_signal_is_reported_as_such() -> None:
+    status, supervisor, _ = supervise("import os; os.kill(os.getpid(), 9)", 1)
+    assert status == 1
+    assert supervisor.report() == "worker 0 was killed by signal 9 (SIGKILL)"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_workers_and_what_they_started(number: int, tmp_path: Path) -> None:
+    # The worker ignores the signal, so SIGKILL must follow, for its own child too.
+    code = (
+        "import os, signal, subprocess, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        f"name = {str(tmp_path)!r} + '/' + os.environ['RANK']\n"
+        "open(name + '.part', 'w').write(f'{os.getpid()} {child.pid}')\n"
+        "os.rename(name + '.part', name)\n"
+        "time.sleep(60)\n"
+    )
+    sent_at: list[float] = []
+
+    def interrupt() -> None:
+        while len([path for path in tmp_path.iterdir() if not path.suffix]) < 2:
+            time.sleep(0.05)
+        sent_at.append(time.monotonic())
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    status, supervisor, _ = supervise(code, 2)
+    thread.join()
+    assert status == 128 + number
+    assert time.monotonic() - sent_at[0] < 3
+    assert supervisor.report() == ""
+    pids = [int(pid) for path in tmp_path.iterdir() for pid in path.read_text().split()]
+    assert len(pids) == 4
+    assert not [pid for pid in pids if running(pid)]
+
+
+def running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_port_in_use_is_one_clear_error() -> None:
+    taken = Supervisor(["true"], 1)
+    with (
+        taken._store as store,
+        pytest.raises(
+            RendezvousError, match=rf"^port {store.port} on 127.0.0.1 is in use; choose another"
+        ),
+    ):
+        Supervisor(["true"], 1, port=store.port)
+
+
+def test_no_workers_is_an_error() -> None:
+    with pytest.raises(ValueError, match="-n is 0; start at least one worker"):
+        Supervisor(["true"], 0)
