@@ -101,6 +101,7 @@ class Handshake:
         nonce: 32 fresh random bytes; given by tests alone.
 
     Attributes:
+        dialler, wanted_rank: as given.
         stage: how far it is.
         peer: the other side's proved identity, from DECIDING (acceptor) or DONE (dialler) on.
         peer_last_link: the link that the dialler says it had with this worker and let go.
@@ -124,7 +125,7 @@ class Handshake:
         self.refusal: Refusal | None = None
         self._identity = identity
         self._secret = secret
-        self._wanted_rank = wanted_rank
+        self.wanted_rank = wanted_rank
         self._nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
         self._peer_nonce = b""
         self._answer_proof = b""
@@ -186,10 +187,10 @@ class Handshake:
         longer holds; empty: there is none.
         """
         assert self.stage is Stage.CHALLENGED
-        proof = self._prove("dialler", self._identity, self._wanted_rank, last_link)
+        proof = self._prove("dialler", self._identity, self.wanted_rank, last_link)
         self._answer_proof = proof
         self.stage = Stage.ANSWERED
-        self._send(_Answer(self._identity, self._wanted_rank, last_link, proof))
+        self._send(_Answer(self._identity, self.wanted_rank, last_link, proof))
 
     def welcome(self) -> None:
         """Acceptor at DECIDING: the link is made."""
@@ -278,8 +279,8 @@ class Handshake:
         if not hmac.compare_digest(self._prove("acceptor", peer), welcome.proof):
             self._turn_away(Refusal("secret", "", ""))
             return
-        if self._wanted_rank not in (None, peer.rank):
-            raise HandshakeError(f"rank {peer.rank} answered where {self._wanted_rank} was wanted")
+        if self.wanted_rank not in (None, peer.rank):
+            raise HandshakeError(f"rank {peer.rank} answered where {self.wanted_rank} was wanted")
         self.peer = peer
         self.stage = Stage.DONE
 

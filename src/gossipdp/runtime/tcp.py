@@ -47,7 +47,7 @@ _HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
 class _Opening:
-    """A connection whose handshake is not over. ``wanted`` is meaningful for dials alone."""
+    """A connection whose handshake is not over."""
 
     def __init__(
         self,
@@ -55,13 +55,12 @@ class _Opening:
         handshake: Handshake,
         address: str,
         deadline_s: float,
-        wanted: int | None,
     ) -> None:
         self.connection = connection
         self.handshake = handshake
         self.address = address
         self.deadline_s = deadline_s
-        self.wanted = wanted
+        self.wanted = handshake.wanted_rank
         self.connected = not handshake.dialler
         self.output = b""
 
@@ -145,14 +144,13 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         assert self._is_open()
         if peer is not None and any(dial.wanted == peer for dial in self._dials):
             return
-        where = f"{host}:{port}"
         try:
             # Numeric, as in every hello: looking a name up may block for seconds.
             version = ipaddress.ip_address(host).version
             if not 0 < port < 65536:
                 raise ValueError(f"port {port} is not in 1..65535")
         except ValueError as error:
-            self._log.warn_once("dial", where, "cannot dial rank %s: %s", peer, error)
+            self._log.warn_once("dial", f"{host}:{port}", "cannot dial rank %s: %s", peer, error)
             self._tell_dial_failed(peer, False)
             return
         family = socket.AF_INET if version == 4 else socket.AF_INET6
@@ -164,7 +162,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
                 self._tell_dial_failed(peer, False)
                 return
             handshake = Handshake(self.identity, self._secret, dialler=True, wanted_rank=peer)
-            opening = self._open(connection, handshake, where, peer)
+            opening = self._open(connection, handshake, host, port)
             self._dials[opening] = None
         code = connection.connect_ex((host, port))
         if code not in (0, errno.EINPROGRESS):
@@ -356,7 +354,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
                 try:
                     connection, address = self._listener.accept()
                     handshake = Handshake(self.identity, self._secret, dialler=False)
-                    opening = self._open(connection, handshake, address[0], None)
+                    opening = self._open(connection, handshake, address[0])
                 except BlockingIOError:
                     return
                 except ConnectionError:
@@ -379,12 +377,14 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             self._abandon(next(iter(self._accepted)), "no descriptor left")
 
     def _open(
-        self, connection: socket.socket, handshake: Handshake, address: str, wanted: int | None
+        self, connection: socket.socket, handshake: Handshake, host: str, port: int | None = None
     ) -> _Opening:
+        """Start a handshake with ``host``; ``port`` where it was dialled."""
         deadline_s = self.clock() + self._handshake_timeout_s
-        opening = _Opening(connection, handshake, address, deadline_s, wanted)
+        address = host if port is None else f"{host}:{port}"
+        opening = _Opening(connection, handshake, address, deadline_s)
         try:
-            tcp_sockets.set_options(connection)
+            tcp_sockets.set_options(connection, host)
             self._epoll.register(connection, _EDGE)
         except OSError:
             connection.close()
