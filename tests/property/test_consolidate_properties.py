@@ -268,8 +268,10 @@ class Network:
     def crash(self, rank: int) -> None:
         for peer in self.nodes:
             queue = self.queues.get((rank, peer), deque())
-            for _ in range(self.random.randint(0, len(queue))):
+            unsent = self.random.randint(0, len(queue))
+            while unsent and queue and queue[-1][1] != "lost":
                 queue.pop()
+                unsent -= 1
         self.vanish(rank)
         if rank in self.to_end:
             self.to_end.remove(rank)

@@ -74,7 +74,18 @@ from gossipdp.protocol.consolidation_messages import (
 )
 from gossipdp.protocol.membership import Member, Status
 
-__all__ = ["Consolidation", "ConsolidationAction", "ConsolidationMessage"]
+__all__ = [
+    "Commit",
+    "Consolidation",
+    "ConsolidationAction",
+    "ConsolidationMessage",
+    "FinishChunk",
+    "Finished",
+    "MeasureDistance",
+    "Prepare",
+    "SendPartial",
+    "SendResult",
+]
 
 
 @dataclass
@@ -283,7 +294,7 @@ class Consolidation:
 
     def _begin(self, members: tuple[Process, ...], actions: Actions) -> None:
         number = 1 if self._highest is None else self._highest.number + 1
-        epoch = Epoch(number, self.rank, self._view[self.rank].incarnation)
+        epoch = Epoch(number, self.rank, self.process_id % 2**32)
         average, source = self._held, None
         if self._found is not None:
             holder, found = self._found

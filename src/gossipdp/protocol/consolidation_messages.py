@@ -21,19 +21,21 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
 
 
 class Epoch(_Value, frozen=True):
-    """The name of one attempt to consolidate: the leader's life and a number.
+    """The name of one attempt to consolidate: its leader, the leader's process, and a number.
 
-    ``order`` is total: the higher number wins, then the lower leader, then its later life.
+    ``process_tag`` is the low 32 bits of the leader's process id: an incarnation would not do,
+    for two lives that did not know of each other may share one. ``order`` is total: the higher
+    number wins, then the lower leader, then the higher tag.
     """
 
     number: Natural
     leader: Natural
-    incarnation: Natural
+    process_tag: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
     @property
     def order(self) -> tuple[int, int, int]:
         """Sorts epochs; the greatest wins."""
-        return (self.number, -self.leader, self.incarnation)
+        return (self.number, -self.leader, self.process_tag)
 
 
 class Average(_Value, frozen=True):

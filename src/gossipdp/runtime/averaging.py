@@ -133,7 +133,7 @@ class Averaging:
             link = self._links.get(peer)
             while queue and link is not None and link.queued_chunks < MAX_QUEUED_CHUNKS:
                 frame_type, epoch, index = queue.popleft()
-                key = ChunkKey(epoch.leader, epoch.incarnation, epoch.number, index)
+                key = ChunkKey(epoch.leader, epoch.process_tag, epoch.number, index)
                 link.send_chunk(frame_type, key, tensor_bytes(self._values(index)))
 
     def _values(self, index: int) -> Tensor:
