@@ -28,6 +28,8 @@ COMMANDS = (
 )
 
 DESCRIPTION = "Asynchronous, decentralized data-parallel training for PyTorch."
+# No "None" among the choices, no --no-FLAG.
+STYLE = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
 USAGE, FAILED, INTERRUPTED = 2, 1, 128 + signal.SIGINT
 
 
@@ -87,16 +89,21 @@ def _parse(words: list[str]) -> _Call:
     name = words[0] if words else ""
     if name not in COMMANDS:
         # Shows the help, or what is wrong; either way it exits.
-        tyro.cli(_any_command(), prog="gossipdp", description=DESCRIPTION, args=words)
+        tyro.cli(_any_command(), prog="gossipdp", description=DESCRIPTION, args=words, config=STYLE)
         raise AssertionError(f"tyro accepted {words}")
     module, kind = _load(name)
     options, script = split_script(words[1:]) if name == "run" else (words[1:], [])
-    arguments, common = tyro.cli(
-        _with_common(kind), prog=f"gossipdp {name}", description=kind.__doc__, args=options
+    given = tyro.cli(
+        _with_common(kind),
+        prog=f"gossipdp {name}",
+        description=kind.__doc__,
+        args=options,
+        config=STYLE,
     )
+    arguments = given.arguments
     if name == "run":
         arguments = dataclasses.replace(arguments, script=tuple(script))
-    return _Call(module.run, arguments, common)
+    return _Call(module.run, arguments, given.common)
 
 
 def _load(name: str) -> tuple[Any, type[Any]]:
@@ -104,17 +111,11 @@ def _load(name: str) -> tuple[Any, type[Any]]:
     return module, getattr(module, f"{name.capitalize()}Arguments")
 
 
-def _with_common(kind: type[Any]) -> Callable[..., tuple[Any, Common]]:
-    """A function that takes the options of ``kind`` and the common ones, for tyro to fill."""
-
-    def take(
-        arguments: Annotated[Any, tyro.conf.arg(name="")],
-        common: Annotated[Common, tyro.conf.arg(name="")] = Common(),  # noqa: B008 (frozen)
-    ) -> tuple[Any, Common]:
-        return arguments, common
-
-    take.__annotations__["arguments"] = Annotated[kind, tyro.conf.arg(name="")]
-    return take
+def _with_common(kind: type[Any]) -> Any:
+    """A dataclass of the options of ``kind`` and the common ones, for tyro to fill."""
+    unnamed = tyro.conf.arg(name="")
+    fields = [("arguments", Annotated[kind, unnamed]), ("common", Annotated[Common, unnamed])]
+    return dataclasses.make_dataclass("Words", fields)
 
 
 def _any_command() -> Any:

@@ -1,0 +1,103 @@
+"""The same script under ``gossipdp run`` and under torchrun: the real command lines."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+from gossipdp.runtime.environment import Environment
+from gossipdp.runtime.rendezvous import Rendezvous
+from gossipdp.runtime.settings import Settings
+
+environment = Environment.read()
+rendezvous = Rendezvous.open(environment, timeout_s=60)
+settings = Settings((("weight", (2,)),), "a2cid2", "ring", "1", "float32")
+meeting = rendezvous.meet((environment.choose_host(), 1000 + environment.rank), settings)
+dist.init_process_group("gloo")
+total = torch.tensor([float(environment.rank)])
+dist.all_reduce(total)
+dist.destroy_process_group()
+rendezvous.mark_ready()
+print("total", total.item(), meeting.addresses[1], len(meeting.secret), sys.argv[1:])
+if sys.argv[1:] == ["--fail"]:
+    # Both have begun: worker 0 fails at once, worker 1 goes on.
+    time.sleep(0.5)
+    if environment.rank == 0:
+        raise ValueError("no good")
+    time.sleep(1)
+    print("went on")
+"""
+
+# As for a user: without what a test session or another launcher set.
+VARIABLES = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("GOSSIPDP_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE"))
+}
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("scripts") / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=VARIABLES, check=False
+    )
+
+
+def test_gossipdp_run(script: Path) -> None:
+    done = command("-m", "gossipdp.cli.main", "run", "-n", "2", str(script), "--lr", "0.1")
+    assert done.returncode == 0, done.stderr
+    line = "total 1.0 ('127.0.0.1', 1001) 32 ['--lr', '0.1']"
+    assert sorted(done.stdout.splitlines()) == [f"[0] {line}", f"[1] {line}"]
+
+
+def test_torchrun(script: Path) -> None:
+    done = command(
+        "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("total 1.0 ('127.0.0.1', 1001) 32 []") == 2
+
+
+def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(script: Path) -> None:
+    done = command("-m", "gossipdp.cli.main", "run", "-n", "2", str(script), "--fail")
+    assert done.returncode == 1
+    assert "[1] went on" in done.stdout
+    assert "gossipdp: worker 0 ended with exit code 1; the others go on" in done.stderr
+    last = done.stderr.rpartition("gossipdp: ")[2]
+    assert last.startswith("\nworker 0 ended with exit code 1:\nTraceback")
+    assert last.endswith("ValueError: no good\n")
+
+
+def test_nothing_is_left_when_gossipdp_run_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "stay.py"
+    script.write_text("import time\nprint('here')\ntime.sleep(60)\n")
+    with subprocess.Popen(
+        [sys.executable, "-m", "gossipdp.cli.main", "run", "-n", "2", str(script)],
+        stdout=subprocess.PIPE,
+        env=VARIABLES,
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        lines = {supervisor.stdout.readline() for _ in range(2)}
+        assert lines == {b"[0] here\n", b"[1] here\n"}
+        workers = psutil.Process(supervisor.pid).children()
+        supervisor.send_signal(signal.SIGKILL)
+    assert len(workers) == 2
+    gone, alive = psutil.wait_procs(workers, timeout=3)
+    assert len(gone) == 2
+    assert not alive

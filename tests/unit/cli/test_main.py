@@ -1,0 +1,148 @@
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gossipdp
+from gossipdp import logs
+from gossipdp.cli import main as cli
+from gossipdp.cli import run as run_command
+from gossipdp.cli.main import COMMANDS, main
+from gossipdp.cli.run import RunArguments, split_script
+from gossipdp.errors import RefusedError, RendezvousError
+
+
+@pytest.fixture(autouse=True)
+def logging_untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    logger = logging.getLogger("gossipdp")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    monkeypatch.setattr(logs, "_handler", None)
+    monkeypatch.setenv("GOSSIPDP_LOG", "")
+    yield
+    logger.level, logger.propagate, logger.handlers = before
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"gossipdp {gossipdp.__version__}\n"
+
+
+def test_help_names_every_command_and_imports_nothing_slow() -> None:
+    code = (
+        "import sys\n"
+        "from gossipdp.cli.main import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "slow = {'torch', 'networkx', 'scipy', 'sklearn', 'matplotlib', 'numpy'} & {*sys.modules}\n"
+        "sys.exit(f'imported {slow}' if slow else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(command in done.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("words", [[], ["bogus"], ["run", "train.py"], ["plan", "--bogus"]])
+def test_a_mistake_in_the_call_exits_with_2(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert exit_.value.code == 2
+
+
+def test_everything_after_the_script_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[RunArguments] = []
+    monkeypatch.setattr(run_command, "run", lambda arguments: seen.append(arguments) or 0)
+    script = ["train.py", "--lr", "0.1", "-n", "2", "--log-level", "debug", "--help"]
+    assert main(["run", "--port", "5", "-n", "4", "--log-level", "info", *script]) == 0
+    (arguments,) = seen
+    assert (arguments.workers, arguments.port) == (4, 5)
+    assert arguments.script == tuple(script)
+    assert logging.getLogger("gossipdp").level == logging.INFO
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "script"),
+    [
+        ("-n 4 a.py -x", "-n 4", "a.py -x"),
+        ("--workers=4 a.py", "--workers=4", "a.py"),
+        ("-n 4 -m pkg.mod --x 1", "-n 4", "-m pkg.mod --x 1"),
+        ("-n 4 -- a.py", "-n 4", "a.py"),
+        ("--help", "--help", ""),
+        ("-n", "-n", ""),
+    ],
+)
+def test_options_end_where_the_script_begins(words: str, options: str, script: str) -> None:
+    assert split_script(words.split()) == (options.split(), script.split())
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RefusedError("graph differs"), 1),
+        (RendezvousError("port 5 is in use"), 2),
+        (FileNotFoundError("no file x"), 2),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_an_error_is_one_line(
+    error: BaseException,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(arguments: RunArguments) -> int:
+        raise error
+
+    monkeypatch.setattr(run_command, "run", fail)
+    assert main(["run", "-n", "2", "x.py"]) == status
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(arguments: RunArguments) -> int:
+        raise RefusedError("graph differs")
+
+    monkeypatch.setattr(run_command, "run", fail)
+    with pytest.raises(RefusedError):
+        main(["run", "--log-level", "debug", "-n", "2", "x.py"])
+
+
+def test_a_bug_is_not_dressed_up_as_a_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(arguments: RunArguments) -> int:
+        raise ValueError("from beneath us")  # this module is not gossipdp's
+
+    monkeypatch.setattr(run_command, "run", fail)
+    with pytest.raises(ValueError, match="from beneath us"):
+        main(["run", "-n", "2", "x.py"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-n 2 nothing.py", "no such script: nothing.py"),
+        ("-n 2", "no script to run; write it after the options"),
+        ("-n 0 {script}", "-n is 0; start at least one worker"),
+        ("-n 2 --secret-file {empty} {script}", "is empty; write a long random text"),
+        ("-n 2 --secret-file nowhere {script}", "No such file or directory: 'nowhere'"),
+        ("-n 2 --host 203.0.113.1 {script}", "cannot listen on 203.0.113.1 port 0"),
+    ],
+)
+def test_what_run_refuses(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, empty = tmp_path / "train.py", tmp_path / "empty"
+    script.touch()
+    empty.touch()
+    assert main(["run", *words.format(script=script, empty=empty).split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_every_command_follows_the_convention() -> None:
+    for name in COMMANDS:
+        module, arguments = cli._load(name)
+        assert callable(module.run)
+        assert arguments.__doc__
