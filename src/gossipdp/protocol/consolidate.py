@@ -253,7 +253,12 @@ class Consolidation:
     @property
     def _is_taking_part(self) -> bool:
         own = self._view.get(self.rank)
-        return not self.is_finished and own is not None and own.status is Status.DONE
+        return (
+            not self.is_finished
+            and own is not None
+            and own.process_id == self.process_id
+            and own.status is Status.DONE
+        )
 
     def _done(self) -> tuple[Process, ...]:
         return tuple(

@@ -67,7 +67,9 @@ class Membership:
     A record of this worker that is greater than its own comes from one of three causes. It was
     declared dead by mistake, or another process of the same rank is dead or gone: this worker
     takes the next incarnation, and keeps its status. Or another process of the same rank lives
-    and won the tie: ``is_superseded`` turns true, and the driver must stop this worker.
+    and won the tie: ``is_superseded`` turns true. It turns false again if that process proves to
+    be dead, which may not have been known yet; if it stays true for longer than the time-out, the
+    driver must stop this worker.
     """
 
     def __init__(self, own: Member) -> None:
@@ -111,7 +113,7 @@ class Membership:
         known = self._members.get(rank)
         if known is None or not known.is_live:
             return False
-        if rank == self.own.rank:
+        if known == self.own:
             raise ValueError(f"worker {rank} cannot declare itself dead")
         return self.merge(msgspec.structs.replace(known, status=Status.DEAD))
 

@@ -54,7 +54,7 @@ def test_a_worker_outbids_a_dead_process_of_its_rank_but_yields_to_a_live_one() 
     assert not table.is_superseded
     table.merge(Member(0, 5, 9, Status.ALIVE))
     assert table.is_superseded
-    table.merge(Member(0, 5, 9, Status.DEAD))
+    assert table.declare_dead(0), "the other process, whose address refuses connections"
     assert not table.is_superseded
     assert record(table, 0) == table.own
 

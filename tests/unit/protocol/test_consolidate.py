@@ -1,0 +1,194 @@
+"""One worker's consolidation machine, driven by hand."""
+
+import msgspec
+import pytest
+
+from gossipdp.protocol.actions import Send
+from gossipdp.protocol.consolidate import Consolidation, ConsolidationMessage
+from gossipdp.protocol.consolidation_actions import (
+    Commit,
+    FinishChunk,
+    Finished,
+    MeasureDistance,
+    Prepare,
+    SendPartial,
+    SendResult,
+)
+from gossipdp.protocol.consolidation_messages import (
+    Average,
+    BeginEpoch,
+    CommitEpoch,
+    Committed,
+    Distance,
+    Epoch,
+    Held,
+    NewerEpoch,
+    PullPartials,
+    PullResults,
+    Release,
+)
+from gossipdp.protocol.membership import Member, Status
+
+
+def process(rank: int) -> tuple[int, int]:
+    return (rank, 100 + rank)
+
+
+def view(num_workers: int, **others: Status) -> list[Member]:
+    """All done, but for ``worker3=Status.DEAD`` and the like."""
+    return [
+        Member(rank, 1, 100 + rank, others.get(f"worker{rank}", Status.DONE))
+        for rank in range(num_workers)
+    ]
+
+
+def epoch(number: int, leader: int = 0) -> Epoch:
+    return Epoch(number, leader, 100 + leader)
+
+
+def begin(number: int, *ranks: int, average: Average | None = None) -> BeginEpoch:
+    return BeginEpoch(epoch(number, ranks[0]), tuple(process(rank) for rank in ranks), average)
+
+
+def worker(rank: int, num_chunks: int = 2, num_copied_chunks: int = 0) -> Consolidation:
+    return Consolidation(rank, 100 + rank, num_chunks, num_copied_chunks)
+
+
+def test_alone_without_a_message() -> None:
+    machine = worker(0, num_chunks=2, num_copied_chunks=1)
+    assert machine.review(view(1)) == [
+        Prepare(),
+        FinishChunk(0, 1),
+        FinishChunk(1, 1),
+        MeasureDistance(epoch(1)),
+    ]
+    assert machine.distance_measured(epoch(1), 0.0) == [Commit(epoch(1), 0.0, 1), Finished()]
+    assert machine.is_finished
+    assert machine.review(view(1)) == []
+
+
+def test_waits_for_whoever_still_trains() -> None:
+    machine = worker(0)
+    assert machine.review(view(3, worker2=Status.ALIVE)) == []
+    assert machine.missing() == (2,)
+    assert machine.receive(1, begin(4, 1, 2)) == [], "not a member"
+    assert machine.review(view(3))[:2] == [Prepare(), Send(1, begin(5, 0, 1, 2))], "above epoch 4"
+    assert machine.missing() == ()
+
+
+def test_an_inner_worker_from_begin_to_release() -> None:
+    machine = worker(1)
+    assert machine.review(view(5)) == []
+    start = begin(1, 0, 1, 2, 3, 4)
+    assert machine.receive(0, start) == [
+        Prepare(),
+        Send(3, start),
+        Send(3, PullPartials(epoch(1), 0, 2)),
+        Send(4, start),
+        Send(0, PullResults(epoch(1), 0)),
+    ]
+    assert not machine.accepts_partial(4, epoch(1), 0), "the left child's comes first"
+    assert machine.accepts_partial(3, epoch(1), 0)
+    assert machine.partial_landed(3, epoch(1), 0) == [Send(4, PullPartials(epoch(1), 0, 1))]
+    assert machine.accepts_partial(4, epoch(1), 0)
+    assert machine.receive(0, PullPartials(epoch(1), 0, 1)) == []
+    assert machine.partial_landed(4, epoch(1), 0) == [SendPartial(0, epoch(1), 0)]
+    assert machine.partial_landed(3, epoch(1), 1) == [Send(4, PullPartials(epoch(1), 1, 2))]
+    assert machine.partial_landed(4, epoch(1), 1) == [], "its parent has not asked for chunk 1 yet"
+    assert machine.receive(0, PullPartials(epoch(1), 0, 2)) == [SendPartial(0, epoch(1), 1)]
+
+    assert machine.receive(3, PullResults(epoch(1), 0)) == []
+    assert machine.receive(4, PullResults(epoch(1), 1)) == []
+    assert machine.accepts_result(0, epoch(1), 0)
+    assert machine.result_landed(0, epoch(1), 0) == [SendResult(3, epoch(1), 0)]
+    assert machine.result_landed(0, epoch(1), 1) == [
+        MeasureDistance(epoch(1)),
+        SendResult(3, epoch(1), 1),
+        SendResult(4, epoch(1), 1),
+    ]
+    assert machine.receive(4, Distance(epoch(1), 4.0)) == []
+    assert machine.distance_measured(epoch(1), 1.0) == []
+    assert machine.receive(3, Distance(epoch(1), 2.0)) == [Send(0, Distance(epoch(1), 7.0))]
+    assert machine.receive(0, CommitEpoch(epoch(1), 0.5)) == [
+        Commit(epoch(1), 0.5, 5),
+        Send(3, CommitEpoch(epoch(1), 0.5)),
+        Send(4, CommitEpoch(epoch(1), 0.5)),
+    ]
+    assert machine.receive(3, Committed(epoch(1))) == []
+    assert machine.receive(4, Committed(epoch(1))) == [Send(0, Committed(epoch(1)))]
+    assert machine.receive(0, Release(epoch(1))) == [
+        Send(3, Release(epoch(1))),
+        Send(4, Release(epoch(1))),
+        Finished(),
+    ]
+
+
+def test_a_lower_epoch_is_not_followed_and_its_leader_is_told() -> None:
+    machine = worker(2)
+    machine.review(view(3))
+    machine.receive(0, begin(5, 0, 1, 2))
+    assert machine.receive(1, begin(4, 1, 2)) == [Send(1, NewerEpoch(epoch(5)))]
+    assert machine.receive(1, begin(5, 1, 2)) == [Send(1, NewerEpoch(epoch(5)))], (
+        "lower leader wins"
+    )
+    assert machine.receive(0, begin(5, 0, 1, 2)) == [], "a repetition"
+    assert machine.receive(1, CommitEpoch(epoch(4, 1), 0.0)) == []
+
+
+def test_a_death_begins_a_new_epoch_under_the_next_lowest() -> None:
+    machine = worker(1)
+    machine.review(view(3))
+    machine.receive(0, begin(3, 0, 1, 2))
+    start = begin(4, 1, 2)
+    actions = machine.review(view(3, worker0=Status.DEAD))
+    assert actions[:2] == [Prepare(), Send(2, start)]
+    assert not machine.accepts_result(0, epoch(3), 0)
+
+
+def test_who_holds_a_result_refuses_to_compute_another_and_passes_it_on() -> None:
+    machine = worker(1, num_chunks=1)
+    machine.review(view(3))
+    machine.receive(0, begin(1, 0, 1, 2))
+    machine.result_landed(0, epoch(1), 0)
+    machine.distance_measured(epoch(1), 2.0)
+    held = Average(epoch(1), epoch(1), 3, None)
+    assert machine.receive(0, begin(2, 0, 1)) == [Send(0, Held(epoch(2), held))]
+    assert machine.receive(0, PullResults(epoch(1), 0)) == [SendResult(0, epoch(1), 0)]
+    again = begin(3, 0, 1, average=held)
+    assert machine.receive(0, again) == [Send(0, Distance(epoch(3), 2.0))], "measured once"
+
+
+def test_a_leader_fetches_the_result_that_a_member_holds() -> None:
+    machine = worker(1, num_chunks=1)
+    machine.review(view(3, worker0=Status.DEAD))
+    held = Average(epoch(1), epoch(1), 3, 0.25)
+    start = begin(2, 1, 2, average=held)
+    assert machine.receive(2, Held(epoch(1, 1), held)) == [
+        Prepare(),
+        Send(2, start),
+        Send(2, PullResults(epoch(1), 0)),
+    ]
+    assert machine.accepts_result(2, epoch(1), 0)
+    assert machine.result_landed(2, epoch(1), 0) == []
+    assert machine.receive(2, Distance(epoch(2, 1), 0.0)) == [
+        Commit(epoch(1), 0.25, 3),
+        Send(2, CommitEpoch(epoch(2, 1), 0.25)),
+    ]
+
+
+def test_everything_is_asked_for_again_on_a_new_link() -> None:
+    machine = worker(0, num_chunks=3)
+    machine.review(view(2))
+    machine.partial_landed(1, epoch(1), 0)
+    assert machine.link_lost(1) == [
+        Send(1, begin(1, 0, 1)),
+        Send(1, PullPartials(epoch(1), 1, 3)),
+    ]
+
+
+@pytest.mark.parametrize("ranks", [[], [1, 0], [0, 0, 1], [1, 2]])
+def test_a_member_list_that_makes_no_sense_does_not_decode(ranks: list[int]) -> None:
+    members = [[rank, 1] for rank in ranks]
+    data = msgspec.msgpack.encode(["BeginEpoch", [1, 0, 7], members, None])
+    with pytest.raises(msgspec.ValidationError, match="members of an epoch"):
+        msgspec.msgpack.decode(data, type=ConsolidationMessage)
