@@ -94,6 +94,9 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         max_queued_chunks: int = MAX_QUEUED_CHUNKS,
     ) -> None:
         self._closed = True  # until there is something to close
+        bound_host, bound_port = listener.getsockname()[:2]
+        if not identity.host and ipaddress.ip_address(bound_host).is_unspecified:
+            raise ValueError(f"listening on {bound_host}: say in identity.host where to dial us")
         self.handler = handler
         self.tag = run_tag(identity.run_id)
         self.clock = clock
@@ -125,7 +128,6 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self._epoll.register(self._listener, select.EPOLLIN)
         # Edge-triggered, so that the counter need not be read back.
         self._epoll.register(self._wake_descriptor, select.EPOLLIN | select.EPOLLET)
-        bound_host, bound_port = self._listener.getsockname()[:2]
         self.identity = msgspec.structs.replace(
             identity, host=identity.host or bound_host, port=bound_port
         )
@@ -174,9 +176,8 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         assert not self._polling, "poll() called from a handler"
         self._polling = True
         try:
-            self._write()
-            if self._tell():
-                timeout_s = 0.0
+            if self._write() | self._tell():
+                timeout_s = 0.0  # the caller may have waited for just that
             if not self._is_open():
                 return
             self._collect_events(timeout_s)
@@ -290,12 +291,15 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             self._notices.popleft()()
         return told
 
-    def _write(self) -> None:
+    def _write(self) -> bool:
+        """Write on every link that has output and room. Whether there was one."""
+        had_output = any(link.has_output for link in self._to_write)
         for link in list(self._to_write):
             # Removed only afterwards: should the handler raise, the rest is written next time.
             link.write_some()
             if not link.has_output:
                 self._to_write.pop(link, None)
+        return had_output
 
     def _collect_events(self, timeout_s: float) -> None:
         """Sleep, then turn events into flags before any callback runs.
@@ -540,7 +544,6 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             peer,
             link_id=handshake.link_id,
             dialler=mine if handshake.dialler else peer.rank,
-            unsent=opening.output,
         )
         # Listed as a link before it ceases to be listed as an opening, for a fork in between.
         self._links[peer.rank] = link
@@ -549,8 +552,6 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self._last_links[peer.rank] = link.link_id
         self._by_descriptor[link.connection.fileno()] = link
         self._to_read[link] = None
-        if link.has_output:
-            self._to_write[link] = None
         self._notices.append(partial(self.handler.link_up, link))
 
     def _tell_refused(self, opening: _Opening) -> None:

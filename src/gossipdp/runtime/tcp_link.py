@@ -66,7 +66,6 @@ class TcpLink(Link):
         peer_identity: as proved by the handshake.
         link_id: names the link at both ends.
         dialler: rank of the end that dialled.
-        unsent: rest of the handshake, sent before the first frame.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class TcpLink(Link):
         *,
         link_id: bytes,
         dialler: int,
-        unsent: bytes,
     ) -> None:
         self.peer_identity = peer_identity
         self.connection = connection
@@ -104,9 +102,9 @@ class TcpLink(Link):
         self._controls: deque[bytes] = deque()
         self._queued_control_bytes = 0
         self._chunks: deque[tuple[FrameType, bytes, memoryview]] = deque()
-        self._sending: list[memoryview] = [memoryview(unsent)] if unsent else []
+        self._sending: list[memoryview] = []
         self._sending_chunk = False
-        self._queued_bytes = len(unsent)
+        self._queued_bytes = 0
         self._next_sent = 0
 
     @property

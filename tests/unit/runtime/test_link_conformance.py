@@ -289,6 +289,20 @@ def test_wake_from_another_thread(pair: Any) -> None:
     assert time.monotonic() - started_s < 10
 
 
+def test_poll_returns_when_what_was_queued_before_has_left(pair: Any) -> None:
+    first, _, there, _ = pair
+    for send in (
+        lambda: there.send_control(b"x"),
+        lambda: there.send_chunk(EXCHANGE, key(0), memoryview(b"x")),
+        lambda: there.close("enough"),
+    ):
+        send()
+        started_s = time.monotonic()
+        first.transport.poll(30.0)
+        assert time.monotonic() - started_s < 10
+        assert there.queued_bytes == 0
+
+
 def test_close_is_final_and_may_be_repeated(make: Any, world: Any) -> None:
     node = make(0)
     world.close(node)

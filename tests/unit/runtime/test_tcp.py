@@ -135,6 +135,15 @@ def test_a_port_may_be_taken_again_at_once(world: Any) -> None:
     world.join(first, again)
 
 
+def test_listening_everywhere_needs_an_address_to_tell(world: Any) -> None:
+    with listen("0.0.0.0", 0) as listener:
+        handler = type(world.tcp(1).handler)()
+        with pytest.raises(ValueError, match=r"identity\.host"):
+            TcpTransport(handler, world.identity(0), b"secret", listener)
+    node = world.tcp(0, host="127.0.0.1")
+    assert node.transport.identity.host == "127.0.0.1"
+
+
 def test_ipv6_loopback(world: Any) -> None:
     try:
         listener = listen("::1", 0)
