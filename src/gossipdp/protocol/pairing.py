@@ -109,6 +109,7 @@ class Pairing:
         self._waiting = _Waiting()
         self._backlog = 0
         self._counter = 0
+        self._vain_ticks = 0  # since the last exchange
         self._asks = True
         self._answers = True
 
@@ -139,8 +140,13 @@ class Pairing:
         """One demand for an exchange."""
         if not self._asks:
             return []
+        had_demand = self._backlog > 0
         self._backlog = min(MAX_BACKLOG, self._backlog + 1)
-        return self._propose_next(self._draw()) if isinstance(self._state, Idle) else []
+        if not isinstance(self._state, Idle):
+            return []
+        if had_demand and not self._asks_again():
+            return []
+        return self._propose_next(self._draw())
 
     def finished(self, id: ExchangeId) -> list[PairingAction]:
         """The exchange ``id`` is complete at this end; an id that is not current is dropped."""
@@ -333,6 +339,15 @@ class Pairing:
             return []
         return self._policy.draw(self._weights)
 
+    def _asks_again(self) -> bool:
+        """Whether an idle worker whose demand was refused by all is to ask all once more.
+
+        Whoever was told BUSY will be told FREE: asking again is only a safeguard, made rarer each
+        time (at the 2nd, 4th, 8th ... tick), or saturated links would drown in proposals.
+        """
+        self._vain_ticks += 1
+        return self._vain_ticks > 1 and self._vain_ticks & (self._vain_ticks - 1) == 0
+
     def _propose_next(self, order: Iterable[int]) -> list[PairingAction]:
         """Ask the first of ``order`` that can exchange; with none left, be idle."""
         untried = [peer for peer in order if peer in self._weights]
@@ -355,6 +370,7 @@ class Pairing:
 
     def _become_idle(self) -> list[PairingAction]:
         self._state = Idle()
+        self._vain_ticks = 0
         return self._propose_next(self._draw()) or self._free_oldest()
 
     def _free_oldest(self) -> list[PairingAction]:

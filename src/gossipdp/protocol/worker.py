@@ -305,11 +305,7 @@ class WorkerProtocol:
                 outward.append(self.wrap(action.peer, action.message, now))
             else:
                 outward.append(action)
-        due = [
-            peer
-            for peer, link in self._links.items()
-            if now >= self._heartbeat_at(link) or self.consolidation.is_finished
-        ]
+        due = [peer for peer, link in self._links.items() if now >= self._heartbeat_at(link)]
         return outward + [self.wrap(peer, Heartbeat(), now) for peer in due]
 
     def _consolidate(self) -> list[PairingAction | ConsolidationAction]:
@@ -365,7 +361,8 @@ class WorkerProtocol:
     def _heartbeat_at(self, link: _Link) -> float:
         interval = self.timeout_s / HEARTBEATS_PER_TIMEOUT
         if link.members_told < self.membership.version:
-            interval = min(interval, NEWS_INTERVAL_S)
+            # Who has finished closes its links next: that it has left must be on its way before.
+            interval = 0.0 if self.consolidation.is_finished else min(interval, NEWS_INTERVAL_S)
         return link.last_sent + interval
 
     def wrap(self, peer: int, message: Message, now: float) -> Send[Envelope]:
