@@ -94,7 +94,7 @@ def _parse(words: list[str]) -> _Call:
     module, kind = _load(name)
     options, script = split_script(words[1:]) if name == "run" else (words[1:], [])
     given = tyro.cli(
-        _with_common(kind),
+        _with_common(name),
         prog=f"gossipdp {name}",
         description=kind.__doc__,
         args=options,
@@ -111,10 +111,14 @@ def _load(name: str) -> tuple[Any, type[Any]]:
     return module, getattr(module, f"{name.capitalize()}Arguments")
 
 
-def _with_common(kind: type[Any]) -> Any:
-    """A dataclass of the options of ``kind`` and the common ones, for tyro to fill."""
+def _with_common(name: str) -> Any:
+    """A dataclass of the subcommand's options and the common ones, for tyro to fill."""
+    _, kind = _load(name)
     unnamed = tyro.conf.arg(name="")
-    fields = [("arguments", Annotated[kind, unnamed]), ("common", Annotated[Common, unnamed])]
+    fields: list[tuple[str, Any]] = [
+        ("arguments", Annotated[kind, unnamed]),
+        ("common", Annotated[Common, unnamed]),
+    ]
     return dataclasses.make_dataclass("Words", fields)
 
 
