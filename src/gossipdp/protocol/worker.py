@@ -167,7 +167,9 @@ class WorkerProtocol:
     # --- exchanges and messages ------------------------------------------------------------
 
     def receive(self, peer: int, envelope: Envelope, now: float) -> list[Action]:
-        """``peer`` said ``envelope``."""
+        """``peer`` said ``envelope``; dropped if its link is regarded as closed already."""
+        if peer not in self._links:
+            return []
         self._note_life(peer, now)
         self.progress.merge_all(envelope.progress)
         self._take_members(envelope.members)
@@ -370,7 +372,8 @@ class WorkerProtocol:
         link = self._links.get(peer, _Link(last_heard=now))
         members, link.members_told = self.membership.news(link.members_told)
         progress: tuple[ProgressEntry, ...] = ()
-        if now >= link.progress_sent + PROGRESS_INTERVAL_S:
+        # With news of members always: who hears that a worker is done hears all that it did.
+        if members or now >= link.progress_sent + PROGRESS_INTERVAL_S:
             progress, link.progress_told = self.progress.news(link.progress_told)
             link.progress_sent = now
         link.last_sent = now

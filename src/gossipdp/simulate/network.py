@@ -4,6 +4,8 @@ Each worker is a real :class:`~gossipdp.protocol.worker.WorkerProtocol`. Message
 and arrive in order within a link, in any order between links. An exchange is one transfer each
 way; an end has finished when the other's data are there. A cut loses what is on its way; each end
 learns of it in its own time, and the link is made anew.
+
+Parameters are not simulated: the chunks of a consolidation travel as events without content.
 """
 
 from __future__ import annotations
@@ -11,10 +13,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from random import Random
 
+from gossipdp.graph.constants import Constants
 from gossipdp.protocol.actions import Begin, Send, Stop
+from gossipdp.protocol.consolidation_actions import (
+    ConsolidationAction,
+    Finished,
+    MeasureDistance,
+    SendPartial,
+    SendResult,
+)
+from gossipdp.protocol.consolidation_messages import ConsolidationMessage
 from gossipdp.protocol.messages import Envelope, ExchangeId
-from gossipdp.protocol.worker import Action, WorkerProtocol
+from gossipdp.protocol.worker import Action, Method, WorkerProtocol
 from gossipdp.simulate.engine import Engine, Event
 
 Seconds = Callable[[int, int], float]
@@ -88,11 +101,40 @@ class _Link:
     is_up: bool = True
 
 
+def make_workers(
+    constants: Constants,
+    *,
+    seed: int,
+    method: Method = "a2cid2",
+    policy_name: str = "fresh",
+    timeout_s: float = 5.0,
+    num_chunks: int = 1,
+) -> dict[int, WorkerProtocol]:
+    """A protocol for every worker of the graph, each with its own random source."""
+    return {
+        rank: WorkerProtocol(
+            rank=rank,
+            incarnation=0,
+            process_id=rank,
+            host="simulated",
+            port=0,
+            constants=constants,
+            method=method,
+            policy_name=policy_name,
+            timeout_s=timeout_s,
+            random=Random(f"{seed}/{rank}"),
+            num_chunks=num_chunks,
+        )
+        for rank in constants.workers
+    }
+
+
 class Network:
     """Drives the protocols of ``workers`` on ``engine`` under ``conditions``.
 
     Links are opened along ``edges`` at once. ``records`` holds every exchange in the order in
-    which they began, ``num_messages`` counts control messages by type.
+    which they began, ``num_messages`` counts control messages by type, ``left`` says when each
+    worker left after consolidation.
 
     Raises:
         RuntimeError: from within ``engine.run``, when a worker begins an exchange while in
@@ -108,15 +150,17 @@ class Network:
     ) -> None:
         self.engine = engine
         self.workers = workers
+        self.edges = tuple(sorted(edges))
         self.records: dict[ExchangeId, ExchangeRecord] = {}
         self.num_messages: Counter[str] = Counter()
+        self.left: dict[int, float] = {}
         self._conditions = conditions
         self._links: dict[frozenset[int], _Link] = {}
         self._running: dict[int, ExchangeId] = {}
         self._alarms: dict[int, Event] = {}
         for rank in sorted(workers):
             self._next_step(rank)
-        for first, second in sorted(edges):
+        for first, second in self.edges:
             self._connect(first, second)
 
     @property
@@ -139,7 +183,13 @@ class Network:
                 case Stop():
                     self._end(rank, action.id, "stopped")
                     self.cut(rank, action.peer)
+                case _:
+                    self._consolidate(rank, action)
         self._set_alarm(rank)
+
+    def done(self, rank: int) -> None:
+        """``rank`` trains no more; once all are done they consolidate and leave."""
+        self.perform(rank, self.workers[rank].done(self.engine.now))
 
     def cut(self, first: int, second: int) -> None:
         """Cut the link between two workers; it is made anew after ``reconnect_s``."""
@@ -151,17 +201,19 @@ class Network:
         for end, other in ((first, second), (second, first)):
             learns = self.engine.now + self._conditions.detection_s(other, end)
             latest = max(latest, learns)
-            self.engine.at(learns, lambda end=end, other=other: self._link_down(end, other))
+            self.engine.at(learns, partial(self._link_down, end, other))
         again = latest + self._conditions.reconnect_s
-        self.engine.at(again, lambda: self._connect(first, second))
+        self.engine.at(again, partial(self._connect, first, second))
 
     # --- steps and deadlines ---------------------------------------------------------------
 
     def _next_step(self, rank: int) -> None:
         duration = self._conditions.step_s(rank)
-        self.engine.at(self.engine.now + duration, lambda: self._step(rank), priority=1)
+        self.engine.at(self.engine.now + duration, partial(self._step, rank), priority=1)
 
     def _step(self, rank: int) -> None:
+        if self.workers[rank].is_done:
+            return
         self.perform(rank, self.workers[rank].step(1, self.engine.now))
         self._next_step(rank)
 
@@ -173,7 +225,7 @@ class Network:
                 return
             alarm.cancel()
         if due < float("inf"):
-            self._alarms[rank] = self.engine.at(due, lambda: self._poll(rank), priority=2)
+            self._alarms[rank] = self.engine.at(due, partial(self._poll, rank), priority=2)
 
     def _poll(self, rank: int) -> None:
         self._alarms.pop(rank).cancel()
@@ -183,15 +235,22 @@ class Network:
 
     def _connect(self, first: int, second: int) -> None:
         pair = frozenset((first, second))
+        if pair in self._links:
+            return
         self._links[pair] = _Link({first: _Direction(), second: _Direction()})
         for end, other in ((first, second), (second, first)):
             self.perform(end, self.workers[end].link_up(other, self.engine.now))
 
     def _link_down(self, rank: int, peer: int) -> None:
+        if frozenset((rank, peer)) in self._links:
+            return  # made anew meanwhile, which said it already
         self.perform(rank, self.workers[rank].link_down(peer, self.engine.now))
 
     def _send(self, rank: int, peer: int, envelope: Envelope) -> None:
-        link = self._links.get(frozenset((rank, peer)))
+        pair = frozenset((rank, peer))
+        if pair not in self._links and isinstance(envelope.message, ConsolidationMessage):
+            self._connect(rank, peer)
+        link = self._links.get(pair)
         if link is None:
             return
         number = self.num_messages.total()
@@ -205,7 +264,7 @@ class Network:
         if self.engine.now >= way.data_leaves:  # behind the data; otherwise between two chunks
             arrives = max(arrives, way.data_arrives)
         way.last_arrival = arrives
-        self.engine.at(arrives, lambda: self._deliver(link, rank, peer, envelope))
+        self.engine.at(arrives, partial(self._deliver, link, rank, peer, envelope))
 
     def _deliver(self, link: _Link, rank: int, peer: int, envelope: Envelope) -> None:
         if link.is_up:
@@ -229,7 +288,7 @@ class Network:
         arrives = way.data_leaves + self._conditions.latency_s(rank, begin.peer)
         way.data_arrives = max(arrives, way.last_arrival)
         self.engine.at(
-            way.data_arrives, lambda: self._data_arrived(link, rank, begin.peer, begin.id)
+            way.data_arrives, partial(self._data_arrived, link, rank, begin.peer, begin.id)
         )
 
     def _data_arrived(self, link: _Link, rank: int, peer: int, id: ExchangeId) -> None:
@@ -237,6 +296,39 @@ class Network:
             self._end(peer, id, "finished")
             self.workers[peer].heard(rank, self.engine.now)
             self.perform(peer, self.workers[peer].finished(id, self.engine.now))
+
+    # --- consolidation ---------------------------------------------------------------------
+
+    def _consolidate(self, rank: int, action: ConsolidationAction) -> None:
+        now = self.engine.now
+        match action:
+            case MeasureDistance(origin=origin):
+                self.perform(rank, self.workers[rank].distance_measured(origin, 0.0, now))
+            case Finished():
+                self.left[rank] = now
+            case SendPartial() | SendResult():
+                link = self._links.get(frozenset((rank, action.peer)))
+                if link is not None:
+                    way = link.directions[rank]
+                    arrives = now + self._conditions.latency_s(rank, action.peer)
+                    way.last_arrival = max(arrives, way.last_arrival)
+                    self.engine.at(
+                        way.last_arrival, partial(self._chunk_arrived, link, rank, action)
+                    )
+            case _:
+                pass  # arithmetic on parameters, which are not here
+
+    def _chunk_arrived(self, link: _Link, rank: int, sent: SendPartial | SendResult) -> None:
+        if not link.is_up:
+            return
+        worker, now = self.workers[sent.peer], self.engine.now
+        match sent:
+            case SendPartial(epoch=epoch, chunk=chunk):
+                if worker.consolidation.accepts_partial(rank, epoch, chunk):
+                    self.perform(sent.peer, worker.partial_landed(rank, epoch, chunk, now))
+            case SendResult(origin=origin, chunk=chunk):
+                if worker.consolidation.accepts_result(rank, origin, chunk):
+                    self.perform(sent.peer, worker.result_landed(rank, origin, chunk, now))
 
     def _end(self, rank: int, id: ExchangeId, outcome: str) -> None:
         del self._running[rank]

@@ -1,0 +1,234 @@
+"""Pairing on random networks: whatever the graph, the delays and the cuts.
+
+Every test runs real worker protocols on the discrete-event network. The last ones break the
+pairing on purpose, and check that these very tests would notice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossipdp.graph.constants import Constants
+from gossipdp.graph.topology import build_graph
+from gossipdp.protocol.clock import StepClock
+from gossipdp.protocol.messages import Propose
+from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
+from gossipdp.simulate.engine import Engine
+from gossipdp.simulate.network import Conditions, Network, make_workers
+
+TRAINING_S = 40.0
+AFTERWARDS_S = 30.0
+
+
+class InPhase(Random):
+    """Ticks of all workers at the same moments: each gap is exactly its mean."""
+
+    def expovariate(self, lambd: float = 1.0) -> float:
+        return 1.0 / lambd
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A network and what befalls it."""
+
+    graph: nx.Graph
+    policy_name: str
+    comm_rate: float
+    latency_s: tuple[float, float]
+    transfer_s: tuple[float, float]
+    step_s: tuple[float, float]
+    is_in_phase: bool
+    cut_at_messages: frozenset[int]
+    seed: int
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> nx.Graph:
+    """A connected graph: a random tree on shuffled ranks and some more edges."""
+    num_workers = draw(st.integers(2, 6))
+    ranks = draw(st.permutations(range(num_workers)))
+    graph: nx.Graph = nx.Graph()
+    for position in range(1, num_workers):
+        graph.add_edge(ranks[position], ranks[draw(st.integers(0, position - 1))])
+    others = list(nx.non_edges(graph))
+    if others:
+        graph.add_edges_from(draw(st.lists(st.sampled_from(others), unique=True)))
+    return graph
+
+
+def spans(*choices: tuple[float, float]) -> st.SearchStrategy[tuple[float, float]]:
+    return st.sampled_from(choices)
+
+
+SCENARIOS = st.builds(
+    Scenario,
+    graph=graphs(),
+    policy_name=st.sampled_from(["fresh", "poisson", "available", "scheduled"]),
+    comm_rate=st.sampled_from([0.5, 1.0, 4.0]),
+    latency_s=spans((0.001, 0.001), (0.0, 0.0), (0.0, 0.3), (0.1, 0.1), (0.0, 1.5)),
+    transfer_s=spans((0.01, 0.01), (0.0, 0.0), (0.0, 0.5), (0.3, 0.3)),
+    step_s=spans((1.0, 1.0), (0.5, 1.5), (0.2, 3.0)),
+    is_in_phase=st.booleans(),
+    cut_at_messages=st.frozensets(st.integers(0, 1000), max_size=12),
+    seed=st.integers(0, 2**32),
+)
+
+
+def make_network(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> Network:
+    constants = Constants.of(scenario.graph, scenario.comm_rate)
+    workers = make_workers(constants, seed=scenario.seed, policy_name=scenario.policy_name)
+    random = Random(scenario.seed)
+    for rank, worker in workers.items():
+        broken = pairing_class(
+            rank=rank,
+            incarnation=0,
+            policy=worker.pairing._policy,
+            alpha_tilde=random.uniform(0.5, 2.0),
+        )
+        worker.pairing = broken
+        if scenario.is_in_phase:
+            worker.clock = StepClock(constants.worker_rate(rank) / 2, InPhase())
+    conditions = Conditions(
+        latency_s=lambda sender, receiver: random.uniform(*scenario.latency_s),
+        transfer_s=lambda sender, receiver: random.uniform(*scenario.transfer_s),
+        step_s=lambda rank: random.uniform(*scenario.step_s),
+        detection_s=lambda sender, receiver: random.uniform(0.0, 0.2),
+        cut_at_messages=scenario.cut_at_messages,
+    )
+    return Network(Engine(), workers, constants.edges, conditions)
+
+
+def check_run(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> Network:
+    """Train, end, and check all that must hold; the network itself refuses overlaps."""
+    network = make_network(scenario, pairing_class)
+    engine = network.engine
+    engine.run(until=TRAINING_S)
+    for rank in network.workers:
+        network.done(rank)
+    engine.run(until=TRAINING_S + AFTERWARDS_S)
+
+    for worker in network.workers.values():
+        assert worker.pairing.state == Idle(), f"rank {worker.rank} is stuck"
+        assert not worker.pairing._waiting.parked
+    assert network.left.keys() == network.workers.keys()
+    for record in network.records.values():
+        assert len({end.alpha_tilde for end in record.ends.values()}) == 1
+        assert record.id.initiator in record.ends or len(record.ends) == 1
+        assert all(end.ended is not None for end in record.ends.values())
+    return network
+
+
+@settings(deadline=None, max_examples=50)
+@given(SCENARIOS)
+def test_no_overlap_no_deadlock_and_both_ends_agree(scenario: Scenario) -> None:
+    network = check_run(scenario)
+    if not scenario.cut_at_messages:
+        assert all(record.is_complete for record in network.records.values())
+        assert all(worker.exchanges_failed == 0 for worker in network.workers.values())
+
+
+@settings(deadline=None, max_examples=8)
+@given(SCENARIOS)
+def test_everybody_keeps_exchanging(scenario: Scenario) -> None:
+    network = make_network(scenario)
+    engine = network.engine
+    constants = Constants.of(scenario.graph, scenario.comm_rate)
+    rates = {rank: constants.worker_rate(rank) for rank in constants.workers}
+
+    def counts() -> dict[int, int]:
+        return {
+            rank: worker.exchanges_initiated + worker.exchanges_answered
+            for rank, worker in network.workers.items()
+        }
+
+    engine.run(until=TRAINING_S)
+    before = counts()
+    engine.run(until=TRAINING_S + 100.0)
+    after = counts()
+    for rank, worker in network.workers.items():
+        # Expected at the least: 60 steps' worth of its rate. Few would be chance, none is a fault
+        # where more than 12 are expected.
+        if rates[rank] * 60 > 12:
+            assert after[rank] > before[rank]
+
+
+@settings(deadline=None, max_examples=5)
+@given(SCENARIOS)
+def test_same_seed_same_trace(scenario: Scenario) -> None:
+    first, second = make_network(scenario), make_network(scenario)
+    for network in (first, second):
+        network.engine.run(until=TRAINING_S)
+    assert first.records == second.records
+    assert first.num_messages == second.num_messages
+    assert first.engine.num_events == second.engine.num_events
+
+
+# --- broken on purpose ---------------------------------------------------------------------
+
+
+class Overlapping(Pairing):
+    """Accepts while it exchanges."""
+
+    def _on_propose(self, peer: int, proposal: Propose) -> list[PairingAction]:
+        if isinstance(self._state, Exchanging):
+            return self._accept(peer, proposal)
+        return super()._on_propose(peer, proposal)
+
+
+class LosingBusy(Pairing):
+    """Forgets to say BUSY every third time."""
+
+    num_busy = 0
+
+    def _busy(self, peer: int, proposal: Propose) -> list[PairingAction]:
+        self.num_busy += 1
+        return super()._busy(peer, proposal) if self.num_busy % 3 else []
+
+
+class WaitingDownward(Pairing):
+    """Parks proposals of higher ranks too: waits may form a cycle."""
+
+    def _on_propose(self, peer: int, proposal: Propose) -> list[PairingAction]:
+        state = self._state
+        if isinstance(state, Proposing) and state.peer != peer:
+            self._waiting.parked[peer] = proposal
+            return []
+        return super()._on_propose(peer, proposal)
+
+
+def in_phase_on(graph_name: str, num_workers: int, **changes: object) -> Scenario:
+    values: dict[str, object] = {
+        "graph": build_graph(graph_name, num_workers),
+        "policy_name": "fresh",
+        "comm_rate": 1.0,
+        "latency_s": (0.01, 0.01),
+        "transfer_s": (0.05, 0.05),
+        "step_s": (1.0, 1.0),
+        "is_in_phase": True,
+        "cut_at_messages": frozenset[int](),
+        "seed": 1,
+    }
+    return Scenario(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_overlapping_exchanges_are_caught() -> None:
+    check_run(in_phase_on("ring", 5))
+    with pytest.raises(RuntimeError, match="begins ExchangeId"):
+        check_run(in_phase_on("ring", 5), Overlapping)
+
+
+def test_a_lost_busy_is_caught() -> None:
+    with pytest.raises(AssertionError, match="is stuck"):
+        check_run(in_phase_on("ring", 5), LosingBusy)
+
+
+def test_a_cycle_of_waits_is_caught() -> None:
+    check_run(in_phase_on("complete", 6))
+    with pytest.raises(AssertionError, match="is stuck"):
+        check_run(in_phase_on("complete", 6), WaitingDownward)

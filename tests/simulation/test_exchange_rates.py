@@ -1,0 +1,131 @@
+"""How often workers exchange, with whom, and at what cost in messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from gossipdp.graph.constants import Constants
+from gossipdp.graph.topology import build_graph
+from gossipdp.protocol.clock import SKIPPED_STEPS, StepClock
+from gossipdp.simulate.engine import Engine
+from gossipdp.simulate.network import Conditions, Network, make_workers
+
+FIRST_STEPS = SKIPPED_STEPS + 1  # without a tick
+
+
+class InPhase(Random):
+    """Ticks of all workers at the same moments: each gap is exactly its mean."""
+
+    def expovariate(self, lambd: float = 1.0) -> float:
+        return 1.0 / lambd
+
+
+def train(
+    graph_name: str,
+    num_workers: int,
+    *,
+    num_steps: int,
+    policy_name: str = "fresh",
+    comm_rate: float = 1.0,
+    transfer_s: float = 0.01,
+    is_in_phase: bool = False,
+    slow_rank: int | None = None,
+) -> Network:
+    """Steps of one second, the slow rank's of four; latency one millisecond."""
+    constants = Constants.of(build_graph(graph_name, num_workers), comm_rate)
+    workers = make_workers(constants, seed=0, policy_name=policy_name)
+    if is_in_phase:
+        for rank, worker in workers.items():
+            worker.clock = StepClock(constants.worker_rate(rank) / 2, InPhase())
+    conditions = Conditions(
+        latency_s=lambda sender, receiver: 0.001,
+        transfer_s=lambda sender, receiver: transfer_s,
+        step_s=lambda rank: 4.0 if rank == slow_rank else 1.0,
+    )
+    network = Network(Engine(), workers, constants.edges, conditions)
+    network.engine.run(until=num_steps + 0.5)
+    return network
+
+
+def achieved_rate(network: Network) -> float:
+    """Exchanges per worker per gradient step, after the first steps."""
+    initiated = sum(worker.exchanges_initiated for worker in network.workers.values())
+    steps = sum(worker.clock.steps - FIRST_STEPS for worker in network.workers.values())
+    return 2 * initiated / steps
+
+
+def messages_per_exchange(network: Network) -> float:
+    num_heartbeats = network.num_messages["Heartbeat"]
+    return (network.num_messages.total() - num_heartbeats) / network.num_exchanges
+
+
+def repeated_share(network: Network) -> float:
+    """The share of exchanges whose two ends had each exchanged with the other just before."""
+    last: dict[int, int] = {}
+    num_repeated = 0
+    for record in network.records.values():
+        first, second = sorted(record.peers)
+        num_repeated += last.get(first) == second and last.get(second) == first
+        last[first], last[second] = second, first
+    return num_repeated / len(network.records)
+
+
+def exchanges_by_edge(network: Network) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(sorted(record.peers)) for record in network.records.values())
+
+
+@pytest.mark.parametrize("is_in_phase", [False, True])
+@pytest.mark.parametrize(("graph_name", "num_workers"), [("ring", 8), ("torus", 16)])
+def test_achieved_rate_meets_the_nominal(
+    graph_name: str, num_workers: int, is_in_phase: bool
+) -> None:
+    network = train(graph_name, num_workers, num_steps=150, is_in_phase=is_in_phase)
+    assert achieved_rate(network) == pytest.approx(1.0, abs=0.06)
+
+
+def test_achieved_rate_counts_own_steps() -> None:
+    network = train("ring", 8, num_steps=200, slow_rank=3)
+    assert achieved_rate(network) == pytest.approx(1.0, abs=0.08)
+    slow, neighbour = network.workers[3], network.workers[4]
+    assert slow.exchanges_initiated < 0.5 * neighbour.exchanges_initiated
+    assert slow.exchanges_answered > 1.5 * slow.exchanges_initiated
+
+
+def test_messages_are_bounded_with_ticks_in_phase() -> None:
+    network = train("torus", 36, num_steps=60, is_in_phase=True)
+    assert messages_per_exchange(network) < 8.0
+
+
+@pytest.mark.parametrize(
+    ("graph_name", "num_workers", "most"), [("ring", 8, 8.0), ("torus", 16, 25.0)]
+)
+def test_messages_are_bounded_with_saturated_links(
+    graph_name: str, num_workers: int, most: float
+) -> None:
+    network = train(graph_name, num_workers, num_steps=40, comm_rate=100.0, transfer_s=0.5)
+    assert messages_per_exchange(network) < most
+
+
+@pytest.mark.parametrize(("graph_name", "num_workers"), [("ring", 8), ("torus", 16)])
+def test_saturated_links_lock_available_but_not_fresh(graph_name: str, num_workers: int) -> None:
+    networks = {
+        policy_name: train(
+            graph_name,
+            num_workers,
+            num_steps=60,
+            policy_name=policy_name,
+            comm_rate=100.0,
+            transfer_s=0.5,
+        )
+        for policy_name in ("fresh", "available")
+    }
+    assert repeated_share(networks["fresh"]) == 0.0
+    assert repeated_share(networks["available"]) > 0.7
+    per_edge = exchanges_by_edge(networks["fresh"])
+    assert len(per_edge) == len(networks["available"].edges)
+    assert min(per_edge.values()) > 0.5 * max(per_edge.values())
+    # Not bought with idleness: fresh exchanges nearly as often.
+    assert networks["fresh"].num_exchanges > 0.85 * networks["available"].num_exchanges
