@@ -82,7 +82,7 @@ class AllReduceEngine(Engine):
         self.forward_module.register_comm_hook(None, self._average_bucket)
         self._device = next(self._module.parameters()).device if on_cuda else torch.device("cpu")
 
-    def _average_bucket(self, _: object, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
+    def _average_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Average one bucket of gradients; the last one's duration is what training waits for.
 
         By then the backward pass has nothing else to do, and it ends when this bucket arrives.
@@ -147,8 +147,12 @@ class AllReduceEngine(Engine):
         """See ``GossipDataParallel.averaged``: the parameters are the average at any time."""
         yield
 
+    @torch.no_grad()
     def consolidate(self) -> Consolidated:
-        """See ``GossipDataParallel.consolidate``; float buffers are averaged, as with gossip."""
+        """See ``GossipDataParallel.consolidate``.
+
+        The parameters are equal already, which is measured; float buffers are averaged.
+        """
         if self._is_closed:
             raise RuntimeError("consolidate() was called before, or the model is closed")
         self._collect_total()
@@ -158,12 +162,11 @@ class AllReduceEngine(Engine):
             dist.all_reduce(counts)
             self._total = counts.cpu()
             distance = distance.to(self._device)
-            for tensor in self._averaged_tensors():
-                mean = tensor.detach().clone()
-                dist.all_reduce(mean)
-                mean.div_(self.num_workers)
-                distance += (tensor - mean).double().square().sum()
-                tensor.copy_(mean)
+            for parameter in self._module.parameters():
+                distance += (parameter - self._average(parameter)).double().square().sum()
+            for buffer in self._module.buffers():
+                if buffer.is_floating_point():
+                    buffer.copy_(self._average(buffer))
             dist.all_reduce(distance)
             for buffer in self._module.buffers():
                 if not buffer.is_floating_point():
@@ -177,10 +180,10 @@ class AllReduceEngine(Engine):
             gradient_steps=int(self._total[1]),
         )
 
-    def _averaged_tensors(self) -> list[Tensor]:
-        parameters = [p.detach() for p in self._module.parameters() if p.requires_grad]
-        buffers = [b for b in self._module.buffers() if b.is_floating_point()]
-        return parameters + buffers
+    def _average(self, tensor: Tensor) -> Tensor:
+        mean = tensor.detach().clone()
+        dist.all_reduce(mean)
+        return mean.div_(self.num_workers)
 
     def stats(self) -> Stats:
         """See :class:`Engine`. There are no exchanges; bytes are those of the gradients."""
