@@ -531,7 +531,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         mine = self.identity.rank
         old = self._links.get(peer.rank)
         if old is not None:
-            if handshake.dialler and crossing.dialler_keeps(old, old.dialler, peer, mine):
+            if peer.incarnation < old.peer_incarnation:
                 self._release(opening)
                 return
             old.end("replaced by a newer link")

@@ -175,6 +175,11 @@ def test_reflection_is_refused() -> None:
     assert dialler.refusal == Refusal("secret", "", "")
 
 
+def test_the_direction_is_part_of_every_proof() -> None:
+    dialler, _ = pair()
+    assert dialler._prove("dialler", "the same") != dialler._prove("acceptor", "the same")
+
+
 def test_another_protocol_version_is_told_to_both() -> None:
     dialler, acceptor = pair()
     data = bytearray(dialler.take_output())

@@ -218,30 +218,35 @@ def test_dialling_oneself(world: Any) -> None:
 # Two links between the same workers.
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("block", range(5))
 def test_crossing_dials_end_in_one_link_dialled_by_the_lower_rank(
-    world: Any, caplog: pytest.LogCaptureFixture, seed: int
+    world: Any, caplog: pytest.LogCaptureFixture, block: int
 ) -> None:
-    """Both dial, and their loops turn in a random order: the same link survives at both ends."""
-    order = random.Random(seed)
-    low, high = world.tcp(0), world.tcp(1)
-    dials = [(low, high), (high, low)]
-    order.shuffle(dials)
-    dials[0][0].dial(dials[0][1])
-    for _ in range(order.randrange(4)):
-        order.choice((low, high)).transport.poll(0.001)
-    dials[1][0].dial(dials[1][1])
-    for _ in range(60):
-        order.choice((low, high)).transport.poll(0.001)
-    world.settle()
-    there, back = low.link(high), high.link(low)
-    there.send_control(b"ping")
-    world.until(lambda: high.handler.of("control"))
-    assert high.handler.of("control") == [(back, b"ping")]
-    assert low.transport.links[1].dialler == high.transport.links[0].dialler == 0
-    for node in (low, high):
-        assert not node.handler.of("refused")
-        assert all(not refused for _, refused in node.handler.of("dial_failed"))
+    """Both dial, and their loops turn in a random order: the same link survives at both ends.
+
+    (With an acceptor that always takes the new link, 1 schedule in 20 ends without any.)
+    """
+    for seed in range(50 * block, 50 * (block + 1)):
+        order = random.Random(seed)
+        low, high = world.tcp(0), world.tcp(1)
+        dials = [(low, high), (high, low)]
+        order.shuffle(dials)
+        dials[0][0].dial(dials[0][1])
+        for _ in range(order.randrange(8)):
+            order.choice((low, high)).transport.poll(0.0)
+        dials[1][0].dial(dials[1][1])
+        for _ in range(30):
+            order.choice((low, high)).transport.poll(0.0)
+        for node in 20 * (low, high):
+            node.transport.poll(0.0)
+        there, back = low.transport.links[1], high.transport.links[0]
+        assert there.link_id == back.link_id
+        assert there.dialler == back.dialler == 0
+        for node in (low, high):
+            assert node.handler.links
+            assert not node.handler.of("refused")
+            assert all(not refused for _, refused in node.handler.of("dial_failed"))
+            world.close(node)
     assert not caplog.records
 
 
