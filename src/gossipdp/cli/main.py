@@ -115,10 +115,8 @@ def _with_common(name: str) -> Any:
     """A dataclass of the subcommand's options and the common ones, for tyro to fill."""
     _, kind = _load(name)
     unnamed = tyro.conf.arg(name="")
-    fields: list[tuple[str, Any]] = [
-        ("arguments", Annotated[kind, unnamed]),
-        ("common", Annotated[Common, unnamed]),
-    ]
+    annotated: Any = Annotated  # to mypy, kind is a value and no type
+    fields = [("arguments", annotated[kind, unnamed]), ("common", annotated[Common, unnamed])]
     return dataclasses.make_dataclass("Words", fields)
 
 
