@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from gossipdp.cli.demo_worker import DemoTask, WorkerResult
     from gossipdp.workloads import Workload
 
+WorkloadName = Literal["digits", "pystdlib"]
+MethodName = Literal["a2cid2", "gossip", "allreduce", "none"]
+
 
 @dataclass(frozen=True)
 class DemoArguments:
     """Train a small model with several worker processes here, and show what happens."""
 
-    workload: Literal["digits", "pystdlib"] = "digits"
+    workload: WorkloadName = "digits"
     """digits: handwritten digits, a small convolutional network; pystdlib: the source text of
     Python's standard library, a small byte-level transformer."""
 
@@ -31,7 +34,7 @@ class DemoArguments:
     graph: str = "ring"
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
 
-    method: Literal["a2cid2", "gossip", "allreduce", "none"] = "a2cid2"
+    method: MethodName = "a2cid2"
     """a2cid2: accelerated gossip; gossip: plain pairwise averaging; allreduce: synchronous;
     none: the workers train apart and are averaged at the end only."""
 
@@ -66,14 +69,17 @@ def run(arguments: DemoArguments) -> int:
 
     Raises ValueError for bad input, before any process starts.
     """
-    workload, task = check(arguments)
+    check(arguments)
 
+    from gossipdp.runtime.launcher import launch, start_fork_server
+
+    start_fork_server()  # it imports torch while this process does so too
     from rich.console import Console
 
     from gossipdp.cli.demo_worker import train_worker
     from gossipdp.report.live import LiveView
-    from gossipdp.runtime.launcher import launch
 
+    workload, task = prepare(arguments)
     console = Console()
     _clear(task.directory)
     console.print(_opening(arguments, task), highlight=False)
@@ -101,36 +107,41 @@ def run(arguments: DemoArguments) -> int:
     return 0
 
 
-def check(arguments: DemoArguments) -> tuple[Workload, DemoTask]:
-    """The workload and the task of the workers; ValueError for what cannot be meant."""
-    if arguments.workers < 1:
-        raise ValueError(f"--workers is {arguments.workers}; at least 1 is needed")
+def check(arguments: DemoArguments) -> None:
+    """Raise ValueError for what cannot be meant; quick, without torch."""
+    for name, value, known in (
+        ("workload", arguments.workload, get_args(WorkloadName)),
+        ("method", arguments.method, get_args(MethodName)),
+    ):
+        if value not in known:
+            raise ValueError(f"there is no {name} {value!r}; choose one of {', '.join(known)}")
+    for option, number, least in (
+        ("--workers", arguments.workers, 1),
+        ("--samples", arguments.samples, 1),
+        ("--seed", arguments.seed, 0),
+    ):
+        if number is not None and number < least:
+            raise ValueError(f"{option} is {number}; it must be at least {least}")
     if not (math.isfinite(arguments.comm_rate) and arguments.comm_rate > 0):
         raise ValueError(f"--comm-rate is {arguments.comm_rate}; it must be a positive number")
-    if arguments.samples is not None and arguments.samples < 1:
-        raise ValueError(f"--samples is {arguments.samples}; at least 1 is needed")
-    if arguments.seed < 0:
-        raise ValueError(f"--seed is {arguments.seed}; it must be 0 or more")
-    slow_worker = parse_slow_worker(arguments.slow_worker, arguments.workers)
+    parse_slow_worker(arguments.slow_worker, arguments.workers)
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ValueError(f"--json {arguments.json}: the directory to write it to does not exist")
 
-    # torch takes seconds to import: what can be checked without it was.
     from gossipdp.graph import build_graph
-    from gossipdp.parallel.options import METHODS
-    from gossipdp.workloads import make_workload
 
-    if arguments.method not in METHODS:
-        raise ValueError(
-            f"there is no method {arguments.method!r}; choose one of {', '.join(METHODS)}"
-        )
     build_graph(arguments.graph, arguments.workers, seed=arguments.seed)
 
+
+def prepare(arguments: DemoArguments) -> tuple[Workload, DemoTask]:
+    """The workload, and the task of every worker, from arguments that were checked."""
     from gossipdp.cli.demo_worker import DemoTask
+    from gossipdp.workloads import make_workload
 
     workload = make_workload(arguments.workload, disjoint=arguments.disjoint)
-    # Also the first reading of the data: a share too small for a batch is found here.
-    workload.train_loader(0, arguments.workers, arguments.seed)
+    if arguments.disjoint:
+        # Raises where a share of the data would be too small, before a worker does.
+        workload.train_loader(0, arguments.workers, arguments.seed)
     samples = arguments.samples or workload.default_budget_samples
     return workload, DemoTask(
         workload=arguments.workload,
@@ -140,7 +151,7 @@ def check(arguments: DemoArguments) -> tuple[Workload, DemoTask]:
         samples=samples,
         seed=arguments.seed,
         disjoint=arguments.disjoint,
-        slow_worker=slow_worker,
+        slow_worker=parse_slow_worker(arguments.slow_worker, arguments.workers),
         directory=(arguments.output or _default_output(arguments)).absolute(),
         configuration={
             "workload": arguments.workload,
@@ -273,7 +284,7 @@ def _lines(workload: Workload, task: DemoTask, summary: dict[str, Any]) -> list[
         f"trained {summary['train_seconds']:.1f} s on {summary['samples']:,} samples; gradient "
         f"steps of the slowest and the fastest worker: {min(steps):,} and {max(steps):,}",
     ]
-    if task.method in ("a2cid2", "gossip"):
+    if task.method in ("a2cid2", "gossip") and len(steps) > 1:
         lines.append(
             f"achieved comm rate: {summary['achieved_comm_rate']:.3f} exchanges per worker per "
             f"gradient step, asked for {task.comm_rate:g}"

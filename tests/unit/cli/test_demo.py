@@ -3,12 +3,22 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from gossipdp.cli.demo import DemoArguments, check, parse_slow_worker, run, summarize
+from gossipdp.cli.demo import (
+    DemoArguments,
+    MethodName,
+    WorkloadName,
+    parse_slow_worker,
+    prepare,
+    run,
+    summarize,
+)
 from gossipdp.cli.demo_worker import DemoTask, WorkerResult
+from gossipdp.parallel.options import METHODS
+from gossipdp.workloads import WORKLOADS
 
 
 @pytest.mark.parametrize(
@@ -26,7 +36,7 @@ from gossipdp.cli.demo_worker import DemoTask, WorkerResult
         ({"slow_worker": "2"}, "write RANK:FACTOR, such as 2:4"),
         ({"slow_worker": "4:2"}, "no rank 4 among 4 workers; choose 0 to 3"),
         ({"slow_worker": "1:0.5"}, "factor must be at least 1"),
-        ({"json": Path("/no/such/directory/results.json")}, "directory .* does not exist"),
+        ({"json": Path("/no/such/directory/results.json")}, r"the directory .* does not exist"),
         ({"workers": 64, "disjoint": True}, "less than one batch of 32"),
     ],
 )
@@ -42,18 +52,23 @@ def test_bad_input_is_refused_before_any_process_starts(
 
 
 def test_the_task_follows_from_the_arguments(tmp_path: Path) -> None:
-    workload, task = check(DemoArguments(slow_worker="2:4", output=tmp_path, samples=64))
+    workload, task = prepare(DemoArguments(slow_worker="2:4", output=tmp_path, samples=64))
     assert workload.name == task.workload == "digits"
     assert task.slow_worker == (2, 4.0)
     assert task.samples == 64
     assert task.directory == tmp_path
     assert task.configuration["batch_size"] == workload.batch_size
-    assert check(DemoArguments())[1].samples == workload.default_budget_samples
+    assert prepare(DemoArguments())[1].samples == workload.default_budget_samples
+
+
+def test_the_names_are_those_of_the_library() -> None:
+    assert get_args(WorkloadName) == tuple(WORKLOADS)
+    assert get_args(MethodName) == METHODS
 
 
 def test_each_configuration_has_its_own_directory() -> None:
-    first = check(DemoArguments())[1].directory
-    other = check(DemoArguments(method="gossip"))[1].directory
+    first = prepare(DemoArguments())[1].directory
+    other = prepare(DemoArguments(method="gossip"))[1].directory
     assert first.parent == other.parent == Path.cwd() / "runs"
     assert first != other
 
@@ -90,7 +105,7 @@ def make_results(task: DemoTask) -> list[WorkerResult]:
 
 
 def test_the_results_have_the_documented_keys() -> None:
-    workload, task = check(DemoArguments(workers=2))
+    workload, task = prepare(DemoArguments(workers=2))
     summary = summarize(workload, task, make_results(task))
     assert set(summary) == {
         "test_accuracy",
@@ -119,7 +134,7 @@ def test_the_results_have_the_documented_keys() -> None:
 
 
 def test_the_results_say_how_a_worker_was_slowed() -> None:
-    workload, task = check(DemoArguments(workload="pystdlib", slow_worker="2:4"))
+    workload, task = prepare(DemoArguments(workload="pystdlib", slow_worker="2:4"))
     summary = summarize(workload, task, make_results(task))
     assert summary["slow_worker"] == {"rank": 2, "factor": 4.0, "by": "waiting"}
     assert "validation_bits_per_byte" in summary
