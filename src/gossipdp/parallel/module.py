@@ -162,6 +162,9 @@ class GossipDataParallel(nn.Module):
     @property
     def finished(self) -> bool:
         """Whether the workers together have used up the budget; False without one."""
+        return self._is_budget_used()
+
+    def _is_budget_used(self) -> bool:
         budget = self._budget_samples
         return budget is not None and self._engine.total_samples() >= budget
 
@@ -194,14 +197,14 @@ class GossipDataParallel(nn.Module):
         if self._budget_samples is None:
             raise ValueError("batches() needs to know when to end: wrap with budget_samples=")
         epoch = 0
-        while not self.finished:
+        while not self._is_budget_used():
             if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
                 loader.sampler.set_epoch(epoch)
             num_batches = 0
             for batch in loader:
                 num_batches += 1
                 yield batch
-                if self.finished:
+                if self._is_budget_used():
                     return
             if num_batches == 0:
                 raise ValueError(

@@ -1,0 +1,376 @@
+"""One worker alone: training is bitwise that of the plain loop; and the public surface."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from gossipdp import GossipDataParallel, ModelChangedError
+
+
+class Net(nn.Module):
+    """Convolution, BatchNorm, Dropout and tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(0.2)
+        self.inner = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.inner.weight
+        self.frozen = nn.Linear(4, 3)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        features = self.drop(self.norm(self.conv(images)).relu()).mean(dim=(2, 3))
+        features = self.tied(self.inner(features).relu())
+        return self.head(features) + self.frozen(features)
+
+
+class SignSGD(torch.optim.Optimizer):
+    """A user's own optimizer, which keeps state."""
+
+    def __init__(self, params, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["mean"] = 0.9 * state.get("mean", 0.0) + 0.1 * parameter.grad
+                    parameter.sub_(group["lr"] * state["mean"].sign())
+
+
+@pytest.fixture
+def wrap():
+    """Wrap, and close at the end of the test."""
+    models = []
+
+    def call(*args, **kwargs) -> GossipDataParallel:
+        models.append(GossipDataParallel(*args, **kwargs))
+        return models[-1]
+
+    yield call
+    for model in models:
+        model.close()
+
+
+def make(seed: int = 0, memory_format=torch.contiguous_format) -> nn.Module:
+    torch.manual_seed(seed)
+    return Net().to(memory_format=memory_format)
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return (
+        torch.randn(6, 2, 5, 5, generator=generator),
+        torch.randint(0, 3, (6,), generator=generator),
+    )
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    images, labels = batch(step)
+    return nn.functional.cross_entropy(model(images), labels)
+
+
+def assert_bitwise_equal(one: nn.Module, other: nn.Module) -> None:
+    for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def plain_step(model, optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    optimizer.step()
+
+
+def accumulating_step(model, optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    for part in range(3):
+        (loss_of(model, 10 * step + part) / 3).backward()
+    nn.utils.clip_grad_norm_(trainable(model), 0.5)
+    optimizer.step()
+
+
+def autocast_step(model, optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(model, step)
+    loss.backward()
+    optimizer.step()
+
+
+def closure_step(model, optimizer, step: int) -> None:
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+OPTIMIZERS = {
+    "sgd": lambda m: torch.optim.SGD(trainable(m), 0.1, momentum=0.9, weight_decay=1e-3),
+    "adamw": lambda m: torch.optim.AdamW(trainable(m), 1e-2),
+    "foreach": lambda m: torch.optim.AdamW(trainable(m), 1e-2, foreach=True),
+    "own": lambda m: SignSGD(trainable(m), 1e-2),
+    "groups": lambda m: torch.optim.SGD(
+        [{"params": m.head.parameters(), "lr": 0.5}, {"params": m.conv.parameters()}], 0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("step_function", [plain_step, accumulating_step, autocast_step])
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_one_worker_is_bitwise_the_plain_loop(wrap, step_function, optimizer_name, memory_format):
+    plain, wrapped = make(0, memory_format), make(0, memory_format)
+    trained = []
+    for module in (plain, wrapped):
+        optimizer = OPTIMIZERS[optimizer_name](module)
+        model = wrap(module, optimizer) if module is wrapped else module
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        torch.manual_seed(1)
+        for step in range(6):
+            step_function(model, optimizer, step)
+            scheduler.step()
+        trained.append(model)
+    assert_bitwise_equal(*trained)
+
+
+def test_lbfgs_with_a_closure_is_bitwise_the_plain_loop(wrap):
+    plain, wrapped = make(), make()
+    for module in (plain, wrapped):
+        module.drop.p = 0.0
+        optimizer = torch.optim.LBFGS(trainable(module), max_iter=4)
+        model = wrap(module, optimizer) if module is wrapped else module
+        for step in range(3):
+            closure_step(model, optimizer, step)
+    assert_bitwise_equal(plain, wrapped)
+
+
+def test_a_compiled_module_trains_and_keeps_its_names(wrap):
+    plain, wrapped = make(), make()
+    for module in (plain, wrapped):
+        module.drop.p = 0.0
+        compiled = torch.compile(module, backend="eager")
+        optimizer = torch.optim.SGD(trainable(module), 0.1)
+        model = wrap(compiled, optimizer) if module is wrapped else compiled
+        for step in range(3):
+            plain_step(model, optimizer, step)
+    assert_bitwise_equal(plain, wrapped)
+    assert list(model.state_dict()) == list(compiled.state_dict())
+
+
+def test_a_step_that_grad_scaler_skips_is_no_boundary(wrap):
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = wrap(net, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for value in (1.0, math.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.full((1, 2), value)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert model.stats().gradient_steps == 2
+
+
+def test_several_optimizers_and_steps_of_the_first_count(wrap):
+    net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in net)
+    model = wrap(net, [first, second])
+    for _ in range(3):
+        net[1](net[0](torch.ones(1, 2))).sum().backward()
+        first.step()
+        second.step()
+        second.step()
+    assert model.stats().gradient_steps == 3
+
+
+def test_state_dict_has_the_modules_own_names_and_loads_both_ways(wrap):
+    net = make()
+    model = wrap(net, torch.optim.SGD(trainable(net), 0.1))
+    assert list(model.state_dict()) == list(make().state_dict())
+    other = make(5)
+    model.load_state_dict(other.state_dict())
+    assert_bitwise_equal(model, other)
+    net.load_state_dict(make(6).state_dict())
+    assert_bitwise_equal(model, make(6))
+    with pytest.raises(ValueError, match="assign=True"):
+        model.load_state_dict(other.state_dict(), assign=True)
+
+
+def test_state_dict_does_not_change_when_training_goes_on(wrap):
+    net = make()
+    optimizer = torch.optim.SGD(trainable(net), 0.1)
+    model = wrap(net, optimizer)
+    before = model.state_dict()
+    kept = copy.deepcopy(before)
+    plain_step(model, optimizer, 0)
+    assert all(torch.equal(before[name], kept[name]) for name in kept)
+
+
+def test_moving_the_model_is_an_error_at_once_and_a_no_op_move_is_not(wrap):
+    net = make()
+    model = wrap(net, torch.optim.SGD(trainable(net), 0.1))
+    model.to("cpu")
+    with pytest.raises(ModelChangedError, match="before wrapping"):
+        model.to(torch.float64)
+
+
+def test_unfreezing_is_an_error_at_the_next_boundary(wrap):
+    net = make()
+    optimizer = torch.optim.SGD(trainable(net), 0.1)
+    model = wrap(net, optimizer)
+    net.frozen.requires_grad_(True)
+    with pytest.raises(ModelChangedError, match="exchange_frozen"):
+        plain_step(model, optimizer, 0)
+
+
+def test_budget_ends_the_batches_and_scales_progress(wrap):
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = wrap(net, optimizer, budget_samples=100)
+    seen = []
+    for images in model.batches([torch.ones(10, 2), torch.ones(20, 2)]):
+        seen.append(model.progress())
+        model(images).sum().backward()
+        optimizer.step()
+    assert seen == pytest.approx([0.0, 0.1, 0.3, 0.4, 0.6, 0.7, 0.9])
+    assert model.finished
+    assert model.progress() == 1.0
+    assert model.stats().samples == 100
+
+
+def test_samples_are_counted_in_training_mode_alone_and_may_be_given(wrap):
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = wrap(net, optimizer)
+    model(input=torch.ones(7, 2)).sum().backward()
+    model.eval()
+    model(torch.ones(50, 2))
+    model.train()
+    with torch.no_grad():
+        model(torch.ones(50, 2))
+    optimizer.step()
+    assert model.stats().samples == 7
+    given = wrap(net, optimizer, samples_per_step=3)
+    given(torch.ones(7, 2)).sum().backward()
+    optimizer.step()
+    assert given.stats().samples == 3
+
+
+def test_without_a_budget_progress_counts_steps(wrap):
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = wrap(net, optimizer)
+    optimizer.step()
+    assert model.progress() == 1.0
+    assert not model.finished
+    with pytest.raises(ValueError, match="budget_samples"):
+        next(model.batches([1]))
+
+
+def test_batches_shuffles_anew_each_epoch_and_refuses_an_empty_loader(wrap):
+    data = TensorDataset(torch.arange(8.0).reshape(8, 1))
+    sampler = DistributedSampler(data, num_replicas=1, rank=0)
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    model = wrap(net, optimizer, budget_samples=16)
+    orders = []
+    for (values,) in model.batches(DataLoader(data, batch_size=8, sampler=sampler)):
+        orders.append(values.flatten().tolist())
+        model(values).sum().backward()
+        optimizer.step()
+    assert len(orders) == 2
+    assert orders[0] != orders[1]
+    net = nn.Linear(1, 1)
+    empty = wrap(net, torch.optim.SGD(net.parameters(), 0.1), budget_samples=4)
+    with pytest.raises(ValueError, match="no batch"):
+        next(empty.batches([]))
+
+
+def test_averaged_alone_is_oneself_and_a_step_within_is_an_error(wrap):
+    net = make()
+    optimizer = torch.optim.SGD(trainable(net), 0.1)
+    model = wrap(net, optimizer)
+    before = copy.deepcopy(model.state_dict())
+    with model.averaged():
+        assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+        loss_of(model, 0).backward()
+        with pytest.raises(RuntimeError, match="averaged"):
+            optimizer.step()
+
+
+def test_consolidate_closes_and_the_module_trains_on_alone(wrap):
+    net = make()
+    optimizer = torch.optim.SGD(trainable(net), 0.1)
+    model = wrap(net, optimizer)
+    plain_step(model, optimizer, 0)
+    result = model.consolidate()
+    assert (result.num_workers, result.consensus_distance, result.gradient_steps) == (1, 0.0, 1)
+    plain_step(model, optimizer, 1)
+    assert model.stats().gradient_steps == 1
+    with pytest.raises(RuntimeError, match="before"):
+        model.consolidate()
+
+
+def test_a_dropped_model_does_not_hold_its_optimizer_back(wrap):
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    wrap(net, optimizer).close()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"graph": "rings"}, "ring"),
+        ({"comm_rate": 0.0}, "comm_rate"),
+        ({"comm_rate": math.nan}, "comm_rate"),
+        ({"method": "magic"}, "a2cid2, gossip, allreduce, none"),
+        ({"pace": "brisk"}, "free, strict"),
+        ({"neighbour_policy": "rude"}, "fresh"),
+        ({"max_lag": 9}, "max_lag"),
+        ({"timeout_s": -1.0}, "timeout_s"),
+        ({"budget_samples": 0}, "budget_samples"),
+        ({"samples_per_step": 0}, "samples_per_step"),
+        ({"port": 70000}, "port"),
+    ],
+)
+def test_bad_arguments_are_one_clear_error(arguments, message):
+    net = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match=message):
+        GossipDataParallel(net, torch.optim.SGD(net.parameters(), 0.1), **arguments)
+
+
+def test_something_that_is_no_optimizer(wrap):
+    with pytest.raises(ValueError, match=r"torch\.optim"):
+        wrap(nn.Linear(2, 1), "sgd")
+    with pytest.raises(ValueError, match="at least one"):
+        wrap(nn.Linear(2, 1), [])
+
+
+def test_allreduce_alone_is_bitwise_the_plain_loop(wrap):
+    plain, wrapped = make(), make()
+    for module in (plain, wrapped):
+        optimizer = torch.optim.SGD(trainable(module), 0.1)
+        model = wrap(module, optimizer, method="allreduce") if module is wrapped else module
+        torch.manual_seed(0)
+        for step in range(3):
+            plain_step(model, optimizer, step)
+    assert_bitwise_equal(plain, wrapped)
+    assert model.consolidate().gradient_steps == 3
