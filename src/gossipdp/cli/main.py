@@ -82,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug or not _is_ours(error):
             raise
         sys.stderr.write(f"gossipdp: error: {error}\n")
-        return FAILED if isinstance(error, GossipError) and not _is_usage(error) else USAGE
+        # A RendezvousError here, and not in a worker, is the port that the user chose.
+        in_the_run = isinstance(error, GossipError) and not isinstance(error, RendezvousError)
+        return FAILED if in_the_run else USAGE
 
 
 def _parse(words: list[str]) -> _Call:
@@ -106,6 +108,9 @@ def _parse(words: list[str]) -> _Call:
     return _Call(module.run, arguments, given.common)
 
 
+_annotated: Any = Annotated  # to mypy, a class in a variable is no type
+
+
 def _load(name: str) -> tuple[Any, type[Any]]:
     module = importlib.import_module(f"gossipdp.cli.{name}")
     return module, getattr(module, f"{name.capitalize()}Arguments")
@@ -115,8 +120,7 @@ def _with_common(name: str) -> Any:
     """A dataclass of the subcommand's options and the common ones, for tyro to fill."""
     _, kind = _load(name)
     unnamed = tyro.conf.arg(name="")
-    annotated: Any = Annotated  # to mypy, kind is a value and no type
-    fields = [("arguments", annotated[kind, unnamed]), ("common", annotated[Common, unnamed])]
+    fields = [("arguments", _annotated[kind, unnamed]), ("common", _annotated[Common, unnamed])]
     return dataclasses.make_dataclass("Words", fields)
 
 
@@ -124,7 +128,7 @@ def _any_command() -> Any:
     union: Any = None
     for name in COMMANDS:
         _, kind = _load(name)
-        option = Annotated[kind, tyro.conf.subcommand(name)]
+        option = _annotated[kind, tyro.conf.subcommand(name)]
         union = option if union is None else union | option
     return union
 
@@ -138,10 +142,6 @@ def _is_ours(error: Exception) -> bool:
         return True
     frames = list(traceback.walk_tb(error.__traceback__))
     return bool(frames) and frames[-1][0].f_globals.get("__name__", "").startswith("gossipdp.")
-
-
-def _is_usage(error: GossipError) -> bool:
-    return isinstance(error, RendezvousError)  # the port that the user chose is in use
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class HostedStore:
         self._listener = None
 
     def open_in_background(self) -> None:
-        """:meth:`open` in a thread, which :meth:`close` joins; its error comes out of have_set."""
+        """:meth:`open` in a thread, which :meth:`close` joins; :meth:`raise_error` tells how."""
 
         def run() -> None:
             try:
@@ -85,10 +85,13 @@ class HostedStore:
         self._opener = threading.Thread(target=run, name="gossipdp store")
         self._opener.start()
 
-    def have_set(self, keys: Iterable[str]) -> bool:
-        """Whether all ``keys`` have been set; False until the store is open."""
+    def raise_error(self) -> None:
+        """Raise the error with which opening in the background ended, if it did."""
         if self._error is not None:
             raise self._error
+
+    def have_set(self, keys: Iterable[str]) -> bool:
+        """Whether all ``keys`` have been set; False until the store is open."""
         # self._store is assigned once, by the opener, after it is complete.
         return self._store is not None and self._store.check(list(keys))
 

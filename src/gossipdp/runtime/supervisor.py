@@ -98,6 +98,7 @@ class Supervisor:
                 self._store.open_in_background()
                 while crew.watch():
                     self._relay(POLL_S)
+                    self._store.raise_error()
                     while len(caught) > caught.handled:
                         crew.end(caught[caught.handled])
                         caught.handled += 1
