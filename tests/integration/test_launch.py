@@ -3,6 +3,7 @@
 import inspect
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -31,7 +32,6 @@ def all_reduce_beside_a_rendezvous(rendezvous_first: bool) -> tuple:
         dist.init_process_group("gloo")
         total = torch.tensor([float(os.environ["RANK"])])
         dist.all_reduce(total)
-        dist.destroy_process_group()
         return total.item()
 
     total = None if rendezvous_first else reduce()
@@ -40,7 +40,10 @@ def all_reduce_beside_a_rendezvous(rendezvous_first: bool) -> tuple:
     settings = Settings((), "a2cid2", "ring", "1", "float32")
     meeting = rendezvous.meet(("127.0.0.1", 1000 + environment.rank), settings)
     rendezvous.mark_ready()
-    return (total or reduce()), dict(meeting.addresses), meeting.secret, torch.get_num_threads()
+    total = total or reduce()
+    dist.barrier()  # the group goes on working after the meeting
+    dist.destroy_process_group()
+    return total, dict(meeting.addresses), meeting.secret, torch.get_num_threads()
 
 
 @pytest.mark.parametrize("rendezvous_first", [True, False])
@@ -53,6 +56,35 @@ def test_workers_meet_beside_the_users_own_process_group(
     assert all(found == addresses for _, found, *_ in results)
     (secret,) = {secret for _, _, secret, _ in results}
     assert len(secret) == 32
+
+
+@pytest.mark.parametrize("rendezvous_first", [True, False])
+def test_without_a_launcher_worker_0_hosts_the_store(
+    workers: Callable, rendezvous_first: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    by_hand = {"TORCHELASTIC_USE_AGENT_STORE": "", "MASTER_PORT": str(port)}
+    results = workers(all_reduce_beside_a_rendezvous, 3, (rendezvous_first,), environment=by_hand)
+    assert {total for total, *_ in results} == {3.0}
+
+
+def arrive_alone() -> None:
+    from gossipdp.runtime.environment import Environment
+    from gossipdp.runtime.rendezvous import Rendezvous
+
+    if os.environ["RANK"] == "1":
+        Rendezvous.open(Environment.read(), timeout_s=0.5)
+
+
+def test_a_store_that_nobody_hosts_is_told_in_time(workers: Callable) -> None:
+    by_hand = {"TORCHELASTIC_USE_AGENT_STORE": "", "MASTER_PORT": "1"}
+    with pytest.raises(
+        WorkerFailedError,
+        match=r"worker 1 could not reach the store at 127.0.0.1:1 within 0.5 s \(Connection "
+        r"refused\); worker 0 hosts it: check",
+    ):
+        workers(arrive_alone, 2, environment=by_hand)
 
 
 def describe_worker(word: str) -> tuple[str, str, str, set[int], int]:

@@ -114,7 +114,8 @@ def connect(environment: Environment, timeout_s: float) -> "Store":
     """The store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it where no launcher does.
 
     The connection is this worker's own: the user's ``init_process_group`` makes another to the
-    same server, before or after.
+    same server, before or after. Where rank 0 hosts it, a process group that is destroyed just
+    before takes the server with it, and workers that had reached it fail to meet.
 
     Raises:
         RendezvousError: nothing answered within ``timeout_s``, or the port is in use.
