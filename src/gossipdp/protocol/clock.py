@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from random import Random
-from statistics import median
+from statistics import median_low
 
 SKIPPED_STEPS = 3
 MEDIAN_WINDOW = 32
@@ -77,7 +77,7 @@ class StepClock:
         if self.is_paused:
             self._paused_at = now
         if self._durations:
-            self._step_seconds = median(self._durations)
+            self._step_seconds = median_low(self._durations)
             if not had_median:
                 self._next_tick = self._steps + self._gap()
 

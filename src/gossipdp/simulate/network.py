@@ -110,8 +110,11 @@ def make_workers(
     timeout_s: float = 5.0,
     num_chunks: int = 1,
 ) -> dict[int, WorkerProtocol]:
-    """A protocol for every worker of the graph, each with its own random source."""
-    return {
+    """A protocol for every worker of the graph, each with its own random source.
+
+    All know of one another from the start, as after a rendezvous.
+    """
+    workers = {
         rank: WorkerProtocol(
             rank=rank,
             incarnation=0,
@@ -127,6 +130,10 @@ def make_workers(
         )
         for rank in constants.workers
     }
+    everybody = [worker.membership.own for worker in workers.values()]
+    for worker in workers.values():
+        worker.membership.merge_all(everybody)
+    return workers
 
 
 class Network:

@@ -1,0 +1,143 @@
+"""The step clock: virtual time, the running median, ticks that meet their rate."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+
+from gossipdp.protocol.clock import MEDIAN_WINDOW, SKIPPED_STEPS, StepClock
+
+
+class EveryGap(Random):
+    """Gaps of exactly their mean."""
+
+    def expovariate(self, lambd: float = 1.0) -> float:
+        return 1.0 / lambd
+
+
+def started(rate_per_step: float, step_s: float = 1.0) -> tuple[StepClock, float]:
+    """A clock just after the step that gave it its first duration, and the time then."""
+    clock = StepClock(rate_per_step, EveryGap())
+    for step in range(SKIPPED_STEPS + 1):
+        clock.step(step * step_s)
+    return clock, SKIPPED_STEPS * step_s
+
+
+def test_no_tick_before_there_is_a_step_duration() -> None:
+    clock = StepClock(10.0, Random(0))
+    for step in range(SKIPPED_STEPS):
+        clock.step(float(step))
+        assert clock.step_seconds is None
+        assert clock.ticks_due(step + 0.9) == 0
+        assert clock.next_tick_at(step + 0.9) is None
+    clock.step(float(SKIPPED_STEPS))
+    assert clock.step_seconds == 1.0
+
+
+def test_first_steps_do_not_count_in_the_median() -> None:
+    clock = StepClock(1.0, Random(0))
+    now = 0.0
+    for duration in (100.0, 100.0, 100.0, 2.0, 4.0, 3.0):
+        now += duration
+        clock.step(now)
+    assert clock.step_seconds == 3.0
+
+
+def test_median_forgets() -> None:
+    clock, now = started(1.0, step_s=5.0)
+    for _ in range(MEDIAN_WINDOW):
+        now += 1.0
+        clock.step(now)
+    assert clock.step_seconds == 1.0
+
+
+def test_ticks_come_due_in_virtual_time() -> None:
+    clock, now = started(2.0, step_s=4.0)
+    assert clock.next_tick_at(now) == now + 2.0
+    assert clock.ticks_due(now + 1.9) == 0
+    assert clock.ticks_due(now + 2.0) == 1
+    assert clock.ticks_due(now + 2.0) == 0
+    assert clock.next_tick_at(now + 3.0) == now + 4.0
+    assert clock.next_tick_at(now + 5.0) == now + 5.0
+
+
+def test_a_long_step_is_worth_one_unit() -> None:
+    clock, now = started(2.0)
+    assert clock.ticks_due(now + 1000.0) == 2
+    assert clock.next_tick_at(now + 1000.0) is None
+    clock.step(now + 1000.0)
+    assert clock.ticks_due(now + 1000.4) == 0
+    assert clock.ticks_due(now + 1000.5) == 1
+
+
+def test_an_early_step_brings_its_ticks_due() -> None:
+    clock, now = started(2.0)
+    clock.step(now + 0.1)
+    assert clock.ticks_due(now + 0.1) == 2
+
+
+def test_next_tick_is_due_when_it_says() -> None:
+    random = Random(1)
+    clock = StepClock(3.0, random)
+    now = 0.0
+    for _ in range(300):
+        now += random.uniform(0.01, 0.3)
+        clock.step(now)
+        clock.ticks_due(now)
+        due = clock.next_tick_at(now)
+        if due is not None:
+            assert clock.ticks_due(math.nextafter(due, -math.inf)) == 0 or due == now
+            assert clock.ticks_due(due) >= 1
+
+
+@pytest.mark.parametrize("rate_per_step", [0.25, 1.0, 5.0])
+def test_ticks_per_step_meet_the_rate_whatever_the_durations(rate_per_step: float) -> None:
+    random = Random(2)
+    clock = StepClock(rate_per_step, random)
+    num_steps, num_ticks, now = 20_000, 0, 0.0
+    for step in range(num_steps):
+        now += random.lognormvariate(0.0, 1.0) + (100.0 if step % 97 == 0 else 0.0)
+        clock.step(now)
+        num_ticks += clock.ticks_due(now)
+    expected = rate_per_step * (num_steps - SKIPPED_STEPS - 1)
+    assert num_ticks == pytest.approx(expected, abs=4 * math.sqrt(expected))
+
+
+def test_pause_stops_time_and_resume_goes_on() -> None:
+    clock, now = started(2.0)
+    clock.pause(now + 0.4)
+    assert clock.ticks_due(now + 50.0) == 0
+    assert clock.next_tick_at(now + 50.0) is None
+    clock.pause(now + 60.0)  # already paused: nothing new
+    clock.resume(now + 100.4)
+    assert clock.next_tick_at(now + 100.4) == pytest.approx(now + 100.5)
+    clock.step(now + 101.0)
+    assert clock.step_seconds == 1.0
+    clock.resume(now + 500.0)  # not paused: nothing happens
+    assert clock.ticks_due(now + 101.0) == 2
+
+
+def test_set_rate_stretches_what_remains() -> None:
+    clock, now = started(1.0)
+    clock.set_rate(2.0)
+    assert clock.next_tick_at(now) == now + 0.5
+    clock.set_rate(0.0)
+    clock.step(now + 1.0)
+    assert clock.ticks_due(now + 1.0) == 0
+    clock.set_rate(4.0)
+    assert clock.next_tick_at(now + 1.0) == now + 1.25
+
+
+def test_rate_zero_never_ticks() -> None:
+    clock, now = started(0.0)
+    clock.step(now + 1.0)
+    assert clock.ticks_due(now + 2.0) == 0
+    assert clock.next_tick_at(now + 2.0) is None
+
+
+@pytest.mark.parametrize("rate_per_step", [-1.0, math.nan, math.inf])
+def test_bad_rates_are_refused(rate_per_step: float) -> None:
+    with pytest.raises(ValueError, match="rate_per_step"):
+        StepClock(rate_per_step, Random(0))

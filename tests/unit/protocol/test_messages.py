@@ -1,0 +1,113 @@
+"""The wire format of control messages: what is said is what is heard, and nothing else is."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossipdp.protocol.consolidation_messages import Epoch, PullResults
+from gossipdp.protocol.membership import Member, Status
+from gossipdp.protocol.messages import (
+    Abort,
+    Accept,
+    Busy,
+    Cancel,
+    Envelope,
+    ExchangeId,
+    Free,
+    Heartbeat,
+    Message,
+    Pass,
+    Propose,
+    ProtocolError,
+    RequestState,
+    StateRefused,
+    decode,
+    encode,
+)
+from gossipdp.protocol.progress import ProgressEntry
+
+ID = ExchangeId(3, 1, 12)
+MESSAGES: list[Message] = [
+    Propose(ID, 0.75),
+    Accept(ID, 0.75),
+    Busy(ID),
+    Free(),
+    Pass(),
+    Cancel(ID),
+    Abort(ID, "NaN"),
+    Heartbeat(),
+    RequestState(1),
+    StateRefused(1, "poisoned"),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_round_trip_with_news(message: Message) -> None:
+    envelope = Envelope(
+        message,
+        (Member(0, 2, 2**62, Status.DONE, "10.0.0.1", 4000),),
+        (ProgressEntry(0, 2, 2**62, 64, 2),),
+    )
+    assert decode(encode(envelope)) == envelope
+
+
+def test_consolidation_messages_travel_too() -> None:
+    fields = dict.fromkeys(Epoch.__struct_fields__, 1)
+    envelope = Envelope(PullResults(msgspec.convert(list(fields.values()), Epoch), 0))
+    assert decode(encode(envelope)) == envelope
+
+
+@pytest.mark.parametrize("alpha_tilde", [math.nan, math.inf, -math.inf, 0.0, -1.0])
+def test_gain_must_be_a_positive_number(alpha_tilde: float) -> None:
+    with pytest.raises(ProtocolError):
+        decode(encode(Envelope(Propose(ID, alpha_tilde))))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        ["Heartbeat"],
+        [["Nonsense"], [], []],
+        [["Busy"], [], []],
+        [["Busy", [1, 2, -3]], [], []],
+        [["Busy", [1, 2, "3"]], [], []],
+        [["Busy", [1, 2, 3, 4]], [], []],
+        [["Free", 1], [], []],
+        [["Free"], [], [], []],
+        [["Abort", [1, 2, 3], "x" * 1001], [], []],
+        [["Free"], [[0, 0, 0, 7, "host", 1]], []],
+        {"message": ["Free"]},
+    ],
+)
+def test_other_types_are_refused(value: object) -> None:
+    with pytest.raises(ProtocolError, match="malformed"):
+        decode(msgspec.msgpack.encode(value))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_decode_or_raise_protocol_error(data: bytes) -> None:
+    try:
+        decode(data)
+    except ProtocolError:
+        pass
+
+
+@given(st.sampled_from(MESSAGES), st.data())
+def test_damaged_messages_decode_or_raise_protocol_error(
+    message: Message, data: st.DataObject
+) -> None:
+    encoded = bytearray(encode(Envelope(message)))
+    position = data.draw(st.integers(0, len(encoded) - 1))
+    encoded[position] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(encoded)))
+    try:
+        decode(encoded[:cut])
+    except ProtocolError:
+        pass
