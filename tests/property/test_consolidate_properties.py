@@ -7,6 +7,7 @@ wrong order or a chunk counted twice shows in the bits.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable
@@ -216,6 +217,7 @@ class Network:
                         assert known == message.members, "one epoch, one member list"
                     self.send(rank, peer, message, dial=True)
                 case Prepare():
+                    self.epoch_of(node)
                     node.buffer = list(node.x)
                     node.copied_buffer = list(node.copied)
                 case SendPartial(peer, epoch, chunk):
@@ -232,11 +234,9 @@ class Network:
                     self.send(rank, peer, frame, dial=False)
                 case MeasureDistance(origin):
                     self.to_measure.append((node, origin))
-                case Commit(origin=origin):
+                case Commit():
                     node.commit = action
                     node.x, node.copied = list(node.buffer), list(node.copied_buffer)
-                    own = (rank, node.membership.own.process_id)
-                    self.members_of.setdefault(origin, (own,))
                     self.committed_in.append((self.epoch_of(node), action))
                 case Finished():
                     self.leave(rank)
@@ -395,12 +395,12 @@ class Network:
         assert len({(*node.x, *node.copied) for node in self.ended}) <= 1
 
     def check_claim(self) -> None:
-        """Epochs that share a process commit the same result."""
+        """Results that differ were first committed by groups without a common process."""
+        first: dict[Epoch, set[tuple[int, int]]] = {}
         for epoch, commit in self.committed_in:
-            for other_epoch, other in self.committed_in:
-                if commit.origin != other.origin:
-                    common = set(self.members_of[epoch]) & set(self.members_of[other_epoch])
-                    assert not common, f"{epoch} and {other_epoch} share {common}"
+            first.setdefault(commit.origin, set(self.members_of[epoch]))
+        for one, other in itertools.combinations(first, 2):
+            assert not first[one] & first[other], f"{one} and {other}"
 
 
 @pytest.mark.parametrize("num_workers", range(1, 10))
@@ -428,7 +428,7 @@ seeds = st.integers(0, 2**32)
 sizes = st.integers(2, 12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=60)
 @given(sizes, seeds)
 def test_links_may_be_lost_at_any_event(num_workers: int, seed: int) -> None:
     network = Network(num_workers, plan=Plan(lost_links=12), seed=seed).run()
@@ -439,7 +439,7 @@ def test_links_may_be_lost_at_any_event(num_workers: int, seed: int) -> None:
     assert network.ended[0].commit.num_members == num_workers
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(sizes, seeds, st.sampled_from([0.005, 0.02, 0.1]))
 def test_workers_may_die_at_any_event(num_workers: int, seed: int, likelihood: float) -> None:
     plan = Plan(crashes=num_workers - 1, lost_links=4, likelihood=likelihood)
@@ -469,7 +469,7 @@ def test_one_death_at_every_event(num_workers: int) -> None:
             assert len(network.ended) == num_workers - 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=60)
 @given(sizes, seeds)
 def test_restarted_workers_take_part_or_are_left_alone(num_workers: int, seed: int) -> None:
     """Nobody hangs, every result is a mean; who comes back after all have left is on its own."""
@@ -478,7 +478,7 @@ def test_restarted_workers_take_part_or_are_left_alone(num_workers: int, seed: i
     assert all(node.commit is not None for node in network.ended)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(sizes, seeds, st.sampled_from([0.01, 0.1]))
 def test_false_deaths_split_only_groups_without_a_common_member(
     num_workers: int, seed: int, likelihood: float
@@ -518,6 +518,6 @@ def test_the_harness_catches_a_protocol_that_forgets_accepted_results(
     def plan() -> Plan:
         return Plan(false_deaths=6, lost_links=3, likelihood=0.02)
 
-    assert num_caught(range(100), plan) == 0
+    assert num_caught(range(50), plan) == 0
     monkeypatch.setattr(Consolidation, "_refuses", lambda self, begin: False)
-    assert num_caught(range(100), plan) > 0
+    assert num_caught(range(50), plan) > 0

@@ -4,9 +4,9 @@
 fixes the member list and sends it down a binary tree over the sorted members (the children of
 position p are 2p + 1 and 2p + 2). Per chunk, partial sums go up (own + left + right, in that
 order: a right child is asked for a chunk once the left one's has landed), the root divides, and
-results go down, while later chunks are still on their way up. A member that holds every chunk of
-the result has *accepted* it; the squared distances to it are summed up the tree, so that the root
-knows when all have accepted. It commits; COMMIT goes down, its acknowledgement up, RELEASE down.
+results go down, while later chunks are still on their way up. Members that hold every chunk of
+the result sum their squared distances to it up the tree, so that the root knows when all hold it.
+It commits; COMMIT goes down, its acknowledgement up, RELEASE down.
 
 **Failures.** Whoever believes to be the lowest live worker leads; when its view of the live
 workers changes it starts a new epoch. Epochs are totally ordered (:class:`Epoch`); a worker
@@ -15,27 +15,33 @@ that is behind. Everything asked for is asked for again when the link it was ask
 every message may arrive twice. Once views agree, one worker leads, it hears of every higher
 epoch, goes above it, and all follow; so all ends once failures cease.
 
-**One result only.** A new epoch does not always compute a new mean. A member that has accepted a
-result refuses to join an epoch that would replace it (``Held``), and the leader begins anew with
-that result, fetched from the member. Between two such results the committed one survives, then
-the one that was accepted in the later epoch.
+**One result only.** A new epoch does not always compute a new mean. A member that holds every
+chunk of a result refuses to join an epoch that would replace it (``Held``), and the leader begins
+anew with that result, fetched from the member. Between two such results a committed one survives,
+then the one computed in the later epoch.
 
-*Claim.* If epoch e commits result v, any later epoch that shares a process with every epoch since
-e that accepted anything commits v too, whoever was declared dead, rightly or by mistake.
-*Proof.* e commits when all its members have accepted v in e. Take the lowest later epoch f that
-accepts another result, and a process w in both member lists. w did not join f before accepting v,
-since it would then have dropped e's messages. So it joined f holding v, or a result accepted
-between e and f, which is v as f is the lowest; and all that f's members hold from epochs before e
-ranks below it. w lets f replace v only by a result that is committed or was accepted later still,
-which again is v. As this is single-decree Paxos with all members as the accepting quorum, one
-member is enough to remember.
+*Claim.* If all members of an epoch e hold the result v that e computed, as they do before anyone
+commits to it, then no later epoch that shares a process with e computes a result.
+*Proof.* Let w be in both e and the later epoch f. Having joined f it would have dropped e's
+messages, so it held v before. Then it refuses to take part in f, and nothing is computed without
+its partial sum, unless it has let v go since, which takes a result that is committed or was
+computed after e. Take the first result for which any member of e does so: it was computed by an
+epoch after e with no process of e in it, since up to then all of them refuse; or before e, and
+committed by workers of whom none was in e, since e computes only if none of its members holds a
+result. Either way by workers who were not members of e though they were live at the time.
 
-*Where it ends.* Two groups that each declared the other dead before either had accepted a result
-in common have no process in common: each commits its own mean. If they meet before they leave,
-the later one survives on both sides; if not, ``Commit.num_members`` says how many were averaged.
-A worker cut off until all others have left likewise consolidates what it knows by itself.
-A result accepted but not yet committed when some of its members die is kept: the mean then
-includes the dead, and the consensus distance is over the survivors.
+So while only dead workers are declared dead, all live workers commit the same bits: every live
+worker is a member of every epoch, and the one that first commits is a member of all that follow
+for as long as it lives. Nobody leaves before all live workers have committed, so what died with
+a worker that alone had committed was never seen by its user.
+
+*Where it ends.* A worker declared dead by mistake is covered as well once it holds the result of
+the others or they hold its own. But two groups that each declare the other dead before they hold
+a result in common each compute their own mean. If they meet before they leave, one of the two
+survives on both sides; if not, ``Commit.num_members`` says how many were averaged. A worker cut
+off until all others have left likewise consolidates what it knows by itself. Where members die
+after a result was complete, it is kept: the mean then includes the dead, and the consensus
+distance is over the survivors, who can still compare.
 """
 
 from __future__ import annotations
@@ -327,7 +333,7 @@ class Consolidation:
             return
         self._hear_of(epoch)
         self._found = None
-        average = begin.average or Average(epoch, epoch, len(begin.members), None)
+        average = begin.average or Average(epoch, len(begin.members), None)
         position = begin.members.index(own)
         parent = begin.members[(position - 1) // 2][0] if position else None
         children = self._children(begin)
@@ -340,8 +346,6 @@ class Consolidation:
             return
         if self._origin != average.origin:
             self._start_buffer(average.origin, actions)
-        if self._held is not None:
-            self._held = msgspec.structs.replace(self._held, accepted=epoch)
         for child in children:
             actions.append(Send(child, begin))
             self._pull_partials(attempt, child, actions)
@@ -447,7 +451,7 @@ class Consolidation:
         if self._num_results < self.total_chunks:
             return
         if self._held is None:
-            self._held = msgspec.structs.replace(attempt.average, accepted=attempt.epoch)
+            self._held = attempt.average
         self._advance_distance(attempt, self._held, actions)
         if attempt.is_committed and attempt.acknowledged.issuperset(attempt.children):
             if attempt.parent is None:

@@ -41,13 +41,11 @@ class Epoch(_Value, frozen=True):
 class Average(_Value, frozen=True):
     """A result: the mean over the ``num_members`` members of epoch ``origin``, which names it.
 
-    ``accepted`` is the latest epoch in which its holder accepted it, ``consensus_distance`` is
-    None until it is committed. ``order`` says which of two results survives: a committed one,
-    then the one accepted later.
+    ``consensus_distance`` is None until it is committed. ``order`` says which of two results
+    survives: a committed one, then the one computed later.
     """
 
     origin: Epoch
-    accepted: Epoch
     num_members: Annotated[int, msgspec.Meta(ge=1)]
     consensus_distance: float | None
 
@@ -59,7 +57,7 @@ class Average(_Value, frozen=True):
     @property
     def order(self) -> tuple[bool, tuple[int, int, int]]:
         """Sorts results; the greatest survives."""
-        return (self.is_committed, self.accepted.order)
+        return (self.is_committed, self.origin.order)
 
 
 class BeginEpoch(_Message, frozen=True):

@@ -151,7 +151,7 @@ def test_who_holds_a_result_refuses_to_compute_another_and_passes_it_on() -> Non
     machine.receive(0, begin(1, 0, 1, 2))
     machine.result_landed(0, epoch(1), 0)
     machine.distance_measured(epoch(1), 2.0)
-    held = Average(epoch(1), epoch(1), 3, None)
+    held = Average(epoch(1), 3, None)
     assert machine.receive(0, begin(2, 0, 1)) == [Send(0, Held(epoch(2), held))]
     assert machine.receive(0, PullResults(epoch(1), 0)) == [SendResult(0, epoch(1), 0)]
     again = begin(3, 0, 1, average=held)
@@ -161,7 +161,7 @@ def test_who_holds_a_result_refuses_to_compute_another_and_passes_it_on() -> Non
 def test_a_leader_fetches_the_result_that_a_member_holds() -> None:
     machine = worker(1, num_chunks=1)
     machine.review(view(3, worker0=Status.DEAD))
-    held = Average(epoch(1), epoch(1), 3, 0.25)
+    held = Average(epoch(1), 3, 0.25)
     start = begin(2, 1, 2, average=held)
     assert machine.receive(2, Held(epoch(1, 1), held)) == [
         Prepare(),
