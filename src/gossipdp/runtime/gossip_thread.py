@@ -95,6 +95,9 @@ class GossipThread:
 
     def _run(self) -> None:
         try:
+            # A thread's first look at the number sets it to the process's default, and would undo
+            # a set_num_threads before it.
+            torch.get_num_threads()
             torch.set_num_threads(1)
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         finally:

@@ -1,0 +1,299 @@
+"""GossipDataParallel in several real processes."""
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gossipdp import GossipDataParallel
+from gossipdp.errors import WorkerFailedError
+
+pytestmark = pytest.mark.processes
+
+
+def make_net() -> nn.Module:
+    """Differently seeded on each worker, on purpose. About three chunks of 1 MB."""
+    torch.manual_seed(100 + int(os.environ.get("RANK", "0")))
+    return nn.Sequential(
+        nn.Linear(16, 700), nn.BatchNorm1d(700), nn.ReLU(), nn.Linear(700, 900), nn.Linear(900, 4)
+    )
+
+
+def data_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    inputs = torch.randn(32, 16, generator=generator)
+    return inputs, inputs[:, :4].argmax(dim=1)
+
+
+def flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([value.double().flatten() for value in module.state_dict().values()])
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, pause_s=0.002) -> None:
+    inputs, labels = data_of(model.rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        # Two cores hold many workers here: leave them time, as a GPU would.
+        time.sleep(pause_s)
+
+
+def train_and_consolidate(method: str, graph: str, optimizer_name: str, options: dict) -> Any:
+    net = make_net()
+    if options.pop("bfloat16", False):
+        net = net.to(torch.bfloat16)
+        net[0].register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16(),))
+    optimizer = getattr(torch.optim, optimizer_name)(net.parameters(), lr=0.01)
+    model = GossipDataParallel(net, optimizer, method=method, graph=graph, **options)
+    start = flat(net)
+    train(model, optimizer, 40)
+    result = model.consolidate()
+    return start, flat(net), model.stats(), result
+
+
+CASES = {
+    "a2cid2 on a ring": (4, ("a2cid2", "ring", "SGD", {})),
+    "gossip, odd number": (3, ("gossip", "complete", "AdamW", {})),
+    "two workers": (2, ("a2cid2", "ring", "AdamW", {})),
+    "star, bfloat16": (4, ("a2cid2", "star", "SGD", {"bfloat16": True})),
+    "strict pace": (4, ("a2cid2", "ring", "SGD", {"pace": "strict", "max_lag": 1})),
+    "none": (2, ("none", "ring", "SGD", {})),
+    "allreduce": (2, ("allreduce", "ring", "SGD", {})),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_start_from_rank_0_and_end_with_the_same_bits(workers: Callable, case: str) -> None:
+    num_workers, arguments = CASES[case]
+    results = workers(train_and_consolidate, num_workers, arguments)
+    starts, ends, stats, outcomes = zip(*results, strict=True)
+    for start, end in zip(starts, ends, strict=True):
+        assert torch.equal(start, starts[0])
+        assert torch.equal(end, ends[0])
+    assert not torch.equal(starts[0], ends[0])
+    assert set(outcomes) == {outcomes[0]}
+    assert outcomes[0].num_workers == num_workers
+    assert outcomes[0].gradient_steps == 40 * num_workers
+    assert outcomes[0].samples == 40 * 32 * num_workers
+    assert math.isfinite(outcomes[0].consensus_distance)
+    initiated = sum(s.exchanges_initiated for s in stats)
+    assert initiated == 0 if case in ("none", "allreduce") else initiated > 0
+    assert initiated == sum(s.exchanges_answered for s in stats)
+    assert sum(s.exchanges_failed for s in stats) == 0
+
+
+def average_in_mid_training() -> Any:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    model = GossipDataParallel(net, optimizer, method="none")
+    train(model, optimizer, 5 * (model.rank + 1))
+    own = flat(net)
+    # Nobody steps any more: what every worker averages must be the mean of all.
+    model.eval()
+    wait_for_all(model)
+    with model.averaged():
+        average = flat(net)
+    assert torch.equal(flat(net), own)
+    wait_for_all(model)
+    model.consolidate()
+    return own, average, flat(net)
+
+
+def wait_for_all(model: GossipDataParallel) -> None:
+    """A barrier for tests, through the user's own process group beside gossipdp."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    dist.barrier()
+
+
+def test_averaged_is_the_mean_of_all_and_leaves_everything_as_it_was(workers: Callable) -> None:
+    results = workers(average_in_mid_training, 3)
+    float_part = slice(0, -1 - 700 * 0)
+    mean = sum(own for own, *_ in results) / 3
+    for _, average, final in results:
+        # The only integer, BatchNorm's count of batches, is one's own here and rank 0's at the end.
+        assert (~close[float_part]).sum() <= 1
+        assert (~torch.isclose(final, mean, atol=1e-5)).sum() <= 1
+
+
+def pause_and_serve() -> Any:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = GossipDataParallel(net, optimizer)
+    train(model, optimizer, 15)
+    if model.rank == 0:
+        before, answered = flat(net), model.stats().exchanges_answered
+        time.sleep(1.0)  # a long evaluation
+        unchanged = torch.equal(flat(net), before)
+        served = model.stats().exchanges_answered - answered
+        asked_rate = model.stats().achieved_comm_rate
+    else:
+        train(model, optimizer, 150)
+        unchanged, served, asked_rate = True, 1, 0.0
+    model.consolidate()
+    return unchanged, served, asked_rate
+
+
+def test_a_pause_serves_exchanges_and_changes_no_parameter(workers: Callable) -> None:
+    for unchanged, served, asked_rate in workers(pause_and_serve, 2):
+        assert unchanged
+        assert served > 0
+        # Fifteen steps: a pause of many step durations must not have rung the clock.
+        assert asked_rate < 2.5
+
+
+def count_threads() -> Any:
+    torch.set_num_threads(2)
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    train_alone = nn.functional.cross_entropy(net(data_of(0)[0]), data_of(0)[1])
+    train_alone.backward()  # starts torch's own threads
+    before = os_threads()
+    model = GossipDataParallel(net, optimizer)
+    train(model, optimizer, 30)
+    during = os_threads()
+    names = {thread.name for thread in threading.enumerate()}
+    exchanged = model.stats().exchanges
+    model.consolidate()
+    after = os_threads()
+    deadline = time.monotonic() + 5.0
+    while after > before and time.monotonic() < deadline:
+        time.sleep(0.01)  # the kernel is told of a thread's end a moment after join returns
+        after = os_threads()
+    return before, during, after, names, exchanged, torch.get_num_threads(), model.rank
+
+
+def os_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_the_gossip_thread_is_one_and_starts_no_other(workers: Callable) -> None:
+    for before, during, after, names, exchanged, num_threads, rank in workers(count_threads, 2):
+        assert exchanged > 0
+        assert during == before + 1
+        assert after == before
+        assert f"gossipdp-{rank}" in names
+        assert num_threads == 2
+
+
+def share_the_process_group() -> float:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = GossipDataParallel(net, optimizer)
+    total = torch.zeros(1)
+    for _ in range(10):
+        train(model, optimizer, 2)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+    model.consolidate()
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
+
+
+def test_the_users_own_process_group_goes_on_working(workers: Callable) -> None:
+    assert workers(share_the_process_group, 3) == [9.0] * 3
+
+
+def load_in_mid_training() -> Any:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    model = GossipDataParallel(net, optimizer)
+    train(model, optimizer, 20)
+    torch.manual_seed(1)
+    target = {
+        k: torch.randn_like(v) if v.is_floating_point() else v for k, v in net.state_dict().items()
+    }
+    wait_for_all(model)
+    model.load_state_dict(target)
+    loaded = all(torch.equal(v, target[k]) for k, v in net.state_dict().items())
+    wait_for_all(model)
+    result = model.consolidate()
+    return (
+        loaded,
+        result.consensus_distance,
+        {k: (v - target[k]).abs().max().item() for k, v in net.state_dict().items()},
+    )
+
+
+def test_loading_drops_what_exchanges_had_brought(workers: Callable) -> None:
+    for loaded, distance, errors in workers(load_in_mid_training, 2):
+        assert loaded
+        assert distance == 0.0
+        assert max(errors.values()) < 1e-5
+
+
+def poison_one() -> str:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = GossipDataParallel(net, optimizer, graph="complete")
+    train(model, optimizer, 10)
+    if model.rank == 1:
+        with torch.no_grad():
+            net[0].weight[3, 3] = math.nan
+        try:
+            train(model, optimizer, 1000)
+        except Exception as error:
+            model.close()
+            return f"{type(error).__name__}: {error}"
+    train(model, optimizer, 60)
+    model.consolidate()
+    return "finite" if bool(torch.isfinite(flat(net)).all()) else "poisoned"
+
+
+def test_poison_is_found_said_and_not_spread(workers: Callable) -> None:
+    first, second, third = workers(poison_one, 3)
+    assert first == third == "finite"
+    assert second.startswith("PoisonedError: the parameters of worker 1 hold NaN")
+
+
+def differ(what: str) -> None:
+    odd = os.environ["RANK"] == "1"
+    net = nn.Linear(8, 3 if odd and what == "model" else 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    options: dict[str, Any] = {"start_timeout_s": 10.0}
+    if odd and what == "secret":
+        options["secret"] = "another"
+    elif odd and what == "method":
+        options["method"] = "gossip"
+    elif odd and what == "graph":
+        options["graph"] = "complete"
+    elif odd and what == "comm_rate":
+        options["comm_rate"] = 2.0
+    elif odd and what == "absent":
+        time.sleep(60)
+    elif what == "absent":
+        options["start_timeout_s"] = 1.0
+    GossipDataParallel(net, optimizer, **options).consolidate()
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("model", r"models differ.*weight.*\(3, 8\) here and.*\(2, 8\) on worker 0"),
+        ("secret", "secret"),
+        ("method", "method is 'gossip' here and 'a2cid2' on worker 0"),
+        ("graph", "graph is 'complete.* here and 'ring"),
+        ("comm_rate", "comm_rate is '2' here and '1' on worker 0"),
+        ("absent", "worker 1 did not arrive within 1 s; present: 0, 2, 3"),
+    ],
+)
+def test_workers_that_do_not_fit_are_one_clear_error(
+    workers: Callable, what: str, message: str
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(WorkerFailedError, match=message):
+        workers(differ, 4, (what,))
+    assert time.monotonic() - started < 30
