@@ -23,7 +23,7 @@ from gossipdp.simulate.engine import Engine
 from gossipdp.simulate.network import Conditions, Network, make_workers
 
 TRAINING_S = 40.0
-AFTERWARDS_S = 30.0
+LATEST_END_S = TRAINING_S + 120.0
 
 
 class InPhase(Random):
@@ -111,7 +111,8 @@ def check_run(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> Net
     engine.run(until=TRAINING_S)
     for rank in network.workers:
         network.done(rank)
-    engine.run(until=TRAINING_S + AFTERWARDS_S)
+    while network.left.keys() != network.workers.keys() and engine.now < LATEST_END_S:
+        engine.run(until=engine.now + 5.0)
 
     for worker in network.workers.values():
         assert worker.pairing.state == Idle(), f"rank {worker.rank} is stuck"
@@ -124,7 +125,7 @@ def check_run(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> Net
     return network
 
 
-@settings(deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=50)
 @given(SCENARIOS)
 def test_no_overlap_no_deadlock_and_both_ends_agree(scenario: Scenario) -> None:
     network = check_run(scenario)
@@ -133,7 +134,7 @@ def test_no_overlap_no_deadlock_and_both_ends_agree(scenario: Scenario) -> None:
         assert all(worker.exchanges_failed == 0 for worker in network.workers.values())
 
 
-@settings(deadline=None, max_examples=8)
+@settings(derandomize=True, deadline=None, max_examples=8)
 @given(SCENARIOS)
 def test_everybody_keeps_exchanging(scenario: Scenario) -> None:
     network = make_network(scenario)
@@ -157,7 +158,7 @@ def test_everybody_keeps_exchanging(scenario: Scenario) -> None:
             assert count > before[rank]
 
 
-@settings(deadline=None, max_examples=5)
+@settings(derandomize=True, deadline=None, max_examples=5)
 @given(SCENARIOS)
 def test_same_seed_same_trace(scenario: Scenario) -> None:
     first, second = make_network(scenario), make_network(scenario)
