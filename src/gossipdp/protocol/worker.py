@@ -253,6 +253,11 @@ class WorkerProtocol:
             deadlines.append(tick)
         return min(deadlines, default=math.inf)
 
+    def last_heard(self, peer: int) -> float:
+        """When ``peer`` was last known to live; infinite without a link to it."""
+        link = self._links.get(peer)
+        return math.inf if link is None else link.last_heard
+
     def suspects(self) -> frozenset[int]:
         """Linked peers that have been silent beyond the time-out."""
         return frozenset(peer for peer, link in self._links.items() if link.is_silent)

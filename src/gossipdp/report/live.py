@@ -48,7 +48,8 @@ class LiveView:
 
     Call ``poll`` a few times a second. It draws in the calling thread and starts none.
 
-    >>> with LiveView(directory, num_workers=4, budget_samples=1000, console=console) as view:  # doctest: +SKIP
+    >>> options = {"num_workers": 4, "budget_samples": 1000, "console": console}  # doctest: +SKIP
+    >>> with LiveView(directory, **options) as view:  # doctest: +SKIP
     ...     launch(train, workers=4, on_poll=view.poll)
     """
 

@@ -94,6 +94,7 @@ class GossipLoop(LinkHandler):
         self._on_served: Callable[[], None] | None = None
         self.averaging = Averaging(shared, protocol, self._links, self.perform)
         self.others_samples = 0
+        self._heard_every_s = protocol.timeout_s / 10
 
     # What the owner of the loop calls.
 
@@ -104,7 +105,9 @@ class GossipLoop(LinkHandler):
         self.transport.poll(max(0.0, due_s - now))
         now = self._clock()
         for peer, link in list(self._links.items()):
-            self.perform(self.protocol.heard(peer, link.last_heard_s))
+            # Chunks are life too, on a link that may be too busy with them for a heartbeat.
+            if link.last_heard_s > self.protocol.last_heard(peer) + self._heard_every_s:
+                self.perform(self.protocol.heard(peer, link.last_heard_s))
         self.perform(self.protocol.poll(now))
         self.others_samples = self.protocol.progress.others_samples
         self._dial(now)

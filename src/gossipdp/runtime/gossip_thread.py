@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import threading
 import time
 from collections import deque
@@ -18,8 +17,6 @@ logger = logging.getLogger("gossipdp.runtime")
 
 Result = TypeVar("Result")
 
-# Training goes first: on busy cores the scheduler gives this thread about a third of a share.
-NICE = 5
 JOIN_TIMEOUT_S = 5.0
 
 
@@ -99,7 +96,6 @@ class GossipThread:
             # a set_num_threads before it.
             torch.get_num_threads()
             torch.set_num_threads(1)
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         finally:
             self._ready.set()
         try:

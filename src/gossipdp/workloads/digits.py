@@ -28,7 +28,7 @@ class Digits(Workload):
     metric_name = "test_accuracy"
     higher_is_better = True
     default_batch_size = 32
-    default_budget_samples = 80_000
+    default_budget_samples = 128_000
 
     def make_model(self) -> nn.Module:
         return nn.Sequential(
