@@ -42,8 +42,8 @@ logger = logging.getLogger("gossipdp")
 
 WAIT_LINE_EVERY_S = 10.0
 TURN_WHILE_WAITING_S = 0.002
-# Exchanges that a worker must have been due before its rate is worth a warning.
-MIN_DUE_FOR_RATE_WARNING = 100
+# Ticks of a worker's clock before the share that was served is worth a warning.
+MIN_TICKS_FOR_RATE_WARNING = 100
 RATE_WARNING_BELOW = 0.8
 
 
@@ -244,8 +244,8 @@ class GossipEngine(Engine):
         self._waited_s += time.monotonic() - started_s
 
     def _warn_of_low_rate(self) -> None:
-        due = self._protocol.clock.rate_per_step * self._gradient_steps
-        if due < MIN_DUE_FOR_RATE_WARNING:
+        due = self._protocol.clock.num_ticks
+        if due < MIN_TICKS_FOR_RATE_WARNING:
             return
         achieved = self._protocol.exchanges_initiated / due
         if achieved < RATE_WARNING_BELOW:

@@ -38,6 +38,8 @@ class StepClock:
     """
 
     def __init__(self, rate_per_step: float, random: Random) -> None:
+        self.num_ticks = 0
+        """Ticks that came due so far."""
         self._random = random
         self._rate = _checked(rate_per_step)
         self._steps = 0
@@ -46,11 +48,6 @@ class StepClock:
         self._step_seconds: float | None = None
         self._next_tick = math.inf
         self._paused_at: float | None = None
-
-    @property
-    def rate_per_step(self) -> float:
-        """Expected ticks per gradient step."""
-        return self._rate
 
     @property
     def step_seconds(self) -> float | None:
@@ -87,6 +84,7 @@ class StepClock:
         while (due := self._due_at()) is not None and due <= now:
             ticks += 1
             self._next_tick += self._gap()
+        self.num_ticks += ticks
         return ticks
 
     def next_tick_at(self, now: float) -> float | None:
