@@ -33,7 +33,7 @@ class PyStdlib(Workload):
     metric_name = "validation_bits_per_byte"
     higher_is_better = False
     default_batch_size = 8
-    default_budget_samples = 8_000
+    default_budget_samples = 6_000
     context = 128
     num_validation_windows = 256
 
