@@ -40,6 +40,7 @@ logger = logging.getLogger("gossipdp.runtime")
 
 LONGEST_TURN_S = 0.5
 RECENT_EXCHANGES = 16
+FAREWELL_S = 1.0
 
 
 @dataclass
@@ -79,6 +80,8 @@ class GossipLoop(LinkHandler):
         self.poisoned: PoisonedError | None = None
         self._shared = shared
         self._clock = clock
+        self._actions: deque[Action] = deque()
+        self._is_performing = False
         self._links: dict[int, Link] = {}
         self._outbox: dict[int, list[bytes]] = {}
         self._dialer = Dialer(protocol.rank, Random(protocol.rank))
@@ -95,6 +98,8 @@ class GossipLoop(LinkHandler):
         self.averaging = Averaging(shared, protocol, self._links, self.perform)
         self.others_samples = 0
         self._heard_every_s = protocol.timeout_s / 10
+        # Until it has the start parameters this worker must not exchange its own.
+        self.hold()
 
     # What the owner of the loop calls.
 
@@ -121,6 +126,8 @@ class GossipLoop(LinkHandler):
         self._serves_state = True
         self._unserved = set(first)
         self._on_served = on_served
+        # Dialled, so that one that has died is known by its refusal.
+        self._dialer.want(self._unserved, self._clock())
         for peer, (incarnation, counter) in self._requests.items():
             self._send_state(peer, incarnation, counter)
         self._requests.clear()
@@ -180,20 +187,39 @@ class GossipLoop(LinkHandler):
         """Close all links and the transport."""
         self._end_fetch(PeerLostError("this worker is closing"))
         self._stop_exchange()
+        self._say_farewell()
         self.transport.close()
+
+    def _say_farewell(self) -> None:
+        """After consolidation: let RELEASE and LEFT go out, so that nobody takes us for dead."""
+        deadline_s = self._clock() + FAREWELL_S
+        while self.protocol.consolidation.is_finished and self._clock() < deadline_s:
+            if not any(link.queued_bytes for link in self._links.values()):
+                return
+            self.transport.poll(FAREWELL_S / 10)
 
     def perform(self, actions: Iterable[Action]) -> None:
         """Do what the protocol asks, in order."""
-        for action in actions:
-            match action:
-                case Send(peer=peer, message=envelope):
-                    self._post(peer, envelope)
-                case Begin():
-                    self._begin(action)
-                case Stop(peer=peer, reason=reason):
-                    self._stop(peer, reason)
-                case _:
-                    self.averaging.perform(action, self._clock())
+        self._actions.extend(actions)
+        if self._is_performing:
+            return  # from within an action: after those that came before
+        self._is_performing = True
+        try:
+            while self._actions:
+                self._perform_next(self._actions.popleft())
+        finally:
+            self._is_performing = False
+
+    def _perform_next(self, action: Action) -> None:
+        match action:
+            case Send(peer=peer, message=envelope):
+                self._post(peer, envelope)
+            case Begin():
+                self._begin(action)
+            case Stop(peer=peer, reason=reason):
+                self._stop(peer, reason)
+            case _:
+                self.averaging.perform(action, self._clock())
 
     # Links.
 
