@@ -34,7 +34,7 @@ class ModelChangedError(GossipError):
 
 
 class PoisonedError(GossipError):
-    """This worker's parameters hold NaN or infinity; they are not sent to anyone."""
+    """The parameters of this worker hold NaN or infinity; they are not sent to anyone."""
 
 
 class WorkerFailedError(GossipError):

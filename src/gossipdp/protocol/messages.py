@@ -79,9 +79,10 @@ class Abort(_Message, frozen=True):
 
 
 class RequestState(_Message, frozen=True):
-    """Send me your whole state; ``counter`` tells my requests apart."""
+    """Send me your state from chunk ``start`` on; ``counter`` tells my requests apart."""
 
     counter: Natural
+    start: Natural
 
 
 class StateRefused(_Message, frozen=True):

@@ -89,7 +89,7 @@ class GossipLoop(LinkHandler):
         self._exchange_started_s = 0.0
         self._buffers = ExchangeBuffers(shared)
         self._senders: list[StateSender] = []
-        self._requests: dict[int, tuple[int, int]] = {}
+        self._requests: dict[int, RequestState] = {}
         self._serves_state = False
         self._fetch: _Fetch | None = None
         self._num_fetches = 0
@@ -128,8 +128,8 @@ class GossipLoop(LinkHandler):
         self._on_served = on_served
         # Dialled, so that one that has died is known by its refusal.
         self._dialer.want(self._unserved, self._clock())
-        for peer, (incarnation, counter) in self._requests.items():
-            self._send_state(peer, incarnation, counter)
+        for peer, request in self._requests.items():
+            self._send_state(peer, request)
         self._requests.clear()
         self._count_served()
 
@@ -177,11 +177,9 @@ class GossipLoop(LinkHandler):
             timeout_s: the longest time without progress.
         """
         assert self._fetch is None, "one fetch at a time"
-        self._num_fetches += 1
-        receiver = StateReceiver(self._shared, peer, self._num_fetches, sink)
-        now = self._clock()
-        self._fetch = _Fetch(receiver, on_end, timeout_s, now)
-        self._send(peer, RequestState(self._num_fetches), now)
+        receiver = StateReceiver(self._shared, peer, 0, sink)
+        self._fetch = _Fetch(receiver, on_end, timeout_s, self._clock())
+        self._request_state(receiver)
 
     def close(self) -> None:
         """Close all links and the transport."""
@@ -245,7 +243,8 @@ class GossipLoop(LinkHandler):
         logger.info("worker %d: link to worker %d down: %s", self.protocol.rank, peer, reason)
         self.perform(self.protocol.link_down(peer, now))
         if self._fetch is not None and self._fetch.receiver.peer == peer:
-            self._end_fetch(PeerLostError(f"worker {peer} was lost while it sent its state"))
+            # Crossing dials replace a link; a peer that died refuses the next dial.
+            self._request_state(self._fetch.receiver)
 
     def refused(self, peer: int | None, refusal: Refusal) -> None:
         if peer is None:
@@ -285,11 +284,11 @@ class GossipLoop(LinkHandler):
             return
         self.perform(self.protocol.receive(link.peer, envelope, now))
         match envelope.message:
-            case RequestState(counter=counter):
+            case RequestState() as request:
                 if self._serves_state:
-                    self._send_state(link.peer, link.peer_incarnation, counter)
+                    self._send_state(link.peer, request)
                 else:
-                    self._requests[link.peer] = (link.peer_incarnation, counter)
+                    self._requests[link.peer] = request
             case StateRefused(counter=counter, reason=reason):
                 if self._fetch is not None and self._fetch.receiver.counter == counter:
                     self._end_fetch(
@@ -428,14 +427,21 @@ class GossipLoop(LinkHandler):
 
     # States.
 
-    def _send_state(self, peer: int, incarnation: int, counter: int) -> None:
+    def _request_state(self, receiver: StateReceiver) -> None:
+        self._num_fetches += 1
+        receiver.counter = self._num_fetches
+        request = RequestState(receiver.counter, receiver.num_received)
+        self._send(receiver.peer, request, self._clock())
+
+    def _send_state(self, peer: int, request: RequestState) -> None:
         link = self._links.get(peer)
         if link is None:
             return
         if self.poisoned is not None:
-            self._send(peer, StateRefused(counter, str(self.poisoned)), self._clock())
+            refusal = StateRefused(request.counter, str(self.poisoned))
+            self._send(peer, refusal, self._clock())
             return
-        self._senders.append(StateSender(self._shared, link, peer, incarnation, counter))
+        self._senders.append(StateSender(self._shared, link, request))
 
     def _count_served(self) -> None:
         if self._on_served is not None and not self._unserved:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from gossipdp.dynamics.state import Chunk
+from gossipdp.protocol.messages import RequestState
 from gossipdp.runtime.frames import ChunkKey, FrameType
 from gossipdp.runtime.link import Link
 from gossipdp.runtime.shared_state import SharedState
@@ -24,19 +25,17 @@ class StateSender:
     Args:
         shared: the state and its locks.
         link: to the worker that asked.
-        rank, incarnation, counter: its request, echoed in every chunk.
+        request: echoed in every chunk; its ``start`` is the first chunk sent.
     """
 
-    def __init__(
-        self, shared: SharedState, link: Link, rank: int, incarnation: int, counter: int
-    ) -> None:
+    def __init__(self, shared: SharedState, link: Link, request: RequestState) -> None:
         self.link = link
-        self._request = (rank, incarnation, counter)
+        self._request = (link.peer, link.peer_incarnation, request.counter)
         self._shared = shared
         self._num_exchanged = len(shared.state.chunks)
         self._chunks = shared.state.all_chunks
         self._buffers = WireBuffers(shared.state, SLOTS)
-        self._num_sent = 0
+        self._num_sent = min(request.start, len(self._chunks))
 
     @property
     def is_finished(self) -> bool:
@@ -65,7 +64,7 @@ class StateReceiver:
     Args:
         shared: this worker's state, whose layout is the sender's (the fingerprints agree).
         peer: whom we ask.
-        counter: of this request.
+        counter: of the present request; a new one goes on where a lost link broke off.
         sink: called with each chunk of *this* worker and the values received for it.
     """
 

@@ -41,7 +41,7 @@ MESSAGES: list[Message] = [
     Cancel(ID),
     Abort(ID, "NaN"),
     Heartbeat(),
-    RequestState(1),
+    RequestState(1, 0),
     StateRefused(1, "poisoned"),
 ]
 
