@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from gossipdp import logs
 from gossipdp.parallel.allreduce_engine import AllReduceEngine
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.gossip_engine import GossipEngine
@@ -102,6 +103,7 @@ class GossipDataParallel(nn.Module):
         secret: str | None = None,
     ) -> None:
         super().__init__()
+        logs.configure()  # GOSSIPDP_LOG, under whichever launcher
         if budget_samples is not None and budget_samples < 1:
             raise ValueError(f"budget_samples is at least 1, or None, not {budget_samples}")
         if samples_per_step is not None and samples_per_step < 1:

@@ -12,7 +12,14 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .run_log import EndRecord, ExchangeRecord, Record, RunLogTail, StepRecord, worker_file
+from gossipdp.report.run_log import (
+    EndRecord,
+    ExchangeRecord,
+    Record,
+    RunLogTail,
+    StepRecord,
+    worker_file,
+)
 
 LINE_INTERVAL_S = 5.0
 

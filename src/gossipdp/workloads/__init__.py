@@ -5,9 +5,9 @@ digits        handwritten digits, a small convolutional network with BatchNorm
 pystdlib      Python's standard library as text, a byte-level transformer
 """
 
-from .digits import Digits
-from .pystdlib import PyStdlib
-from .workload import BatchLoader, Workload, learning_rate_factor
+from gossipdp.workloads.digits import Digits
+from gossipdp.workloads.pystdlib import PyStdlib
+from gossipdp.workloads.workload import BatchLoader, Workload, learning_rate_factor
 
 WORKLOADS: dict[str, type[Digits] | type[PyStdlib]] = {
     Digits.name: Digits,

@@ -6,7 +6,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from .workload import BatchLoader, Workload, check_worker, evaluating, worker_seed
+from gossipdp.workloads.workload import BatchLoader, Workload, check_worker, evaluating, worker_seed
 
 ImagesAndLabels = tuple[Tensor, Tensor]
 

@@ -8,9 +8,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from .byte_transformer import NUM_BYTES, ByteTransformer
-from .source_text import read_source_text
-from .workload import BatchLoader, Workload, check_worker, evaluating, worker_seed
+from gossipdp.workloads.byte_transformer import NUM_BYTES, ByteTransformer
+from gossipdp.workloads.source_text import read_source_text
+from gossipdp.workloads.workload import BatchLoader, Workload, check_worker, evaluating, worker_seed
 
 
 @final
