@@ -19,7 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--methods", default="a2cid2,gossip,none")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=12_000)
+    parser.add_argument("--samples", type=int, default=6_000)
     parser.add_argument("--workers", type=int, default=4)
     options = parser.parse_args()
     methods = options.methods.split(",")
@@ -27,10 +27,9 @@ def main() -> None:
     distances: dict[str, list[float]] = {method: [] for method in methods}
     for seed in range(options.seeds):
         for method in methods:
-            result = demo(
-                ["--workload", "pystdlib", "--disjoint", "--method", method, "--seed", str(seed)]
-                + ["--workers", str(options.workers), "--samples", str(options.samples)]
-            )
+            task = f"--workload pystdlib --disjoint --method {method} --seed {seed}"
+            size = f"--workers {options.workers} --samples {options.samples}"
+            result = demo(f"{task} {size}".split())
             bits[method].append(result["validation_bits_per_byte"])
             distances[method].append(result["consensus_distance"])
             print(f"seed {seed}, {method}: {bits[method][-1]:.4f} bits per byte", flush=True)
