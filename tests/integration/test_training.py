@@ -2,9 +2,11 @@
 
 import math
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -256,6 +258,25 @@ def test_poison_is_found_said_and_not_spread(workers: Callable) -> None:
     first, second, third = workers(poison_one, 3)
     assert first == third == "finite"
     assert second.startswith("PoisonedError: the parameters of worker 1 hold NaN")
+
+
+def die_in_mid_training(folder: str) -> None:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = GossipDataParallel(net, optimizer, graph="ring")
+    train(model, optimizer, 15)
+    if model.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(model, optimizer, 60)
+    result = model.consolidate()
+    torch.save((flat(net), result.num_workers), f"{folder}/{model.rank}.pt")
+
+
+def test_the_others_go_on_and_consolidate_when_rank_0_is_killed(workers: Callable, tmp_path: Path):
+    with pytest.raises(WorkerFailedError, match="worker 0 was killed by signal 9"):
+        workers(die_in_mid_training, 4, (str(tmp_path),))
+    ends = [torch.load(tmp_path / f"{rank}.pt") for rank in (1, 2, 3)]
+    assert all(torch.equal(end, ends[0][0]) and n == 3 for end, n in ends)
 
 
 def differ(what: str) -> None:

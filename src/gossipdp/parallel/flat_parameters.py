@@ -53,7 +53,8 @@ class FlatParameters:
 
     Raises:
         ValueError: an optimizer updates a parameter that is not the module's, or that another
-            optimizer updates too; a trained parameter is not floating point.
+            optimizer updates too; a trained parameter is not floating point; something is not
+            on the CPU.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class FlatParameters:
         self._num_optimized = [_num_parameters(optimizer) for optimizer in optimizers]
         optimizer_of = _optimizer_of(module, optimizers)
         self._views = list(_views(module, optimizer_of, exchange_frozen))
+        _check_device(self._views)
         self.state = State(self._move(momentum, chunk_bytes))
         self._flats = [segment.x for segment in self.state.segments]
 
@@ -259,6 +261,15 @@ def _views(
                 stride=torch.empty_like(tensor, device="meta").stride(),
             )
     yield from views.values()
+
+
+def _check_device(views: Sequence[_View]) -> None:
+    for view in views:
+        if view.tensor.device.type != "cpu":
+            raise ValueError(
+                f"{view.name!r} is on {view.tensor.device}; this version exchanges parameters in "
+                "host memory only. Move the module to the CPU before wrapping"
+            )
 
 
 def _role(name: str, tensor: Tensor, is_optimized: bool, exchange_frozen: bool) -> Role:

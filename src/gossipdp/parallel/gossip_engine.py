@@ -345,6 +345,13 @@ class GossipEngine(Engine):
                 self._thread.check()
                 missing = self._protocol.consolidation.missing()
                 logger.warning("worker %d waits in consolidate(): %s", self.rank, _names(missing))
+        if outcome.num_workers < self.num_workers:
+            logger.warning(
+                "worker %d: the average is over %d of %d workers; the others died",
+                self.rank,
+                outcome.num_workers,
+                self.num_workers,
+            )
         progress = self._protocol.progress
         return Consolidated(
             consensus_distance=outcome.consensus_distance,

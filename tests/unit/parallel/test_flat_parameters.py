@@ -209,3 +209,9 @@ def test_binding_elsewhere_and_back():
     flat.bind_back()
     assert torch.equal(net.weight, own)
     assert flat.check() is False
+
+
+def test_parameters_on_another_device_are_refused():
+    net = nn.Linear(3, 2, device="meta")
+    with pytest.raises(ValueError, match=r"on meta.*CPU before wrapping"):
+        flatten(net)
