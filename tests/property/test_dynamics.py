@@ -210,4 +210,3 @@ def test_every_chunk_covers_its_part_once():
     assert [chunk.num_elements for chunk in state.chunks] == [16] * 6 + [5] + [7]
     assert [chunk.index for chunk in state.chunks + state.copied_chunks] == list(range(9))
     assert torch.equal(torch.cat([chunk.x for chunk in state.chunks[:7]]), segments[0].x)
-    assert state.bytes_per_exchange == 101 * 4 + 7 * 8

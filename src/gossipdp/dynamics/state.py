@@ -190,8 +190,3 @@ class State:
     def all_chunks(self) -> list[Chunk]:
         """Everything that a worker who starts must be given, by ``index``."""
         return self.chunks + self.copied_chunks + self.frozen_chunks
-
-    @property
-    def bytes_per_exchange(self) -> int:
-        """Bytes that one exchange sends in each direction, headers apart."""
-        return sum(chunk.x.numel() * chunk.x.element_size() for chunk in self.chunks)

@@ -12,7 +12,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from gossipdp.protocol.consolidate import ConsolidationMessage
+from gossipdp.protocol.consolidation_messages import ConsolidationMessage
 from gossipdp.protocol.membership import Member
 from gossipdp.protocol.progress import ProgressEntry
 

@@ -111,7 +111,6 @@ class WorkerProtocol:
         self._rates = constants.neighbours(rank)
         self._links: dict[int, _Link] = {}
         self._last_input = -math.inf
-        self._is_held = False
         self._never_exchanges = method == "none"
         if self._never_exchanges:
             self.pairing.close()
@@ -143,13 +142,11 @@ class WorkerProtocol:
 
     def hold(self, now: float) -> list[Action]:
         """Answer BUSY and do not ask until :meth:`release`; a running exchange goes on."""
-        self._is_held = True
         self.clock.pause(now)
         return self._settle(self.pairing.close(), now)
 
     def release(self, now: float) -> list[Action]:
         """Exchange again after :meth:`hold`."""
-        self._is_held = False
         if not self.is_done:
             self.clock.resume(now)
         return self._settle([] if self._never_exchanges else self.pairing.open(), now)

@@ -41,10 +41,6 @@ class Dialer:
             if at_once:
                 wish.due_s = min(wish.due_s, now_s)
 
-    def forget(self, peer: int) -> None:
-        """Stop wanting a peer: it left, or refused us for good."""
-        self._wishes.pop(peer, None)
-
     def linked(self, peer: int) -> None:
         """A link to ``peer`` is up."""
         self._linked.add(peer)
@@ -67,25 +63,18 @@ class Dialer:
 
     def due(self, addresses: Mapping[int, tuple[str, int]], now_s: float) -> list[int]:
         """Return the peers to dial now; each then waits for ``linked`` or ``failed``."""
-        due = [
-            peer
-            for peer, wish in self._wishes.items()
-            if wish.due_s <= now_s
-            and not wish.is_dialling
-            and peer not in self._linked
-            and peer in addresses
-        ]
+        due = [peer for peer in self._open(addresses) if self._wishes[peer].due_s <= now_s]
         for peer in due:
             self._wishes[peer].is_dialling = True
         return due
 
-    def next_due_s(self) -> float:
-        """When :meth:`due` may next have something to say."""
-        return min(
-            (
-                wish.due_s
-                for peer, wish in self._wishes.items()
-                if not wish.is_dialling and peer not in self._linked
-            ),
-            default=math.inf,
-        )
+    def next_due_s(self, addresses: Mapping[int, tuple[str, int]]) -> float:
+        """When :meth:`due` will next have something to say, if nothing happens before."""
+        return min((self._wishes[peer].due_s for peer in self._open(addresses)), default=math.inf)
+
+    def _open(self, addresses: Mapping[int, tuple[str, int]]) -> list[int]:
+        return [
+            peer
+            for peer, wish in self._wishes.items()
+            if not wish.is_dialling and peer not in self._linked and peer in addresses
+        ]

@@ -76,7 +76,6 @@ class GossipLoop(LinkHandler):
         self.protocol = protocol
         self.transport = make_transport(self)
         self.traffic = Traffic()
-        self.refusals: dict[int, str] = {}
         self.poisoned: PoisonedError | None = None
         self._shared = shared
         self._clock = clock
@@ -106,7 +105,11 @@ class GossipLoop(LinkHandler):
     def turn(self, longest_s: float = LONGEST_TURN_S) -> None:
         """Wait for something to happen, at most ``longest_s``, and deal with it."""
         now = self._clock()
-        due_s = min(self.protocol.next_deadline(now), self._dialer.next_due_s(), now + longest_s)
+        due_s = min(
+            self.protocol.next_deadline(now),
+            self._dialer.next_due_s(self.protocol.membership.addresses()),
+            now + longest_s,
+        )
         self.transport.poll(max(0.0, due_s - now))
         now = self._clock()
         for peer, link in list(self._links.items()):
@@ -225,7 +228,6 @@ class GossipLoop(LinkHandler):
         now = self._clock()
         self._links[link.peer] = link
         self._dialer.linked(link.peer)
-        self.refusals.pop(link.peer, None)
         self.perform(self.protocol.link_up(link.peer, now))
         for data in self._outbox.pop(link.peer, ()):
             link.send_control(data)
@@ -249,7 +251,6 @@ class GossipLoop(LinkHandler):
     def refused(self, peer: int | None, refusal: Refusal) -> None:
         if peer is None:
             return
-        self.refusals[peer] = str(refusal)
         self._dialer.failed(peer, self._clock())
         if self._fetch is not None and self._fetch.receiver.peer == peer:
             self._end_fetch(RefusedError(f"worker {peer} refused this worker: {refusal}"))
