@@ -40,3 +40,7 @@ venv:
 	  { echo "$(PYTHON) has no venv module. Install it (Debian, Ubuntu: apt install python3-venv) and run make again." >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || \
 	  { echo "making $(VENV) (the first installation takes a few minutes)"; rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); }
+ifneq ($(origin PYTHON),file)
+	@[ "`$(BIN)/python -V`" = "`$(PYTHON) -V`" ] || \
+	  { echo "$(VENV) is `$(BIN)/python -V`, not `$(PYTHON) -V`: run make clean first" >&2; exit 1; }
+endif
