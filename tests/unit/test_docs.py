@@ -1,8 +1,16 @@
-"""The documentation's links, commands, names and code blocks are true."""
+"""The documentation's links, commands, options, variables, names and code are true.
 
+Code fences: ``python`` runs as one worker, what stands under the ``__main__`` guard excepted;
+``python signature`` is compared with the object of that name.
+"""
+
+import ast
+import inspect
 import re
+import runpy
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,60 +21,132 @@ from gossipdp.cli.main import COMMANDS
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+each_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def blocks(kind: str) -> list[tuple[str, str]]:
+    return [
+        (name, block)
+        for name, page in zip(NAMES, PAGES, strict=True)
+        for block in re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), re.S | re.M)
+    ]
+
+
+def anchors_of(page: Path) -> set[str]:
+    """GitHub's anchors: lower case, without punctuation, blanks as hyphens."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
 def test_relative_links_lead_somewhere(page: Path):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        path = target.split("#")[0]
-        if path and "://" not in target:
-            assert (page.parent / path).exists(), target
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        there = page.parent / path if path else page
+        assert there.exists(), target
+        if anchor:
+            assert anchor in anchors_of(there), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+@cache
+def help_of(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "gossipdp.cli.main", *command, "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return done.stdout
+
+
+def calls_in(text: str) -> list[list[str]]:
+    """The words of every call of our command, in indented lines and in inline code."""
+    shown = re.findall(r"^    (?:\$ )?gossipdp (.*)$", text, re.M)
+    inline = re.findall(r"`gossipdp ([^`]+)`", text)
+    return [re.sub(r"  #.*", "", call).split() for call in shown + inline]
+
+
+@each_page
 def test_commands_and_their_options_exist(page: Path):
-    """In every indented line that begins with our command."""
-    for command, rest in re.findall(r"^    gossipdp (\w+)(.*)$", page.read_text(), re.M):
-        assert command in COMMANDS, command
-        ours = rest.split("train.py")[0]
-        for option in re.findall(r"--[a-z-]+", ours):
-            assert option in help_of(command), f"{command} {option}"
+    for words in calls_in(page.read_text()):
+        if words[0] in ("--version", "--help", "COMMAND"):
+            continue
+        assert words[0] in COMMANDS, words
+        options = help_of(words[0])
+        for word in words[1:]:
+            if word.endswith(".py") or word == "-m":  # what follows belongs to the script
+                break
+            if word.startswith("-"):
+                assert re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", options), words
 
 
-_help: dict[str, str] = {}
+def test_the_command_line_page_names_every_option():
+    text = (ROOT / "docs" / "cli.md").read_text()
+    for command in COMMANDS:
+        section = text.split(f"## `gossipdp {command}`")[1].split("\n## ")[0]
+        for option in re.findall(r"^│ .*?(--[a-z-]+)", help_of(command), re.M):
+            assert option in (section if option not in ("--help", "--log-level") else text), option
 
 
-def help_of(command: str) -> str:
-    if command not in _help:
-        done = subprocess.run(
-            [sys.executable, "-m", "gossipdp.cli.main", command, "--help"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
-        _help[command] = done.stdout
-    return _help[command]
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for page in PAGES:
+        for line in re.findall(r"(?:^    |`)make ([^`\n#]+)", page.read_text(), re.M):
+            for word in re.sub(r'"[^"]*"', "", line).split():
+                if "=" not in word:
+                    assert re.search(rf"^{re.escape(word)}:", makefile, re.M), line
+
+
+def test_variables_are_read_by_the_library():
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    for page in PAGES:
+        for name in re.findall(r"GOSSIPDP_\w+", page.read_text()):
+            assert f'"{name}"' in source, name
 
 
 def test_every_public_name_is_in_the_api_page():
     text = (ROOT / "docs" / "api.md").read_text()
     for name in gossipdp.__all__:
         assert name in text, name
+    for kind in (gossipdp.GossipDataParallel, gossipdp.Stats, gossipdp.Consolidated):
+        section = text.split(f"## {kind.__name__}\n")[1].split("\n## ")[0]
+        members = [name for name in vars(kind) if not name.startswith("_") and name != "forward"]
+        for name in {*members, *getattr(kind, "__dataclass_fields__", ())}:
+            assert f"`{name}" in section, f"{kind.__name__}.{name}"
 
 
-BLOCKS = [
-    (name, block)
-    for name, page in zip(NAMES, PAGES, strict=True)
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
-]
+SIGNATURES = blocks("python signature")
 
 
-@pytest.mark.parametrize(("name", "block"), BLOCKS, ids=[name for name, _ in BLOCKS])
-def test_code_blocks_run(name: str, block: str, tmp_path: Path):
-    script = tmp_path / "block.py"
+@pytest.mark.parametrize("block", [block for _, block in SIGNATURES])
+def test_signatures_are_the_code_s(block: str):
+    name, _, arguments = block.strip().partition("(")
+    function = ast.parse(f"def f({arguments}: pass").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    namespace: dict = {}
+    exec(compile(ast.Module([function], []), "api.md", "exec"), namespace)
+    shown = inspect.signature(namespace["f"]).parameters.values()
+    real = inspect.signature(getattr(gossipdp, name)).parameters.values()
+    assert [(p.name, p.kind, p.default) for p in shown] == [
+        (p.name, p.kind, p.default) for p in real
+    ]
+
+
+PROGRAMS = blocks("python")
+
+
+def test_there_are_programs_and_signatures():
+    assert len(PROGRAMS) >= 3
+    assert len(SIGNATURES) >= 3
+
+
+@pytest.mark.parametrize(("name", "block"), PROGRAMS, ids=[name for name, _ in PROGRAMS])
+def test_programs_run(name: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    script = tmp_path / "program.py"
     script.write_text(block)
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
+    runpy.run_path(str(script))
