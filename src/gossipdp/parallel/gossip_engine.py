@@ -404,5 +404,6 @@ def _digest(constants: Constants) -> str:
 def _names(missing: tuple[int, ...]) -> str:
     if not missing:
         return "all live workers are done and average their parameters"
-    noun = "worker" if len(missing) == 1 else "workers"
-    return f"{noun} {', '.join(map(str, missing))} still train"
+    if len(missing) == 1:
+        return f"worker {missing[0]} still trains"
+    return f"workers {', '.join(map(str, missing))} still train"

@@ -28,7 +28,7 @@ def check_platform(platform: str = sys.platform) -> None:
     """
     if platform == "win32":
         raise OSError(
-            "gossipdp trains on Linux; on Windows only `gossipdp plan` and `gossipdp simulate` run "
+            "gossipdp trains on Linux; on Windows only `gossipdp plan` runs "
             "(under WSL everything does)"
         )
 
