@@ -1,0 +1,87 @@
+"""The (x, c) state of all simulated workers, one row each."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gossipdp.dynamics import kernels
+
+
+class Population:
+    """The state of n workers as matrices, under the same kernels as on real workers.
+
+    A row of ``x`` is what others see of a worker: its parameters and what exchanges and flow have
+    brought (``x + pending`` of a real worker). ``c`` is the momentum of the trained columns; float
+    buffers, in the columns after them, are averaged without.
+
+    Args:
+        start: the workers' first values; (n, d). It is copied.
+        num_trained: the number of trained columns.
+        momentum: whether there is a ``c`` (method ``a2cid2``).
+    """
+
+    def __init__(self, start: Tensor, num_trained: int, *, momentum: bool) -> None:
+        self.x = start.clone()
+        self.num_trained = num_trained
+        self.c = torch.zeros_like(self.x[:, :num_trained]) if momentum else None
+        self.theta = [0.0] * len(start)
+        """The phase to which each row has been flowed."""
+        # Where the mean of x + c/2 would be if gradient steps alone moved it.
+        self._expected_mean = self.x[:, :num_trained].mean(dim=0, dtype=torch.float64)
+        self._scratch = torch.empty_like(self.x[0])
+
+    @property
+    def num_workers(self) -> int:
+        """Number of rows."""
+        return len(self.x)
+
+    @property
+    def trained(self) -> Tensor:
+        """The trained columns of ``x``; a view of shape (n, num_trained)."""
+        return self.x[:, : self.num_trained]
+
+    def flow(self, rank: int, theta: float) -> None:
+        """Flow one row up to the phase ``theta``, which never goes back."""
+        if theta <= self.theta[rank]:
+            return
+        if self.c is not None:
+            s = math.exp(-2.0 * (theta - self.theta[rank]))
+            kernels.flow_(self.x[rank, : self.num_trained], self.c[rank], s)
+        self.theta[rank] = theta
+
+    def apply(self, rank: int, mine: Tensor, peers: Tensor, alpha_tilde: float) -> None:
+        """One end of an exchange, from the snapshots of both ends."""
+        kernels.difference_(self._scratch, mine, peers)
+        delta, row = self._scratch, self.x[rank]
+        kernels.exchange_(row, None, delta, 0.5)
+        if self.c is not None:
+            self.c[rank].add_(delta[: self.num_trained], alpha=0.5 - alpha_tilde)
+
+    def step(self, ranks: list[int], changes: Tensor) -> None:
+        """Add what gradient steps changed: rows of (k, d)."""
+        self.x[ranks] += changes
+        total = changes[:, : self.num_trained].sum(dim=0, dtype=torch.float64)
+        self._expected_mean += total / self.num_workers
+
+    def consensus_distance(self) -> float:
+        """(1/n) sum_i |x_i - mean|^2 over the trained columns."""
+        centred = self.trained - self.trained.mean(dim=0)
+        return float(centred.square().sum()) / self.num_workers
+
+    def mean(self) -> Tensor:
+        """The mean row of x + c/2, where the flow ends; (d,)."""
+        mean = self.x.mean(dim=0)
+        if self.c is not None:
+            mean[: self.num_trained] += 0.5 * self.c.mean(dim=0)
+        return mean
+
+    def drift(self) -> float:
+        """How far the mean of x + c/2 is from where gradient steps alone would have moved it.
+
+        The Euclidean norm of the difference; the exchanges leave rounding errors only.
+        """
+        moved = self.mean()[: self.num_trained].double() - self._expected_mean
+        return float(moved.norm())
