@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ class Population:
         self.x = start.clone()
         self.num_trained = num_trained
         self.c = torch.zeros_like(self.x[:, :num_trained]) if momentum else None
-        self.theta = [0.0] * len(start)
+        self.theta = np.zeros(len(start))
         """The phase to which each row has been flowed."""
         # Where the mean of x + c/2 would be if gradient steps alone moved it.
         self._expected_mean = self.x[:, :num_trained].mean(dim=0, dtype=torch.float64)
@@ -51,6 +52,14 @@ class Population:
             s = math.exp(-2.0 * (theta - self.theta[rank]))
             kernels.flow_(self.x[rank, : self.num_trained], self.c[rank], s)
         self.theta[rank] = theta
+
+    def flow_all(self, theta: float) -> None:
+        """Flow every row up to the phase ``theta``."""
+        if self.c is not None:
+            s = torch.from_numpy(np.exp(-2.0 * (theta - self.theta))).to(self.c.dtype).unsqueeze(1)
+            self.trained.addcmul_(0.5 * (1.0 - s), self.c)
+            self.c.mul_(s)
+        self.theta[:] = theta
 
     def apply(self, rank: int, mine: Tensor, peers: Tensor, alpha_tilde: float) -> None:
         """One end of an exchange, from the snapshots of both ends."""

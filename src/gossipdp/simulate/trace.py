@@ -64,6 +64,7 @@ class Trace:
         num_events: events that the engine and the edges handled.
         num_messages: control messages sent, by type; empty where there are none.
         intervals: what each worker did when, if the scenario asks for it.
+        arithmetic: what computed the exchanges: "numba" or "torch".
         wall_s: how long the simulation itself took; not part of :meth:`digest`.
     """
 
@@ -77,6 +78,7 @@ class Trace:
     num_events: int = 0
     num_messages: dict[str, int] = field(default_factory=dict)
     intervals: list[Interval] = field(default_factory=list)
+    arithmetic: str = "torch"
     wall_s: float = 0.0
 
     def column(self, name: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -106,6 +108,7 @@ class Trace:
             "num_events": self.num_events,
             "num_messages": dict(sorted(self.num_messages.items())),
             "intervals": self.intervals,
+            "arithmetic": self.arithmetic,
         }
         return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
 
