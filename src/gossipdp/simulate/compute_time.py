@@ -1,4 +1,4 @@
-"""How long gradient steps take: workers that are equal, jittered, slow, or as they were measured."""
+"""How long gradient steps take: equal, jittered, slow, or as they were measured."""
 
 from __future__ import annotations
 
