@@ -42,6 +42,7 @@ logger = logging.getLogger("gossipdp")
 
 WAIT_LINE_EVERY_S = 10.0
 TURN_WHILE_WAITING_S = 0.002
+LOOK_AT_PROGRESS_EVERY_S = 1.0
 # Ticks of a worker's clock before the share that was served is worth a warning.
 MIN_TICKS_FOR_RATE_WARNING = 100
 RATE_WARNING_BELOW = 0.8
@@ -164,7 +165,13 @@ class GossipEngine(Engine):
         loop = GossipLoop(
             protocol,
             self._shared,
-            lambda handler: TcpTransport(handler, identity, meeting.secret, listener),
+            lambda handler: TcpTransport(
+                handler,
+                identity,
+                meeting.secret,
+                listener,
+                max_bytes_per_s=options.max_bytes_per_s,
+            ),
             time.monotonic,
         )
         return protocol, loop
@@ -175,24 +182,35 @@ class GossipEngine(Engine):
         A worker trains only after its children in the tree have what it holds, so that all start
         from the same bits; whoever dies meanwhile is not waited for.
         """
-        options = self._options
-        deadline_s = time.monotonic() + options.start_timeout_s
         if self.rank > 0:
             parent = (self.rank - 1) // 2
-            self._fetch(parent, adopt, options.start_timeout_s)
+            self._fetch(parent, adopt, self._options.start_timeout_s)
         served: Future[None] = Future()
         children = {2 * self.rank + 1, 2 * self.rank + 2} & set(range(self.num_workers))
         self._thread.call(
             lambda: self._loop.serve_state(children, lambda: served.set_result(None))
         ).result()
-        try:
-            served.result(max(0.0, deadline_s - time.monotonic()))
-        except TimeoutError:
-            raise RendezvousError(
-                f"worker {self.rank} waited {options.start_timeout_s:g} s for workers "
-                f"{sorted(children)} to take the start parameters; look at their output"
-            ) from None
+        self._wait_until_served(served, children)
         self._thread.call(self._loop.start_exchanging).result()
+
+    def _wait_until_served(self, served: Future[None], children: set[int]) -> None:
+        """The time limit is one on no progress: a large model on a slow link takes its time."""
+        timeout_s = self._options.start_timeout_s
+        num_sent, deadline_s = -1, 0.0
+        while True:
+            if num_sent != self._loop.num_state_chunks_sent:
+                num_sent = self._loop.num_state_chunks_sent
+                deadline_s = time.monotonic() + timeout_s
+            try:
+                served.result(min(timeout_s, LOOK_AT_PROGRESS_EVERY_S))
+                return
+            except TimeoutError:
+                if time.monotonic() < deadline_s:
+                    continue
+                raise RendezvousError(
+                    f"worker {self.rank} waited {timeout_s:g} s for workers {sorted(children)} to "
+                    "take the start parameters; look at their output"
+                ) from None
 
     def _fetch(self, peer: int, sink: Callable[[Chunk, Tensor], None], timeout_s: float) -> None:
         """Run one state transfer from ``peer`` to its end; raises what ended it."""

@@ -59,6 +59,8 @@ class GossipDataParallel(nn.Module):
         exchange_frozen: exchange frozen parameters too, so that they may be unfrozen later.
         host, port: where this worker listens; by default chosen, and told to the others.
         secret: shared by all workers of the run; by default the launcher's.
+        max_bytes_per_s: what each link of this worker sends at most, to leave a shared network
+            room for others; None: no cap. Linux only.
 
     Raises:
         ValueError: an argument is wrong.
@@ -101,6 +103,7 @@ class GossipDataParallel(nn.Module):
         host: str | None = None,
         port: int | None = None,
         secret: str | None = None,
+        max_bytes_per_s: float | None = None,
     ) -> None:
         super().__init__()
         logs.configure()  # GOSSIPDP_LOG, under whichever launcher
@@ -122,6 +125,7 @@ class GossipDataParallel(nn.Module):
             host=host,
             port=port,
             secret=secret,
+            max_bytes_per_s=max_bytes_per_s,
         )
         optimizers = _optimizers(optimizer)
         self.module = module

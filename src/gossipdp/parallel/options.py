@@ -25,10 +25,12 @@ class GossipOptions:
     host: str | None
     port: int | None
     secret: str | None
+    max_bytes_per_s: float | None
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first value that cannot be meant."""
         from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
+        from gossipdp.runtime.tcp_sockets import check_pacing
 
         for name, value, known in (
             ("method", self.method, METHODS),
@@ -47,3 +49,10 @@ class GossipOptions:
             )
         if self.port is not None and not 0 <= self.port < 65536:
             raise ValueError(f"port must be in 0..65535, not {self.port}")
+        if self.max_bytes_per_s is not None:
+            if self.method == "allreduce":
+                raise ValueError(
+                    "max_bytes_per_s caps the links of gossip, and method='allreduce' has none: "
+                    "leave it None"
+                )
+            check_pacing(self.max_bytes_per_s)

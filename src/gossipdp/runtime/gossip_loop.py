@@ -96,6 +96,7 @@ class GossipLoop(LinkHandler):
         self._on_served: Callable[[], None] | None = None
         self.averaging = Averaging(shared, protocol, self._links, self.perform)
         self.others_samples = 0
+        self.num_state_chunks_sent = 0
         self._heard_every_s = protocol.timeout_s / 10
         # Until it has the start parameters this worker must not exchange its own.
         self.hold()
@@ -350,7 +351,9 @@ class GossipLoop(LinkHandler):
         if self._exchange is not None:
             self._guarded(self._exchange.pump)
         for sender in self._senders:
+            before = sender.num_sent
             sender.pump()
+            self.num_state_chunks_sent += sender.num_sent - before
             if sender.is_finished:
                 self._unserved.discard(sender.link.peer)
         self._senders = [sender for sender in self._senders if not sender.is_finished]

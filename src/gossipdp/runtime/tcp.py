@@ -79,6 +79,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         handshake_timeout_s: a connection whose handshake takes longer is closed.
         max_unauthenticated: of accepted connections beyond this many, the oldest is closed.
         max_queued_chunks: ``writable`` is called while a link has fewer chunks queued.
+        max_bytes_per_s: what each link sends at most; None for no cap.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
         max_unauthenticated: int = MAX_UNAUTHENTICATED,
         max_queued_chunks: int = MAX_QUEUED_CHUNKS,
+        max_bytes_per_s: float | None = None,
     ) -> None:
         self._closed = True  # until there is something to close
         bound_host, bound_port = listener.getsockname()[:2]
@@ -105,6 +107,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self._secret = secret
         self._handshake_timeout_s = handshake_timeout_s
         self._max_unauthenticated = max_unauthenticated
+        self._max_bytes_per_s = max_bytes_per_s
         self._polling = False
         self._links: dict[int, TcpLink] = {}
         self._last_links: dict[int, bytes] = {}
@@ -388,7 +391,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         address = host if port is None else f"{host}:{port}"
         opening = _Opening(connection, handshake, address, deadline_s)
         try:
-            tcp_sockets.set_options(connection, host)
+            tcp_sockets.set_options(connection, host, self._max_bytes_per_s)
             self._epoll.register(connection, _EDGE)
         except OSError:
             connection.close()

@@ -2,7 +2,10 @@
 
 import errno
 import ipaddress
+import math
 import socket
+import struct
+import sys
 from typing import final
 
 from gossipdp.errors import RendezvousError
@@ -12,6 +15,9 @@ from gossipdp.runtime import fork
 # these and one chunk, not behind megabytes.
 NOTSENT_LOWAT_BYTES = 256 << 10
 BACKLOG = 128
+# Linux; Python's socket module does not name it. The kernel's own TCP keeps the pace.
+SO_MAX_PACING_RATE = 47
+MAX_PACE = 1e15
 _MAX_EMPTIED_BYTES = 16 << 20
 
 
@@ -59,16 +65,56 @@ def _cannot_listen(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on {host}:{port}: {error.strerror}; name an address of this machine"
 
 
-def set_options(connection: socket.socket, peer_host: str) -> None:
+def set_options(
+    connection: socket.socket, peer_host: str, max_bytes_per_s: float | None = None
+) -> None:
     """Make a data connection non-blocking and undelayed, and bound its unsent bytes.
 
-    Not on loopback: nothing queues there but what the peer has not read, and the bound costs a
-    quarter more CPU time.
+    Not on loopback without a cap: nothing queues there but what the peer has not read, and the
+    bound costs a quarter more CPU time.
     """
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if not ipaddress.ip_address(peer_host).is_loopback:
+    if max_bytes_per_s is not None:
+        pace(connection, max_bytes_per_s)
+    if max_bytes_per_s is not None or not ipaddress.ip_address(peer_host).is_loopback:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT_BYTES)
+
+
+def pace(connection: socket.socket, max_bytes_per_s: float) -> None:
+    """Cap what the kernel sends on a TCP connection; a first burst of ten segments is not paced.
+
+    Raises:
+        OSError: The system has no such cap.
+    """
+    # As unsigned long: of an int Python packs 32 bits with sign, which end at 2 GB/s.
+    wanted = struct.pack("@L", math.ceil(max_bytes_per_s))
+    connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, wanted)
+    if connection.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, len(wanted)) != wanted:
+        raise OSError(errno.ENOPROTOOPT, "the system did not take the pace")
+
+
+def check_pacing(max_bytes_per_s: float) -> None:
+    """Say at once whether links of this machine can be capped so.
+
+    Raises:
+        ValueError: The number cannot be meant, or the system has no such cap.
+    """
+    if not (math.isfinite(max_bytes_per_s) and 1 <= max_bytes_per_s <= MAX_PACE):
+        raise ValueError(
+            f"max_bytes_per_s must be None (no cap) or a number from 1 to {MAX_PACE:g}, "
+            f"not {max_bytes_per_s}"
+        )
+    try:
+        if sys.platform != "linux":  # elsewhere the number 47 means something else
+            raise OSError(errno.ENOPROTOOPT, f"not on {sys.platform}")
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            pace(probe, max_bytes_per_s)
+    except OSError as error:
+        raise ValueError(
+            "max_bytes_per_s needs a Linux kernel that paces TCP (SO_MAX_PACING_RATE), and this "
+            f"system has none ({error.strerror}); leave it None and limit the network itself"
+        ) from None
 
 
 def is_connected(connection: socket.socket) -> bool:

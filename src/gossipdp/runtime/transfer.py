@@ -38,6 +38,11 @@ class StateSender:
         self._num_sent = min(request.start, len(self._chunks))
 
     @property
+    def num_sent(self) -> int:
+        """Chunks handed to the link; those count too that an earlier request was served."""
+        return self._num_sent
+
+    @property
     def is_finished(self) -> bool:
         """Whether every chunk was handed to the link, and by the link to the kernel."""
         return self._num_sent == len(self._chunks) and self.link.queued_chunks == 0

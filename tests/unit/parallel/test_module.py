@@ -349,6 +349,9 @@ def test_a_dropped_model_does_not_hold_its_optimizer_back(wrap):
         ({"budget_samples": 0}, "budget_samples"),
         ({"samples_per_step": 0}, "samples_per_step"),
         ({"port": 70000}, "port"),
+        ({"max_bytes_per_s": 0}, "max_bytes_per_s"),
+        ({"max_bytes_per_s": math.nan}, "max_bytes_per_s"),
+        ({"max_bytes_per_s": 1e6, "method": "allreduce"}, "caps the links of gossip"),
     ],
 )
 def test_bad_arguments_are_one_clear_error(arguments, message):

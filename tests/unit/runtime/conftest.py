@@ -113,7 +113,7 @@ class World:
     def tcp(self, rank: int, *, secret: bytes = b"secret", port: int = 0, **changes: Any) -> Node:
         options = {
             name: changes.pop(name)
-            for name in ("clock", "handshake_timeout_s", "max_unauthenticated")
+            for name in ("clock", "handshake_timeout_s", "max_unauthenticated", "max_bytes_per_s")
             if name in changes
         }
         listener = listen("127.0.0.1", port)

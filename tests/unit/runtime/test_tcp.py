@@ -5,6 +5,8 @@ import itertools
 import logging
 import random
 import socket
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -110,6 +112,47 @@ def test_a_connection_to_oneself_counts_as_nobody(monkeypatch: pytest.MonkeyPatc
         mirror.connect(mirror.getsockname())
         with pytest.raises(ConnectionRefusedError, match="itself"):
             tcp_sockets.is_connected(mirror)
+
+
+# Links with a cap.
+
+
+def test_a_capped_link_takes_its_time_in_both_directions(world: Any) -> None:
+    """Time limits would make the test slow or flaky; what cannot happen sooner is safe to ask."""
+    rate, payload = 20e6, bytes(4_000_000)
+    first, second = world.tcp(0, max_bytes_per_s=rate), world.tcp(1, max_bytes_per_s=rate)
+    dialled, accepted = world.join(first, second)
+    for link, receiver in ((dialled, second), (accepted, first)):
+        started_s = time.monotonic()
+        link.send_chunk(FrameType.EXCHANGE_CHUNK, ChunkKey(0, 0, 1, 0), memoryview(payload))
+        world.until(lambda receiver=receiver: receiver.handler.of("chunk"))
+        # 0.2 s but for the kernel's first burst; without the cap it is some milliseconds.
+        assert time.monotonic() - started_s > 0.08
+
+
+@pytest.mark.parametrize("rate", [1, 5.3e6, 3e9, 1e11])
+def test_a_cap_of_any_size_reaches_the_kernel_whole(rate: float) -> None:
+    with socket.socket() as connection:
+        tcp_sockets.set_options(connection, "127.0.0.1", rate)
+        told = connection.getsockopt(socket.SOL_SOCKET, tcp_sockets.SO_MAX_PACING_RATE, 8)
+    assert int.from_bytes(told, sys.byteorder) == rate
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, 0.5, float("nan"), float("inf"), 1e30])
+def test_a_cap_that_cannot_be_meant(rate: float) -> None:
+    with pytest.raises(ValueError, match=r"max_bytes_per_s must be None \(no cap\) or a number"):
+        tcp_sockets.check_pacing(rate)
+
+
+@pytest.mark.parametrize("fault", ["another system", "refused", "not taken"])
+def test_a_system_without_a_cap(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tcp_sockets.check_pacing(1e6)
+    if fault == "another system":
+        monkeypatch.setattr(sys, "platform", "darwin")
+    else:
+        monkeypatch.setattr(tcp_sockets, "SO_MAX_PACING_RATE", 999 if fault == "refused" else 12)
+    with pytest.raises(ValueError, match="needs a Linux kernel that paces TCP"):
+        tcp_sockets.check_pacing(1e6)
 
 
 # Listening.
