@@ -3,8 +3,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.linalg import block_diag
 
 from gossipdp.graph import Constants, without
+from gossipdp.graph.gradient_noise import GradientNoise
+from gossipdp.graph.second_moments import Modes, SecondMoments
 
 
 @st.composite
@@ -22,8 +25,8 @@ def connected_graphs(draw, max_workers=12):
 
 
 @st.composite
-def rated_graphs(draw):
-    graph = draw(connected_graphs())
+def rated_graphs(draw, max_workers=12):
+    graph = draw(connected_graphs(max_workers))
     rate = st.floats(0.01, 1.0)
     rates = {edge: draw(rate) for edge in graph.edges}
     return Constants.of(graph, comm_rate=100.0, rates=rates)
@@ -110,3 +113,68 @@ def test_a2cid2_decays_at_least_as_fast_as_its_bound(constants):
         generator += rate * (step.T @ energy @ step - energy)
     excess = generator + constants.eta * energy
     assert np.linalg.eigvalsh(excess)[-1] <= 1e-9 * constants.exchanges_per_unit_time
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    constants=rated_graphs(max_workers=5),
+    eta_factor=st.sampled_from([0.3, 1.0, 2.0]),
+    excess_factor=st.sampled_from([0.4, 1.0, 1.7]),
+    momentum=st.sampled_from([0.0, 0.6]),
+)
+def test_second_moments_are_those_of_the_dense_operator(
+    constants, eta_factor, excess_factor, momentum
+):
+    # The covariance of (x, c, m, b): flow, exchanges and Poisson steps as Kronecker products,
+    # with no use of modes, ranks or autocovariances.
+    eta = eta_factor * constants.eta
+    excess = max(0.0, excess_factor * (constants.alpha_tilde - 0.5))
+    edges, centre, _ = pieces(constants)
+    size = len(centre)
+    whole = np.eye(4 * size)
+    zero, one = np.zeros((size, size)), np.eye(size)
+    operator = np.zeros((16 * size**2, 16 * size**2))
+    flow = np.block([[zero, eta * one, zero, zero], [zero, -2 * eta * one, zero, zero]])
+    flow = np.vstack([flow, np.zeros((2 * size, 4 * size))])
+    operator += np.kron(flow, whole) + np.kron(whole, flow)
+    for rate, difference in edges:
+        outer = np.outer(difference, difference)
+        step = whole.copy()
+        step[:size, :size] -= 0.5 * outer
+        step[size : 2 * size, :size] -= excess * outer
+        operator += rate * (np.kron(step, step) - np.kron(whole, whole))
+    source = np.zeros((4 * size, 4 * size))
+    for worker in range(size):
+        # m <- beta m + b + noise, then x -= (1 - beta) m.
+        x_row, _, m_row, b_row = (np.kron(block, one[worker]) for block in np.eye(4))
+        step = whole + np.outer(m_row, (momentum - 1) * m_row + b_row)
+        step += (momentum - 1) * np.outer(x_row, momentum * m_row + b_row)
+        into = m_row + (momentum - 1) * x_row
+        operator += np.kron(step, step) - np.kron(whole, whole)
+        source += np.outer(into, into)
+    drift = np.zeros((4 * size, 4 * size))
+    drift[3 * size :, 3 * size :] = one
+    # Of x and c only what differs from the mean is stationary; b is given, not solved for.
+    basis = np.linalg.svd(centre)[0][:, : size - 1]
+    lift = block_diag(basis, basis, one, one)
+    both = np.kron(lift, lift)
+    reduced = both.T @ operator @ both
+    fixed = both.T @ drift.ravel()
+    index = np.arange(reduced.shape[0]).reshape(lift.shape[1], -1)
+    is_free = np.ones(reduced.shape[0], dtype=bool)
+    is_free[index[-size:, -size:].ravel()] = False
+    right_hand = -(both.T @ source.ravel() + 0.5 * reduced @ fixed)[is_free]
+    inner = reduced[np.ix_(is_free, is_free)]
+    moments = SecondMoments(Modes.of(constants), eta, 0.5 + excess)
+
+    mixing = index[: 2 * (size - 1), : 2 * (size - 1)].ravel()
+    if moments.alpha_tilde > 0.5 + 1e-9:
+        abscissa = np.linalg.eigvals(reduced[np.ix_(mixing, mixing)]).real.max()
+        assert moments.decay_rate == pytest.approx(-abscissa, rel=1e-4, abs=1e-6)
+        assert moments.is_stable == (abscissa < 0)
+    if moments.feedback < 0.99:
+        solved = np.zeros(reduced.shape[0])
+        solved[is_free] = np.linalg.solve(inner, right_hand)
+        distance = np.trace(solved.reshape(index.shape)[: size - 1, : size - 1]) / size
+        noise = GradientNoise(white=1.0, drift=0.5, momentum=momentum)
+        assert moments.stationary_distance(noise) == pytest.approx(distance, rel=1e-6)
