@@ -117,7 +117,7 @@ def test_saturated_links_lock_available_but_not_fresh(graph_name: str, num_worke
         policy_name: train(
             graph_name,
             num_workers,
-            num_steps=60,
+            num_steps=120,
             policy_name=policy_name,
             comm_rate=100.0,
             transfer_s=0.5,

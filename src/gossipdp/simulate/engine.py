@@ -9,17 +9,16 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 
-@dataclass(order=True)
 class Event:
     """A callback that will run at ``time``, unless cancelled."""
 
-    time: float
-    priority: int
-    counter: int
-    callback: Callable[[], None] | None = field(compare=False)
+    __slots__ = ("callback", "time")
+
+    def __init__(self, time: float, callback: Callable[[], None]) -> None:
+        self.time = time
+        self.callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
         """Let the time pass without the callback."""
@@ -43,7 +42,7 @@ class Engine:
     def __init__(self) -> None:
         self.now = 0.0
         self.num_events = 0
-        self._heap: list[Event] = []
+        self._heap: list[tuple[float, int, int, Event]] = []  # the counter ends every comparison
         self._counter = 0
 
     def at(self, time: float, callback: Callable[[], None], *, priority: int = 0) -> Event:
@@ -54,18 +53,19 @@ class Engine:
         """
         if not (math.isfinite(time) and time >= self.now):
             raise ValueError(f"an event at {time} cannot be scheduled at {self.now}")
-        event = Event(time, priority, self._counter, callback)
+        event = Event(time, callback)
+        heapq.heappush(self._heap, (time, priority, self._counter, event))
         self._counter += 1
-        heapq.heappush(self._heap, event)
         return event
 
     def run(self, until: float) -> None:
         """Run every event up to and including time ``until``, and set the clock there."""
-        while self._heap and self._heap[0].time <= until:
-            event = heapq.heappop(self._heap)
+        heap = self._heap
+        while heap and heap[0][0] <= until:
+            time, _, _, event = heapq.heappop(heap)
             if event.callback is None:
                 continue
-            self.now = event.time
+            self.now = time
             self.num_events += 1
             event.callback()
         self.now = max(self.now, until)

@@ -2,10 +2,10 @@
 
 Each worker is a real :class:`~gossipdp.protocol.worker.WorkerProtocol`. Messages take a latency
 and arrive in order within a link, in any order between links. An exchange is one transfer each
-way; an end has finished when the other's data are there. A cut loses what is on its way; each end
-learns of it in its own time, and the link is made anew.
+way; an end has finished when its own data have left and the other's are there. A cut loses what is
+on its way; each end learns of it in its own time, and the link is made anew.
 
-Parameters are not simulated: the chunks of a consolidation travel as events without content.
+What the workers hold is behind the seam of :mod:`gossipdp.simulate.payload`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from random import Random
 
 from gossipdp.graph.constants import Constants
 from gossipdp.protocol.actions import Begin, Send, Stop
-from gossipdp.protocol.consolidation_actions import (
-    ConsolidationAction,
-    Finished,
-    MeasureDistance,
-    SendPartial,
-    SendResult,
-)
 from gossipdp.protocol.consolidation_messages import ConsolidationMessage
 from gossipdp.protocol.messages import Envelope, ExchangeId
 from gossipdp.protocol.worker import Action, Method, WorkerProtocol
+from gossipdp.simulate.averaging_transfers import AveragingTransfers
 from gossipdp.simulate.engine import Engine, Event
+from gossipdp.simulate.payload import NoParameters, Payload
+from gossipdp.simulate.wire import Wire
 
 Seconds = Callable[[int, int], float]
 """A duration for something that goes from one rank to another."""
@@ -40,7 +36,9 @@ class Conditions:
 
     Args:
         latency_s: how long a message travels from one rank to another.
-        transfer_s: how long one end of an exchange needs to put its data on the link.
+        transfer_s: how long the data of one exchange need to get onto the link. Asked once for
+            each exchange: chunk by chunk each end waits for the other (the runtime's window), so
+            that the two directions take equally long.
         step_s: how long the next gradient step of a rank takes.
         detection_s: how long until an end learns that its link was cut.
         reconnect_s: how long after a cut the link is there again.
@@ -56,7 +54,7 @@ class Conditions:
     cut_at_messages: Collection[int] = ()
 
 
-@dataclass
+@dataclass(slots=True)
 class End:
     """One end of an exchange: when it began and ended here, and how."""
 
@@ -66,11 +64,12 @@ class End:
     outcome: str = "running"
 
 
-@dataclass
+@dataclass(slots=True)
 class ExchangeRecord:
     """An exchange as its two ends saw it."""
 
     id: ExchangeId
+    transfer_s: float
     ends: dict[int, End] = field(default_factory=dict)
 
     @property
@@ -84,21 +83,13 @@ class ExchangeRecord:
         return [end.outcome for end in self.ends.values()] == ["finished", "finished"]
 
 
-@dataclass
-class _Direction:
-    """One way along a link: what keeps its order."""
+@dataclass(slots=True)
+class _Running:
+    """The exchange that a worker is in."""
 
-    last_arrival: float = 0.0
-    data_leaves: float = 0.0
-    data_arrives: float = 0.0
-
-
-@dataclass
-class _Link:
-    """A link in one of its lives; both ends drop what an earlier life carries."""
-
-    directions: dict[int, _Direction]
-    is_up: bool = True
+    id: ExchangeId
+    own_leave: float
+    """When its own data have left."""
 
 
 def make_workers(
@@ -140,8 +131,16 @@ class Network:
     """Drives the protocols of ``workers`` on ``engine`` under ``conditions``.
 
     Links are opened along ``edges`` at once. ``records`` holds every exchange in the order in
-    which they began, ``num_messages`` counts control messages by type, ``left`` says when each
-    worker left after consolidation.
+    which they began, ``num_exchanges`` counts those that both ends finished, ``num_messages``
+    the control messages by type, ``left`` says when each worker left after consolidation.
+
+    Args:
+        engine: the clock and its events.
+        workers: their protocols, by rank.
+        edges: who is linked.
+        conditions: what the network is like.
+        payload: what the workers hold; by default nothing.
+        keeps_records: whether ``records`` keeps exchanges that are over, in a long run many.
 
     Raises:
         RuntimeError: from within ``engine.run``, when a worker begins an exchange while in
@@ -154,30 +153,42 @@ class Network:
         workers: Mapping[int, WorkerProtocol],
         edges: Collection[tuple[int, int]],
         conditions: Conditions,
+        payload: Payload | None = None,
+        *,
+        keeps_records: bool = True,
     ) -> None:
         self.engine = engine
         self.workers = workers
         self.edges = tuple(sorted(edges))
+        self.conditions = conditions
         self.records: dict[ExchangeId, ExchangeRecord] = {}
+        self.num_exchanges = 0
         self.num_messages: Counter[str] = Counter()
-        self.left: dict[int, float] = {}
-        self._conditions = conditions
-        self._links: dict[frozenset[int], _Link] = {}
-        self._running: dict[int, ExchangeId] = {}
+        self._payload = NoParameters() if payload is None else payload
+        self._keeps_records = keeps_records
+        self._num_sent = 0
+        self._wires: dict[tuple[int, int], Wire] = {}
+        self._running: dict[int, _Running] = {}
         self._alarms: dict[int, Event] = {}
+        self._averaging = AveragingTransfers(self)
         for rank in sorted(workers):
-            self._next_step(rank)
+            self._start_step(rank)
         for first, second in self.edges:
             self._connect(first, second)
 
     @property
-    def num_exchanges(self) -> int:
-        """Exchanges that both ends finished."""
-        return sum(record.is_complete for record in self.records.values())
+    def left(self) -> Mapping[int, float]:
+        """When each worker left after consolidation."""
+        return self._averaging.left
 
     def running(self, rank: int) -> ExchangeId | None:
         """The exchange that ``rank`` is in."""
-        return self._running.get(rank)
+        running = self._running.get(rank)
+        return None if running is None else running.id
+
+    def wire(self, first: int, second: int) -> Wire | None:
+        """The link between two workers, in either order; None where it is down."""
+        return self._wires.get(_pair(first, second))
 
     def perform(self, rank: int, actions: list[Action]) -> None:
         """Do what the protocol of ``rank`` asks, then wait for its next deadline."""
@@ -188,10 +199,10 @@ class Network:
                 case Begin():
                     self._begin(rank, action)
                 case Stop():
-                    self._end(rank, action.id, "stopped")
+                    self._end(rank, "stopped")
                     self.cut(rank, action.peer)
                 case _:
-                    self._consolidate(rank, action)
+                    self._averaging.perform(rank, action)
         self._set_alarm(rank)
 
     def done(self, rank: int) -> None:
@@ -200,32 +211,37 @@ class Network:
 
     def cut(self, first: int, second: int) -> None:
         """Cut the link between two workers; it is made anew after ``reconnect_s``."""
-        link = self._links.pop(frozenset((first, second)), None)
-        if link is None:
+        wire = self._wires.pop(_pair(first, second), None)
+        if wire is None:
             return
-        link.is_up = False
+        wire.is_up = False
         latest = self.engine.now
         for end, other in ((first, second), (second, first)):
-            learns = self.engine.now + self._conditions.detection_s(other, end)
+            learns = self.engine.now + self.conditions.detection_s(other, end)
             latest = max(latest, learns)
             self.engine.at(learns, partial(self._link_down, end, other))
-        again = latest + self._conditions.reconnect_s
+        again = latest + self.conditions.reconnect_s
         self.engine.at(again, partial(self._connect, first, second))
 
     # --- steps and deadlines ---------------------------------------------------------------
 
-    def _next_step(self, rank: int) -> None:
-        duration = self._conditions.step_s(rank)
-        self.engine.at(self.engine.now + duration, partial(self._step, rank), priority=1)
+    def _start_step(self, rank: int) -> None:
+        now = self.engine.now
+        end = now + self.conditions.step_s(rank)
+        self._payload.step_started(rank, now, end)
+        self.engine.at(end, partial(self._end_step, rank), priority=1)
 
-    def _step(self, rank: int) -> None:
+    def _end_step(self, rank: int) -> None:
         if self.workers[rank].is_done:
             return
-        self.perform(rank, self.workers[rank].step(1, self.engine.now))
-        self._next_step(rank)
+        now = self.engine.now
+        self._payload.step_ended(rank, now)
+        self.perform(rank, self.workers[rank].step(1, now))
+        self._start_step(rank)
 
     def _set_alarm(self, rank: int) -> None:
-        due = max(self.engine.now, self.workers[rank].next_deadline(self.engine.now))
+        now = self.engine.now
+        due = max(now, self.workers[rank].next_deadline(now))
         alarm = self._alarms.get(rank)
         if alarm is not None:
             if alarm.time == due and alarm.callback is not None:
@@ -241,103 +257,92 @@ class Network:
     # --- links -----------------------------------------------------------------------------
 
     def _connect(self, first: int, second: int) -> None:
-        pair = frozenset((first, second))
-        if pair in self._links:
+        if self.wire(first, second) is not None:
             return
-        self._links[pair] = _Link({first: _Direction(), second: _Direction()})
+        self._wires[_pair(first, second)] = Wire(first, second)
         for end, other in ((first, second), (second, first)):
             self.perform(end, self.workers[end].link_up(other, self.engine.now))
 
     def _link_down(self, rank: int, peer: int) -> None:
-        if frozenset((rank, peer)) in self._links:
+        if self.wire(rank, peer) is not None:
             return  # made anew meanwhile, which said it already
         self.perform(rank, self.workers[rank].link_down(peer, self.engine.now))
 
     def _send(self, rank: int, peer: int, envelope: Envelope) -> None:
-        pair = frozenset((rank, peer))
-        if pair not in self._links and isinstance(envelope.message, ConsolidationMessage):
+        wire = self.wire(rank, peer)
+        if wire is None and isinstance(envelope.message, ConsolidationMessage):
             self._connect(rank, peer)
-        link = self._links.get(pair)
-        if link is None:
+            wire = self.wire(rank, peer)
+        if wire is None:
             return
-        number = self.num_messages.total()
+        number = self._num_sent
+        self._num_sent += 1
         self.num_messages[type(envelope.message).__name__] += 1
-        if number in self._conditions.cut_at_messages:
+        if number in self.conditions.cut_at_messages:
             self.cut(rank, peer)
             return
-        way = link.directions[rank]
-        arrives = self.engine.now + self._conditions.latency_s(rank, peer)
-        arrives = max(arrives, way.last_arrival)
-        if self.engine.now >= way.data_leaves:  # behind the data; otherwise between two chunks
-            arrives = max(arrives, way.data_arrives)
-        way.last_arrival = arrives
-        self.engine.at(arrives, partial(self._deliver, link, rank, peer, envelope))
+        latency_s = self.conditions.latency_s(rank, peer)
+        arrives = wire.carry_message(rank, self.engine.now, latency_s)
+        self.engine.at(arrives, partial(self._deliver, wire, rank, peer, envelope))
 
-    def _deliver(self, link: _Link, rank: int, peer: int, envelope: Envelope) -> None:
-        if link.is_up:
+    def _deliver(self, wire: Wire, rank: int, peer: int, envelope: Envelope) -> None:
+        if wire.is_up:
             self.perform(peer, self.workers[peer].receive(rank, envelope, self.engine.now))
 
     # --- exchanges -------------------------------------------------------------------------
 
     def _begin(self, rank: int, begin: Begin) -> None:
+        now, peer = self.engine.now, begin.peer
         if rank in self._running:
             raise RuntimeError(
-                f"rank {rank} begins {begin.id} while in {self._running[rank]} at {self.engine.now}"
+                f"rank {rank} begins {begin.id} while in {self._running[rank].id} at {now}"
             )
-        self._running[rank] = begin.id
-        record = self.records.setdefault(begin.id, ExchangeRecord(begin.id))
-        record.ends[rank] = End(self.engine.now, begin.alpha_tilde)
-        link = self._links.get(frozenset((rank, begin.peer)))
-        if link is None:
-            return  # cut already; the end will learn of it
-        way = link.directions[rank]
-        way.data_leaves = self.engine.now + self._conditions.transfer_s(rank, begin.peer)
-        arrives = way.data_leaves + self._conditions.latency_s(rank, begin.peer)
-        way.data_arrives = max(arrives, way.last_arrival)
-        self.engine.at(
-            way.data_arrives, partial(self._data_arrived, link, rank, begin.peer, begin.id)
-        )
-
-    def _data_arrived(self, link: _Link, rank: int, peer: int, id: ExchangeId) -> None:
-        if link.is_up and self._running.get(peer) == id:
-            self._end(peer, id, "finished")
-            self.workers[peer].heard(rank, self.engine.now)
-            self.perform(peer, self.workers[peer].finished(id, self.engine.now))
-
-    # --- consolidation ---------------------------------------------------------------------
-
-    def _consolidate(self, rank: int, action: ConsolidationAction) -> None:
-        now = self.engine.now
-        match action:
-            case MeasureDistance(origin=origin):
-                self.perform(rank, self.workers[rank].distance_measured(origin, 0.0, now))
-            case Finished():
-                self.left[rank] = now
-            case SendPartial() | SendResult():
-                link = self._links.get(frozenset((rank, action.peer)))
-                if link is not None:
-                    way = link.directions[rank]
-                    arrives = now + self._conditions.latency_s(rank, action.peer)
-                    way.last_arrival = max(arrives, way.last_arrival)
-                    self.engine.at(
-                        way.last_arrival, partial(self._chunk_arrived, link, rank, action)
-                    )
-            case _:
-                pass  # arithmetic on parameters, which are not here
-
-    def _chunk_arrived(self, link: _Link, rank: int, sent: SendPartial | SendResult) -> None:
-        if not link.is_up:
+        record = self.records.get(begin.id)
+        if record is None:
+            record = ExchangeRecord(begin.id, self.conditions.transfer_s(rank, peer))
+            self.records[begin.id] = record
+        record.ends[rank] = End(now, begin.alpha_tilde)
+        data = self._payload.exchange_began(rank, begin, now)
+        wire = self.wire(rank, peer)
+        if wire is None:  # cut already; the end will learn of it
+            self._running[rank] = _Running(begin.id, own_leave=now)
             return
-        worker, now = self.workers[sent.peer], self.engine.now
-        match sent:
-            case SendPartial(epoch=epoch, chunk=chunk):
-                if worker.consolidation.accepts_partial(rank, epoch, chunk):
-                    self.perform(sent.peer, worker.partial_landed(rank, epoch, chunk, now))
-            case SendResult(origin=origin, chunk=chunk):
-                if worker.consolidation.accepts_result(rank, origin, chunk):
-                    self.perform(sent.peer, worker.result_landed(rank, origin, chunk, now))
+        leave, arrive = wire.carry_data(
+            rank, now, record.transfer_s, self.conditions.latency_s(rank, peer)
+        )
+        self._running[rank] = _Running(begin.id, own_leave=leave)
+        self.engine.at(arrive, partial(self._data_arrived, wire, rank, begin, data))
 
-    def _end(self, rank: int, id: ExchangeId, outcome: str) -> None:
-        del self._running[rank]
-        end = self.records[id].ends[rank]
+    def _data_arrived(self, wire: Wire, rank: int, begin: Begin, data: object) -> None:
+        # At the end that was asked these are the initiator's data, which confirm its ACCEPT.
+        now, peer = self.engine.now, begin.peer
+        running = self._running.get(peer)
+        if not wire.is_up or running is None or running.id != begin.id:
+            return
+        self._payload.data_arrived(peer, begin.id, data, now)
+        if running.own_leave > now:
+            self.engine.at(running.own_leave, partial(self._finish, wire, peer, rank, running))
+        else:
+            self._finish(wire, peer, rank, running)
+
+    def _finish(self, wire: Wire, rank: int, peer: int, running: _Running) -> None:
+        if not wire.is_up or self._running.get(rank) is not running:
+            return
+        self._end(rank, "finished")
+        worker, now = self.workers[rank], self.engine.now
+        worker.heard(peer, now)
+        self.perform(rank, worker.finished(running.id, now))
+
+    def _end(self, rank: int, outcome: str) -> None:
+        id = self._running.pop(rank).id
+        self._payload.exchange_ended(rank, id, self.engine.now)
+        record = self.records[id]
+        end = record.ends[rank]
         end.ended, end.outcome = self.engine.now, outcome
+        self.num_exchanges += record.is_complete
+        if not self._keeps_records and all(end.ended is not None for end in record.ends.values()):
+            del self.records[id]
+
+
+def _pair(first: int, second: int) -> tuple[int, int]:
+    return (first, second) if first < second else (second, first)

@@ -32,6 +32,8 @@ class Population:
         """The phase to which each row has been flowed."""
         # Where the mean of x + c/2 would be if gradient steps alone moved it.
         self._expected_mean = self.x[:, :num_trained].mean(dim=0, dtype=torch.float64)
+        self.half_applied = torch.zeros(num_trained, dtype=torch.float64)
+        """What exchanges that only one end has applied yet did to the sum of x + c/2."""
         self._scratch = torch.empty_like(self.x[0])
 
     @property
@@ -90,7 +92,8 @@ class Population:
     def drift(self) -> float:
         """How far the mean of x + c/2 is from where gradient steps alone would have moved it.
 
-        The Euclidean norm of the difference; the exchanges leave rounding errors only.
+        The Euclidean norm of the difference; exchanges that both ends applied leave rounding
+        errors only, and those that one end is still to apply (``half_applied``) do not count.
         """
         moved = self.mean()[: self.num_trained].double() - self._expected_mean
-        return float(moved.norm())
+        return float((moved - self.half_applied / self.num_workers).norm())
