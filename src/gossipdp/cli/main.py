@@ -25,6 +25,7 @@ COMMANDS = (
     "run",
     "plan",
     "demo",
+    "bench",
 )
 
 DESCRIPTION = "Asynchronous, decentralized data-parallel training for PyTorch."

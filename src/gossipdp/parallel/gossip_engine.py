@@ -381,7 +381,7 @@ class GossipEngine(Engine):
     def stats(self) -> Stats:
         """See :class:`Engine`. Read without a lock: every value is one object, replaced whole."""
         protocol, traffic = self._protocol, self._loop.traffic
-        recent = list(traffic.recent_half_squared_norms)
+        recent = tuple(traffic.recent_exchanges)
         steps = self._gradient_steps
         sent, received = self._loop.bytes_moved()
         step_seconds = protocol.clock.step_seconds
@@ -399,8 +399,11 @@ class GossipEngine(Engine):
             exchange_seconds=traffic.exchange_seconds,
             waited_seconds=self._waited_s,
             exchanges_by_neighbour=dict(traffic.exchanges_by_neighbour),
-            edge_distance=sum(recent) / len(recent) if recent else math.nan,
+            edge_distance=sum(exchange.half_squared_distance for exchange in recent) / len(recent)
+            if recent
+            else math.nan,
             step_seconds=math.nan if step_seconds is None else step_seconds,
+            recent_exchanges=recent,
         )
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from gossipdp.runtime.exchange import CompletedExchange
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -26,6 +28,7 @@ class Stats:
             free, but far smaller than the consensus distance on sparse graphs. NaN before the
             first.
         step_seconds: running median of the duration of a gradient step. NaN before it exists.
+        recent_exchanges: the last 16 that were completed here, oldest first, with their times.
     """
 
     rank: int
@@ -43,6 +46,7 @@ class Stats:
     exchanges_by_neighbour: dict[int, int] = field(default_factory=dict)
     edge_distance: float = float("nan")
     step_seconds: float = float("nan")
+    recent_exchanges: tuple[CompletedExchange, ...] = ()
 
     @property
     def exchanges(self) -> int:

@@ -8,6 +8,7 @@ that was asked. Driven by the gossip thread alone.
 """
 
 import math
+from dataclasses import dataclass
 
 from gossipdp.dynamics import kernels
 from gossipdp.dynamics.state import Role
@@ -33,6 +34,24 @@ class PoisonFound(Exception):
     def __init__(self, ours: bool) -> None:
         super().__init__("our own parameters" if ours else "the peer's parameters")
         self.ours = ours
+
+
+@dataclass(frozen=True)
+class CompletedExchange:
+    """One exchange that ended well, as this end of it saw it.
+
+    Attributes:
+        peer: with whom.
+        initiated: whether this end asked for it.
+        started_s, ended_s: from the agreement to the last chunk applied here; ``time.monotonic``.
+        half_squared_distance: half the squared distance to the peer, over trained parameters.
+    """
+
+    peer: int
+    initiated: bool
+    started_s: float
+    ended_s: float
+    half_squared_distance: float
 
 
 class Exchange:

@@ -28,7 +28,7 @@ from gossipdp.protocol.messages import (
 from gossipdp.protocol.worker import Action, WorkerProtocol
 from gossipdp.runtime.averaging import Averaging, Outcome
 from gossipdp.runtime.dialer import Dialer
-from gossipdp.runtime.exchange import Exchange, ExchangeBuffers, PoisonFound
+from gossipdp.runtime.exchange import CompletedExchange, Exchange, ExchangeBuffers, PoisonFound
 from gossipdp.runtime.frames import ChunkKey, FrameType
 from gossipdp.runtime.identity import Refusal
 from gossipdp.runtime.link import Link, LinkHandler
@@ -51,7 +51,7 @@ class Traffic:
     exchange_seconds: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
-    recent_half_squared_norms: deque[float] = field(
+    recent_exchanges: deque[CompletedExchange] = field(
         default_factory=lambda: deque(maxlen=RECENT_EXCHANGES)
     )
 
@@ -402,8 +402,16 @@ class GossipLoop(LinkHandler):
         now = self._clock()
         traffic = self.traffic
         traffic.exchange_seconds += now - self._exchange_started_s
-        traffic.recent_half_squared_norms.append(0.5 * exchange.squared_distance)
         peer = exchange.link.peer
+        traffic.recent_exchanges.append(
+            CompletedExchange(
+                peer=peer,
+                initiated=exchange.id.initiator == self.protocol.rank,
+                started_s=self._exchange_started_s,
+                ended_s=now,
+                half_squared_distance=0.5 * exchange.squared_distance,
+            )
+        )
         traffic.exchanges_by_neighbour[peer] = traffic.exchanges_by_neighbour.get(peer, 0) + 1
         self._stop_exchange()
         self.perform(self.protocol.finished(exchange.id, now))

@@ -10,5 +10,6 @@ import networkx  # noqa: F401
 import scipy.linalg  # noqa: F401
 import sklearn.datasets  # noqa: F401
 import torch
+import torch._dynamo  # what the first optimizer of each worker would import, a second of CPU time
 import torch.distributed
 import torch.utils.data  # noqa: F401

@@ -1,0 +1,328 @@
+"""``gossipdp bench consensus``: how fast real workers come to agree, beside simulated ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from tyro.conf import Positional
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from gossipdp.cli.bench_consensus import ConsensusTask
+    from gossipdp.cli.bench_series import Outcome
+
+BenchmarkName = Literal["consensus"]
+MethodName = Literal["a2cid2", "gossip"]
+# A run that starves its workers of cores must not be given up too early.
+LEAST_RUN_LIMIT_S, RUN_LIMIT_IN_RUNS = 120.0, 10.0
+
+
+@dataclass(frozen=True)
+class BenchArguments:
+    """Measure with real processes how fast workers agree, and simulate the same.
+
+    Each worker begins with a random vector and only exchanges; a timed wait stands for a gradient
+    step. The simulator runs the same protocol with exchange durations drawn from those measured.
+    """
+
+    benchmark: Positional[BenchmarkName] = "consensus"
+    """What to measure."""
+
+    workers: int = 16
+    """Worker processes."""
+
+    graph: str = "ring"
+    """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
+
+    method: MethodName = "a2cid2"
+    """a2cid2: accelerated gossip; gossip: plain pairwise averaging."""
+
+    comm_rate: float = 1.0
+    """Exchanges per worker per gradient step."""
+
+    neighbour_policy: str = "fresh"
+    """Whom a worker asks: fresh, poisson, available or scheduled."""
+
+    step_ms: float = 50.0
+    """How long a gradient step lasts, in milliseconds."""
+
+    steps: int = 400
+    """Gradient steps of each worker in each run."""
+
+    floats: int = 100_000
+    """Length of each worker's vector."""
+
+    seeds: str = "0,1,2"
+    """One run for each: a list such as 0,1,2, or how many."""
+
+    link_mbytes: float | None = None
+    """Cap on what each link sends, in MB/s; by default none."""
+
+    json: Path | None = None
+    """Also write the results to this file."""
+
+
+def run(arguments: BenchArguments) -> int:
+    """Measure, simulate, show both and write the file; returns the exit status.
+
+    Raises ValueError for bad input, before any process starts.
+    """
+    seeds = check(arguments)
+
+    from gossipdp.runtime.launcher import start_fork_server
+
+    start_fork_server()  # it imports torch while this process does so too
+    from rich.console import Console
+
+    from gossipdp.cli.bench_series import quantiles, summarize
+
+    console = Console()
+    tasks = [make_task(arguments, seed) for seed in seeds]
+    console.print(_opening(arguments, seeds), highlight=False)
+    exchange_s: list[float] = []
+    measured: list[Outcome] = []
+    num_failed = 0
+    for task in tasks:
+        with _bar(console, f"measured, seed {task.seed}") as advance:
+            outcome, durations_s, failed = measure(task, arguments.workers, advance)
+        measured.append(outcome)
+        exchange_s += durations_s
+        num_failed += failed
+        _tell(console, "measured", task.seed, outcome)
+    simulated: list[Outcome] = []
+    for task in tasks:
+        with _bar(console, f"simulated, seed {task.seed}") as advance:
+            simulated.append(simulate_task(task, arguments.workers, exchange_s, advance))
+        _tell(console, "simulated", task.seed, simulated[-1])
+    summary: dict[str, Any] = {
+        "measured": {
+            **summarize(measured),
+            "exchange_s": quantiles(exchange_s),
+            "exchanges": len(exchange_s) // 2,
+            "failed_exchanges": num_failed,
+        },
+        "simulated": summarize(simulated),
+        "configuration": configuration(arguments, seeds),
+    }
+    console.print(_table(summary))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(summary, indent=2) + "\n", "utf-8")
+        console.print(f"results: {arguments.json}", highlight=False, soft_wrap=True, markup=False)
+    return 0
+
+
+def check(arguments: BenchArguments) -> list[int]:
+    """The seeds; raises ValueError for what cannot be meant. Quick, without torch."""
+    for option, value, known in (
+        ("benchmark", arguments.benchmark, get_args(BenchmarkName)),
+        ("method", arguments.method, get_args(MethodName)),
+    ):
+        if value not in known:
+            raise ValueError(f"there is no {option} {value!r}; choose one of {', '.join(known)}")
+    for option, number, least in (
+        ("--workers", arguments.workers, 2),
+        ("--steps", arguments.steps, 20),
+        ("--floats", arguments.floats, 1),
+    ):
+        if number < least:
+            raise ValueError(f"{option} is {number}; it must be at least {least}")
+    for option, quantity in (
+        ("--comm-rate", arguments.comm_rate),
+        ("--step-ms", arguments.step_ms),
+        ("--link-mbytes", arguments.link_mbytes),
+    ):
+        if quantity is not None and not (math.isfinite(quantity) and quantity > 0):
+            raise ValueError(f"{option} is {quantity}; it must be a positive number")
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise ValueError(f"--json {arguments.json}: the directory to write it to does not exist")
+    seeds = parse_seeds(arguments.seeds)
+
+    from gossipdp.graph import build_graph
+    from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
+    from gossipdp.runtime.tcp_sockets import check_pacing
+
+    if arguments.neighbour_policy not in NEIGHBOUR_POLICIES:
+        raise ValueError(
+            f"there is no neighbour policy {arguments.neighbour_policy!r}; choose one of "
+            f"{', '.join(NEIGHBOUR_POLICIES)}"
+        )
+    if arguments.link_mbytes is not None:
+        check_pacing(arguments.link_mbytes * 1e6)
+    build_graph(arguments.graph, arguments.workers, seed=seeds[0])
+    return seeds
+
+
+def parse_seeds(text: str) -> list[int]:
+    """The seeds of a list, or as many from 0 as a single number says.
+
+    >>> parse_seeds("4,7"), parse_seeds("3"), parse_seeds("5,")
+    ([4, 7], [0, 1, 2], [5])
+    """
+    words = text.split(",")
+    numbers = [word.strip() for word in (words[:-1] if words[-1].strip() == "" else words)]
+    if not numbers or not all(number.isdecimal() for number in numbers):
+        raise ValueError(f"--seeds is {text!r}; write a list such as 0,1,2, or how many, such as 3")
+    seeds = [int(number) for number in numbers]
+    if len(words) == 1:
+        seeds = list(range(seeds[0]))
+    if not seeds:
+        raise ValueError(f"--seeds is {text!r}: at least one run is needed")
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds is {text!r}: each seed may stand there once")
+    return seeds
+
+
+def make_task(arguments: BenchArguments, seed: int) -> ConsensusTask:
+    """What the workers of one run are told."""
+    from gossipdp.cli.bench_consensus import ConsensusTask
+
+    return ConsensusTask(
+        graph=arguments.graph,
+        method=arguments.method,
+        comm_rate=arguments.comm_rate,
+        neighbour_policy=arguments.neighbour_policy,
+        step_s=arguments.step_ms / 1e3,
+        num_steps=arguments.steps,
+        num_floats=arguments.floats,
+        seed=seed,
+        max_bytes_per_s=None if arguments.link_mbytes is None else arguments.link_mbytes * 1e6,
+    )
+
+
+def measure(
+    task: ConsensusTask, num_workers: int, advance: Callable[[float], None]
+) -> tuple[Outcome, list[float], int]:
+    """One run of real processes: its figures, the durations of all exchanges, how many failed."""
+    import time
+
+    from gossipdp.cli.bench_consensus import run_worker
+    from gossipdp.cli.bench_series import NetworkSeries
+    from gossipdp.runtime.launcher import launch
+
+    expected_s = task.num_steps * task.step_s
+    started_s = time.monotonic()
+    workers = launch(
+        run_worker,
+        workers=num_workers,
+        args=(task,),
+        # The arithmetic of one chunk gains nothing from threads, and the cores are few.
+        environment={"OMP_NUM_THREADS": "1"},
+        timeout_s=max(LEAST_RUN_LIMIT_S, RUN_LIMIT_IN_RUNS * expected_s),
+        on_poll=lambda: advance(min(1.0, (time.monotonic() - started_s) / expected_s)),
+    )
+    outcome = NetworkSeries.of_workers(workers, task.step_s).outcome()
+    durations_s = [duration_s for worker in workers for duration_s in worker.exchange_s]
+    return outcome, durations_s, sum(worker.num_failed for worker in workers)
+
+
+def simulate_task(
+    task: ConsensusTask,
+    num_workers: int,
+    exchange_s: list[float],
+    advance: Callable[[float], None],
+) -> Outcome:
+    """The same run in the simulator, whose exchanges last as long as measured ones."""
+    from gossipdp.cli.bench_consensus import NUM_OBSERVED
+    from gossipdp.cli.bench_series import NetworkSeries
+    from gossipdp.simulate.compute_time import ConstantTime
+    from gossipdp.simulate.consensus import Consensus
+    from gossipdp.simulate.link_model import LinkModel
+    from gossipdp.simulate.scenario import Scenario
+    from gossipdp.simulate.simulation import simulate
+
+    scenario = Scenario(
+        graph=task.graph,
+        graph_seed=task.seed,
+        num_workers=num_workers,
+        objective=Consensus(min(NUM_OBSERVED, task.num_floats)),
+        comm_rate=task.comm_rate,
+        fidelity="links",
+        neighbour_policy=task.neighbour_policy,
+        compute_time=ConstantTime(task.step_s),
+        links=LinkModel(durations_s=tuple(exchange_s)),
+        num_steps=task.num_steps,
+        num_records=task.num_steps,
+        seed=task.seed,
+    )
+    return NetworkSeries.of_trace(simulate(scenario, task.method, advance)).outcome()
+
+
+def configuration(arguments: BenchArguments, seeds: list[int]) -> dict[str, Any]:
+    """What was asked for."""
+    asked = asdict(arguments) | {"seeds": seeds}
+    del asked["json"]
+    return asked
+
+
+@contextmanager
+def _bar(console: Console, text: str) -> Iterator[Callable[[float], None]]:
+    """A bar on a terminal, told the share that is done; elsewhere nothing."""
+    from rich.progress import Progress
+
+    with Progress(
+        console=console, auto_refresh=False, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(text, total=1.0)
+
+        def advance(share: float) -> None:
+            progress.update(task, completed=share, refresh=True)
+
+        yield advance
+
+
+def _opening(arguments: BenchArguments, seeds: list[int]) -> str:
+    text = (
+        f"consensus: {arguments.workers} workers, graph {arguments.graph}, method "
+        f"{arguments.method}, comm rate {arguments.comm_rate:g}, policy "
+        f"{arguments.neighbour_policy}, {arguments.steps} steps of {arguments.step_ms:g} ms, "
+        f"{arguments.floats:,} floats"
+    )
+    if arguments.link_mbytes is not None:
+        text += f", links of {arguments.link_mbytes:g} MB/s"
+    return f"{text}, seeds {', '.join(map(str, seeds))}"
+
+
+def _tell(console: Console, half: str, seed: int, outcome: Outcome) -> None:
+    from gossipdp.cli.bench_series import LOWEST_SHARE
+
+    line = (
+        f"{half}, seed {seed}: decay per exchange {outcome.decay_per_exchange:.4g}, achieved comm "
+        f"rate {outcome.achieved_comm_rate:.3f}"
+    )
+    if not outcome.is_long_enough:
+        line += (
+            f" (short: the consensus distance fell to {outcome.lowest_share:.2g} of its first "
+            f"value, and the slope should be taken down to {LOWEST_SHARE:g}; give more --steps)"
+        )
+    console.print(line, highlight=False, soft_wrap=True)
+
+
+def _table(summary: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    measured, simulated = summary["measured"], summary["simulated"]
+    table = Table()
+    for heading in ("", "measured", "simulated", "simulated / measured"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name in ("decay_per_exchange", "achieved_comm_rate"):
+        table.add_row(
+            name.replace("_", " "),
+            *(f"{half[name]:.4g} ± {half[f'{name}_spread']:.2g}" for half in (measured, simulated)),
+            f"{simulated[name] / measured[name]:.3f}",
+        )
+    times = measured["exchange_s"]
+    table.add_row(
+        "exchange (ms)",
+        f"{1e3 * times['median']:.2f} ({1e3 * times['p10']:.2f} to {1e3 * times['p90']:.2f})",
+        "drawn from those",
+        "",
+    )
+    return table

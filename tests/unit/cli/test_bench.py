@@ -1,0 +1,192 @@
+"""``gossipdp bench``: its arguments, and how two figures come out of what workers saw."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gossipdp.cli import bench
+from gossipdp.cli.bench import BenchArguments, make_task, parse_seeds, run
+from gossipdp.cli.bench_consensus import WorkerSeries, start_vector
+from gossipdp.cli.bench_series import NetworkSeries, Outcome, quantiles, summarize
+from gossipdp.simulate.trace import decay_per_exchange
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"benchmark": "speed"}, "no benchmark 'speed'; choose one of consensus"),
+        ({"method": "allreduce"}, "no method 'allreduce'; choose one of a2cid2, gossip"),
+        ({"graph": "circle"}, "circle"),
+        ({"workers": 1}, "--workers is 1"),
+        ({"steps": 3}, "--steps is 3"),
+        ({"floats": 0}, "--floats is 0"),
+        ({"comm_rate": 0.0}, r"--comm-rate is 0\.0"),
+        ({"step_ms": math.nan}, "--step-ms is nan"),
+        ({"link_mbytes": -1.0}, r"--link-mbytes is -1\.0"),
+        ({"link_mbytes": 1e-9}, "max_bytes_per_s"),
+        ({"neighbour_policy": "rude"}, "no neighbour policy 'rude'; choose one of .*fresh"),
+        ({"seeds": "a"}, "--seeds is 'a'"),
+        ({"json": Path("/no/such/directory/results.json")}, r"the directory .* does not exist"),
+    ],
+)
+def test_bad_input_is_refused_before_any_process_starts(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("gossipdp.runtime.launcher.launch", fail)
+    with pytest.raises(ValueError, match=message):
+        run(replace(BenchArguments(), **changes))
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"),
+    [("0,1,2", [0, 1, 2]), ("3", [0, 1, 2]), ("7,", [7]), ("9, 4", [9, 4])],
+)
+def test_seeds(text: str, seeds: list[int]) -> None:
+    assert parse_seeds(text) == seeds
+
+
+@pytest.mark.parametrize("text", ["", ",", "0", "1,1", "1,,2", "-1", "0.5", "1;2"])
+def test_seeds_that_cannot_be_meant(text: str) -> None:
+    with pytest.raises(ValueError, match="--seeds is"):
+        parse_seeds(text)
+
+
+def test_each_worker_and_each_seed_has_a_vector_of_its_own() -> None:
+    tasks = [make_task(BenchArguments(floats=100), seed) for seed in (0, 1)]
+    vectors = [start_vector(task, rank) for task in tasks for rank in (0, 1)]
+    assert len({tuple(vector.tolist()) for vector in vectors}) == 4
+    assert all(vector.shape == (100,) for vector in vectors)
+    assert start_vector(tasks[0], 0).equal(vectors[0])
+
+
+# What the workers saw, put together.
+
+
+def worker(rank: int, starts_s: float, values: list[float], initiated: list[int]) -> WorkerSeries:
+    """A worker that takes a step a second and holds one value."""
+    return WorkerSeries(
+        rank,
+        starts_s + np.arange(len(values), dtype=np.float64),
+        np.array(initiated),
+        np.array(values, dtype=np.float32)[:, None],
+        [],
+        0,
+    )
+
+
+def test_workers_are_put_together_by_what_they_saw_last() -> None:
+    network = NetworkSeries.of_workers(
+        [
+            worker(0, 10.0, [2.0, 2.0, 1.0, 1.0], [0, 1, 1, 2]),
+            worker(1, 10.5, [0.0, 1.0, 1.0, 3.0], [0, 0, 3, 3]),
+        ],
+        step_s=1.0,
+    )
+    # At 10.5, 11.5 and 12.5; the first has ended at 13.
+    assert network.exchanges.tolist() == [0.0, 1.0, 4.0]
+    assert network.gradient_steps.tolist() == [0.0, 2.0, 4.0]
+    # Two values that are d apart have the consensus distance d^2 / 4.
+    assert network.distances.tolist() == [1.0, 0.25, 0.0]
+
+
+def falling(decay: float, num_records: int, transient: float = 0.0) -> NetworkSeries:
+    """4 workers, one exchange a worker and step, after five steps without."""
+    steps = np.arange(num_records, dtype=np.float64)
+    exchanges_per_worker = np.maximum(0.0, steps - 5)
+    distances = 7.0 * np.exp(-decay * exchanges_per_worker)
+    distances *= 1.0 + transient * np.exp(-3.0 * steps)
+    return NetworkSeries(4, 2.0 * exchanges_per_worker, 4.0 * steps, distances)
+
+
+def test_the_figures_of_a_run() -> None:
+    outcome = falling(0.25, 200).outcome()
+    assert outcome.decay_per_exchange == pytest.approx(0.25)
+    assert outcome.achieved_comm_rate == pytest.approx(1.0)
+    assert outcome.is_long_enough
+
+
+def test_the_slope_is_that_of_a_simulated_trace_between_the_same_bounds() -> None:
+    series = falling(0.1, 400, transient=3.0)
+    random = np.random.default_rng(0)
+    noisy = replace(series, distances=series.distances * np.exp(random.normal(0, 0.3, 400)))
+    expected = decay_per_exchange(
+        noisy.exchanges * 2 / 4, noisy.distances, highest=1e-1, lowest=1e-10
+    )
+    assert noisy.outcome().decay_per_exchange == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_start_that_differs_and_rounding_at_the_end_leave_the_slope() -> None:
+    series = falling(0.25, 300, transient=5.0)
+    rounded = replace(series, distances=np.maximum(series.distances, 1e-14))
+    assert rounded.outcome().decay_per_exchange == pytest.approx(0.25, rel=1e-3)
+
+
+def test_a_run_that_is_too_short_says_so_and_uses_what_is_there() -> None:
+    shortish, short = falling(0.1, 60).outcome(), falling(0.01, 60).outcome()
+    for outcome, decay in ((shortish, 0.1), (short, 0.01)):
+        assert not outcome.is_long_enough
+        assert outcome.decay_per_exchange == pytest.approx(decay)
+        assert outcome.lowest_share == pytest.approx(math.exp(-decay * 54))
+
+
+def test_a_run_without_exchanges_is_an_error() -> None:
+    series = falling(0.1, 60)
+    with pytest.raises(ValueError, match="0 exchanges took place in 59 steps"):
+        replace(series, exchanges=np.zeros(60)).outcome()
+
+
+def test_summary_over_seeds() -> None:
+    summary = summarize([Outcome(0.2, 1.0, 1e-12), Outcome(0.4, 0.9, 1e-12)])
+    assert summary["decay_per_exchange"] == pytest.approx(0.3)
+    assert summary["decay_per_exchange_spread"] == pytest.approx(0.1 * math.sqrt(2))
+    assert summary["achieved_comm_rate_by_seed"] == [1.0, 0.9]
+    assert summarize([Outcome(0.2, 1.0, 1e-12)])["decay_per_exchange_spread"] == 0.0
+
+
+def test_quantiles() -> None:
+    assert quantiles([float(number) for number in range(101)]) == {
+        "median": 50.0,
+        "p10": 10.0,
+        "p90": 90.0,
+    }
+    assert math.isnan(quantiles([])["median"])
+
+
+def test_the_command_measures_each_seed_and_simulates_from_the_durations(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn_from = []
+
+    def measure(task: Any, num_workers: int, advance: Any) -> Any:
+        advance(1.0)
+        return Outcome(0.2, 1.0, 1e-12), [0.001 * (task.seed + 1), 0.004], task.seed
+
+    def simulate_task(task: Any, num_workers: int, exchange_s: Any, advance: Any) -> Outcome:
+        drawn_from.append((task.seed, num_workers, list(exchange_s)))
+        return Outcome(0.25, 0.9, 1e-3)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "simulate_task", simulate_task)
+    path = tmp_path / "bench.json"
+    assert run(BenchArguments(workers=8, seeds="0,4", json=path)) == 0
+    durations_s = [0.001, 0.004, 0.005, 0.004]
+    assert drawn_from == [(0, 8, durations_s), (4, 8, durations_s)]
+    written = json.loads(path.read_text())
+    assert written["measured"]["decay_per_exchange"] == pytest.approx(0.2)
+    assert written["measured"]["exchange_s"]["median"] == pytest.approx(0.004)
+    assert written["measured"]["exchanges"] == 2
+    assert written["measured"]["failed_exchanges"] == 4
+    assert written["simulated"]["decay_per_exchange"] == pytest.approx(0.25)
+    assert written["configuration"]["seeds"] == [0, 4]
+    assert written["configuration"]["link_mbytes"] is None
+    output = capsys.readouterr().out
+    assert "1.250" in output
+    assert output.count("short: the consensus distance fell to 0.001") == 2
