@@ -67,6 +67,8 @@ def repeated_share(network: Network) -> float:
     last: dict[int, int] = {}
     num_repeated = 0
     for record in network.records.values():
+        if len(record.peers) < 2:
+            continue  # the run ended before the second end heard that it began
         first, second = sorted(record.peers)
         num_repeated += last.get(first) == second and last.get(second) == first
         last[first], last[second] = second, first

@@ -116,7 +116,7 @@ def make_workers(
             method=method,
             policy_name=policy_name,
             timeout_s=timeout_s,
-            random=Random(f"{seed}/{rank}"),
+            random=Random(f"{seed} {rank} 0"),  # as a real worker of that seed
             num_chunks=num_chunks,
         )
         for rank in constants.workers
