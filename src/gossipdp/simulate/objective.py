@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -67,11 +66,20 @@ class GradientSource(ABC):
 class Objective(ABC):
     """A task for simulated workers; frozen and picklable."""
 
-    name: ClassVar[str]
-    has_gradients: ClassVar[bool] = True
-    """Whether workers take gradient steps at all."""
-    metric_name: ClassVar[str | None] = None
-    """What :attr:`Evaluation.metric` is called."""
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What to call it in tables and figures."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether workers take gradient steps at all."""
+        return True
+
+    @property
+    def metric_name(self) -> str | None:
+        """What :attr:`Evaluation.metric` is called; None where there is none."""
+        return None
 
     @abstractmethod
     def begin(self, num_workers: int, seed: int) -> GradientSource:

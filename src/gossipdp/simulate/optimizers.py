@@ -19,14 +19,16 @@ class RowSteps(ABC):
     """The optimizer state of all workers in one run."""
 
     @abstractmethod
-    def changes(self, ranks: Sequence[int], x: Tensor, gradients: Tensor, factor: float) -> Tensor:
+    def changes(
+        self, ranks: Sequence[int], x: Tensor, gradients: Tensor, factor: float | Tensor
+    ) -> Tensor:
         """What one step of each of ``ranks`` adds to its row.
 
         Args:
             ranks: k distinct ranks.
             x: their trained parameters; (k, d).
             gradients: at ``x``; (k, d).
-            factor: multiplies the learning rate.
+            factor: multiplies the learning rate; a number, or one for each rank, (k, 1).
         """
 
 
@@ -66,7 +68,9 @@ class _SgdSteps(RowSteps):
         self._settings = settings
         self._buffer = torch.zeros_like(start) if settings.momentum else None
 
-    def changes(self, ranks: Sequence[int], x: Tensor, gradients: Tensor, factor: float) -> Tensor:
+    def changes(
+        self, ranks: Sequence[int], x: Tensor, gradients: Tensor, factor: float | Tensor
+    ) -> Tensor:
         settings = self._settings
         if settings.weight_decay:
             gradients = gradients + settings.weight_decay * x
@@ -105,7 +109,9 @@ class _AdamWSteps(RowSteps):
         self._second = torch.zeros_like(start)
         self._steps = torch.zeros(len(start), 1, dtype=torch.float64)
 
-    def changes(self, ranks: Sequence[int], x: Tensor, gradients: Tensor, factor: float) -> Tensor:
+    def changes(
+        self, ranks: Sequence[int], x: Tensor, gradients: Tensor, factor: float | Tensor
+    ) -> Tensor:
         settings, rows = self._settings, list(ranks)
         beta_1, beta_2 = settings.betas
         self._steps[rows] += 1
@@ -113,7 +119,7 @@ class _AdamWSteps(RowSteps):
         self._second[rows] = second = torch.lerp(gradients.square(), self._second[rows], beta_2)
         correction_1 = (1 - beta_1 ** self._steps[rows]).to(x.dtype)
         correction_2 = (1 - beta_2 ** self._steps[rows]).to(x.dtype)
-        rate = settings.learning_rate * factor
+        rate = factor * settings.learning_rate
         scale = (second / correction_2).sqrt() + settings.epsilon
         return -rate * (first / correction_1 / scale + settings.weight_decay * x)
 

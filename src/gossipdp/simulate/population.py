@@ -30,8 +30,8 @@ class Population:
         self.c = torch.zeros_like(self.x[:, :num_trained]) if momentum else None
         self.theta = np.zeros(len(start))
         """The phase to which each row has been flowed."""
-        # Where the mean of x + c/2 would be if gradient steps alone moved it.
-        self._expected_mean = self.x[:, :num_trained].mean(dim=0, dtype=torch.float64)
+        # Where the sum of x + c/2 would be if gradient steps alone moved it.
+        self._expected_sum = self.x[:, :num_trained].sum(dim=0, dtype=torch.float64)
         self.half_applied = torch.zeros(num_trained, dtype=torch.float64)
         """What exchanges that only one end has applied yet did to the sum of x + c/2."""
         self._scratch = torch.empty_like(self.x[0])
@@ -73,9 +73,12 @@ class Population:
 
     def step(self, ranks: list[int], changes: Tensor) -> None:
         """Add what gradient steps changed: rows of (k, d)."""
-        self.x[ranks] += changes
-        total = changes[:, : self.num_trained].sum(dim=0, dtype=torch.float64)
-        self._expected_mean += total / self.num_workers
+        if len(ranks) == 1:  # as asynchronous workers step: no copy of the row
+            self.x[ranks[0]].add_(changes[0])
+            self._expected_sum.add_(changes[0, : self.num_trained])
+        else:
+            self.x[ranks] += changes
+            self._expected_sum += changes[:, : self.num_trained].sum(dim=0, dtype=torch.float64)
 
     def consensus_distance(self) -> float:
         """(1/n) sum_i |x_i - mean|^2 over the trained columns."""
@@ -95,5 +98,5 @@ class Population:
         The Euclidean norm of the difference; exchanges that both ends applied leave rounding
         errors only, and those that one end is still to apply (``half_applied``) do not count.
         """
-        moved = self.mean()[: self.num_trained].double() - self._expected_mean
-        return float((moved - self.half_applied / self.num_workers).norm())
+        expected = (self._expected_sum + self.half_applied) / self.num_workers
+        return float((self.mean()[: self.num_trained].double() - expected).norm())

@@ -54,7 +54,7 @@ class Training:
             return
         if rank not in self._changes:
             self._evaluate()
-        self._population.step([rank], self._changes.pop(rank).unsqueeze(0))
+        self._population.step([rank], self._changes.pop(rank))
 
     def take_loss(self) -> float:
         """The mean loss of the batches evaluated since the last call; NaN for none."""
@@ -68,18 +68,10 @@ class Training:
         self._under_way.clear()
         x, num_trained = self._starts[ranks], self._population.num_trained
         found = self._source.gradients(ranks, x)
-        by_factor: dict[float, list[int]] = {}
-        for place, rank in enumerate(ranks):
-            by_factor.setdefault(self._factors[rank], []).append(place)
-        changes = torch.empty_like(x)
-        changes[:, num_trained:] = found.buffer_changes
-        for factor, places in by_factor.items():
-            changes[places, :num_trained] = self._rows.changes(
-                [ranks[place] for place in places],
-                x[places, :num_trained],
-                found.values[places],
-                factor,
-            )
-        self._changes.update(zip(ranks, changes, strict=True))
+        factors = torch.tensor([self._factors[rank] for rank in ranks], dtype=x.dtype).unsqueeze(1)
+        changes = self._rows.changes(ranks, x[:, :num_trained], found.values, factors)
+        if found.buffer_changes.numel():
+            changes = torch.cat([changes, found.buffer_changes], dim=1)
+        self._changes.update(zip(ranks, torch.split(changes, 1), strict=True))
         self._loss_sum += float(found.losses.sum())
         self._num_losses += len(ranks)
