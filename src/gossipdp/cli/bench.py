@@ -86,7 +86,7 @@ def run(arguments: BenchArguments) -> int:
 
     console = Console()
     tasks = [make_task(arguments, seed) for seed in seeds]
-    console.print(_opening(arguments, seeds), highlight=False)
+    console.print(_opening(arguments, seeds), highlight=False, soft_wrap=True)
     exchange_s: list[float] = []
     measured: list[Outcome] = []
     num_failed = 0
@@ -310,7 +310,7 @@ def _table(summary: dict[str, Any]) -> Table:
 
     measured, simulated = summary["measured"], summary["simulated"]
     table = Table()
-    for heading in ("", "measured", "simulated", "simulated / measured"):
+    for heading in ("", "measured", "simulated", "ratio"):
         table.add_column(heading, justify="right" if heading else "left")
     for name in ("decay_per_exchange", "achieved_comm_rate"):
         table.add_row(
