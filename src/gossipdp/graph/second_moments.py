@@ -233,7 +233,8 @@ class SecondMoments:
         )
 
     @cached_property
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
+        """Whether c never matters: plain gossip."""
         return self.eta == 0.0 or self.alpha_tilde - 0.5 <= NO_MOMENTUM
 
     @cached_property
@@ -245,7 +246,7 @@ class SecondMoments:
         blocks[:, 0, 1] = self.eta
         blocks[:, 1, 0] = -(self.alpha_tilde - 0.5) * eigenvalues
         blocks[:, 1, 1] = -2.0 * self.eta
-        return blocks[:, :1, :1] if self._is_plain else blocks
+        return blocks[:, :1, :1] if self.is_plain else blocks
 
     def _source(self, noise: GradientNoise) -> FloatArray:
         beta = noise.momentum
