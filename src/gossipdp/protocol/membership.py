@@ -97,8 +97,10 @@ class Membership:
     def merge_all(self, members: Iterable[Member]) -> bool:
         """Take in several records; return whether any changed this view."""
         before = self.version
+        known = self._members
         for member in members:
-            self.merge(member)
+            if known.get(member.rank) is not member:
+                self.merge(member)
         return self.version > before
 
     def set_status(self, status: Status) -> bool:
@@ -139,6 +141,8 @@ class Membership:
 
     def news(self, since: int = 0) -> tuple[tuple[Member, ...], int]:
         """The records changed after version ``since``, and the version that they bring up to."""
+        if since == self.version:
+            return (), since
         changed = (rank for rank, version in self._changed_at.items() if version > since)
         return tuple(self._members[rank] for rank in sorted(changed)), self.version
 

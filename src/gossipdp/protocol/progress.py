@@ -19,7 +19,9 @@ Life = tuple[int, int, int]
 """One life of a worker: (rank, incarnation, process id)."""
 
 
-class ProgressEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ProgressEntry(
+    msgspec.Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True
+):
     """The samples and gradient steps of one life of a worker."""
 
     rank: Natural
@@ -27,11 +29,6 @@ class ProgressEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     process_id: Natural
     samples: Natural
     steps: Natural
-
-    @property
-    def life(self) -> Life:
-        """What names this entry."""
-        return (self.rank, self.incarnation, self.process_id)
 
 
 class Progress:
@@ -48,13 +45,16 @@ class Progress:
         self._own: Life = (rank, incarnation, process_id)
         self._entries: dict[Life, ProgressEntry] = {}
         self._changed_at: dict[Life, int] = {}
+        self._by_version: dict[int, ProgressEntry] = {}  # in ascending order of version
 
     def add(self, samples: int, steps: int = 1) -> None:
         """Count work of this worker's current life."""
         if samples < 0 or steps < 0:
             raise ValueError(f"progress only grows: got samples={samples}, steps={steps}")
-        own = self._entries.get(self._own, ProgressEntry(*self._own, 0, 0))
-        self._store(ProgressEntry(*self._own, own.samples + samples, own.steps + steps))
+        known = self._entries.get(self._own)
+        own = known or ProgressEntry(*self._own, 0, 0)
+        entry = ProgressEntry(*self._own, own.samples + samples, own.steps + steps)
+        self._store(self._own, entry, known)
 
     @property
     def others_samples(self) -> int:
@@ -71,29 +71,35 @@ class Progress:
 
     def merge(self, entry: ProgressEntry) -> bool:
         """Take in what another worker knows; return whether this view changed."""
-        known = self._entries.get(entry.life)
-        if known is None:
-            merged = entry
-        else:
-            merged = ProgressEntry(
-                *entry.life, max(known.samples, entry.samples), max(known.steps, entry.steps)
-            )
-        if merged == known:
-            return False
-        self._store(merged)
-        return True
+        return self.merge_all((entry,))
 
     def merge_all(self, entries: Iterable[ProgressEntry]) -> bool:
         """Take in several entries; return whether any changed this view."""
         before = self.version
         for entry in entries:
-            self.merge(entry)
+            life = (entry.rank, entry.incarnation, entry.process_id)
+            known = self._entries.get(life)
+            if known is not None:
+                # The first is the usual case where workers share memory, as in the simulator.
+                if known is entry:
+                    continue
+                if entry.samples <= known.samples and entry.steps <= known.steps:
+                    continue
+                if entry.samples < known.samples or entry.steps < known.steps:
+                    samples = max(known.samples, entry.samples)
+                    entry = ProgressEntry(*life, samples, max(known.steps, entry.steps))
+            self._store(life, entry, known)
         return self.version > before
 
     def news(self, since: int = 0) -> tuple[tuple[ProgressEntry, ...], int]:
         """The entries changed after version ``since``, and the version that they bring up to."""
-        changed = (life for life, version in self._changed_at.items() if version > since)
-        return tuple(self._entries[life] for life in sorted(changed)), self.version
+        news: list[ProgressEntry] = []
+        for version, entry in reversed(self._by_version.items()):
+            if version <= since:
+                break
+            news.append(entry)
+        news.sort()
+        return tuple(news), self.version
 
     def worker_steps(self, rank: int) -> int:
         """Gradient steps of one rank over all its lives."""
@@ -103,10 +109,15 @@ class Progress:
         """Samples of one rank over all its lives."""
         return sum(entry.samples for entry in self._entries.values() if entry.rank == rank)
 
-    def _store(self, entry: ProgressEntry) -> None:
-        known = self._entries.get(entry.life)
-        self.total_samples += entry.samples - (known.samples if known else 0)
-        self.total_steps += entry.steps - (known.steps if known else 0)
+    def _store(self, life: Life, entry: ProgressEntry, known: ProgressEntry | None) -> None:
+        """Put ``entry`` in the place of ``known``."""
+        if known is None:
+            self.total_samples += entry.samples
+            self.total_steps += entry.steps
+        else:
+            self.total_samples += entry.samples - known.samples
+            self.total_steps += entry.steps - known.steps
+            del self._by_version[self._changed_at[life]]
         self.version += 1
-        self._entries[entry.life] = entry
-        self._changed_at[entry.life] = self.version
+        self._entries[life] = self._by_version[self.version] = entry
+        self._changed_at[life] = self.version

@@ -110,6 +110,11 @@ class WorkerProtocol:
         self.is_done = False
         self._rates = constants.neighbours(rank)
         self._links: dict[int, _Link] = {}
+        # What was worked out from links and membership, and for which version of the latter; -1
+        # to have it worked out anew.
+        self._available_version = -1
+        self._quiet_version = -1
+        self._quiet_until = math.inf
         self._last_input = -math.inf
         self._never_exchanges = method == "none"
         if self._never_exchanges:
@@ -192,7 +197,7 @@ class WorkerProtocol:
         actions: list[PairingAction] = []
         if isinstance(state, Exchanging) and state.id == id:
             self.exchanges_failed += 1
-            self._links.pop(state.peer, None)
+            self._forget_link(state.peer)
             actions = self.pairing.failed(id)
         return self._settle(actions, now)
 
@@ -219,6 +224,7 @@ class WorkerProtocol:
         """A link to ``peer`` is ready; it replaces an older one."""
         actions = self._drop_link(peer) if peer in self._links else []
         self._links[peer] = _Link(last_heard=now)
+        self._look_anew()
         return self._settle(actions, now)
 
     def link_down(self, peer: int, now: float) -> list[Action]:
@@ -241,14 +247,10 @@ class WorkerProtocol:
 
     def next_deadline(self, now: float) -> float:
         """When :meth:`poll` must be called if nothing else happens before; inf if never."""
-        deadlines = [self._heartbeat_at(link) for link in self._links.values()]
-        deadlines += [
-            link.last_heard + self.timeout_s for link in self._links.values() if not link.is_silent
-        ]
+        if self._quiet_version != self.membership.version:
+            self._find_quiet_time()
         tick = self.clock.next_tick_at(now)
-        if tick is not None:
-            deadlines.append(tick)
-        return min(deadlines, default=math.inf)
+        return self._quiet_until if tick is None else min(tick, self._quiet_until)
 
     def last_heard(self, peer: int) -> float:
         """When ``peer`` was last known to live; infinite without a link to it."""
@@ -268,11 +270,21 @@ class WorkerProtocol:
         link = self._links.get(peer)
         if link is not None:
             link.last_heard = now
-            link.is_silent = False
+            if link.is_silent:
+                link.is_silent = False
+                self._look_anew()
 
     def _drop_link(self, peer: int) -> list[PairingAction | ConsolidationAction]:
-        self._links.pop(peer, None)
+        self._forget_link(peer)
         return [*self.pairing.lost(peer), *self.consolidation.link_lost(peer)]
+
+    def _forget_link(self, peer: int) -> None:
+        self._links.pop(peer, None)
+        self._look_anew()
+
+    def _look_anew(self) -> None:
+        """A link came, went, fell silent or was heard again."""
+        self._available_version = self._quiet_version = -1
 
     def _notice_silence(self, now: float) -> list[PairingAction]:
         actions: list[PairingAction] = []
@@ -283,6 +295,7 @@ class WorkerProtocol:
                 link.last_heard = now
             elif not link.is_silent and now >= link.last_heard + self.timeout_s:
                 link.is_silent = True
+                self._look_anew()
                 actions += self.pairing.silent(peer)
         return actions
 
@@ -300,7 +313,7 @@ class WorkerProtocol:
         for action in actions:
             if isinstance(action, Stop):  # its link is closed: not to be chosen again just now
                 self.exchanges_failed += 1
-                self._links.pop(action.peer, None)
+                self._forget_link(action.peer)
         actions = [*actions, *self._refresh_available()]
         self._announce_done()
         outward: list[Action] = []
@@ -309,8 +322,26 @@ class WorkerProtocol:
                 outward.append(self.wrap(action.peer, action.message, now))
             else:
                 outward.append(action)
-        due = [peer for peer, link in self._links.items() if now >= self._heartbeat_at(link)]
-        return outward + [self.wrap(peer, Heartbeat(), now) for peer in due]
+        if now >= self._quiet_until or self._quiet_version != self.membership.version:
+            for peer, link in self._links.items():
+                if now >= self._heartbeat_at(link):
+                    outward.append(self.wrap(peer, Heartbeat(), now))
+            self._find_quiet_time()
+        return outward
+
+    def _find_quiet_time(self) -> None:
+        """Until when no link wants a heartbeat or falls silent, but for what is new.
+
+        What is sent and heard meanwhile only defers it: so one look at all links serves for many
+        inputs, and may in the end call for a poll at which nothing is due.
+        """
+        until = math.inf
+        for link in self._links.values():
+            until = min(until, self._heartbeat_at(link))
+            if not link.is_silent:
+                until = min(until, link.last_heard + self.timeout_s)
+        self._quiet_until = until
+        self._quiet_version = self.membership.version
 
     def _consolidate(self) -> list[PairingAction | ConsolidationAction]:
         """What consolidation makes of new membership and messages; not while an exchange runs.
@@ -327,7 +358,7 @@ class WorkerProtocol:
         for peer, message in self._deferred:
             actions += self.consolidation.receive(peer, message)
         self._deferred.clear()
-        return self._after_consolidation(actions)
+        return self._after_consolidation(actions) if actions else []
 
     def _after_consolidation(
         self, actions: Sequence[PairingAction | ConsolidationAction]
@@ -340,6 +371,10 @@ class WorkerProtocol:
         return list(actions)
 
     def _refresh_available(self) -> list[PairingAction]:
+        """Tell the pairing who can exchange now. Links and membership alone decide that."""
+        if self._available_version == self.membership.version:
+            return []
+        self._available_version = self.membership.version
         weights = {peer: rate for peer, rate in self._rates.items() if self._can_exchange(peer)}
         return [] if weights == self.pairing.available else self.pairing.set_available(weights)
 
@@ -371,7 +406,7 @@ class WorkerProtocol:
 
     def wrap(self, peer: int, message: Message, now: float) -> Send[Envelope]:
         """The message with the news that this link has not carried yet."""
-        link = self._links.get(peer, _Link(last_heard=now))
+        link = self._links.get(peer) or _Link(last_heard=now)
         members, link.members_told = self.membership.news(link.members_told)
         progress: tuple[ProgressEntry, ...] = ()
         # With news of members always: who hears that a worker is done hears all that it did.
