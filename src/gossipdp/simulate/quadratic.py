@@ -107,7 +107,7 @@ class QuadraticSource(GradientSource):
 
     def gradients(self, ranks: Sequence[int], x: Tensor) -> Gradients:
         rows = list(ranks)
-        away, drifts = x - self.optimum, self.drifts[rows]
+        away, drifts = x - self.optimum, self.drifts.index_select(0, torch.tensor(rows))
         pull = away * self.eigenvalues
         values = pull + drifts
         losses = ((0.5 * pull + drifts) * away).sum(dim=1)

@@ -66,7 +66,8 @@ class Training:
         assert self._source is not None
         ranks = sorted(self._under_way)
         self._under_way.clear()
-        x, num_trained = self._starts[ranks], self._population.num_trained
+        x = self._starts.index_select(0, torch.tensor(ranks))
+        num_trained = self._population.num_trained
         found = self._source.gradients(ranks, x)
         factors = torch.tensor([self._factors[rank] for rank in ranks], dtype=x.dtype).unsqueeze(1)
         changes = self._rows.changes(ranks, x[:, :num_trained], found.values, factors)
