@@ -89,6 +89,17 @@ def test_all_start_from_rank_0_and_end_with_the_same_bits(workers: Callable, cas
     assert initiated == 0 if case in ("none", "allreduce") else initiated > 0
     assert initiated == sum(s.exchanges_answered for s in stats)
     assert sum(s.exchanges_failed for s in stats) == 0
+    for each in stats:
+        assert len(each.recent_exchanges) == min(16, each.exchanges)
+        starts = [exchange.started_s for exchange in each.recent_exchanges]
+        ends = [exchange.ended_s for exchange in each.recent_exchanges]
+        # One at a time.
+        assert all(end > start for start, end in zip(starts, ends, strict=True))
+        assert all(later >= end for end, later in zip(ends, starts[1:], strict=False))
+        assert {e.peer for e in each.recent_exchanges} <= set(each.exchanges_by_neighbour)
+        asked = sum(exchange.initiated for exchange in each.recent_exchanges)
+        assert asked <= each.exchanges_initiated
+        assert len(starts) - asked <= each.exchanges_answered
 
 
 def average_in_mid_training() -> Any:

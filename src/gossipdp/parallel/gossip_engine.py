@@ -190,27 +190,17 @@ class GossipEngine(Engine):
         self._thread.call(
             lambda: self._loop.serve_state(children, lambda: served.set_result(None))
         ).result()
-        self._wait_until_served(served, children)
+        try:
+            # Not a limit on the whole: a large model on a slow link takes its time.
+            wait_while_it_advances(
+                served, lambda: self._loop.num_state_chunks_sent, self._options.start_timeout_s
+            )
+        except TimeoutError:
+            raise RendezvousError(
+                f"worker {self.rank} waited {self._options.start_timeout_s:g} s for workers "
+                f"{sorted(children)} to take the start parameters; look at their output"
+            ) from None
         self._thread.call(self._loop.start_exchanging).result()
-
-    def _wait_until_served(self, served: Future[None], children: set[int]) -> None:
-        """The time limit is one on no progress: a large model on a slow link takes its time."""
-        timeout_s = self._options.start_timeout_s
-        num_sent, deadline_s = -1, 0.0
-        while True:
-            if num_sent != self._loop.num_state_chunks_sent:
-                num_sent = self._loop.num_state_chunks_sent
-                deadline_s = time.monotonic() + timeout_s
-            try:
-                served.result(min(timeout_s, LOOK_AT_PROGRESS_EVERY_S))
-                return
-            except TimeoutError:
-                if time.monotonic() < deadline_s:
-                    continue
-                raise RendezvousError(
-                    f"worker {self.rank} waited {timeout_s:g} s for workers {sorted(children)} to "
-                    "take the start parameters; look at their output"
-                ) from None
 
     def _fetch(self, peer: int, sink: Callable[[Chunk, Tensor], None], timeout_s: float) -> None:
         """Run one state transfer from ``peer`` to its end; raises what ended it."""
@@ -415,6 +405,21 @@ class GossipEngine(Engine):
             if not self._is_consolidating:
                 # What the last exchange brought belongs to the parameters.
                 self._shared.boundary(wait=True)
+
+
+def wait_while_it_advances(
+    ended: Future[None], advance: Callable[[], int], timeout_s: float
+) -> None:
+    """Wait for ``ended``; raises TimeoutError once ``advance()`` has not changed for so long."""
+    done, deadline_s = advance(), time.monotonic() + timeout_s
+    while True:
+        try:
+            return ended.result(min(timeout_s, LOOK_AT_PROGRESS_EVERY_S))
+        except TimeoutError:
+            if advance() != done:
+                done, deadline_s = advance(), time.monotonic() + timeout_s
+            elif time.monotonic() >= deadline_s:
+                raise
 
 
 def _digest(constants: Constants) -> str:
