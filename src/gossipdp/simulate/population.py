@@ -77,7 +77,8 @@ class Population:
             self.x[ranks[0]].add_(changes[0])
             self._expected_sum.add_(changes[0, : self.num_trained])
         else:
-            self.x.index_add_(0, torch.tensor(ranks), changes)
+            rows = torch.tensor(ranks)
+            self.x.index_copy_(0, rows, self.x.index_select(0, rows) + changes)
             self._expected_sum += changes[:, : self.num_trained].sum(dim=0, dtype=torch.float64)
 
     def consensus_distance(self) -> float:
