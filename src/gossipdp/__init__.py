@@ -11,6 +11,7 @@ simulate    the same protocol on a virtual clock
 runtime     the same protocol over sockets: links, the gossip thread, rendezvous, launchers
 parallel    GossipDataParallel: the module wrapper, optimizer hooks, schedules, statistics
 workloads, report    built-in tasks; logs and figures
+reproduce   the paper's results by the simulator, as a page
 cli         the command line
 
 The way of a parameter: optimizer.step → parallel/gossip_engine (boundary) → runtime/shared_state

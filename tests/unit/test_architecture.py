@@ -22,6 +22,7 @@ LAYERS = {
     "runtime": {"graph", "dynamics", "protocol"},
     "parallel": {"graph", "dynamics", "protocol", "runtime"},
     "report": {"graph", "protocol", "runtime", "parallel"},
+    "reproduce": {"graph", "dynamics", "protocol", "simulate", "report"},
 }
 EVERYONE_MAY = {"errors", "logs"}
 # Top-level third-party imports of the pure layers.

@@ -26,6 +26,7 @@ COMMANDS = (
     "plan",
     "demo",
     "bench",
+    "reproduce",
 )
 
 DESCRIPTION = "Asynchronous, decentralized data-parallel training for PyTorch."

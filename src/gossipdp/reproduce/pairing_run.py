@@ -1,0 +1,103 @@
+"""One run over links with any neighbour policy, ours or a candidate, watched as it pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import NamedTuple, final
+
+from gossipdp.dynamics.phase import Phase
+from gossipdp.protocol.neighbours import NeighbourPolicy
+from gossipdp.protocol.pairing import Pairing
+from gossipdp.protocol.worker import Method
+from gossipdp.simulate.carried_rows import CarriedRows
+from gossipdp.simulate.engine import Engine
+from gossipdp.simulate.network import Conditions, Network, make_workers
+from gossipdp.simulate.optimizers import Sgd
+from gossipdp.simulate.population import Population
+from gossipdp.simulate.recorder import Recorder
+from gossipdp.simulate.scenario import Scenario
+from gossipdp.simulate.trace import Trace
+from gossipdp.simulate.training import Training
+
+MakePolicy = Callable[[Random], NeighbourPolicy]
+
+
+class Watched(NamedTuple):
+    """A run, and how it paired."""
+
+    trace: Trace
+    repeated_share: float
+    """Share of exchanges with the same partner as before, over all ends but each first."""
+
+
+def run_watched(scenario: Scenario, method: Method, make_policy: MakePolicy) -> Watched:
+    """Simulate workers that only mix, over links: :func:`~gossipdp.simulate.links.run_links` with
+    a policy of its own for each worker.
+
+    Args:
+        scenario: its objective takes no gradients; its ``neighbour_policy`` plays no part.
+        method: a2cid2 or gossip.
+        make_policy: makes the policy of one worker.
+    """
+    constants = scenario.make_constants()
+    workers = make_workers(constants, seed=scenario.seed, method=method)
+    policies = {}
+    for rank, worker in workers.items():
+        policy = _WatchedPolicy(make_policy(Random(f"{scenario.seed} policy {rank}")))
+        policies[rank] = policy
+        worker.pairing = Pairing(
+            rank=rank, incarnation=0, policy=policy, alpha_tilde=worker.alpha_tilde
+        )
+    begun = scenario.objective.begin(scenario.num_workers, scenario.seed)
+    population = Population(begun.start, begun.num_trained, momentum=method == "a2cid2")
+    training = Training(None, Sgd(), population)
+    recorder = Recorder(scenario, method, population, None, lambda share: None)
+    eta = constants.eta if method == "a2cid2" else 0.0
+    phases = {rank: Phase(eta, constants.worker_rate(rank)) for rank in constants.workers}
+    rows = CarriedRows(population, training, phases)
+    draw_step_s = scenario.compute_time.begin(scenario.seed)
+    offsets = Random(f"{scenario.seed} offsets")
+    left = {rank: offsets.random() for rank in range(scenario.num_workers)}
+    network = Network(
+        Engine(),
+        workers,
+        constants.edges,
+        Conditions(
+            latency_s=scenario.links.latency_s,
+            transfer_s=scenario.links.begin(scenario.seed, scenario.model_bytes or 1.0),
+            step_s=lambda rank: left.pop(rank, 1.0) * draw_step_s(rank),
+        ),
+        rows,
+        keeps_records=False,
+    )
+    goes_on = True
+    while goes_on:
+        network.engine.run(until=recorder.next_s)
+        goes_on = recorder.record(
+            exchanges=network.num_exchanges, gradient_steps=sum(training.steps)
+        )
+    num_repeated = sum(policy.num_repeated for policy in policies.values())
+    num_followed = sum(policy.num_followed for policy in policies.values())
+    return Watched(recorder.trace, num_repeated / max(1, num_followed))
+
+
+@final
+class _WatchedPolicy(NeighbourPolicy):
+    """Another policy, whose exchanges are counted."""
+
+    def __init__(self, policy: NeighbourPolicy) -> None:
+        self.num_repeated = 0
+        self.num_followed = 0
+        self._policy = policy
+        self._last: int | None = None
+
+    def draw(self, available: Mapping[int, float]) -> list[int]:
+        return self._policy.draw(available)
+
+    def exchanged(self, peer: int, *, initiated: bool) -> None:
+        if self._last is not None:
+            self.num_followed += 1
+            self.num_repeated += peer == self._last
+        self._last = peer
+        self._policy.exchanged(peer, initiated=initiated)
