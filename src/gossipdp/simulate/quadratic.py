@@ -40,7 +40,7 @@ class Quadratic(Objective):
         mu, smoothness: the least and the largest eigenvalue of A; both zero for A = 0.
         noise_variance: sigma^2, the expected squared norm of a gradient's noise; each coordinate
             has sigma^2 / d, normal and independent.
-        heterogeneity: zeta^2 = (1/n) sum_i |gradient of f_i at x*|^2 = (1/n) sum_i |g_i|^2.
+        heterogeneity: zeta^2 = (1/n) sum_i |gradient of f_i at x*|^2 = (1/n) sum_i |g_i|^2; one worker alone has none.
     """
 
     dimension: int = 64
@@ -65,11 +65,6 @@ class Quadratic(Objective):
             )
 
     def begin(self, num_workers: int, seed: int) -> QuadraticSource:
-        if self.heterogeneity and num_workers == 1:
-            raise ValueError(
-                "one worker alone cannot be heterogeneous: set heterogeneity to 0, "
-                "or simulate more workers"
-            )
         return QuadraticSource(self, num_workers, seed)
 
 

@@ -133,5 +133,7 @@ def test_arguments_are_checked() -> None:
     for arguments in ({"dimension": 0}, {"noise_variance": -1.0}, {"mu": 2.0}, {"mu": 0.0}):
         with pytest.raises(ValueError, match=f"{next(iter(arguments))} is"):
             Quadratic(**arguments)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="one worker alone"):
-        Quadratic(heterogeneity=1.0).begin(1, 0)
+
+
+def test_one_worker_alone_has_no_drift() -> None:
+    assert Quadratic(heterogeneity=1.0).begin(1, 0).drifts.abs().max() == 0

@@ -225,3 +225,36 @@ def test_the_learning_rate_warms_up_and_decays() -> None:
     assert learning_rate_factor(1.2) == pytest.approx(0.01)
     middle = learning_rate_factor(0.525)
     assert math.isclose(middle, 0.505, rel_tol=1e-9)
+
+
+def test_the_perceptron_has_the_same_data() -> None:
+    perceptron, usual = Digits(network="perceptron"), Digits()
+    torch.manual_seed(0)
+    model = perceptron.make_model()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 4810
+    batch = next(iter(perceptron.train_loader(1, 3, 0)))
+    assert torch.equal(flatten(batch), flatten(next(iter(usual.train_loader(1, 3, 0)))))
+    assert perceptron.training_loss(model) == pytest.approx(math.log(10), abs=0.1)
+    with pytest.raises(ValueError, match="no network 'transformer'; choose convolutional or"):
+        Digits(network="transformer")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("alpha", [0.05, 1.0, 1000.0])
+def test_dirichlet_shares_of_the_classes(alpha: float) -> None:
+    digits = Digits(network="perceptron", batch_size=1437, dirichlet_alpha=alpha)
+    shares = []
+    for rank in range(40):
+        (_, labels), (_, again) = (next(iter(digits.train_loader(rank, 40, 0))) for _ in range(2))
+        assert torch.equal(labels, again)
+        shares.append(torch.bincount(labels, minlength=10) / 1437)
+    # A share of Dirichlet(alpha, .., alpha) has variance 0.09 / (10 alpha + 1); drawing 1,437
+    # images of such shares adds a little.
+    variance = float((torch.stack(shares) - 0.1).square().mean())
+    assert variance == pytest.approx(0.09 / (10 * alpha + 1) + 0.09 / 1437, rel=0.3)
+
+
+def test_dirichlet_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"dirichlet_alpha is 0\.0; it must be a positive number"):
+        Digits(dirichlet_alpha=0.0)
+    with pytest.raises(ValueError, match="exclude each other"):
+        Digits(disjoint=True, dirichlet_alpha=1.0)
