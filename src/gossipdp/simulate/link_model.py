@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 ExchangeTimes = Callable[[int, int], float]
-"""Draws how long the data of one exchange occupy a link from one rank to another, in seconds."""
+"""Draws how long the data of one exchange occupy the link between two ranks, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,13 @@ class Link:
 class LinkModel:
     """All links of a network.
 
-    One end of an exchange occupies its link for model_bytes / bytes_per_s, times a lognormal
-    factor of mean 1; the data arrive a latency later. With ``durations_s`` the whole exchange takes
-    a duration drawn from that list instead, and model_bytes, bytes_per_s and jitter play no part.
+    The data of an exchange occupy their link for model_bytes / bytes_per_s, times a lognormal
+    factor of mean 1, and arrive a latency later. With ``durations_s`` the whole exchange takes a
+    duration drawn from that list instead, but no less than the latency, and model_bytes,
+    bytes_per_s and jitter play no part.
+
+    There is one draw an exchange, not one an end: real workers send chunk by chunk, within a window
+    of what the other has sent, so that the slower direction holds back the faster one.
 
     Args:
         every: what links are like.
@@ -57,7 +61,9 @@ class LinkModel:
             if not (math.isfinite(duration_s) and duration_s >= 0):
                 raise ValueError(f"{duration_s} is no duration of an exchange in seconds")
         for pair in self.overrides:
-            if pair[::-1] in self.overrides and pair[0] != pair[1]:
+            if pair[0] == pair[1]:
+                raise ValueError(f"link {pair} joins a rank with itself: give two ranks")
+            if pair[::-1] in self.overrides:
                 raise ValueError(f"link {pair} is given twice, in both orders: give it once")
 
     def link(self, sender: int, receiver: int) -> Link:

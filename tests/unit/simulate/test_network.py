@@ -82,3 +82,49 @@ def test_a_cut_stops_its_exchange_and_heals() -> None:
     network.engine.run(until=network.engine.now + 20.0)
     assert network.num_exchanges > before + 10
     assert network.workers[0].exchanges_failed == 1
+
+
+def test_a_transfer_of_many_time_outs_keeps_its_link() -> None:
+    network = make_network("path", 2, transfer_s=lambda sender, receiver: 40.0)  # 8 time-outs
+    suspects: set[frozenset[int]] = set()
+    while network.engine.now < 200.0:
+        network.engine.run(until=network.engine.now + 0.5)
+        suspects |= {worker.suspects() for worker in network.workers.values()}
+    assert network.num_exchanges == 4
+    assert suspects == {frozenset()}
+    assert all(worker.exchanges_failed == 0 for worker in network.workers.values())
+
+
+def test_both_directions_of_an_exchange_take_one_draw() -> None:
+    random = Random(5)
+    network = make_network(
+        "path", 2, latency_s=lambda *_: 0.0, transfer_s=lambda *_: random.uniform(0.1, 0.9)
+    )
+    network.engine.run(until=30.0)
+    records = [record for record in network.records.values() if record.is_complete]
+    assert len(records) > 10
+    for record in records:
+        for end in record.ends.values():
+            assert end.ended is not None
+            assert end.ended - end.began == pytest.approx(record.transfer_s)
+
+
+def test_exchanges_that_are_over_may_be_forgotten() -> None:
+    constants = Constants.of(build_graph("ring", 4))
+    conditions = Conditions(lambda *_: 0.001, lambda *_: 0.05, lambda rank: 0.2)
+    kept, forgotten = (
+        Network(
+            Engine(),
+            make_workers(constants, seed=0),
+            constants.edges,
+            conditions,
+            keeps_records=keeps_records,
+        )
+        for keeps_records in (True, False)
+    )
+    for network in (kept, forgotten):
+        network.engine.run(until=20.0)
+    assert kept.num_exchanges == forgotten.num_exchanges > 20
+    assert sum(record.is_complete for record in kept.records.values()) == kept.num_exchanges
+    assert len(forgotten.records) <= 2
+    assert kept.num_messages == forgotten.num_messages

@@ -1,0 +1,137 @@
+"""How fast workers agree over links: quick ones, and saturated ones."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+
+from gossipdp.simulate.compute_time import ComputeTime, ConstantTime, LognormalTime, SlowedTime
+from gossipdp.simulate.link_model import Link, LinkModel
+from gossipdp.simulate.links import run_links
+from gossipdp.simulate.scenario import Scenario
+from gossipdp.simulate.trace import Trace
+
+STEP_S = 0.1
+MODEL_BYTES = 1e6
+
+
+def links(transfer_steps: float, jitter: float = 0.0) -> LinkModel:
+    """An exchange takes so many gradient steps; messages are quick."""
+    speed = MODEL_BYTES / (transfer_steps * STEP_S) if transfer_steps else float("inf")
+    return LinkModel(Link(latency_s=1e-4, bytes_per_s=speed), jitter=jitter)
+
+
+def run(graph: str, num_workers: int, method: str = "a2cid2", **settings: object) -> Trace:
+    scenario = Scenario(
+        graph=graph,
+        num_workers=num_workers,
+        fidelity="links",
+        model_bytes=MODEL_BYTES,
+        num_records=150,
+        stop_below=1e-20,
+        **settings,  # type: ignore[arg-type]
+    )
+    trace = run_links(scenario, method, lambda share: None)
+    assert trace.column("drift").max() < 1e-12
+    return trace
+
+
+# The figures of the design; gossip's is that of Poisson edges, which `fresh` is to beat.
+@pytest.mark.parametrize(
+    ("method", "policy", "lowest", "highest"),
+    [
+        ("a2cid2", "fresh", 0.27, 0.34),
+        ("a2cid2", "poisson", 0.20, 0.27),
+        ("gossip", "fresh", 0.11, 0.15),
+        ("gossip", "poisson", 0.07, 0.09),
+    ],
+)
+def test_decay_on_a_ring_of_16_with_quick_exchanges(
+    method: str, policy: str, lowest: float, highest: float
+) -> None:
+    decays = [
+        run(
+            "ring",
+            16,
+            method,
+            neighbour_policy=policy,
+            links=links(0),
+            num_steps=300,
+            seed=seed,
+        ).decay_per_exchange()
+        for seed in range(2)
+    ]
+    assert lowest < fmean(decays) < highest
+
+
+@pytest.mark.parametrize(
+    ("graph", "num_workers", "fresh", "poisson"),
+    [("torus", 36, 0.49, 0.35), ("complete", 16, 0.67, 0.58)],
+)
+def test_fresh_beats_edges_drawn_in_advance(
+    graph: str, num_workers: int, fresh: float, poisson: float
+) -> None:
+    for policy, expected in (("fresh", fresh), ("poisson", poisson)):
+        decays = [
+            run(
+                graph, num_workers, neighbour_policy=policy, links=links(0), num_steps=90, seed=seed
+            ).decay_per_exchange()
+            for seed in range(2)
+        ]
+        assert fmean(decays) == pytest.approx(expected, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("graph", "num_workers", "comm_rate"),
+    [("ring", 16, 1.0), ("ring", 16, 4.0), ("torus", 64, 1.0)],
+)
+def test_saturated_links_stop_available_and_not_fresh(
+    graph: str, num_workers: int, comm_rate: float
+) -> None:
+    """An exchange takes 1.5 steps, so that more than 2/3 of one a step is asked in vain."""
+    traces = {
+        policy: run(
+            graph,
+            num_workers,
+            neighbour_policy=policy,
+            links=links(1.5),
+            comm_rate=comm_rate,
+            num_steps=120,
+        )
+        for policy in ("fresh", "available")
+    }
+    for trace in traces.values():
+        assert 0.5 < trace.achieved_comm_rate < 1 / 1.5
+    # All of `available`, its good start included: later its slope is nothing.
+    slow = traces["available"].decay_per_exchange(highest=1.0)
+    assert traces["fresh"].decay_per_exchange() > 5 * slow
+
+
+@pytest.mark.parametrize(
+    ("graph", "transfer_steps", "jitter", "compute_time"),
+    [
+        ("ring", 1.5, 0.0, ConstantTime(STEP_S)),
+        ("ring", 6.0, 0.0, ConstantTime(STEP_S)),
+        ("ring", 1.5, 1.0, LognormalTime(STEP_S, spread=1.0)),
+        ("ring", 0.5, 0.0, SlowedTime(ConstantTime(STEP_S), {3: 8.0})),
+        ("star", 0.5, 0.0, ConstantTime(STEP_S)),
+        ("path", 1.5, 0.5, ConstantTime(STEP_S)),
+    ],
+)
+def test_a2cid2_is_stable_whatever_rate_the_links_sustain(
+    graph: str, transfer_steps: float, jitter: float, compute_time: ComputeTime
+) -> None:
+    trace = run(
+        graph,
+        16,
+        links=links(transfer_steps, jitter),
+        comm_rate=2.0,
+        compute_time=compute_time,
+        num_steps=250 * max(1.0, transfer_steps / 1.5),
+    )
+    distances = trace.column("consensus_distance")
+    assert distances.max() <= distances[0]
+    assert distances[-1] < 1e-4 * distances[0]
+    if graph == "ring":  # twice the gossip of `fresh`, as with quick exchanges
+        assert trace.decay_per_exchange() > 0.25
