@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import networkx as nx
+    from rich.console import Console
     from rich.table import Table
 
+    from gossipdp.cli.plan_network import NetworkPlan
+    from gossipdp.cli.plan_tune import TunedPlan
     from gossipdp.graph import Plan
 
 DEFAULT_GRAPH = "ring"
+DEFAULT_NOISE = "momentum"
+DEFAULT_LATENCY_MS = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,28 +45,99 @@ class PlanArguments:
     """Seed of the random graphs."""
 
     json: Path | None = None
-    """Also write chi1, chi2, eta, alpha_tilde, exchanges_per_unit_time and edges (their number)."""
+    """Also write chi1, chi2, eta, alpha_tilde, exchanges_per_unit_time and edges (their number);
+    with the options below, what they print too."""
+
+    tune: bool = False
+    """Search multipliers of eta and alpha_tilde, and rates of the edges, for a gradient noise."""
+
+    noise: Literal["white", "momentum", "drift"] | None = None
+    """Gradient noise that is assumed: white, the same with SGD momentum 0.9 (default), or
+    heterogeneous data alone."""
+
+    parameters: str | None = None
+    """Size of the model, such as 25.6M (float32): predict a run on a network. Needs --step-ms and
+    --link-mbps."""
+
+    model_mb: float | None = None
+    """Size of the model in megabytes, instead of --parameters."""
+
+    step_ms: float | None = None
+    """Mean duration of a gradient step in milliseconds."""
+
+    link_mbps: float | None = None
+    """Megabits per second of a worker's link, each way."""
+
+    latency_ms: float | None = None
+    """Latency of a link in milliseconds, 1 by default."""
+
+    step_spread: float | None = None
+    """Standard deviation of the logarithm of step times, 0 by default."""
+
+
+NETWORK_OPTIONS = (
+    "parameters",
+    "model_mb",
+    "step_ms",
+    "link_mbps",
+    "latency_ms",
+    "step_spread",
+)
 
 
 def run(arguments: PlanArguments) -> int:
-    """Print the table and write the JSON file; returns the exit status, 2 for bad input."""
+    """Print the tables and write the JSON file; returns the exit status, 2 for bad input."""
+    if "numpy" not in sys.modules:
+        # Many small matrices: on a busy machine the threads of a BLAS cost up to 20 times the work.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     from rich.console import Console
 
     try:
-        plan = _plan(arguments)
+        _check(arguments)
+        graph = _graph(arguments)
+        plan, tuned, network = _plan(graph, arguments)
         if arguments.json is not None:
-            arguments.json.write_text(json.dumps(_as_json(plan), indent=2) + "\n", "utf-8")
+            written = _as_json(plan, tuned, network)
+            arguments.json.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
     except (ValueError, OSError) as error:
         sys.stderr.write(f"gossipdp plan: {error}\n")
         return 2
     console = Console()
     console.print(_table(plan))
     console.print(_verdict(plan), highlight=False)
+    if tuned is not None:
+        from gossipdp.cli import plan_tune
+
+        _print_part(console, plan_tune.table(tuned, graph), plan_tune.remarks(tuned))
+    if network is not None:
+        from gossipdp.cli import plan_network
+
+        _print_part(console, plan_network.table(network), plan_network.remarks(network))
     return 0
 
 
-def _plan(arguments: PlanArguments) -> Plan:
-    from gossipdp.graph import build_graph, plan, read_edge_list
+def _print_part(console: Console, table: Table, remarks: list[str]) -> None:
+    console.print()
+    console.print(table)
+    for remark in remarks:
+        console.print(remark, highlight=False, markup=False)
+
+
+def _check(arguments: PlanArguments) -> None:
+    given = [name for name in NETWORK_OPTIONS if getattr(arguments, name) is not None]
+    if arguments.noise is not None and not (arguments.tune or given):
+        raise ValueError(
+            f"--noise {arguments.noise} says what is assumed by --tune or --step-ms: add one"
+        )
+    if given:
+        for name, example in (("step_ms", "--step-ms 100"), ("link_mbps", "--link-mbps 1000")):
+            if getattr(arguments, name) is None:
+                option = given[0].replace("_", "-")
+                raise ValueError(f"--{option} plans a run on a network: add {example}")
+
+
+def _graph(arguments: PlanArguments) -> nx.Graph[int]:
+    from gossipdp.graph import build_graph, read_edge_list
 
     if arguments.edge_list is not None:
         if arguments.graph != DEFAULT_GRAPH:
@@ -67,15 +147,75 @@ def _plan(arguments: PlanArguments) -> Plan:
             )
         read = read_edge_list(arguments.edge_list)
         num_workers = len(read) if arguments.workers is None else arguments.workers
-        return plan(build_graph(read, num_workers), arguments.comm_rate)
+        return build_graph(read, num_workers)
     if arguments.workers is None:
         raise ValueError("the number of workers is missing: pass --workers, such as --workers 64")
-    graph = build_graph(arguments.graph, arguments.workers, seed=arguments.seed)
-    return plan(graph, arguments.comm_rate)
+    return build_graph(arguments.graph, arguments.workers, seed=arguments.seed)
 
 
-def _as_json(plan: Plan) -> dict[str, float]:
-    return {
+def _plan(
+    graph: nx.Graph[int], arguments: PlanArguments
+) -> tuple[Plan, TunedPlan | None, NetworkPlan | None]:
+    from gossipdp.graph import plan
+
+    tuned = network = None
+    planned = plan(graph, arguments.comm_rate)
+    noise = arguments.noise or DEFAULT_NOISE
+    # The size of the model is checked before anything slow.
+    conditions = None
+    if arguments.step_ms is not None and arguments.link_mbps is not None:
+        from gossipdp.cli.plan_network import model_bytes, network_plan
+        from gossipdp.graph.network_plan import TrainingConditions
+
+        latency_ms = arguments.latency_ms
+        conditions = TrainingConditions(
+            model_bytes=model_bytes(arguments.parameters, arguments.model_mb),
+            step_s=arguments.step_ms / 1e3,
+            bytes_per_s=arguments.link_mbps * 1e6 / 8,
+            latency_s=(DEFAULT_LATENCY_MS if latency_ms is None else latency_ms) / 1e3,
+            step_spread=arguments.step_spread or 0.0,
+        )
+    if arguments.tune:
+        from gossipdp.cli.plan_tune import tuned_plan
+
+        with _progress("searching multipliers and rates") as advance:
+            tuned = tuned_plan(graph, arguments.comm_rate, noise, advance)
+    if conditions is not None:
+        name = None if arguments.edge_list is not None else arguments.graph
+        with _progress("simulating graphs") as advance:
+            network = network_plan(
+                graph,
+                name,
+                conditions,
+                comm_rate=arguments.comm_rate,
+                noise=noise,
+                seed=arguments.seed,
+                on_graph=advance,
+            )
+    return planned, tuned, network
+
+
+@contextmanager
+def _progress(words: str) -> Iterator[Callable[[], None]]:
+    """A spinner on a terminal, with the number of steps done and the time."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}: {task.completed:.0f} done"),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(words, total=None)
+        yield lambda: progress.advance(task)
+
+
+def _as_json(plan: Plan, tuned: TunedPlan | None, network: NetworkPlan | None) -> dict[str, Any]:
+    written: dict[str, Any] = {
         "chi1": plan.chi1,
         "chi2": plan.chi2,
         "eta": plan.eta,
@@ -83,6 +223,15 @@ def _as_json(plan: Plan) -> dict[str, float]:
         "exchanges_per_unit_time": plan.exchanges_per_unit_time,
         "edges": plan.num_edges,
     }
+    if tuned is not None:
+        from gossipdp.cli import plan_tune
+
+        written["tune"] = plan_tune.as_json(tuned)
+    if network is not None:
+        from gossipdp.cli import plan_network
+
+        written["network"] = plan_network.as_json(network)
+    return written
 
 
 def _table(plan: Plan) -> Table:

@@ -5,6 +5,14 @@
     spectrum   the linear algebra behind it: lambda_2, effective resistances
     planning   what a graph promises before anything is run
 
+and, on top of scipy's solvers and therefore imported by name only where they are needed,
+
+    gradient_noise   what gradient steps add
+    second_moments   exact consensus distance and decay, for any eta and alpha_tilde
+    tuning           factors of eta and alpha_tilde for a noise
+    edge_rates       rates of the edges that mix fastest    (rate_program solves them)
+    network_plan     what a network of given speed makes of it, beside all-reduce
+
 Pure: no thread, socket, file descriptor kept open, or clock. Everything above may import this
 package; it imports numpy, scipy and networkx alone.
 """

@@ -77,6 +77,155 @@ def test_files_that_cannot_be_used(tmp_path, capsys):
     assert "pass one of them" in capsys.readouterr().err
 
 
+def test_tune(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    arguments = PlanArguments(workers=12, graph="torus", tune=True, noise="white", json=path)
+    assert run(arguments) == 0
+    printed = capsys.readouterr().out
+    for expected in (
+        "white gradient noise",
+        "plain gossip",
+        "paper's constants",
+        "tuned multipliers",
+        "tuned rates",
+        "--eta-factor",
+        "--alpha-tilde-factor",
+    ):
+        assert expected in printed
+    written = json.loads(path.read_text())["tune"]
+    assert written["noise"] == "white"
+    gossip, paper, tuned, rates, both = written["rows"]
+    assert gossip["eta_factor"] is None
+    assert paper["eta_factor"] == 1.0
+    assert tuned["eta_factor"] == written["eta_factor"]
+    assert tuned["consensus_distance"] < paper["consensus_distance"]
+    assert both["consensus_distance"] <= rates["consensus_distance"]
+    assert rates["decay_per_gradient_step"] > paper["decay_per_gradient_step"]
+    assert written["rates_gain"] == pytest.approx(1.087, abs=0.002)
+    total = dict.fromkeys(range(12), 0.0)
+    for left, right, rate in written["rates"]:
+        total[left] += rate
+        total[right] += rate
+    assert max(total.values()) == pytest.approx(1.0)
+
+
+def test_tune_where_there_is_nothing_to_gain(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert run(PlanArguments(workers=6, graph="complete", tune=True, json=path)) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "SGD momentum 0.9" in printed
+    assert "Multipliers gain nothing here" in printed
+    assert "Edge rates gain nothing here" in printed
+    written = json.loads(path.read_text())["tune"]
+    assert "rates" not in written
+    assert len(written["rows"]) == 3
+
+
+def network_arguments(**others):
+    given = {"workers": 8, "parameters": "2.5M", "step_ms": 100.0, "link_mbps": 1000.0}
+    return PlanArguments(**(given | others))
+
+
+def test_a_fast_network_sustains_the_rate_that_is_asked_for(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert run(network_arguments(comm_rate=0.5, step_spread=0.2, json=path)) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "8 workers, 10 MB" in printed
+    assert "serves best" in printed
+    assert "the network sustains" not in printed
+    written = json.loads(path.read_text())["network"]
+    assert written["conditions"]["model_bytes"] == 1e7
+    assert written["exchange_s"] == pytest.approx(0.081)
+    assert written["training_s"] == pytest.approx(100.0)
+    # 1000 steps of 14/8 * 80 ms + 14 ms, and more than a mean step for the slowest.
+    assert 100.0 + 154.0 + 10.0 < written["all_reduce_s"] < 100.0 + 154.0 + 60.0
+    assert [each["name"] for each in written["graphs"]] == [
+        "ring",
+        "exponential",
+        "torus",
+        "complete",
+    ]
+    for each in written["graphs"]:
+        assert each["achieved_comm_rate"] == pytest.approx(0.5, rel=0.15)
+        per_worker = each["achieved_comm_rate"] * 1e8
+        assert each["worker_bytes_per_s"] == pytest.approx(per_worker)
+        assert each["link_bytes_per_s"] == pytest.approx(per_worker * 4 / each["num_edges"])
+
+
+def test_a_slow_network_sustains_less(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    arguments = network_arguments(
+        graph="star", workers=20, parameters=None, model_mb=50.0, json=path, noise="drift"
+    )
+    assert run(arguments) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "On star the network sustains" in printed
+    assert "on graphs of 16 workers of the same kind" in printed
+    written = json.loads(path.read_text())["network"]
+    star, ring = written["graphs"][:2]
+    # The centre alone takes part in every exchange of 4 steps: at most 1/4 of its budget of 1.
+    assert star["nominal_comm_rate"] == pytest.approx(2 / 20)
+    assert 0.8 / 40 < star["achieved_comm_rate"] <= 1.02 / 40
+    assert 0.15 < ring["achieved_comm_rate"] <= 0.255
+    assert written["recommended"] != "star"
+
+
+def test_an_edge_list_on_a_network_and_the_same_seed_gives_the_same(tmp_path, capsys):
+    edges = tmp_path / "path.edges"
+    edges.write_text("0 1\n1 2\n2 3\n3 4\n")
+    paths = [tmp_path / "first.json", tmp_path / "second.json"]
+    for path in paths:
+        arguments = network_arguments(workers=None, edge_list=edges, step_spread=0.3, json=path)
+        assert run(arguments) == 0
+    assert "On edge list" not in capsys.readouterr().out
+    first, second = (json.loads(path.read_text()) for path in paths)
+    assert first == second
+    own = first["network"]["graphs"][0]
+    assert (own["name"], own["num_edges"]) == ("edge list", 4)
+    assert own["nominal_comm_rate"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"workers": 4, "noise": "white"}, "assumed by --tune or --step-ms"),
+        ({"workers": 1, "tune": True}, "pass 2 or more"),
+        ({"workers": 257, "tune": True}, "at most 256"),
+        ({"workers": 4, "latency_ms": 1.0}, "add --step-ms 100"),
+        ({"workers": 4, "step_ms": 1.0}, "add --link-mbps 1000"),
+        ({"workers": 4, "step_ms": 1.0, "link_mbps": 1.0}, "one of --parameters and --model-mb"),
+        (
+            {"workers": 4, "step_ms": 1.0, "link_mbps": 1.0, "model_mb": 1, "parameters": "1"},
+            "one of --parameters and --model-mb",
+        ),
+        (
+            {"workers": 4, "step_ms": 1.0, "link_mbps": 1.0, "parameters": "25.6X"},
+            "--parameters '25.6X' is not a number",
+        ),
+        ({"workers": 4, "step_ms": 1.0, "link_mbps": 1.0, "model_mb": 0.0}, "--model-mb 0.0"),
+        ({"workers": 4, "step_ms": 0.0, "link_mbps": 1.0, "model_mb": 1.0}, "step_s is 0.0"),
+        ({"workers": 1, "step_ms": 1.0, "link_mbps": 1.0, "model_mb": 1.0}, "pass 2 or more"),
+    ],
+)
+def test_bad_input_to_the_longer_plans(capsys, arguments, message):
+    assert run(PlanArguments(**arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_no_plan_imports_torch_and_a_short_one_no_simulator(tmp_path):
+    code = (
+        "import sys; from gossipdp.cli.plan import PlanArguments as P, run;"
+        "assert run(P(workers=4)) == 0;"
+        "assert 'gossipdp.simulate' not in sys.modules and 'scipy' not in sys.modules;"
+        "assert run(P(workers=4, tune=True, model_mb=1.0, step_ms=100.0, link_mbps=1e3)) == 0;"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+
+
 def test_importing_the_command_imports_nothing_heavy():
     heavy = "('torch', 'networkx', 'scipy', 'numpy', 'rich')"
     code = f"import sys, gossipdp.cli.plan; print([m for m in {heavy} if m in sys.modules])"

@@ -1,0 +1,229 @@
+"""``gossipdp plan --step-ms ...``: a model on a network, beside all-reduce, graph by graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any
+
+import networkx as nx
+from rich.table import Table
+from rich.text import Text
+
+from gossipdp.cli.plan_tune import NOISE_WORDS, check_size
+from gossipdp.graph.constants import Constants
+from gossipdp.graph.gradient_noise import NOISE_MODELS
+from gossipdp.graph.network_plan import (
+    CANDIDATES,
+    CLOSE_ENOUGH,
+    GraphPrediction,
+    TrainingConditions,
+    candidates,
+    predict,
+    recommended,
+)
+from gossipdp.graph.topology import build_graph
+from gossipdp.simulate.engine import Engine
+from gossipdp.simulate.network import Conditions, Network, make_workers
+
+SIMULATED_WORKERS = 16
+"""Larger graphs are simulated with as many workers of the same kind: what share of the exchanges
+takes place is set by their duration and that of steps, hardly by the number of workers."""
+
+WARM_UP_STEPS = 40
+SIMULATED_STEPS = 200
+EXCHANGES_TO_SEE = 20
+LONGEST_EXCHANGE_STEPS = 100.0
+"""Exchanges longer than this are simulated as long, and the rate scaled: links are full anyway."""
+
+PLANNED_STEPS = 1000
+
+
+@dataclass(frozen=True)
+class NetworkPlan:
+    """A model on a network."""
+
+    noise: str
+    conditions: TrainingConditions
+    num_workers: int
+    predictions: tuple[GraphPrediction, ...]
+    """The graph that was asked for, then the candidates."""
+
+    best: GraphPrediction
+
+    @property
+    def training_s(self) -> float:
+        """Of `PLANNED_STEPS` gradient steps a worker; they wait for nobody."""
+        return PLANNED_STEPS * self.conditions.step_s
+
+    @property
+    def all_reduce_s(self) -> float:
+        """The same with a barrier and an all-reduce in every step."""
+        return PLANNED_STEPS * self.conditions.synchronous_step_s(self.num_workers)
+
+
+def model_bytes(parameters: str | None, model_mb: float | None) -> float:
+    """Bytes of a model of ``parameters`` float32 numbers (25.6M, 7B), or of so many megabytes."""
+    if (parameters is None) == (model_mb is None):
+        raise ValueError("the size of the model: pass one of --parameters and --model-mb")
+    if model_mb is not None:
+        if not (math.isfinite(model_mb) and model_mb > 0):
+            raise ValueError(f"--model-mb {model_mb} must be a positive number of megabytes")
+        return model_mb * 1e6
+    assert parameters is not None
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}.get(parameters[-1:].upper())
+    try:
+        count = float(parameters[:-1]) * scale if scale else float(parameters)
+    except ValueError:
+        count = math.nan
+    if not (math.isfinite(count) and count >= 1):
+        raise ValueError(
+            f"--parameters {parameters!r} is not a number of parameters: write 25600000 or 25.6M "
+            "(K, M or B)"
+        )
+    return 4.0 * count
+
+
+def network_plan(
+    graph: nx.Graph[int],
+    name: str | None,
+    conditions: TrainingConditions,
+    *,
+    comm_rate: float,
+    noise: str,
+    seed: int,
+    on_graph: Callable[[], None],
+) -> NetworkPlan:
+    """Predict ``graph``, ``name`` being None for one read from a file, and the candidates."""
+    check_size(graph, "--step-ms")
+    num_workers = len(graph)
+    chosen = candidates(num_workers)
+    graphs = {name or "edge list": graph} | chosen
+    predictions = []
+    for kind, each in graphs.items():
+        simulated = each
+        if num_workers > SIMULATED_WORKERS and not (each is graph and name is None):
+            simulated = build_graph(kind, SIMULATED_WORKERS, seed=seed)
+        predictions.append(
+            predict(
+                kind,
+                Constants.of(each, comm_rate),
+                conditions,
+                NOISE_MODELS[noise],
+                served_share=served_share(simulated, conditions, comm_rate, seed),
+            )
+        )
+        on_graph()
+    best = recommended([each for each in predictions if each.name in chosen])
+    return NetworkPlan(noise, conditions, num_workers, tuple(predictions), best)
+
+
+def served_share(
+    graph: nx.Graph[int], conditions: TrainingConditions, comm_rate: float, seed: int
+) -> float:
+    """Exchanges of the real protocol over simulated links, as a share of those asked for."""
+    constants = Constants.of(graph, comm_rate)
+    step_s, spread = conditions.step_s, conditions.step_spread
+    exchange_s = min(conditions.exchange_s, LONGEST_EXCHANGE_STEPS * step_s)
+    latency_s = min(conditions.latency_s, 0.5 * exchange_s)
+    random = Random(f"{seed} plan")
+    num_steps = 0
+
+    def next_step_s(rank: int) -> float:
+        nonlocal num_steps
+        num_steps += 1
+        return step_s * random.lognormvariate(-(spread**2) / 2, spread)
+
+    # Any byte is life on a real link, but here data arrive whole: silence must be longer.
+    workers = make_workers(constants, seed=seed, timeout_s=20.0 * (step_s + exchange_s))
+    network = Network(
+        Engine(),
+        workers,
+        constants.edges,
+        Conditions(
+            latency_s=lambda sender, receiver: latency_s,
+            transfer_s=lambda sender, receiver: exchange_s - latency_s,
+            step_s=next_step_s,
+        ),
+    )
+    warm_up_s = WARM_UP_STEPS * step_s + 2.0 * exchange_s
+    network.engine.run(until=warm_up_s)
+    exchanges_before, steps_before = network.num_exchanges, num_steps
+    seen_s = max(SIMULATED_STEPS * step_s, EXCHANGES_TO_SEE * exchange_s)
+    network.engine.run(until=warm_up_s + seen_s)
+    exchanges_per_step = (network.num_exchanges - exchanges_before) / (num_steps - steps_before)
+    nominal = constants.exchanges_per_unit_time / len(constants.workers)
+    return exchanges_per_step / nominal * exchange_s / conditions.exchange_s
+
+
+def as_json(plan: NetworkPlan) -> dict[str, Any]:
+    """Everything that is printed, in bytes and seconds."""
+    return {
+        "noise": plan.noise,
+        "conditions": asdict(plan.conditions),
+        "exchange_s": plan.conditions.exchange_s,
+        "steps": PLANNED_STEPS,
+        "training_s": plan.training_s,
+        "all_reduce_s": plan.all_reduce_s,
+        "graphs": [asdict(prediction) for prediction in plan.predictions],
+        "recommended": plan.best.name,
+    }
+
+
+def table(plan: NetworkPlan) -> Table:
+    """A row for each graph."""
+    title = (
+        f"{plan.num_workers} workers, {plan.conditions.model_bytes / 1e6:,.4g} MB: "
+        f"{NOISE_WORDS[plan.noise]}"
+    )
+    shown = Table(title=Text(title), title_justify="left")
+    shown.add_column("graph", no_wrap=True)
+    for heading in (
+        "edges",
+        "achieved comm rate",
+        "MB/s a worker",
+        "MB/s a link",
+        "consensus distance",
+    ):
+        shown.add_column(heading, justify="right")
+    for each in plan.predictions:
+        shown.add_row(
+            each.name,
+            f"{each.num_edges:,d}",
+            f"{each.achieved_comm_rate:.3g}",
+            f"{each.worker_bytes_per_s / 1e6:,.4g}",
+            f"{each.link_bytes_per_s / 1e6:,.4g}",
+            f"{each.consensus_distance:.4g}",
+        )
+    return shown
+
+
+def remarks(plan: NetworkPlan) -> list[str]:
+    """Times beside all-reduce, the graph to take, and what was assumed."""
+    conditions, own = plan.conditions, plan.predictions[0]
+    ratio = plan.all_reduce_s / plan.training_s
+    lines = [
+        f"{PLANNED_STEPS:,d} gradient steps a worker: {plan.training_s:,.4g} s, since they wait "
+        f"for nobody; {plan.all_reduce_s:,.4g} s with ring all-reduce ({ratio:.3g} times as long; "
+        f"each step waits for the slowest of {plan.num_workers}, "
+        f"{1e3 * conditions.slowest_step_s(plan.num_workers):,.4g} ms, then "
+        f"{1e3 * conditions.all_reduce_s(plan.num_workers):,.4g} ms, not overlapped).",
+        f"An exchange takes {1e3 * conditions.exchange_s:,.4g} ms. MB/s are sent, and as many "
+        "received. Achieved comm rates are simulated with the real protocol"
+        + (
+            f" on graphs of {SIMULATED_WORKERS} workers of the same kind."
+            if plan.num_workers > SIMULATED_WORKERS
+            else "."
+        ),
+        f"Of {', '.join(CANDIDATES)}: {plan.best.name} serves best. All train equally long; it "
+        "has the fewest edges of those whose consensus distance (stationary, a2cid2 at the "
+        f"achieved comm rate) is within {CLOSE_ENOUGH - 1:.0%} of the least.",
+    ]
+    if own.achieved_comm_rate < 0.9 * own.nominal_comm_rate:
+        lines.append(
+            f"On {own.name} the network sustains {own.achieved_comm_rate:.3g} of the "
+            f"{own.nominal_comm_rate:.3g} exchanges per worker per gradient step asked for."
+        )
+    return lines
