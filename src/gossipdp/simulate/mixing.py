@@ -108,17 +108,15 @@ class Mixer:
 
     Args:
         matrix: W; (n, n).
-        dtype: of the rows.
     """
 
-    def __init__(self, matrix: FloatArray, dtype: np.dtype[Any]) -> None:
+    def __init__(self, matrix: FloatArray) -> None:
         is_sparse = np.count_nonzero(matrix) <= MAX_SPARSE_SHARE * matrix.size
-        converted = matrix.astype(dtype)
-        self._matrix: Any = sparse.csr_array(converted) if is_sparse else converted
+        self._matrix: Any = sparse.csr_array(matrix) if is_sparse else matrix
 
-    def multiply(self, rows: NDArray[Any]) -> NDArray[Any]:
+    def multiply(self, rows: FloatArray) -> FloatArray:
         """W times rows of shape (n, d)."""
-        product: NDArray[Any] = self._matrix @ rows
+        product: FloatArray = self._matrix @ rows
         return product
 
 
@@ -142,7 +140,7 @@ def consensus_rounds(
     Returns:
         The consensus distance before the first round and after each; (rounds + 1,).
     """
-    mixer = Mixer(matrix, np.dtype(np.float64))
+    mixer = Mixer(matrix)
     weights = ChebyshevWeights(second_eigenvalue(matrix) if chebyshev else 0.0)
     # Rounds keep the mean, so that it is taken away once.
     rows = before = start - start.mean(axis=0)

@@ -6,11 +6,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gossipdp.simulate.mixing import (
     ChebyshevWeights,
+    FloatArray,
     Mixer,
     mixing_matrix,
     multiplications_per_step,
@@ -220,8 +222,8 @@ class _DecentralizedRun(_SynchronousRun):
         self._gamma = second_eigenvalue(matrix) if chebyshev else 0.0
         self._weights = ChebyshevWeights(self._gamma)
         self._per_round = 1 if self._source is None else multiplications_per_step(self._gamma)
-        self._mixer = Mixer(matrix, self._population.x.numpy().dtype)
-        self._before = self._population.x
+        self._mixer = Mixer(matrix)
+        self._before = np.zeros(0)
         self._optimizer = scenario.optimizer.begin(self._population.trained)
 
     def _first_rows(self, start: Tensor) -> Tensor:
@@ -247,24 +249,28 @@ class _DecentralizedRun(_SynchronousRun):
     def _step(self, now_s: float) -> None:
         for rank, peers in enumerate(self._neighbours):
             self._exchanges[rank] += self._per_round * len(peers)
-        if self._source is None:
-            self._mix()
-            return
         population = self._population
+        if self._source is None:
+            population.x = torch.from_numpy(self._mix(population.x.numpy()))
+            return
         found = self._gradients()
         change = self._optimizer.changes(
             self._ranks, population.trained, found.values, self._factor(now_s)
         )
+        # In double precision, since rounded weights would not sum to one: that moves the mean.
+        rows = population.x.double().numpy()
         self._weights = ChebyshevWeights(self._gamma)
         for _ in range(self._per_round):
-            self._mix()
+            rows = self._mix(rows)
+        population.x.copy_(torch.from_numpy(rows))
         population.step(self._ranks, torch.cat([change, found.buffer_changes], dim=1))
 
-    def _mix(self) -> None:
+    def _mix(self, rows: FloatArray) -> FloatArray:
         """One multiplication of the rows by W."""
         omega = self._weights.take()
-        now = self._population.x
-        mixed = torch.from_numpy(self._mixer.multiply(now.numpy()))
+        mixed = self._mixer.multiply(rows)
         if omega:
-            mixed.mul_(1.0 + omega).sub_(self._before, alpha=omega)
-        self._before, self._population.x = now, mixed
+            mixed *= 1.0 + omega
+            mixed -= omega * self._before
+        self._before = rows
+        return mixed

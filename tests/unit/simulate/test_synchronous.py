@@ -18,6 +18,7 @@ from gossipdp.simulate.consensus import Consensus
 from gossipdp.simulate.link_model import Link, LinkModel
 from gossipdp.simulate.mixing import mixing_matrix
 from gossipdp.simulate.objective import Evaluation, Gradients, GradientSource, Objective
+from gossipdp.simulate.objectives import digits_objective
 from gossipdp.simulate.optimizers import Sgd
 from gossipdp.simulate.scenario import Scenario
 from gossipdp.simulate.synchronous import run_allreduce, run_dpsgd
@@ -279,3 +280,13 @@ def test_a_run_ends_below_the_asked_consensus_distance() -> None:
     assert distances[-1] < 1e-6 * distances[0] <= distances[-2]
     assert shares[-1] == 1.0
     assert shares == sorted(shares)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_float32_rows_keep_their_mean(method: str) -> None:
+    scenario = Scenario(
+        graph="ring", num_workers=16, objective=digits_objective(), num_steps=20, num_records=4
+    )
+    trace = run(scenario, method)
+    assert trace.column("drift").max() < 1e-6
+    assert trace.records[-1].loss < trace.records[0].loss
