@@ -1,5 +1,7 @@
 """Fixtures shared by all tests."""
 
+import datetime
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,8 +9,12 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from gossipdp.runtime.launcher import launch, start_fork_server
+from gossipdp.runtime.tls import TlsFiles
 
 TESTS = Path(__file__).parent
 Workers = Callable[..., list[Any]]
@@ -37,3 +43,76 @@ def workers() -> Workers:
         return launch(function, n, args, timeout_s=timeout_s, **options)
 
     return call
+
+
+class Authority:
+    """A certificate authority whose certificates are files for the tests."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._directory = directory / name
+        self._directory.mkdir()
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+        self._numbers = itertools.count()
+        self.ca = self._write(
+            "ca.pem",
+            self._sign(self._name, self._key, -1, 365, authority=True).public_bytes(
+                serialization.Encoding.PEM
+            ),
+        )
+
+    def issue(self, first_day: float = -1, last_day: float = 365) -> TlsFiles:
+        """A new worker's files; its certificate is valid between two days from now."""
+        number = next(self._numbers)
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"worker {number}")])
+        certificate = self._sign(name, key, first_day, last_day)
+        pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+        return TlsFiles(
+            self._write(f"cert-{number}.pem", certificate.public_bytes(pem)),
+            self._write(
+                f"key-{number}.pem",
+                key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain),
+            ),
+            self.ca,
+        )
+
+    def _sign(
+        self,
+        name: x509.Name,
+        key: ec.EllipticCurvePrivateKey,
+        first_day: float,
+        last_day: float,
+        *,
+        authority: bool = False,
+    ) -> x509.Certificate:
+        now = datetime.datetime.now(datetime.UTC)
+        return (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now + datetime.timedelta(days=first_day))
+            .not_valid_after(now + datetime.timedelta(days=last_day))
+            .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+            .sign(self._key, hashes.SHA256())
+        )
+
+    def _write(self, name: str, data: bytes) -> Path:
+        path = self._directory / name
+        path.write_bytes(data)
+        return path
+
+
+@pytest.fixture(scope="session")
+def new_authority(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Authority]:
+    """``new_authority(name)``: another authority."""
+    directory = tmp_path_factory.mktemp("certificates")
+    return lambda name: Authority(directory, name)
+
+
+@pytest.fixture(scope="session")
+def authority(new_authority: Callable[[str], Authority]) -> Authority:
+    """The authority of the run under test."""
+    return new_authority("the run's authority")

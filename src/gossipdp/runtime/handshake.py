@@ -13,6 +13,8 @@ everything said so far that matters, both ranks among it. So a recorded handshak
 second link (other nonces), and neither side's proof can be turned back at it (other direction).
 The acceptor says nothing about itself before the dialler has proved that it knows the secret.
 What a wrong secret or another run gets told is not authenticated, since it cannot be.
+Inside TLS the HMACs also cover both ends' certificates, so that the holder of a third certificate
+cannot stand in between and pass both proofs on.
 
 Messages are msgpack behind a prefix (magic, version, length) and at most ``MAX_MESSAGE_BYTES``
 long. A caller reads ``num_wanted`` bytes at a time, so it never reads into the frames that follow.
@@ -36,7 +38,9 @@ MAX_MESSAGE_BYTES = 4096
 
 _PREFIX = struct.Struct("<4sBH")
 # The only fields that an acceptor may refuse without proof that it knows the secret.
-_UNPROVED_FIELDS = ("run_id", "secret")
+_UNPROVED_FIELDS = ("run_id", "secret", "tls")
+# How a TLS connection begins: a handshake record of version 3.x.
+_TLS_HELLO = b"\x16\x03"
 
 
 class HandshakeError(ValueError):
@@ -129,6 +133,7 @@ class Handshake:
         self._nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
         self._peer_nonce = b""
         self._answer_proof = b""
+        self._certificates = (b"", b"")
         self._body_bytes: int | None = None
         self._buffer = bytearray()
         self._output = bytearray()
@@ -151,6 +156,10 @@ class Handshake:
         """Names the link that this handshake opens; both sides compute the same."""
         assert self._peer_nonce
         return hashlib.sha256(b"".join(self._nonces())).digest()[:16]
+
+    def bind(self, ours: bytes, theirs: bytes) -> None:
+        """Name the certificates under which this handshake is held; before any byte comes in."""
+        self._certificates = (ours, theirs) if self.dialler else (theirs, ours)
 
     def take_output(self) -> bytes:
         """The bytes to send next; each is given out once."""
@@ -211,15 +220,23 @@ class Handshake:
         self.refusal = refusal
         self._send(_Refused(field, ours, theirs, proof))
 
+    def turn_away(self, refusal: Refusal) -> None:
+        """Dialler: the link is not made, as the acceptor said or this side found."""
+        self.refusal = refusal
+        self.stage = Stage.REFUSED
+
     def _take_prefix(self) -> None:
         magic, version, length = _PREFIX.unpack(self._buffer)
         self._buffer.clear()
+        if magic.startswith(_TLS_HELLO) and self.stage is Stage.OPENING:
+            self.refuse(Refusal("tls", "off", "on"))
+            return
         if magic != MAGIC:
             raise HandshakeError(f"connection starts with {bytes(magic)!r}, not {MAGIC!r}")
         if version != VERSION:
             # An acceptor answers in its own version, so the dialler finds the difference here.
             if self.dialler:
-                self._turn_away(Refusal("protocol_version", str(version), str(VERSION)))
+                self.turn_away(Refusal("protocol_version", str(version), str(VERSION)))
             else:
                 self.refuse(Refusal("protocol_version", str(VERSION), str(version)))
             return
@@ -277,7 +294,7 @@ class Handshake:
     def _take_welcome(self, welcome: _Welcome) -> None:
         peer = welcome.identity
         if not hmac.compare_digest(self._prove("acceptor", peer), welcome.proof):
-            self._turn_away(Refusal("secret", "", ""))
+            self.turn_away(Refusal("secret", "", ""))
             return
         if self.wanted_rank not in (None, peer.rank):
             raise HandshakeError(f"rank {peer.rank} answered where {self.wanted_rank} was wanted")
@@ -291,11 +308,7 @@ class Handshake:
             due = self._prove("refusal", refused.field, refused.ours, refused.theirs)
             if self.stage is not Stage.ANSWERED or not hmac.compare_digest(due, refused.proof):
                 raise HandshakeError(f"refused for {refused.field!r} without proof of the secret")
-        self._turn_away(Refusal(refused.field, refused.ours, refused.theirs))
-
-    def _turn_away(self, refusal: Refusal) -> None:
-        self.refusal = refusal
-        self.stage = Stage.REFUSED
+        self.turn_away(Refusal(refused.field, refused.ours, refused.theirs))
 
     def _nonces(self) -> tuple[bytes, bytes]:
         if self.dialler:
@@ -303,13 +316,13 @@ class Handshake:
         return self._peer_nonce, self._nonce
 
     def _prove(self, direction: str, *said: object) -> bytes:
-        """The HMAC over direction, run id, both nonces, the dialler's proof and ``said``.
+        """The HMAC over direction, run id, nonces, certificates, the dialler's proof and ``said``.
 
         msgpack of a tuple is unambiguous, so no two different statements have the same bytes. The
         dialler's proof, empty in itself, ties the acceptor's words to the dialler's identity.
         """
         statement = (f"gossipdp {direction}", self._identity.run_id, *self._nonces())
-        data = _encode((*statement, self._answer_proof, *said))
+        data = _encode((*statement, *self._certificates, self._answer_proof, *said))
         return hmac.digest(self._secret, data, "sha256")
 
     def _send(self, message: _Message) -> None:

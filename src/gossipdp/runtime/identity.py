@@ -70,6 +70,11 @@ class Refusal:
                     "the secrets differ; give all workers of a run the same GOSSIPDP_SECRET, "
                     "or start them with one launcher"
                 )
+            case "tls":
+                return (
+                    f"TLS is {self.ours} at the other worker and {self.theirs} here; give all "
+                    "workers tls_cert, tls_key and tls_ca, or none"
+                )
             case "rank":
                 return f"the worker at that address has rank {self.ours}, not {self.theirs}"
             case "own_rank":

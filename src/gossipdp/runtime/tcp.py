@@ -3,7 +3,9 @@
 Used from one thread, except :meth:`TcpTransport.wake`. Everything that waits has a deadline, and
 every error of a socket ends that link or dial and nothing else.
 
-Which of two links between the same workers stays is decided in :mod:`.crossing`.
+A connection begins as an :class:`~.tcp_openings.Opening` and, once its handshake is done, becomes a
+:class:`~.tcp_link.TcpLink`. Which of two links between the same workers stays is decided in
+:mod:`.crossing`.
 """
 
 import errno
@@ -24,49 +26,35 @@ import msgspec
 
 from gossipdp.runtime import crossing, fork, tcp_sockets
 from gossipdp.runtime.frames import run_tag
-from gossipdp.runtime.handshake import Handshake, HandshakeError, Stage
 from gossipdp.runtime.identity import Identity, Refusal
 from gossipdp.runtime.link import LinkHandler
 from gossipdp.runtime.once_log import OnceLog
 from gossipdp.runtime.tcp_link import LinkOwner, TcpLink
+from gossipdp.runtime.tcp_openings import (
+    CROSSED,
+    HANDSHAKE_TIMEOUT_S,
+    MAX_UNAUTHENTICATED,
+    Opening,
+    Openings,
+    OpeningsOwner,
+)
 from gossipdp.runtime.tcp_sockets import Listener, listen
+from gossipdp.runtime.tls import Tls
 from gossipdp.runtime.transport import Transport
 
 __all__ = ["TcpTransport", "listen"]
 
-HANDSHAKE_TIMEOUT_S = 5.0
-MAX_UNAUTHENTICATED = 64
 MAX_QUEUED_CHUNKS = 4
 SCRATCH_BYTES = 256 << 10
 # How long the listener rests when the process has no descriptor left.
 LISTENER_REST_S = 0.2
 
 _EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
-_CROSSED = Refusal("crossed", "", "")
 _HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
-class _Opening:
-    """A connection whose handshake is not over."""
-
-    def __init__(
-        self,
-        connection: socket.socket,
-        handshake: Handshake,
-        address: str,
-        deadline_s: float,
-    ) -> None:
-        self.connection = connection
-        self.handshake = handshake
-        self.address = address
-        self.deadline_s = deadline_s
-        self.wanted = handshake.wanted_rank
-        self.connected = not handshake.dialler
-        self.output = b""
-
-
 @final
-class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
+class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
     """Listens, dials, and moves frames between links and one handler.
 
     Args:
@@ -75,9 +63,11 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             listens (an own ``host`` is kept: the address that others are to dial).
         secret: shared by all workers of the run.
         listener: from :func:`listen`; the transport closes it.
+        tls: what all links go through; None: in the clear.
         clock: monotonic seconds.
-        handshake_timeout_s: a connection whose handshake takes longer is closed.
-        max_unauthenticated: of accepted connections beyond this many, the oldest is closed.
+        handshake_timeout_s: a connection whose handshakes take longer is closed.
+        max_unauthenticated: of accepted connections beyond this many, one is closed: the oldest
+            of those that have shown least.
         max_queued_chunks: ``writable`` is called while a link has fewer chunks queued.
         max_bytes_per_s: what each link sends at most; None for no cap.
     """
@@ -89,6 +79,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         secret: bytes,
         listener: Listener,
         *,
+        tls: Tls | None = None,
         clock: Callable[[], float] = time.monotonic,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
         max_unauthenticated: int = MAX_UNAUTHENTICATED,
@@ -104,23 +95,25 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self.clock = clock
         self.max_queued_chunks = max_queued_chunks
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
-        self._secret = secret
-        self._handshake_timeout_s = handshake_timeout_s
-        self._max_unauthenticated = max_unauthenticated
-        self._max_bytes_per_s = max_bytes_per_s
         self._polling = False
         self._links: dict[int, TcpLink] = {}
         self._last_links: dict[int, bytes] = {}
-        # Insertion order is order of age.
-        self._accepted: dict[_Opening, None] = {}
-        self._dials: dict[_Opening, None] = {}
-        self._by_descriptor: dict[int, TcpLink | _Opening] = {}
+        self._by_descriptor: dict[int, TcpLink | Opening] = {}
         self._notices: deque[Callable[[], None]] = deque()
-        self._to_read: dict[TcpLink | _Opening, None] = {}
+        self._to_read: dict[TcpLink | Opening, None] = {}
         self._to_write: dict[TcpLink, None] = {}
         self._accept_due = False
         self._listener_rests_until_s: float | None = None
         self._log = OnceLog(logging.getLogger("gossipdp.runtime"))
+        self._openings = Openings(
+            self,
+            secret,
+            tls,
+            self._log,
+            timeout_s=handshake_timeout_s,
+            max_accepted=max_unauthenticated,
+            max_bytes_per_s=max_bytes_per_s,
+        )
         self._wake_guard = threading.RLock()
         self._listener = listener
         with fork.descriptors_guard:
@@ -147,7 +140,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
     def dial(self, peer: int | None, host: str, port: int) -> None:
         """See :class:`Transport`."""
         assert self._is_open()
-        if peer is not None and any(dial.wanted == peer for dial in self._dials):
+        if peer is not None and any(dial.wanted == peer for dial in self._openings.dials):
             return
         try:
             # Numeric, as in every hello: looking a name up may block for seconds.
@@ -156,7 +149,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
                 raise ValueError(f"port {port} is not in 1..65535")
         except ValueError as error:
             self._log.warn_once("dial", f"{host}:{port}", "cannot dial rank %s: %s", peer, error)
-            self._tell_dial_failed(peer, False)
+            self.dial_failed(peer, False)
             return
         family = socket.AF_INET if version == 4 else socket.AF_INET6
         with fork.descriptors_guard:
@@ -164,14 +157,12 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
                 connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             except OSError as error:
                 self._log.warn_once("dial", str(error.errno), "cannot dial: %s", error.strerror)
-                self._tell_dial_failed(peer, False)
+                self.dial_failed(peer, False)
                 return
-            handshake = Handshake(self.identity, self._secret, dialler=True, wanted_rank=peer)
-            opening = self._open(connection, handshake, host, port)
-            self._dials[opening] = None
+            opening = self._openings.dial(connection, peer, host, port)
         code = connection.connect_ex((host, port))
         if code not in (0, errno.EINPROGRESS):
-            self._fail_dial(opening, code == errno.ECONNREFUSED)
+            self._openings.fail_dial(opening, code == errno.ECONNREFUSED)
 
     def poll(self, timeout_s: float) -> None:
         """See :class:`Transport`."""
@@ -190,7 +181,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             self._read()
             if not self._is_open():
                 return
-            self._expire()
+            self._openings.expire()
             self._write()
             self._tell()
         finally:
@@ -230,8 +221,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         for link in list(self._links.values()):
             link.end("this worker closed its transport")
         self._links.clear()
-        self._accepted.clear()
-        self._dials.clear()
+        self._openings.clear()
         self._by_descriptor.clear()
         self._to_read.clear()
         self._to_write.clear()
@@ -263,6 +253,11 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         """See :class:`LinkOwner`."""
         self._to_read[link] = None
 
+    def link_broken(self, link: TcpLink, reason: str) -> None:
+        """See :class:`LinkOwner`."""
+        who = f"rank {link.peer} at {link.peer_identity.host}"
+        self._log.warn_once("broken", who, "ended the link to %s: %s", who, reason)
+
     def link_ended(self, link: TcpLink, reason: str) -> None:
         """See :class:`LinkOwner`."""
         if self._closed:
@@ -276,7 +271,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
     def _connections(self) -> list[socket.socket]:
         return [
             *(link.connection for link in self._links.values()),
-            *(opening.connection for opening in (*self._accepted, *self._dials)),
+            *(opening.connection for opening in self._openings),
         ]
 
     def _is_open(self) -> bool:
@@ -317,10 +312,9 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
                 self._epoll.register(self._listener, select.EPOLLIN)
             else:
                 timeout_s = min(timeout_s, self._listener_rests_until_s - now)
-        for openings in (self._accepted, self._dials):
-            for oldest in openings:
-                timeout_s = min(timeout_s, oldest.deadline_s - now)
-                break
+        deadline_s = self._openings.next_deadline_s()
+        if deadline_s is not None:
+            timeout_s = min(timeout_s, deadline_s - now)
         if self._to_read or self._to_write or self._accept_due:
             timeout_s = 0.0
         for descriptor, mask in self._epoll.poll(max(0.0, timeout_s)):
@@ -330,10 +324,11 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             source = self._by_descriptor.get(descriptor)
             if isinstance(source, TcpLink):
                 source.hung_up = source.hung_up or bool(mask & _HUNG_UP)
-                if mask & (select.EPOLLIN | _HUNG_UP):
+                either = source.stream.mixes_directions
+                if either or mask & (select.EPOLLIN | _HUNG_UP):
                     source.can_read = True
                     self._to_read[source] = None
-                if mask & select.EPOLLOUT:
+                if either or mask & select.EPOLLOUT:
                     source.can_write = True
                     if source.has_output:
                         self._to_write[source] = None
@@ -344,11 +339,11 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         for source in list(self._to_read):
             if not self._is_open():
                 return
-            if isinstance(source, _Opening):
+            if isinstance(source, Opening):
                 # May have been closed by a callback since the events were collected.
                 if source in self._to_read:
                     del self._to_read[source]
-                    self._advance(source)
+                    self._openings.advance(source)
             else:
                 source.read_some()
                 if not source.has_input:
@@ -356,147 +351,58 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             self._tell()
 
     def _accept(self) -> None:
-        for _ in range(tcp_sockets.BACKLOG):
-            with fork.descriptors_guard:
-                try:
-                    connection, address = self._listener.accept()
-                    handshake = Handshake(self.identity, self._secret, dialler=False)
-                    opening = self._open(connection, handshake, address[0])
-                except BlockingIOError:
-                    return
-                except ConnectionError:
-                    continue  # it was gone before we looked
-                except OSError as error:
-                    self._rest_listener(error)
-                    return
-                self._accepted[opening] = None
-            if len(self._accepted) > self._max_unauthenticated:
-                self._abandon(next(iter(self._accepted)), "too many unauthenticated connections")
-
-    def _rest_listener(self, error: OSError) -> None:
-        """Out of descriptors or memory: free one, and look again a little later."""
-        self._log.warn_once(
-            "accept", str(error.errno), "cannot accept connections: %s", error.strerror
-        )
-        self._epoll.unregister(self._listener)
-        self._listener_rests_until_s = self.clock() + LISTENER_REST_S
-        if self._accepted:
-            self._abandon(next(iter(self._accepted)), "no descriptor left")
-
-    def _open(
-        self, connection: socket.socket, handshake: Handshake, host: str, port: int | None = None
-    ) -> _Opening:
-        """Start a handshake with ``host``; ``port`` where it was dialled."""
-        deadline_s = self.clock() + self._handshake_timeout_s
-        address = host if port is None else f"{host}:{port}"
-        opening = _Opening(connection, handshake, address, deadline_s)
         try:
-            tcp_sockets.set_options(connection, host, self._max_bytes_per_s)
-            self._epoll.register(connection, _EDGE)
-        except OSError:
-            connection.close()
-            raise
-        self._by_descriptor[connection.fileno()] = opening
-        return opening
+            self._openings.accept(self._listener, tcp_sockets.BACKLOG)
+        except OSError as error:
+            # Out of descriptors or memory: free one, and look again a little later.
+            self._log.warn_once(
+                "accept", str(error.errno), "cannot accept connections: %s", error.strerror
+            )
+            self._epoll.unregister(self._listener)
+            self._listener_rests_until_s = self.clock() + LISTENER_REST_S
+            self._openings.drop_one("no descriptor left")
 
-    def _release(self, source: "TcpLink | _Opening") -> None:
+    def watch(self, opening: Opening) -> None:
+        """See :class:`OpeningsOwner`."""
+        self._epoll.register(opening.connection, _EDGE)
+        self._by_descriptor[opening.connection.fileno()] = opening
+
+    def release(self, opening: Opening) -> None:
+        """See :class:`OpeningsOwner`."""
+        self._release(opening)
+
+    def last_link(self, peer: int | None) -> bytes:
+        """See :class:`OpeningsOwner`."""
+        if peer is None or peer in self._links:
+            return b""
+        return self._last_links.get(peer, b"")
+
+    def dial_refused(self, peer: int | None, refusal: Refusal) -> None:
+        """See :class:`OpeningsOwner`."""
+        self._notices.append(partial(self.handler.refused, peer, refusal))
+
+    def dial_failed(self, peer: int | None, refused_connection: bool) -> None:
+        """See :class:`OpeningsOwner`."""
+        if peer not in self._links:
+            self._notices.append(partial(self.handler.dial_failed, peer, refused_connection))
+
+    def _release(self, source: TcpLink | Opening) -> None:
         """Close a socket and forget it; the caller tells whoever needs to know."""
-        self._by_descriptor.pop(source.connection.fileno(), None)
         self._to_read.pop(source, None)
+        descriptor = source.connection.fileno()
+        if descriptor < 0:  # lost on its way into TLS, and closed there
+            self._by_descriptor = {
+                number: other for number, other in self._by_descriptor.items() if other != source
+            }
+            return
+        self._by_descriptor.pop(descriptor, None)
         with fork.descriptors_guard:
             # Unregistered by hand: a forked child that has not closed its copy yet keeps the
             # connection, and with it the registration, alive.
             self._epoll.unregister(source.connection)
             source.connection.close()
-        if isinstance(source, _Opening):
-            self._accepted.pop(source, None)
-            self._dials.pop(source, None)
 
-    def _fail_dial(self, opening: _Opening, refused_connection: bool) -> None:
-        self._release(opening)
-        if opening.wanted not in self._links:
-            self._tell_dial_failed(opening.wanted, refused_connection)
-
-    def _tell_dial_failed(self, peer: int | None, refused_connection: bool) -> None:
-        self._notices.append(partial(self.handler.dial_failed, peer, refused_connection))
-
-    def _end_quietly(self, opening: _Opening) -> None:
-        """End an opening for a reason that happens in a healthy run."""
-        if opening.handshake.dialler:
-            self._fail_dial(opening, False)
-        else:
-            self._release(opening)
-
-    def _abandon(self, opening: _Opening, reason: str) -> None:
-        """End an opening for a reason that somebody may want to look into."""
-        who = opening.address
-        if opening.handshake.dialler:
-            peer = opening.wanted
-            self._log.warn_once("dial", who, "dialling rank %s at %s: %s", peer, who, reason)
-        else:
-            self._log.warn_once("drop", who, "dropped %s: %s", who, reason)
-        self._end_quietly(opening)
-
-    def _expire(self) -> None:
-        now = self.clock()
-        for openings in (self._accepted, self._dials):
-            # The oldest come first, and all have the same time limit.
-            for opening in list(openings):
-                if opening.deadline_s > now:
-                    break
-                self._abandon(opening, f"no handshake within {self._handshake_timeout_s:g} s")
-
-    def _advance(self, opening: _Opening) -> None:
-        """Carry a handshake as far as it goes without waiting."""
-        try:
-            if not opening.connected:
-                if not tcp_sockets.is_connected(opening.connection):
-                    return
-                opening.connected = True
-                opening.output = opening.handshake.take_output()
-            self._shake_hands(opening)
-        except BlockingIOError:
-            pass
-        except ConnectionRefusedError:
-            self._fail_dial(opening, True)
-        except ConnectionError:
-            self._end_quietly(opening)  # as at an end of stream
-        except HandshakeError as error:
-            self._abandon(opening, str(error))
-        except OSError as error:
-            self._abandon(opening, error.strerror or str(error))
-
-    def _shake_hands(self, opening: _Opening) -> None:
-        handshake = opening.handshake
-        while True:
-            if opening.output:
-                opening.output = opening.output[opening.connection.send(opening.output) :]
-            match handshake.stage:
-                case Stage.CHALLENGED:
-                    handshake.answer(self._let_go(opening.wanted))
-                case Stage.DECIDING:
-                    self._decide(opening)
-                case Stage.DONE:
-                    self._establish(opening)
-                    return
-                case Stage.REFUSED:
-                    self._tell_refused(opening)
-                    return
-                case _:
-                    data = opening.connection.recv(handshake.num_wanted)
-                    if not data:
-                        # Nothing to warn of: the peer gave up its dial, or has just ended.
-                        self._end_quietly(opening)
-                        return
-                    handshake.receive(data)
-            opening.output += handshake.take_output()
-
-    def _let_go(self, peer: int | None) -> bytes:
-        if peer is None or peer in self._links:
-            return b""
-        return self._last_links.get(peer, b"")
-
-    def _crosses(self, opening: _Opening) -> bool:
+    def _crosses(self, opening: Opening) -> bool:
         """Acceptor: whether our own link or dial to the same process takes precedence."""
         peer = opening.handshake.peer
         assert peer is not None
@@ -509,11 +415,11 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         there = f"{peer.host}:{peer.port}"
         return any(
             dial.wanted == peer.rank and dial.connected and dial.address == there
-            for dial in self._dials
+            for dial in self._openings.dials
         )
 
-    def _decide(self, opening: _Opening) -> None:
-        """Acceptor: welcome a peer whose identity is proved and agrees, unless it is outdated."""
+    def decide(self, opening: Opening) -> None:
+        """See :class:`OpeningsOwner`: a peer is welcome unless it is outdated."""
         handshake = opening.handshake
         peer = handshake.peer
         assert peer is not None
@@ -523,11 +429,12 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
                 Refusal("incarnation", str(old.peer_incarnation), str(peer.incarnation))
             )
         elif self._crosses(opening):
-            handshake.refuse(_CROSSED)
+            handshake.refuse(CROSSED)
         else:
             handshake.welcome()
 
-    def _establish(self, opening: _Opening) -> None:
+    def establish(self, opening: Opening) -> None:
+        """See :class:`OpeningsOwner`."""
         handshake = opening.handshake
         peer = handshake.peer
         assert peer is not None
@@ -535,43 +442,24 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         old = self._links.get(peer.rank)
         if old is not None:
             if peer.incarnation < old.peer_incarnation:
+                self._openings.forget(opening)
                 self._release(opening)
                 return
             old.end("replaced by a newer link")
         if not handshake.dialler and peer.rank < mine:
-            for dial in [dial for dial in self._dials if dial.wanted == peer.rank]:
-                self._release(dial)
+            self._openings.end_dials(peer.rank)
+        assert opening.stream is not None
         link = TcpLink(
             self,
-            opening.connection,
+            opening.stream,
             peer,
             link_id=handshake.link_id,
             dialler=mine if handshake.dialler else peer.rank,
         )
         # Listed as a link before it ceases to be listed as an opening, for a fork in between.
         self._links[peer.rank] = link
-        self._accepted.pop(opening, None)
-        self._dials.pop(opening, None)
+        self._openings.forget(opening)
         self._last_links[peer.rank] = link.link_id
         self._by_descriptor[link.connection.fileno()] = link
         self._to_read[link] = None
         self._notices.append(partial(self.handler.link_up, link))
-
-    def _tell_refused(self, opening: _Opening) -> None:
-        refusal = opening.handshake.refusal
-        assert refusal is not None
-        if refusal == _CROSSED:
-            # The link that the lower rank dialled is on its way; should it fail after all, the
-            # higher has been told that its dial came to nothing and tries again.
-            self._end_quietly(opening)
-            return
-        self._release(opening)
-        if opening.handshake.dialler:
-            self._notices.append(partial(self.handler.refused, opening.wanted, refusal))
-            return
-        peer = opening.handshake.peer
-        who = opening.address if peer is None else f"rank {peer.rank} at {opening.address}"
-        text = "refused %s: %s differs (ours %r, theirs %r)"
-        self._log.warn_once(
-            refusal.field, who, text, who, refusal.field, refusal.ours, refusal.theirs
-        )

@@ -1,4 +1,4 @@
-"""One established TCP link: frames in and out of a non-blocking socket.
+"""One established link: frames in and out of a non-blocking stream.
 
 Reads go straight into the landing buffer that the handler named, with the next header behind it
 in one call; writes hand header and payload to the kernel together. So a chunk costs few system
@@ -24,6 +24,7 @@ from gossipdp.runtime.frames import (
 )
 from gossipdp.runtime.identity import Identity
 from gossipdp.runtime.link import Link, LinkHandler
+from gossipdp.runtime.tcp_stream import Stream
 
 # One turn of the loop moves at most this much per link and direction, so that no link starves
 # the others; a chunk fits.
@@ -52,17 +53,21 @@ class LinkOwner(abc.ABC):
         """``link`` has something to read; call its ``read_some`` before sleeping."""
 
     @abc.abstractmethod
+    def link_broken(self, link: "TcpLink", reason: str) -> None:
+        """The peer, authenticated as it is, sent what no worker sends; ``link`` is ended next."""
+
+    @abc.abstractmethod
     def link_ended(self, link: "TcpLink", reason: str) -> None:
         """``link`` is closed: close its socket and tell the handler from ``poll()``."""
 
 
 @final
 class TcpLink(Link):
-    """A :class:`~gossipdp.runtime.link.Link` over one TCP connection.
+    """A :class:`~gossipdp.runtime.link.Link` over one TCP connection, plain or TLS.
 
     Args:
         owner: the transport.
-        connection: the socket, non-blocking.
+        stream: the connection, in the clear or through TLS.
         peer_identity: as proved by the handshake.
         link_id: names the link at both ends.
         dialler: rank of the end that dialled.
@@ -71,14 +76,14 @@ class TcpLink(Link):
     def __init__(
         self,
         owner: LinkOwner,
-        connection: socket.socket,
+        stream: Stream,
         peer_identity: Identity,
         *,
         link_id: bytes,
         dialler: int,
     ) -> None:
         self.peer_identity = peer_identity
-        self.connection = connection
+        self.stream = stream
         self.link_id = link_id
         self.dialler = dialler
         # Edge-triggered readiness: set by events, cleared when the kernel has no more (room).
@@ -106,6 +111,11 @@ class TcpLink(Link):
         self._sending_chunk = False
         self._queued_bytes = 0
         self._next_sent = 0
+
+    @property
+    def connection(self) -> socket.socket:
+        """The socket beneath."""
+        return self.stream.connection
 
     @property
     def queued_chunks(self) -> int:
@@ -203,7 +213,7 @@ class TcpLink(Link):
                 break
             room = self._room()
             try:
-                count = self.connection.recvmsg_into(room)[0]
+                count = self.stream.receive_into(room)
             except BlockingIOError:
                 self.can_read = False
                 break
@@ -216,8 +226,9 @@ class TcpLink(Link):
             self._last_heard_s = self._owner.clock()
             self._bytes_received += count
             budget -= count
-            # A short read has emptied the socket; only a hang-up is then still to be read.
-            self.can_read = self.hung_up or count == sum(map(len, room))
+            # A short read has emptied the socket; only an end is then still to be read.
+            short = count < sum(map(len, room))
+            self.can_read = not short or self.hung_up or self.stream.has_more
             self._take(count)
         if not self.can_read and self._write_error is not None:
             self.end(self._write_error)
@@ -275,7 +286,7 @@ class TcpLink(Link):
         try:
             frame = parse_header(self._header, self._owner.tag, self._next_received)
         except FrameError as error:
-            self.end(f"the peer broke the protocol: {error}")
+            self._end_broken(f"the peer broke the protocol: {error}")
             return
         self._next_received += 1
         self._frame = frame
@@ -288,16 +299,20 @@ class TcpLink(Link):
         if landing is None or self._closed:
             return
         if landing.nbytes != frame.length:
-            self.end(f"the peer sent a chunk of {frame.length} bytes, not {landing.nbytes}")
+            self._end_broken(f"the peer sent a chunk of {frame.length} bytes, not {landing.nbytes}")
             return
         self._landing = landing.cast("B")
+
+    def _end_broken(self, reason: str) -> None:
+        self._owner.link_broken(self, reason)
+        self.end(reason)
 
     def _send(self, budget: int) -> None:
         while self.has_output and budget > 0:
             if not self._sending:
                 self._start_sending()
             try:
-                count = self.connection.sendmsg(self._sending)
+                count = self.stream.send(self._sending)
             except BlockingIOError:
                 self.can_write = False
                 return

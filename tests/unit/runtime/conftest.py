@@ -13,6 +13,7 @@ from gossipdp.runtime.frames import ChunkKey, FrameType
 from gossipdp.runtime.identity import Identity, Refusal
 from gossipdp.runtime.link import Link, LinkHandler
 from gossipdp.runtime.tcp import TcpTransport, listen
+from gossipdp.runtime.tls import Tls
 from gossipdp.runtime.transport import Transport
 
 
@@ -101,8 +102,10 @@ class Node:
 class World:
     """Makes workers and turns their loops until something is so."""
 
-    def __init__(self) -> None:
+    def __init__(self, authority: Any) -> None:
         self.nodes: list[Node] = []
+        self._authority = authority
+        self._tls: dict[int, Tls] = {}
 
     def identity(self, rank: int, **changes: Any) -> Identity:
         plain = Identity(
@@ -113,7 +116,13 @@ class World:
     def tcp(self, rank: int, *, secret: bytes = b"secret", port: int = 0, **changes: Any) -> Node:
         options = {
             name: changes.pop(name)
-            for name in ("clock", "handshake_timeout_s", "max_unauthenticated", "max_bytes_per_s")
+            for name in (
+                "tls",
+                "clock",
+                "handshake_timeout_s",
+                "max_unauthenticated",
+                "max_bytes_per_s",
+            )
             if name in changes
         }
         listener = listen("127.0.0.1", port)
@@ -125,6 +134,12 @@ class World:
         node = Node(handler, transport, *address, rank)
         self.nodes.append(node)
         return node
+
+    def tls(self, rank: int, **changes: Any) -> Node:
+        """As ``tcp``, with a certificate of its own; ``tls=`` gives another."""
+        if rank not in self._tls:
+            self._tls[rank] = Tls(self._authority.issue())
+        return self.tcp(rank, **{"tls": self._tls[rank], **changes})
 
     def until(self, condition: Callable[[], object], *only: Node, timeout_s: float = 10.0) -> None:
         """Turn all loops, or ``only`` some, until ``condition()`` holds."""
@@ -154,8 +169,8 @@ class World:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
+def world(authority: Any) -> Iterator[World]:
+    world = World(authority)
     yield world
     for node in list(world.nodes):
         world.close(node)

@@ -19,7 +19,7 @@ def key(index: int) -> ChunkKey:
     return ChunkKey(0, 0, 1, index)
 
 
-@pytest.fixture(params=["tcp"])
+@pytest.fixture(params=["tcp", "tls"])
 def make(request: pytest.FixtureRequest, world: Any) -> Callable[..., Any]:
     """A factory of workers on the transport under test."""
     return getattr(world, request.param)

@@ -229,9 +229,11 @@ def test_differing_settings(
         assert (refusal.field, refusal.theirs) == (field, value)
     assert second.handler.events == []
     messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 1
+    assert len(messages) == 2  # each side once
     assert f"{field} differs" in messages[0]
-    assert value in messages[0]
+    assert "rank 1 at 127.0.0.1" in messages[1]
+    for message in messages:
+        assert value in message
 
 
 def test_wrong_secret(world: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,277 @@
+"""Mutual TLS under the handshake of :mod:`.handshake`, for links that cross a network.
+
+Only TLS 1.3, and both ends must show a certificate that the common authority signed. Host names are
+not compared: workers are known by numeric addresses that change from run to run. So a certificate
+says "belongs here", not "is rank 3"; which worker it is, and of which run, is what the HMAC
+handshake inside proves. That handshake covers both ends' certificates, so whoever holds another
+certificate of the same authority cannot stand between two workers and pass their proofs on.
+
+The end of a stream needs no farewell of TLS: frames have lengths, and a link that is cut short is
+the same to us as one that was closed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import final
+
+from gossipdp.runtime import fork
+from gossipdp.runtime.tcp_stream import Stream
+
+logger = logging.getLogger("gossipdp.runtime")
+
+# One call of OpenSSL takes at most this much, so that a turn on a fast link ends.
+SLICE_BYTES = 1 << 20
+WARN_BEFORE_EXPIRY_S = 24 * 3600.0
+_ALL_OR_NONE = "TLS needs all three of tls_cert, tls_key and tls_ca, or none"
+
+
+@dataclasses.dataclass(frozen=True)
+class TlsFiles:
+    """Where a worker's certificate (or chain), its key and the authority lie, as PEM."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+
+def tls_files(cert: str | None, key: str | None, ca: str | None) -> TlsFiles | None:
+    """The three files, None where none is named.
+
+    Raises:
+        ValueError: Only some are named.
+    """
+    given = {"tls_cert": cert, "tls_key": key, "tls_ca": ca}
+    missing = [name for name, path in given.items() if not path]
+    if len(missing) == len(given):
+        return None
+    if not (cert and key and ca):
+        raise ValueError(f"{_ALL_OR_NONE}; {' and '.join(missing)} missing")
+    return TlsFiles(Path(cert), Path(key), Path(ca))
+
+
+@final
+class Tls:
+    """What a worker needs to open either end of a TLS connection.
+
+    Args:
+        files: read and checked here and not looked at again.
+        clock: seconds since the epoch.
+
+    Raises:
+        ValueError: A file cannot be read or used, the key does not fit the certificate, or another
+            worker with the same authority would refuse the certificate (expired, not yet valid,
+            not signed by it, not meant for both ends of a connection).
+    """
+
+    def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.time) -> None:
+        pem = {
+            name: _read(name, path)
+            for name, path in (
+                ("tls_cert", files.cert),
+                ("tls_key", files.key),
+                ("tls_ca", files.ca),
+            )
+        }
+        self._server = _context(ssl.PROTOCOL_TLS_SERVER, files, pem["tls_ca"])
+        # No tickets: every link shows its certificate, and nothing unasked-for follows.
+        self._server.num_tickets = 0
+        self._client = _context(ssl.PROTOCOL_TLS_CLIENT, files, pem["tls_ca"])
+        self.certificate = _name_of(_first_certificate(pem["tls_cert"], files.cert))
+        left_s = self._meet_oneself(files) - clock()
+        if left_s < WARN_BEFORE_EXPIRY_S:
+            logger.warning(
+                "the certificate %s expires in %.1f hours; links made after that are refused",
+                files.cert,
+                left_s / 3600,
+            )
+
+    def wrap(self, connection: socket.socket, *, server_side: bool) -> TlsStream:
+        """The stream over a connected socket, whose object is emptied; its handshake is due."""
+        context = self._server if server_side else self._client
+        with fork.descriptors_guard:
+            wrapped = context.wrap_socket(
+                connection, server_side=server_side, do_handshake_on_connect=False
+            )
+        return TlsStream(wrapped, self.certificate)
+
+    def _meet_oneself(self, files: TlsFiles) -> float:
+        """Open a connection between two ends that both have these files; when they expire."""
+        there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = self._client.wrap_bio(back, there)
+        server = self._server.wrap_bio(there, back, server_side=True)
+        try:
+            for end in (client, server, client, server):
+                try:
+                    end.do_handshake()
+                except ssl.SSLWantReadError:
+                    pass
+        except ssl.SSLError as error:
+            raise ValueError(
+                f"the certificate {files.cert} is of no use with the authority {files.ca}: "
+                f"{explain(error)}; every other worker would refuse it"
+            ) from None
+        shown = server.getpeercert()
+        assert shown is not None
+        return ssl.cert_time_to_seconds(str(shown["notAfter"]))
+
+
+@final
+class TlsStream(Stream):
+    """TLS over a non-blocking socket, by OpenSSL in the :mod:`ssl` module.
+
+    OpenSSL reads and writes one record (16 KiB) a system call, straight between the kernel and its
+    own buffer and from there to ours: one copy more than in the clear, besides the cipher.
+    """
+
+    mixes_directions = True
+
+    def __init__(self, connection: ssl.SSLSocket, certificate: bytes) -> None:
+        self.connection = self._secured = connection
+        self.certificates = (certificate, b"")
+        self.is_secured = False
+        self._is_ended = False
+        self._error: OSError | None = None
+
+    def do_handshake(self) -> None:
+        """Go on with the TLS handshake.
+
+        Raises:
+            BlockingIOError: The peer is to speak first.
+            OSError: It failed.
+        """
+        try:
+            self._secured.do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+        except ssl.SSLEOFError:
+            raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake") from None
+        except OSError as error:
+            if error.errno == errno.ENOTCONN:
+                raise ConnectionResetError(errno.ECONNRESET, "gone before the handshake") from None
+            raise _readable(error) from None
+        shown = self._secured.getpeercert(binary_form=True)
+        assert shown is not None
+        self.certificates = (self.certificates[0], _name_of(shown))
+        self.is_secured = True
+
+    @property
+    def has_more(self) -> bool:
+        """See :class:`Stream`."""
+        return self._is_ended or self._error is not None
+
+    def receive_into(self, rooms: Sequence[memoryview]) -> int:
+        """See :class:`Stream`."""
+        if self._error is not None:
+            raise self._error
+        total = 0
+        try:
+            for room in rooms:
+                rest = room
+                while rest and not self._is_ended:
+                    count = self._secured.recv_into(rest)
+                    self._is_ended = count == 0
+                    total += count
+                    rest = rest[count:]
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            if total == 0:
+                raise BlockingIOError from None
+        except OSError as error:
+            if total == 0:
+                raise _readable(error) from None
+            self._error = _readable(error)  # raised after what came before it
+        return total
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> int:
+        """See :class:`Stream`. OpenSSL wants a call that found no room repeated as it was."""
+        total = 0
+        try:
+            for part in parts:
+                view = memoryview(part)
+                for start in range(0, len(view), SLICE_BYTES):
+                    total += self._secured.send(view[start : start + SLICE_BYTES])
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            if total == 0:
+                raise BlockingIOError from None
+        except ssl.SSLError as error:
+            raise _readable(error) from None
+        return total
+
+
+def explain(error: OSError) -> str:
+    """Why TLS failed, for the user of the worker that found it."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"certificate refused: {error.verify_message}"
+    reason = getattr(error, "reason", None) or error.strerror or str(error)
+    if "ALERT" in reason:
+        # TLSV13_ALERT_CERTIFICATE_REQUIRED, SSLV3_ALERT_CERTIFICATE_EXPIRED, ...
+        said = reason.partition("ALERT_")[2].replace("_", " ").lower()
+        return f"the other end refused this worker's certificate or its TLS: {said}"
+    return reason.replace("_", " ").lower() if reason.isupper() else reason
+
+
+def _readable(error: OSError) -> OSError:
+    """An error of OpenSSL as one whose ``strerror`` is a sentence; others as they are."""
+    return OSError(errno.EPROTO, explain(error)) if isinstance(error, ssl.SSLError) else error
+
+
+def _read(name: str, path: Path) -> str:
+    try:
+        return path.read_text("ascii")
+    except UnicodeDecodeError:
+        raise ValueError(f"{name} {path} is no PEM file; convert it with openssl") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {name} {path}: {error.strerror}") from None
+
+
+def _context(protocol: int, files: TlsFiles, authority: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_verify_locations(cadata=authority)
+    except (ssl.SSLError, ValueError):
+        raise ValueError(f"tls_ca {files.ca} holds no certificate in PEM form") from None
+    try:
+        context.load_cert_chain(files.cert, files.key, password=_refuse_to_ask(files))
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            fault = "the key is not that of the certificate"
+        else:
+            fault = f"one of them is not usable PEM ({explain(error)})"
+        raise ValueError(f"tls_cert {files.cert}, tls_key {files.key}: {fault}") from None
+    return context
+
+
+def _refuse_to_ask(files: TlsFiles) -> Callable[[], str]:
+    def ask() -> str:
+        raise ValueError(
+            f"tls_key {files.key} is encrypted, and workers cannot ask for its passphrase; "
+            "give a key without one, readable by you alone"
+        )
+
+    return ask
+
+
+def _first_certificate(pem: str, path: Path) -> bytes:
+    """The certificate that is this worker's own: in a chain it comes first."""
+    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+    start = pem.find(begin)
+    stop = pem.find(end, start)
+    if start < 0 or stop < 0:
+        raise ValueError(f"tls_cert {path} holds no certificate in PEM form")
+    return ssl.PEM_cert_to_DER_cert(pem[start : stop + len(end)])
+
+
+def _name_of(certificate: bytes) -> bytes:
+    """What stands for a certificate (DER) in the handshake inside."""
+    return hashlib.sha256(certificate).digest()
