@@ -19,8 +19,9 @@ from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.clock import StepClock
 from gossipdp.protocol.messages import Propose
 from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
+from gossipdp.simulate.conditions import Conditions
 from gossipdp.simulate.engine import Engine
-from gossipdp.simulate.network import Conditions, Network, make_workers
+from gossipdp.simulate.network import Network, make_workers
 
 TRAINING_S = 40.0
 LATEST_END_S = TRAINING_S + 120.0

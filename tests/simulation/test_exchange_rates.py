@@ -10,8 +10,9 @@ import pytest
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.clock import SKIPPED_STEPS, StepClock
+from gossipdp.simulate.conditions import Conditions
 from gossipdp.simulate.engine import Engine
-from gossipdp.simulate.network import Conditions, Network, make_workers
+from gossipdp.simulate.network import Network, make_workers
 
 FIRST_STEPS = SKIPPED_STEPS + 1  # without a tick
 

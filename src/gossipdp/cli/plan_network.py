@@ -25,8 +25,9 @@ from gossipdp.graph.network_plan import (
     recommended,
 )
 from gossipdp.graph.topology import build_graph
+from gossipdp.simulate.conditions import Conditions
 from gossipdp.simulate.engine import Engine
-from gossipdp.simulate.network import Conditions, Network, make_workers
+from gossipdp.simulate.network import Network, make_workers
 
 SIMULATED_WORKERS = 16
 """Larger graphs are simulated with as many workers of the same kind: what share of the exchanges

@@ -10,8 +10,9 @@ from gossipdp.graph.constants import Constants
 from gossipdp.protocol.worker import Method, WorkerProtocol
 from gossipdp.simulate.carried_rows import CarriedRows
 from gossipdp.simulate.compute_time import StepTimes
+from gossipdp.simulate.conditions import Conditions
 from gossipdp.simulate.engine import Engine
-from gossipdp.simulate.network import Conditions, Network, make_workers
+from gossipdp.simulate.network import Network, make_workers
 from gossipdp.simulate.population import Population
 from gossipdp.simulate.recorder import Recorder
 from gossipdp.simulate.scenario import Scenario

@@ -11,8 +11,8 @@ What the workers hold is behind the seam of :mod:`gossipdp.simulate.payload`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 
@@ -22,65 +22,11 @@ from gossipdp.protocol.consolidation_messages import ConsolidationMessage
 from gossipdp.protocol.messages import Envelope, ExchangeId
 from gossipdp.protocol.worker import Action, Method, WorkerProtocol
 from gossipdp.simulate.averaging_transfers import AveragingTransfers
+from gossipdp.simulate.conditions import Conditions
 from gossipdp.simulate.engine import Engine, Event
+from gossipdp.simulate.exchange_record import End, ExchangeRecord
 from gossipdp.simulate.payload import NoParameters, Payload
 from gossipdp.simulate.wire import Wire
-
-Seconds = Callable[[int, int], float]
-"""A duration for something that goes from one rank to another."""
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What the network is like; every duration in seconds of virtual time.
-
-    Args:
-        latency_s: how long a message travels from one rank to another.
-        transfer_s: how long the data of one exchange need to get onto the link. Asked once for
-            each exchange: chunk by chunk each end waits for the other (the runtime's window), so
-            that the two directions take equally long.
-        step_s: how long the next gradient step of a rank takes.
-        detection_s: how long until an end learns that its link was cut.
-        reconnect_s: how long after a cut the link is there again.
-        cut_at_messages: the numbers of those messages, counted over the network, at whose
-            sending their link is cut.
-    """
-
-    latency_s: Seconds
-    transfer_s: Seconds
-    step_s: Callable[[int], float]
-    detection_s: Seconds = lambda _sender, _receiver: 0.01
-    reconnect_s: float = 0.2
-    cut_at_messages: Collection[int] = ()
-
-
-@dataclass(slots=True)
-class End:
-    """One end of an exchange: when it began and ended here, and how."""
-
-    began: float
-    alpha_tilde: float
-    ended: float | None = None
-    outcome: str = "running"
-
-
-@dataclass(slots=True)
-class ExchangeRecord:
-    """An exchange as its two ends saw it."""
-
-    id: ExchangeId
-    transfer_s: float
-    ends: dict[int, End] = field(default_factory=dict)
-
-    @property
-    def peers(self) -> frozenset[int]:
-        """The ranks that began it."""
-        return frozenset(self.ends)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether both ends finished it."""
-        return [end.outcome for end in self.ends.values()] == ["finished", "finished"]
 
 
 @dataclass(slots=True)

@@ -12,8 +12,9 @@ from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import Begin
 from gossipdp.protocol.messages import ExchangeId
 from gossipdp.simulate.carried_rows import CarriedRows
+from gossipdp.simulate.conditions import Conditions
 from gossipdp.simulate.engine import Engine
-from gossipdp.simulate.network import Conditions, Network, make_workers
+from gossipdp.simulate.network import Network, make_workers
 from gossipdp.simulate.optimizers import Sgd
 from gossipdp.simulate.population import Population
 from gossipdp.simulate.training import Training

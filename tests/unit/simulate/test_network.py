@@ -8,8 +8,9 @@ import pytest
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
+from gossipdp.simulate.conditions import Conditions
 from gossipdp.simulate.engine import Engine
-from gossipdp.simulate.network import Conditions, Network, make_workers
+from gossipdp.simulate.network import Network, make_workers
 
 
 def make_network(graph_name: str, num_workers: int, **changes: object) -> Network:
