@@ -40,7 +40,8 @@ class Quadratic(Objective):
         mu, smoothness: the least and the largest eigenvalue of A; both zero for A = 0.
         noise_variance: sigma^2, the expected squared norm of a gradient's noise; each coordinate
             has sigma^2 / d, normal and independent.
-        heterogeneity: zeta^2 = (1/n) sum_i |gradient of f_i at x*|^2 = (1/n) sum_i |g_i|^2; one worker alone has none.
+        heterogeneity: zeta^2 = (1/n) sum_i |gradient of f_i at x*|^2 = (1/n) sum_i |g_i|^2;
+            one worker alone has none.
     """
 
     dimension: int = 64
