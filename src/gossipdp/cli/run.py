@@ -30,6 +30,15 @@ class RunArguments:
     secret_file: Path | None = None
     """File with the workers' common secret; by default GOSSIPDP_SECRET, else a random one."""
 
+    tls_cert: Path | None = None
+    """PEM file with the workers' certificate, for mutual TLS on every link."""
+
+    tls_key: Path | None = None
+    """PEM file with its key."""
+
+    tls_ca: Path | None = None
+    """PEM file with the authority that signed the certificates of all workers."""
+
     script: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
@@ -72,6 +81,7 @@ def run(arguments: RunArguments) -> int:
         host=arguments.host,
         port=arguments.port,
         secret=_secret(arguments.secret_file),
+        variables={**os.environ, **_tls_variables(arguments)},
         on_failure=tell,
     )
     code = supervisor.run()
@@ -98,6 +108,19 @@ def _secret(path: Path | None) -> str | None:
     if not secret:
         raise ValueError(f"the secret file {path} is empty; write a long random text into it")
     return secret
+
+
+def _tls_variables(arguments: RunArguments) -> dict[str, str]:
+    """What tells the workers their TLS files, which are checked once here."""
+    from gossipdp.runtime.environment import tls_from, tls_variables
+    from gossipdp.runtime.tls import Tls, tls_files
+
+    given = tls_files(arguments.tls_cert, arguments.tls_key, arguments.tls_ca)
+    files = given or tls_from(os.environ)
+    if files is None:
+        return {}
+    Tls(files)
+    return tls_variables(files)
 
 
 def _tell(text: str) -> None:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gossipdp.graph.topology import build_graph
 from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.options import GossipOptions
+from gossipdp.parallel.options import NO_TLS, GossipOptions
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.protocol.clock import MEDIAN_WINDOW, SKIPPED_STEPS
 from gossipdp.runtime.environment import Environment, check_platform
@@ -46,6 +46,8 @@ class AllReduceEngine(Engine):
     ) -> None:
         check_platform()
         environment = Environment.read()
+        if environment.tls is not None:
+            raise ValueError(NO_TLS)
         self.rank = environment.rank
         self.num_workers = environment.num_workers
         self.incarnation = 0

@@ -36,6 +36,7 @@ from gossipdp.runtime.settings import Settings
 from gossipdp.runtime.shared_state import SharedState
 from gossipdp.runtime.tcp import TcpTransport
 from gossipdp.runtime.tcp_sockets import listen
+from gossipdp.runtime.tls import Tls, tls_files
 from gossipdp.runtime.transfer import adopt
 
 logger = logging.getLogger("gossipdp")
@@ -64,6 +65,8 @@ class GossipEngine(Engine):
     ) -> None:
         check_platform()
         environment = Environment.read()
+        files = tls_files(options.tls_cert, options.tls_key, options.tls_ca) or environment.tls
+        self._tls = Tls(files) if files is not None else None
         self.forward_module = module
         self.rank = environment.rank
         self.num_workers = environment.num_workers
@@ -121,8 +124,9 @@ class GossipEngine(Engine):
         options = self._options
         host = options.host or environment.choose_host()
         listener = listen(host, environment.port if options.port is None else options.port)
-        port = int(listener.getsockname()[1])
+        bound, port = listener.getsockname()[:2]
         try:
+            host = environment.announced_host(bound)
             meeting = rendezvous.meet(
                 (host, port), settings, options.secret.encode() if options.secret else None
             )
@@ -170,6 +174,7 @@ class GossipEngine(Engine):
                 identity,
                 meeting.secret,
                 listener,
+                tls=self._tls,
                 max_bytes_per_s=options.max_bytes_per_s,
             ),
             time.monotonic,

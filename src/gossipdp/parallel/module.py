@@ -1,5 +1,6 @@
 """``GossipDataParallel``: an ``nn.Module`` that trains together with its other workers."""
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -61,6 +62,9 @@ class GossipDataParallel(nn.Module):
         secret: shared by all workers of the run; by default the launcher's.
         max_bytes_per_s: what each link of this worker sends at most, to leave a shared network
             room for others; None: no cap. Linux only.
+        tls_cert, tls_key, tls_ca: PEM files for mutual TLS on every link: this worker's
+            certificate and key, and the authority that signed all workers' certificates. All
+            three or none; by default those of ``gossipdp run``.
 
     Raises:
         ValueError: an argument is wrong.
@@ -104,6 +108,9 @@ class GossipDataParallel(nn.Module):
         port: int | None = None,
         secret: str | None = None,
         max_bytes_per_s: float | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         logs.configure()  # GOSSIPDP_LOG, under whichever launcher
@@ -126,6 +133,9 @@ class GossipDataParallel(nn.Module):
             port=port,
             secret=secret,
             max_bytes_per_s=max_bytes_per_s,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_ca=tls_ca,
         )
         optimizers = _optimizers(optimizer)
         self.module = module

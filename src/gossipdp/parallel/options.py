@@ -1,11 +1,16 @@
 """The arguments of ``GossipDataParallel`` that reach its engine, checked."""
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
 METHODS = ("a2cid2", "gossip", "allreduce", "none")
 PACES = ("free", "strict")
+NO_TLS = (
+    "TLS protects the links of gossip, and method='allreduce' has none: torch.distributed would "
+    "send everything in the clear. Give no tls_cert, tls_key, tls_ca"
+)
 
 
 @dataclass(frozen=True)
@@ -26,11 +31,15 @@ class GossipOptions:
     port: int | None
     secret: str | None
     max_bytes_per_s: float | None
+    tls_cert: str | os.PathLike[str] | None = None
+    tls_key: str | os.PathLike[str] | None = None
+    tls_ca: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first value that cannot be meant."""
         from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
         from gossipdp.runtime.tcp_sockets import check_pacing
+        from gossipdp.runtime.tls import tls_files
 
         for name, value, known in (
             ("method", self.method, METHODS),
@@ -56,3 +65,5 @@ class GossipOptions:
                     "leave it None"
                 )
             check_pacing(self.max_bytes_per_s)
+        if tls_files(self.tls_cert, self.tls_key, self.tls_ca) and self.method == "allreduce":
+            raise ValueError(NO_TLS)

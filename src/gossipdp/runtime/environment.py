@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 
 from gossipdp.errors import RendezvousError
+from gossipdp.runtime.tls import TlsFiles, tls_files
 
 logger = logging.getLogger("gossipdp.runtime")
 
@@ -55,6 +56,7 @@ class Environment:
     secret: bytes | None = dataclasses.field(default=None, repr=False)
     host: str | None = None
     port: int = 0
+    tls: TlsFiles | None = None
 
     def __post_init__(self) -> None:
         """Check the values against one another."""
@@ -74,8 +76,8 @@ class Environment:
         """The environment that ``variables`` describe; one worker alone without RANK, WORLD_SIZE.
 
         Raises:
-            ValueError: only some of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set, or one is
-                not a number.
+            ValueError: only some of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set, or of the
+                GOSSIPDP_TLS_ three, or a number is none.
 
         Example:
             >>> Environment.read({}).num_workers
@@ -85,6 +87,7 @@ class Environment:
         ours = {
             "secret": (variables.get("GOSSIPDP_SECRET") or "").encode() or None,
             "host": variables.get("GOSSIPDP_HOST") or None,
+            "tls": tls_from(variables),
         }
         if not variables.get("RANK") and not variables.get("WORLD_SIZE"):
             return cls(port=own_port, **ours)  # type: ignore[arg-type]
@@ -121,27 +124,42 @@ class Environment:
         return f"gossipdp/{self.run_id}/{self.restart_count}/"
 
     def choose_host(self) -> str:
-        """The numeric address on which this worker listens and which it tells the others.
+        """The numeric address on which this worker listens.
 
         GOSSIPDP_HOST if set, else the address of the interface that routes to MASTER_ADDR: loopback
-        when the store is on loopback, since then every worker is on this machine.
+        when the store is on loopback, since then every worker is on this machine. Never all
+        addresses at once, unless GOSSIPDP_HOST says so.
 
         Raises:
             RendezvousError: the name does not resolve, or no interface leads there.
         """
-        target = self.host or self.store_host or "127.0.0.1"
-        name = "GOSSIPDP_HOST" if self.host else "MASTER_ADDR"
+        if self.host:
+            try:
+                return str(socket.getaddrinfo(self.host, 9, type=socket.SOCK_DGRAM)[0][4][0])
+            except OSError as error:
+                raise RendezvousError(_unreachable("GOSSIPDP_HOST", self.host, error)) from error
+        return self._routed_host()
+
+    def announced_host(self, bound: str) -> str:
+        """The address that a worker listening on ``bound`` tells the others.
+
+        It is ``bound`` itself; where that stands for all addresses, the one that routes to
+        MASTER_ADDR.
+
+        Raises:
+            RendezvousError: see :meth:`choose_host`.
+        """
+        return self._routed_host() if ipaddress.ip_address(bound).is_unspecified else bound
+
+    def _routed_host(self) -> str:
+        target = self.store_host or "127.0.0.1"
         try:
             family, _, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-            if self.host:
-                return str(address[0])
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)  # sends nothing; picks the route
                 host = str(probe.getsockname()[0])
         except OSError as error:
-            raise RendezvousError(
-                f"cannot reach {name} {target!r} ({error}); check the name and the network"
-            ) from error
+            raise RendezvousError(_unreachable("MASTER_ADDR", target, error)) from error
         elsewhere = self.num_local_workers is not None and self.num_local_workers < self.num_workers
         if elsewhere and ipaddress.ip_address(host).is_loopback:
             logger.warning(
@@ -152,6 +170,28 @@ class Environment:
                 host,
             )
         return host
+
+
+def _unreachable(name: str, target: str, error: OSError) -> str:
+    return f"cannot reach {name} {target!r} ({error}); check the name and the network"
+
+
+def tls_from(variables: Mapping[str, str]) -> TlsFiles | None:
+    """The TLS files that ``variables`` name; raises ValueError where they name only some."""
+    return tls_files(
+        variables.get("GOSSIPDP_TLS_CERT"),
+        variables.get("GOSSIPDP_TLS_KEY"),
+        variables.get("GOSSIPDP_TLS_CA"),
+    )
+
+
+def tls_variables(files: TlsFiles) -> dict[str, str]:
+    """The variables that :func:`tls_from` reads."""
+    return {
+        "GOSSIPDP_TLS_CERT": str(files.cert.absolute()),
+        "GOSSIPDP_TLS_KEY": str(files.key.absolute()),
+        "GOSSIPDP_TLS_CA": str(files.ca.absolute()),
+    }
 
 
 def worker_variables(

@@ -16,6 +16,7 @@ import dataclasses
 import errno
 import hashlib
 import logging
+import os
 import socket
 import ssl
 import time
@@ -30,8 +31,9 @@ logger = logging.getLogger("gossipdp.runtime")
 
 # One call of OpenSSL takes at most this much, so that a turn on a fast link ends.
 SLICE_BYTES = 1 << 20
+# OpenSSL's codes for a chain that does not end in a certificate that we trust.
+_UNKNOWN_AUTHORITY = (2, 18, 19, 20, 21)
 WARN_BEFORE_EXPIRY_S = 24 * 3600.0
-_ALL_OR_NONE = "TLS needs all three of tls_cert, tls_key and tls_ca, or none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,19 +45,26 @@ class TlsFiles:
     ca: Path
 
 
-def tls_files(cert: str | None, key: str | None, ca: str | None) -> TlsFiles | None:
+def tls_files(
+    cert: str | os.PathLike[str] | None,
+    key: str | os.PathLike[str] | None,
+    ca: str | os.PathLike[str] | None,
+) -> TlsFiles | None:
     """The three files, None where none is named.
 
     Raises:
         ValueError: Only some are named.
     """
     given = {"tls_cert": cert, "tls_key": key, "tls_ca": ca}
+    if cert and key and ca:
+        return TlsFiles(Path(cert), Path(key), Path(ca))
     missing = [name for name, path in given.items() if not path]
     if len(missing) == len(given):
         return None
-    if not (cert and key and ca):
-        raise ValueError(f"{_ALL_OR_NONE}; {' and '.join(missing)} missing")
-    return TlsFiles(Path(cert), Path(key), Path(ca))
+    named = " and ".join(
+        f"{name} (--{name.replace('_', '-')}, GOSSIPDP_{name.upper()})" for name in missing
+    )
+    raise ValueError(f"TLS needs a certificate, its key and the authority, or none: give {named}")
 
 
 @final
@@ -209,7 +218,10 @@ class TlsStream(Stream):
 def explain(error: OSError) -> str:
     """Why TLS failed, for the user of the worker that found it."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"certificate refused: {error.verify_message}"
+        message = error.verify_message
+        if error.verify_code in _UNKNOWN_AUTHORITY:
+            message = f"it is not signed by the authority in this worker's tls_ca ({message})"
+        return f"certificate refused: {message}"
     reason = getattr(error, "reason", None) or error.strerror or str(error)
     if "ALERT" in reason:
         # TLSV13_ALERT_CERTIFICATE_REQUIRED, SSLV3_ALERT_CERTIFICATE_EXPIRED, ...
