@@ -40,6 +40,8 @@ def run(arguments: ReproduceArguments) -> int:
             show_progress=True,
         )
         names = [name.strip() for name in arguments.only.split(",") if name.strip()]
+        if not names:
+            raise ValueError(f"--only {arguments.only!r} names no section; choose among {ALL}")
         page = reproduce(names, arguments.output, effort, _command(arguments))
     except (ValueError, OSError) as error:
         sys.stderr.write(f"gossipdp reproduce: {error}\n")

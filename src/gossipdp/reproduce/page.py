@@ -14,12 +14,14 @@ from gossipdp.reproduce.mixing import Mixing
 from gossipdp.reproduce.pairing import PairingSection
 from gossipdp.reproduce.section import FIGURE, Effort, Section
 from gossipdp.reproduce.stored import Provenance, Stored
+from gossipdp.reproduce.training import TrainingSection
 from gossipdp.reproduce.training_time import TrainingTime
 
 PAGE = "reproduction.md"
 
 SECTIONS: Mapping[str, Section[Any]] = {
-    section.name: section for section in (Mixing(), TrainingTime(), PairingSection(), Invariant())
+    section.name: section
+    for section in (Mixing(), TrainingSection(), TrainingTime(), PairingSection(), Invariant())
 }
 """In the order of the page."""
 

@@ -45,12 +45,12 @@ class PairingSection(Section[PairingResult]):
     def measure(self, effort: Effort) -> PairingResult:
         """Every policy, duration and graph; then the candidates."""
         policies, candidates = tuple(NEIGHBOUR_POLICIES), tuple(CANDIDATES)
-        num_steps = 60.0 if effort.quick else 200.0
+        size, num_steps = (8, 40.0) if effort.quick else (16, 200.0)
         seeds = range(1 if effort.quick else 2)
         graphs = ("ring",) if effort.quick else GRAPHS
         durations = (0.0, SATURATED) if effort.quick else DURATIONS
-        small: list[tuple[Method, str, int]] = [("a2cid2", graph, 16) for graph in graphs]
-        small.append(("gossip", "ring", 16))
+        small: list[tuple[Method, str, int]] = [("a2cid2", graph, size) for graph in graphs]
+        small.append(("gossip", "ring", size))
         jobs = [
             PairingJob("duration", method, graph, n, policy, duration, jitter, seed, num_steps)
             for (method, graph, n), policy, duration, jitter, seed in product(
@@ -65,7 +65,7 @@ class PairingSection(Section[PairingResult]):
                 for policy, jitter, seed in product(("fresh", "available"), (False, True), seeds)
             ]
         jobs += [
-            PairingJob("search", "a2cid2", graph, 16, name, duration, True, seed, num_steps)
+            PairingJob("search", "a2cid2", graph, size, name, duration, True, seed, num_steps)
             for graph, name, duration, seed in product(
                 graphs,
                 candidates[:2] if effort.quick else candidates,

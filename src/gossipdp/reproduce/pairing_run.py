@@ -11,8 +11,10 @@ from gossipdp.protocol.neighbours import NeighbourPolicy
 from gossipdp.protocol.pairing import Pairing
 from gossipdp.protocol.worker import Method
 from gossipdp.simulate.carried_rows import CarriedRows
+from gossipdp.simulate.conditions import Conditions
 from gossipdp.simulate.engine import Engine
-from gossipdp.simulate.network import Conditions, Network, make_workers
+from gossipdp.simulate.links import TIMEOUT_STEPS
+from gossipdp.simulate.network import Network, make_workers
 from gossipdp.simulate.optimizers import Sgd
 from gossipdp.simulate.population import Population
 from gossipdp.simulate.recorder import Recorder
@@ -41,7 +43,8 @@ def run_watched(scenario: Scenario, method: Method, make_policy: MakePolicy) -> 
         make_policy: makes the policy of one worker.
     """
     constants = scenario.make_constants()
-    workers = make_workers(constants, seed=scenario.seed, method=method)
+    timeout_s = TIMEOUT_STEPS * scenario.compute_time.nominal_s
+    workers = make_workers(constants, seed=scenario.seed, method=method, timeout_s=timeout_s)
     policies = {}
     for rank, worker in workers.items():
         policy = _WatchedPolicy(make_policy(Random(f"{scenario.seed} policy {rank}")))

@@ -16,6 +16,7 @@ from gossipdp.reproduce.section import FIGURE
 
 SATURATED = 1.5
 AT_LEAST = 5.0
+LARGE = 64
 WORTH_ADOPTING = 1.05
 """A candidate has to be better by this factor everywhere on average to be worth a new default."""
 
@@ -69,7 +70,7 @@ class PairingResult(msgspec.Struct, frozen=True):
         By network, and whether durations are jittered.
         """
         ratios = {}
-        for network in ("ring 16", "torus 64"):
+        for network in self.values("network", _counts):
             for is_jittered in (False, True):
                 both = [
                     self.choose(
@@ -84,6 +85,12 @@ class PairingResult(msgspec.Struct, frozen=True):
                     )
                     ratios[network, is_jittered] = fresh / available if available > 0 else math.inf
         return ratios
+
+
+def _counts(run: PairingRun) -> bool:
+    """Whether the verdict is about this network: the ring, and the large torus."""
+    is_ring = run.graph == "ring" and run.method == "a2cid2"
+    return run.part == "duration" and (is_ring or run.num_workers == LARGE)
 
 
 def draw(result: PairingResult, path: Path) -> None:
@@ -222,7 +229,7 @@ def _search_text(result: PairingResult) -> str:
         worth = "That is within chance: nothing to adopt."
     return (
         "**A search for something better.** Candidates for the initiator's choice, with jittered "
-        "durations, on all four graphs of 16. The columns by graph are decay per step over that "
+        "durations, on the graphs above. The columns by graph are decay per step over that "
         f"of `fresh`. Best per unit of time: *{best}*, {ratio:.3f} times `fresh` (± {error:.3f}, "
         f"paired by seed). {worth} The default stays `fresh`."
     )
