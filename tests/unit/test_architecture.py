@@ -21,7 +21,7 @@ LAYERS = {
     "simulate": {"graph", "dynamics", "protocol", "workloads"},
     "runtime": {"graph", "dynamics", "protocol"},
     "parallel": {"graph", "dynamics", "protocol", "runtime"},
-    "report": {"graph", "protocol", "runtime", "parallel"},
+    "report": {"graph", "protocol", "simulate", "runtime", "parallel"},
     "reproduce": {"graph", "dynamics", "protocol", "simulate", "report"},
 }
 EVERYONE_MAY = {"errors", "logs"}

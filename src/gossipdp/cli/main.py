@@ -24,6 +24,7 @@ from gossipdp.errors import GossipError, RendezvousError
 COMMANDS = (
     "run",
     "plan",
+    "simulate",
     "demo",
     "bench",
     "reproduce",

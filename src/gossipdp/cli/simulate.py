@@ -1,0 +1,293 @@
+"""``gossipdp simulate``: what a run would do, on a virtual clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tyro.conf import OmitArgPrefixes, UseAppendAction
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gossipdp.cli.simulate_scenarios import Study
+    from gossipdp.simulate.ensemble import Ensemble
+
+FILE_WIDTH = 140
+"""Of the table where it does not go to a terminal, so that its cells stay whole."""
+
+FidelityName = Literal["ideal", "links"]
+OptimizerName = Literal["sgd", "adamw"]
+
+
+@dataclass(frozen=True)
+class ComputeOptions:
+    """How long gradient steps take."""
+
+    step_ms: float | None = None
+    """Mean duration of a gradient step, in milliseconds; by default 100."""
+
+    step_spread: float | None = None
+    """Lognormal step times: the standard deviation of their logarithm. By default all are equal."""
+
+    step_times: Path | None = None
+    """Draw step times from this file instead: one time in seconds a line, '#' comments."""
+
+    slow_worker: UseAppendAction[tuple[str, ...]] = ()
+    """RANK:FACTOR, such as 2:4: make a worker so many times slower; several with commas too."""
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """What links are like: for --fidelity links, and for the synchronous methods."""
+
+    latency_ms: float | None = None
+    """How long a message travels, in milliseconds; by default 0.5."""
+
+    link_mbps: float | None = None
+    """Speed of every link in each direction, in Mbit/s; by default unlimited."""
+
+    jitter: float | None = None
+    """Lognormal transfer times: the standard deviation of their logarithm; by default 0."""
+
+    slow_link: UseAppendAction[tuple[str, ...]] = ()
+    """I-J:MBPS or I-J:MBPS:MS, such as 0-1:10:50: one link's own speed in Mbit/s and latency in
+    milliseconds; several with commas too."""
+
+    model_mb: float | None = None
+    """What a worker sends in an exchange, in megabytes; by default its parameters' own size."""
+
+    neighbour_policy: str | None = None
+    """Whom a worker asks: fresh (the default), poisson, available or scheduled."""
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """What is minimised, and how; the defaults are the workload's own."""
+
+    optimizer: OptimizerName | None = None
+    """sgd or adamw."""
+
+    learning_rate: float | None = None
+    """Its learning rate."""
+
+    momentum: float | None = None
+    """Of sgd."""
+
+    weight_decay: float | None = None
+    """Of either."""
+
+    learning_rate_decay: bool = False
+    """Warm the learning rate up, then let it fall as half a cosine, over the run."""
+
+    dimension: int | None = None
+    """Length of a worker's vector, for consensus and quadratic; by default 64."""
+
+    noise: float | None = None
+    """quadratic: variance of the noise of a gradient, sigma^2, over all coordinates; default 1."""
+
+    heterogeneity: float | None = None
+    """quadratic: mean squared gradient of the workers at the common optimum, zeta^2; default 0."""
+
+    curvature: str | None = None
+    """quadratic: its eigenvalues, LEAST:LARGEST; by default 1:1. 0:0 leaves noise and drift."""
+
+    batch_size: int | None = None
+    """digits: samples per gradient step of one worker."""
+
+    disjoint: bool = False
+    """digits: no two workers see the same training data."""
+
+    dirichlet: float | None = None
+    """digits: each worker has class shares of its own, of this Dirichlet parameter: the smaller,
+    the more uneven."""
+
+
+@dataclass(frozen=True)
+class SimulateArguments:
+    """Simulate runs on a virtual clock, to choose graph, comm rate and method beforehand."""
+
+    graph: str = "ring"
+    """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi;
+    several with commas."""
+
+    workers: int = 16
+    """Number of workers."""
+
+    methods: str = "a2cid2,gossip"
+    """With commas: a2cid2, gossip, none, released (asynchronous), allreduce, dpsgd,
+    dpsgd-chebyshev (synchronous)."""
+
+    workload: str = "consensus"
+    """consensus (random vectors that only agree), quadratic, digits, digits-convolutional, or
+    module:function for a torch module of your own."""
+
+    comm_rate: str = "1"
+    """Exchanges per worker per gradient step; several with commas."""
+
+    fidelity: FidelityName = "ideal"
+    """ideal: Poisson edges and instantaneous exchanges, the paper's model; links: the real
+    protocol, over links that take their time."""
+
+    steps: float | None = None
+    """Length in gradient steps of an ordinary worker; by default 100, and for consensus what it
+    takes to agree."""
+
+    seeds: str = "3"
+    """One run for each: how many, or a list such as 0,1,2."""
+
+    graph_seed: int = 0
+    """Of the random graphs."""
+
+    eta_factor: float = 1.0
+    """Multiplies the mixing speed eta of a2cid2."""
+
+    alpha_tilde_factor: float = 1.0
+    """Multiplies the excess of its alpha_tilde over 1/2."""
+
+    compute: OmitArgPrefixes[ComputeOptions] = ComputeOptions()
+    network: OmitArgPrefixes[NetworkOptions] = NetworkOptions()
+    task: OmitArgPrefixes[TaskOptions] = TaskOptions()
+
+    json: Path | None = None
+    """Also write the results to this file."""
+
+    figure: Path | None = None
+    """Where to draw loss and consensus distance, a PNG; by default under runs/."""
+
+    timeline: bool = False
+    """Also draw what each worker does when, beside that figure, as *-timeline.png."""
+
+    processes: int | None = None
+    """Runs at once; by default as many as there are cores, where that is quicker."""
+
+
+def run(arguments: SimulateArguments) -> int:
+    """Simulate, show the results and write the files; returns the exit status.
+
+    Raises ValueError for bad input, before anything is simulated or written.
+    """
+    from gossipdp.cli.simulate_scenarios import make_study
+
+    study = make_study(arguments)
+    figure = arguments.figure or _default_figure(arguments)
+    _check_output(arguments, figure)
+
+    from rich.console import Console
+
+    from gossipdp.cli.simulate_results import notes, table
+    from gossipdp.report.progress import ProgressView
+    from gossipdp.simulate.batch import WorkerTraceback, simulate_all
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=FILE_WIDTH)
+    for line in study.opening():
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    jobs = study.jobs()
+    timeline_jobs = study.timeline_jobs() if arguments.timeline else []
+    try:
+        with ProgressView("simulating", console=console) as view:
+            traces = simulate_all(
+                [*jobs, *timeline_jobs], processes=arguments.processes, on_progress=view.advance
+            )
+    except Exception as error:
+        cause = error.__cause__
+        if not isinstance(cause, WorkerTraceback) or cause.module.startswith("gossipdp."):
+            raise
+        sys.stderr.write(str(cause).lstrip())  # of the user's own module
+        return 1
+    ensembles = study.ensembles(traces[: len(jobs)])
+    console.print(table(study, ensembles))
+    for line in notes(study, ensembles):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    _write(console, arguments, study, ensembles, figure)
+    if arguments.timeline:
+        from gossipdp.report.simulation_figures import draw_timeline
+
+        path = timeline_file(figure)
+        draw_timeline(traces[len(jobs) :], path, title=study.timeline_title())
+        console.print(f"timeline: {path}", highlight=False, soft_wrap=True, markup=False)
+    return 0
+
+
+def timeline_file(figure: Path) -> Path:
+    """Where the timeline goes: beside the figure."""
+    return figure.with_name(f"{figure.stem}-timeline{figure.suffix}")
+
+
+def _write(
+    console: Console,
+    arguments: SimulateArguments,
+    study: Study,
+    ensembles: list[Ensemble],
+    figure: Path,
+) -> None:
+    from gossipdp.cli.simulate_results import as_json
+    from gossipdp.report.simulation_figures import draw_simulation
+
+    files = {}
+    if arguments.json is not None:
+        text = json.dumps(as_json(study, ensembles), indent=1, allow_nan=False)
+        arguments.json.write_text(text + "\n", "utf-8")
+        files["results"] = arguments.json
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    draw_simulation(ensembles, figure, title=study.title())
+    files["figure"] = figure
+    for name, path in files.items():
+        console.print(f"{name}: {path}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _default_figure(arguments: SimulateArguments) -> Path:
+    parts = [arguments.workload, arguments.graph, str(arguments.workers)]
+    name = "-".join("".join(c if c.isalnum() else "-" for c in part) for part in parts)
+    return Path("runs", f"simulate-{name}", "figure.png")
+
+
+def _check_output(arguments: SimulateArguments, figure: Path) -> None:
+    """Raise ValueError where a file cannot be written; makes nothing."""
+    asked: list[tuple[str, Path | None]] = [
+        ("--json", arguments.json),
+        ("--figure", arguments.figure),
+    ]
+    for option, path in asked:
+        if path is None:
+            continue
+        directory = path.absolute().parent
+        if not directory.is_dir():
+            raise ValueError(f"{option} {path}: the directory to write it to does not exist")
+        if path.is_dir() or not os.access(path if path.exists() else directory, os.W_OK):
+            raise ValueError(f"{option} {path} cannot be written: name a file that can")
+    if arguments.figure is not None and arguments.figure.suffix != ".png":
+        raise ValueError(f"--figure {arguments.figure}: it is a PNG; let its name end in .png")
+    there = next(parent for parent in figure.absolute().parents if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"{figure} cannot be written under {there}: pass --figure PATH")
+
+
+def configuration(arguments: SimulateArguments) -> dict[str, Any]:
+    """What was asked for, option by option, without where to write and how to compute it."""
+    asked = asdict(arguments)
+    for group in ("compute", "network", "task"):
+        asked |= asked.pop(group)
+    for option in ("json", "figure", "timeline", "processes"):
+        del asked[option]
+    return asked | {"step_times": asked["step_times"] and str(asked["step_times"])}
+
+
+def command(arguments: SimulateArguments) -> str:
+    """The command that gives the same figures."""
+    words = ["gossipdp", "simulate"]
+    defaults = configuration(SimulateArguments())
+    for name, value in configuration(arguments).items():
+        if value == defaults[name]:
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(",".join(value) if isinstance(value, tuple) else str(value))
+    return shlex.join(words)

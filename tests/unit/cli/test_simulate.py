@@ -1,0 +1,380 @@
+"""``gossipdp simulate``: what it refuses, what it makes of its options, what it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gossipdp.cli.main import main
+from gossipdp.cli.simulate import (
+    ComputeOptions,
+    NetworkOptions,
+    SimulateArguments,
+    TaskOptions,
+    command,
+    run,
+)
+from gossipdp.cli.simulate_scenarios import make_study
+from gossipdp.simulate.compute_time import ConstantTime, LognormalTime, MeasuredTime, SlowedTime
+from gossipdp.simulate.link_model import Link
+from gossipdp.simulate.optimizers import AdamW, Sgd
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a directory of its own, where figures go by default."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def simulate(words: str) -> int:
+    return main(["simulate", *words.split()])
+
+
+def strict(path: Path) -> Any:
+    def fail(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(path.read_text(), parse_constant=fail)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--methods telepathy", "no method 'telepathy'; choose among a2cid2, gossip"),
+        ("--methods a2cid2,,gossip", "--methods is 'a2cid2,,gossip'"),
+        ("--methods gossip,gossip", "each may stand there once"),
+        ("--comm-rate 1,1.0", "each may stand there once"),
+        ("--comm-rate 0", "--comm-rate is 0; it must be a positive number"),
+        ("--comm-rate fast", "--comm-rate is 'fast'; it must be a number"),
+        ("--workload juggling", "no workload 'juggling'; choose one of consensus"),
+        ("--workload nowhere:make", "no module 'nowhere'"),
+        ("--workload missing.py:make", "no file"),
+        ("--graph circle", "circle"),
+        ("--graph hypercube --workers 7", "hypercube"),
+        ("--workers 0", "--workers is 0"),
+        ("--steps 0", "--steps is 0"),
+        ("--steps nan", "--steps is nan"),
+        ("--seeds some", "--seeds is 'some'"),
+        ("--processes 0", "--processes is 0"),
+        ("--eta-factor 0", "eta_factor is 0"),
+        ("--fidelity links --slow-worker 16:2", "no rank 16 among 16 workers"),
+        ("--fidelity links --slow-worker 1:2,1:3", "rank 1 is given twice"),
+        ("--fidelity links --slow-worker 1", "write RANK:FACTOR"),
+        ("--fidelity links --slow-worker 1:-2", "--slow-worker 1:-2 is -2"),
+        ("--slow-worker 1:2", "--slow-worker plays no part here"),
+        ("--step-times times.txt", "times.txt"),
+        ("--step-times . --step-ms 3", "leave out --step-ms"),
+        ("--step-ms 0", "--step-ms is 0; it must be a positive number"),
+        ("--link-mbps 10", "--link-mbps plays no part here"),
+        ("--neighbour-policy poisson --methods allreduce", "--neighbour-policy plays no part"),
+        ("--fidelity links --neighbour-policy rude", "no neighbour policy 'rude'"),
+        ("--fidelity links --slow-link 0-5:1", "ring has no edge between these two"),
+        ("--fidelity links --slow-link 0-16:1", "ranks 0 and 16 have no link"),
+        ("--fidelity links --slow-link 0:1", "write I-J:MBPS"),
+        ("--fidelity links --slow-link 0-1:1,1-0:2", "the link of 0 and 1 is given twice"),
+        ("--fidelity links --model-mb -1", "--model-mb is -1"),
+        ("--learning-rate 1", "--learning-rate plays no part in --workload consensus"),
+        ("--workload quadratic --disjoint", "--disjoint plays no part in --workload quadratic"),
+        ("--workload digits --noise 1", "--noise plays no part in --workload digits"),
+        ("--workload quadratic --optimizer adamw --momentum 0.9", "--momentum is sgd's"),
+        ("--workload quadratic --curvature 2:1", "write LEAST:LARGEST"),
+        ("--workload digits --disjoint --dirichlet 1", "exclude each other"),
+        ("--json missing/results.json", "the directory to write it to does not exist"),
+        ("--json .", "cannot be written"),
+        ("--figure figure.pdf", "let its name end in .png"),
+        ("--figure missing/figure.png", "the directory to write it to does not exist"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    words: str, message: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(words) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_file_where_the_figures_go(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (elsewhere / "runs").write_text("")
+    assert simulate("--workers 4") == 2
+    assert "runs: pass --figure PATH" in capsys.readouterr().err
+
+
+def test_step_times_that_are_none(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = elsewhere / "times.txt"
+    for text, message in (
+        ("# nothing\n\n", "there is no time in it"),
+        ("0.1\nsoon\n", "line 2 is 'soon'; it must be a number"),
+        ("0.1\n0\n", "line 2 is 0; it must be a positive number"),
+    ):
+        times.write_text(text)
+        assert simulate("--step-times times.txt") == 2
+        assert message in capsys.readouterr().err
+
+
+# What options come to.
+
+
+def test_what_is_simulated_by_default() -> None:
+    study = make_study(SimulateArguments())
+    assert study.methods == ["a2cid2", "gossip"]
+    assert study.seeds == [0, 1, 2]
+    (case,) = study.cases
+    assert case.scenario.compute_time == ConstantTime(0.1)
+    assert case.scenario.links.every == Link(0.0005, math.inf)
+    assert case.scenario.neighbour_policy == "fresh"
+    assert case.scenario.model_bytes is None
+    jobs = study.jobs()
+    assert [(job.method, job.scenario.seed) for job in jobs] == [
+        (method, seed) for method in ("a2cid2", "gossip") for seed in (0, 1, 2)
+    ]
+    # Gossip needs longer, in proportion to theory's rates.
+    assert jobs[3].scenario.num_steps > 3 * jobs[0].scenario.num_steps
+
+
+def test_compute_options(elsewhere: Path) -> None:
+    (elsewhere / "times.txt").write_text("0.1  # the first\n\n0.3\n")
+    links = SimulateArguments(fidelity="links")
+
+    def compute_time(**options: Any) -> Any:
+        arguments = replace(links, compute=ComputeOptions(**options))
+        return make_study(arguments).cases[0].scenario.compute_time
+
+    assert compute_time(step_ms=20.0) == ConstantTime(0.02)
+    assert compute_time(step_spread=0.5) == LognormalTime(0.1, 0.5)
+    assert compute_time(step_times=Path("times.txt")) == MeasuredTime((0.1, 0.3))
+    assert compute_time(slow_worker=("2:4,3:1.5", "0:2")) == SlowedTime(
+        ConstantTime(0.1), {2: 4.0, 3: 1.5, 0: 2.0}
+    )
+
+
+def test_network_options() -> None:
+    network = NetworkOptions(
+        latency_ms=2.0,
+        link_mbps=80.0,
+        jitter=0.1,
+        slow_link=("1-0:8", "2-3:8:50"),
+        model_mb=4.0,
+        neighbour_policy="poisson",
+    )
+    scenario = make_study(SimulateArguments(fidelity="links", network=network)).cases[0].scenario
+    assert scenario.links.every == Link(0.002, 1e7)
+    assert scenario.links.link(0, 1) == Link(0.002, 1e6)
+    assert scenario.links.link(3, 2) == Link(0.05, 1e6)
+    assert scenario.links.jitter == 0.1
+    assert scenario.model_bytes == 4e6
+    assert scenario.neighbour_policy == "poisson"
+
+
+@pytest.mark.parametrize(
+    ("workload", "task", "optimizer"),
+    [
+        ("quadratic", TaskOptions(), Sgd(0.1)),
+        ("digits", TaskOptions(), Sgd(0.05, 0.9, 5e-4)),
+        ("digits", TaskOptions(learning_rate=0.1, momentum=0.0), Sgd(0.1, 0.0, 5e-4)),
+        ("digits", TaskOptions(optimizer="adamw", weight_decay=0.1), AdamW(weight_decay=0.1)),
+    ],
+)
+def test_optimizer_options(workload: str, task: TaskOptions, optimizer: Any) -> None:
+    study = make_study(SimulateArguments(workload=workload, task=task))
+    assert study.cases[0].scenario.optimizer == optimizer
+    assert {job.scenario.num_steps for job in study.jobs()} == {100.0}
+
+
+def test_the_digits_are_trained_as_in_the_demo() -> None:
+    from gossipdp.workloads import Digits
+
+    digits = Digits(network="perceptron")
+    settings = digits.make_optimizer(digits.make_model()).param_groups[0]
+    simulated = make_study(SimulateArguments(workload="digits")).cases[0].scenario.optimizer
+    assert simulated == Sgd(settings["lr"], settings["momentum"], settings["weight_decay"])
+
+
+def test_quadratic_options() -> None:
+    task = TaskOptions(dimension=8, noise=2.0, heterogeneity=3.0, curvature="0.1:1")
+    objective: Any = (
+        make_study(SimulateArguments(workload="quadratic", task=task)).cases[0].scenario.objective
+    )
+    assert (objective.dimension, objective.mu, objective.smoothness) == (8, 0.1, 1.0)
+    assert (objective.noise_variance, objective.heterogeneity) == (2.0, 3.0)
+
+
+def test_a_run_that_would_be_too_long_says_so() -> None:
+    study = make_study(SimulateArguments(workers=4096))
+    text = "\n".join(study.opening())
+    assert "gossip: 1,907 steps at most, since the" in text
+    assert "--steps sets another length" in text
+
+
+def test_the_command_gives_the_same_study() -> None:
+    arguments = SimulateArguments(
+        graph="ring,star",
+        fidelity="links",
+        compute=ComputeOptions(slow_worker=("1:2", "2:3")),
+        task=TaskOptions(dimension=8),
+        json=Path("results.json"),
+    )
+    words = "gossipdp simulate --graph ring,star --fidelity links --slow-worker 1:2,2:3"
+    assert command(arguments) == f"{words} --dimension 8"
+
+
+# What is written.
+
+
+def test_consensus_on_a_ring(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--workers 16 --json results.json --timeline") == 0
+    written = strict(elsewhere / "results.json")
+    assert set(written["methods"]) == {"a2cid2", "gossip"}
+    # The design's table, with Poisson edges.
+    for method, decay in (("a2cid2", 0.234), ("gossip", 0.078)):
+        results = written["methods"][method]
+        assert results["decay_per_exchange"] == pytest.approx(decay, rel=0.15)
+        assert results["decay_per_exchange_spread"] > 0
+        assert len(results["decay_per_exchange_by_seed"]) == 3
+        assert results["achieved_comm_rate"] == pytest.approx(1.0, rel=0.1)
+        assert results["lowest_share"] < 1e-24
+        length = len(results["time_s"])
+        for name in ("consensus_distance", "exchanges", "gradient_steps", "idle_share", "loss"):
+            assert len(results[name]) == len(results[f"{name}_spread"]) == length
+        assert set(results["loss"]) == {None}
+        assert results["events_per_s"] > 0
+    assert written["seeds"] == [0, 1, 2]
+    assert written["configuration"]["workers"] == 16
+    assert written["command"] == "gossipdp simulate"
+    assert written["version"]
+    figure = elsewhere / "runs" / "simulate-consensus-ring-16" / "figure.png"
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert figure.with_name("figure-timeline.png").is_file()
+    printed = capsys.readouterr().out
+    for expected in (
+        "mean ± standard deviation over 3 seeds",
+        "times as fast as gossip",
+        "/s; exchanges computed by numba",
+        f"figure: {figure.relative_to(elsewhere)}",
+        "results: results.json",
+    ):
+        assert expected in printed
+
+
+def test_without_numba(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], elsewhere: Path
+) -> None:
+    find_spec = importlib.util.find_spec
+    words = "--workers 8 --methods a2cid2 --seeds 0, --steps 30 --figure f.png --json"
+    assert simulate(f"{words} numba.json") == 0
+    assert "pip install" not in capsys.readouterr().out
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "numba" else find_spec(name)
+    )
+    assert simulate(f"{words} torch.json") == 0
+    printed = capsys.readouterr().out
+    assert "exchanges computed by torch" in printed
+    assert "pip install 'gossipdp[simulate]'" in printed
+    quick, slow = (
+        strict(elsewhere / name)["methods"]["a2cid2"] for name in ("numba.json", "torch.json")
+    )
+    assert (quick["arithmetic"], slow["arithmetic"]) == ("numba", "torch")
+    assert slow["consensus_distance"] == pytest.approx(quick["consensus_distance"], rel=1e-9)
+
+
+def test_several_graphs_and_rates(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--graph ring,star --comm-rate 1,2 --workers 6 --methods gossip,allreduce --seeds 4,"
+    task = "--workload quadratic --steps 10 --dimension 4"
+    assert simulate(f"{words} {task} --json results.json --figure figure.png") == 0
+    written = strict(elsewhere / "results.json")
+    assert "methods" not in written
+    assert [(case["graph"], case["comm_rate"]) for case in written["cases"]] == [
+        ("ring", 1.0),
+        ("ring", 2.0),
+        ("star", 1.0),
+        ("star", 2.0),
+    ]
+    for case in written["cases"]:
+        results = case["methods"]["gossip"]
+        assert "decay_per_exchange" not in results
+        assert results["loss"][-1] < results["loss"][0]
+        assert set(results["loss_spread"]) == {0.0}
+        assert case["methods"]["allreduce"]["idle_share"][-1] > 0
+    assert "star gossip r=2" in capsys.readouterr().out
+
+
+def test_digits_with_a_slow_worker(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--workload digits --workers 4 --steps 12 --seeds 2 --slow-worker 1:3 --batch-size 16"
+    assert simulate(f"{words} --methods gossip --json results.json --figure figure.png") == 0
+    written = strict(elsewhere / "results.json")
+    results = written["methods"]["gossip"]
+    assert written["metric_name"] == "test_accuracy"
+    assert results["gradient_steps_of_slowest_worker"] < 6
+    assert results["gradient_steps_of_fastest_worker"] >= 11
+    assert results["metric"][-1] > results["metric"][0]
+    assert "test accuracy" in capsys.readouterr().out
+
+
+def test_what_never_agrees_or_diverges(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--workers 4 --methods none,allreduce --seeds 1") == 0
+    printed = capsys.readouterr().out
+    assert "none: workers that exchange nothing never agree" in printed
+    assert "allreduce: the workers agree after a few exchanges at once" in printed
+    words = "--workload quadratic --workers 4 --learning-rate 1e9 --methods gossip --seeds 1"
+    assert simulate(f"{words} --json results.json") == 0
+    assert "diverged: gossip" in capsys.readouterr().out
+    assert strict(Path("results.json"))["methods"]["gossip"]["consensus_distance"][-1] is None
+
+
+OBJECTIVE = """
+import torch
+from gossipdp.simulate.module_objective import ModuleObjective
+
+def batches(rank, num_workers, seed):
+    return [torch.randn(8, 3, generator=torch.Generator().manual_seed(rank))]
+
+def loss(model, batch):
+    if FAILS:
+        raise ValueError("the user's own error")
+    return model(batch).square().mean()
+
+def make():
+    return ModuleObjective(lambda: torch.nn.Linear(3, 1), loss, batches, name="mine")
+"""
+
+
+def test_a_module_of_the_user_s(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (elsewhere / "mine.py").write_text(OBJECTIVE.replace("FAILS", "False"))
+    words = "--workers 3 --steps 10 --seeds 1 --methods gossip --figure figure.png"
+    assert simulate(f"--workload mine.py:make {words}") == 0
+    assert capsys.readouterr().out.startswith("mine, ring of 3 workers")
+
+
+def test_an_error_of_the_user_s_shows_its_traceback(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (elsewhere / "mine.py").write_text(OBJECTIVE.replace("FAILS", "True"))
+    words = "--workers 3 --steps 10 --seeds 2 --methods gossip --processes 2"
+    assert simulate(f"--workload mine.py:make {words}") == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("Traceback")
+    assert "mine.py" in errors
+    assert errors.endswith("ValueError: the user's own error\n")
+    assert not (elsewhere / "runs").exists()
+
+
+def test_the_same_whatever_the_number_of_processes(elsewhere: Path) -> None:
+    base = SimulateArguments(workers=8, methods="dpsgd,gossip", fidelity="links", steps=20.0)
+    digests = []
+    for processes in (1, 2):
+        path = elsewhere / f"{processes}.json"
+        assert run(replace(base, processes=processes, json=path)) == 0
+        digests.append([results["digests"] for results in strict(path)["methods"].values()])
+    assert digests[0] == digests[1]
