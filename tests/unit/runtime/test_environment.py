@@ -1,3 +1,4 @@
+import ipaddress
 import logging
 
 import pytest
@@ -99,6 +100,23 @@ def test_loopback_with_workers_elsewhere_warns(caplog: pytest.LogCaptureFixture)
 
 def test_the_host_can_be_chosen() -> None:
     assert Environment.read({**TORCHRUN, "GOSSIPDP_HOST": "10.1.2.3"}).choose_host() == "10.1.2.3"
+
+
+@pytest.mark.parametrize("store_host", ["127.0.0.1", "::1", "0.0.0.0", "::"])
+def test_all_addresses_are_bound_only_where_the_user_says_so(store_host: str) -> None:
+    """Even a store at "all addresses" leads to one of them."""
+    variables = {**TORCHRUN, "MASTER_ADDR": store_host}
+    try:
+        environment = Environment.read(variables)
+        assert not ipaddress.ip_address(environment.choose_host()).is_unspecified
+    except RendezvousError:
+        assert ":" in store_host  # a machine without IPv6
+        return
+    everywhere = Environment.read({**variables, "GOSSIPDP_HOST": "0.0.0.0"})
+    assert everywhere.choose_host() == "0.0.0.0"
+    # ... and what the others are told is an address that they can dial.
+    assert everywhere.announced_host("0.0.0.0") == environment.choose_host()
+    assert everywhere.announced_host("10.1.2.3") == "10.1.2.3"
 
 
 def test_a_host_that_does_not_resolve_is_named() -> None:
