@@ -27,7 +27,7 @@ SECTIONS: Mapping[str, Section[Any]] = {
 
 
 def reproduce(names: Sequence[str], directory: Path, effort: Effort, command: str) -> Path:
-    """Measure the sections called ``names``, then write the page from all that is stored.
+    """Measure the sections called ``names``, then draw and write the page from all that is stored.
 
     Args:
         names: keys of :data:`SECTIONS`; the others keep what was stored in ``directory`` before.
@@ -49,7 +49,6 @@ def reproduce(names: Sequence[str], directory: Path, effort: Effort, command: st
         started = time.perf_counter()
         result = section.measure(effort)
         provenance = Provenance.here(command, time.perf_counter() - started)
-        section.draw(result, _path(directory, name, "png"))
         raw = msgspec.Raw(msgspec.json.encode(result))
         Stored(name, effort.quick, provenance, raw).write(_path(directory, name, "json"))
     page = directory / PAGE
@@ -87,6 +86,7 @@ def _section(directory: Path, name: str, section: Section[Any]) -> list[str]:
     if stored is None:
         return [f"*Not run yet: `gossipdp reproduce --only {name}`.*"]
     result = msgspec.json.decode(stored.result, type=section.result_type)
+    section.draw(result, _path(directory, name, "png"))
     figure = f"![{section.title}](figures/reproduction-{name}.png)"
     by = stored.provenance
     blocks = [figure if block == FIGURE else block for block in section.write(result)]

@@ -70,7 +70,7 @@ class PairingSection(Section[PairingResult]):
                 graphs,
                 candidates[:2] if effort.quick else candidates,
                 (SATURATED,) if effort.quick else (0.5, SATURATED),
-                range(1 if effort.quick else 4),
+                range(1 if effort.quick else 3),
             )
         ]
         runs = run_jobs(measure_run, jobs, effort, "pairing", cost=lambda job: job.num_workers)

@@ -30,7 +30,7 @@ SETTINGS = TrainingSettings(
     weight_decay=5e-4,
     dirichlet_alpha=0.1,
     step_spread=0.1,
-    noise_steps=1500.0,
+    noise_steps=800.0,
     noise_learning_rate=0.1,
 )
 QUICK = TrainingSettings(
