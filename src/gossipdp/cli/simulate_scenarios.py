@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STEPS = 100.0
 DEFAULT_STEP_MS, DEFAULT_LATENCY_MS = 100.0, 0.5
-NUM_RECORDS = 100
+NUM_RECORDS, NUM_CONSENSUS_RECORDS = 100, 300
 TIMELINE_STEPS = 24.0
 """Length of the runs whose timeline is drawn: their last part is shown, once all exchange."""
 
@@ -216,6 +216,8 @@ def _case(
     arguments: SimulateArguments, name: str, scenario: Scenario, methods: Sequence[str]
 ) -> Case:
     """The case, with lengths where the user gave none."""
+    if not scenario.objective.has_gradients:
+        scenario = replace(scenario, num_records=NUM_CONSENSUS_RECORDS)
     if arguments.steps is not None or scenario.objective.has_gradients:
         scenario.make_constants()  # raises for a graph or a rate that cannot be
         length = Length(scenario.num_steps, scenario.num_steps)

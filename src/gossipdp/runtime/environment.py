@@ -29,8 +29,8 @@ def check_platform(platform: str = sys.platform) -> None:
     """
     if platform == "win32":
         raise OSError(
-            "gossipdp trains on Linux; on Windows only `gossipdp plan` runs "
-            "(under WSL everything does)"
+            "gossipdp trains on Linux; on Windows only `gossipdp plan` and `gossipdp simulate` are "
+            "meant to work, which was not tried (under WSL everything is)"
         )
 
 

@@ -235,12 +235,13 @@ def _run_in_processes(
     shares: _Shares,
 ) -> dict[int, Answer]:
     # Not forked from here: a fork of a process with threads (torch has some) may hang.
-    methods = multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-    context.set_forkserver_preload(PRELOADED)
+    has_fork_server = "forkserver" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if has_fork_server else "spawn")
+    if has_fork_server:
+        context.set_forkserver_preload(PRELOADED)
     waiting, answers = deque(order), dict[int, Answer]()
     with ExitStack() as stack:
-        busy: dict[Connection, _Helper[Task]] = {}
+        busy: dict[Any, _Helper[Task]] = {}
         for _ in range(num_processes):
             helper = _Helper[Task](context, _pickled(function))
             stack.callback(helper.end)
@@ -250,7 +251,6 @@ def _run_in_processes(
             helper.give(place, tasks[place])
         while busy:
             for ready in multiprocessing.connection.wait(list(busy)):
-                assert isinstance(ready, Connection)
                 helper = busy[ready]
                 kind, content = helper.take()
                 if kind == "error":
