@@ -24,13 +24,15 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 class Status(enum.IntEnum):
     """What is known of a worker's life; within one life it only goes up."""
 
-    ALIVE = 0
+    JOINING = 0
+    """Started in mid-run, and without parameters yet: neither exchanged with nor waited for."""
+    ALIVE = 1
     """Training."""
-    DONE = 1
+    DONE = 2
     """Training no more, but still answering: it waits for the others in consolidate."""
-    LEFT = 2
+    LEFT = 3
     """Gone after consolidating: not a failure."""
-    DEAD = 3
+    DEAD = 4
     """Declared dead; a worker that finds itself so declared raises its incarnation."""
 
 
@@ -46,8 +48,13 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @property
     def is_live(self) -> bool:
-        """Whether the worker is there to answer: training or done."""
-        return self.status in (Status.ALIVE, Status.DONE)
+        """Whether the worker takes part in the run: training or done."""
+        return self.status is Status.ALIVE or self.status is Status.DONE
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this life has ended."""
+        return self.status >= Status.LEFT
 
     def supersedes(self, other: Member) -> bool:
         """Whether this record is the greater of two of the same rank."""
@@ -113,7 +120,7 @@ class Membership:
     def declare_dead(self, rank: int) -> bool:
         """Declare another worker dead; return whether that is news. Who has left is not dead."""
         known = self._members.get(rank)
-        if known is None or not known.is_live:
+        if known is None or known.is_over:
             return False
         if known == self.own:
             raise ValueError(f"worker {rank} cannot declare itself dead")
@@ -150,7 +157,7 @@ class Membership:
         """The record that stands after a greater one of this worker's own rank arrived."""
         if member == self.own or self.own.status is Status.LEFT:
             return member
-        if member.process_id != self.own.process_id and member.is_live:
+        if member.process_id != self.own.process_id and not member.is_over:
             self.is_superseded = True
             return member
         self.own = msgspec.structs.replace(self.own, incarnation=member.incarnation + 1)

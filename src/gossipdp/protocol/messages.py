@@ -92,14 +92,59 @@ class StateRefused(_Message, frozen=True):
     reason: Reason
 
 
+class AskLife(_Message, frozen=True):
+    """Do you hear from ``suspect``? Answer once you hear from it anew, or have given it up."""
+
+    suspect: Natural
+    counter: Natural
+
+
+class TellLife(_Message, frozen=True):
+    """The answer to the question ``counter``: whether ``suspect`` was heard."""
+
+    suspect: Natural
+    counter: Natural
+    is_heard: bool
+
+
+class AskMembers(_Message, frozen=True):
+    """From a worker that is about to join: what must I know?"""
+
+    counter: Natural
+
+
+class Members(_Message, frozen=True):
+    """The answer to the question ``counter`` of one who is about to join.
+
+    ``num_workers`` is the number of workers that the run began with, whose graph the joiner
+    builds too. ``is_ending``: consolidation has begun here, and the run takes in nobody.
+    """
+
+    counter: Natural
+    num_workers: Natural
+    is_ending: bool
+    members: tuple[Member, ...]
+    progress: tuple[ProgressEntry, ...]
+
+
 class Heartbeat(_Message, frozen=True):
     """I live; the news in the envelope is all there is."""
 
 
 ExchangeMessage: TypeAlias = Propose | Accept | Busy | Free | Pass | Cancel | Abort
+LifeMessage: TypeAlias = AskLife | TellLife
 Message: TypeAlias = (
-    ExchangeMessage | RequestState | StateRefused | Heartbeat | ConsolidationMessage
+    ExchangeMessage
+    | RequestState
+    | StateRefused
+    | LifeMessage
+    | AskMembers
+    | Members
+    | Heartbeat
+    | ConsolidationMessage
 )
+DIALLED_MESSAGES = ConsolidationMessage | AskLife
+"""Those for which the driver dials where there is no link."""
 
 
 class Envelope(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -108,7 +108,7 @@ def test_who_has_left_does_not_come_back() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        [0, 1, 2, 4, "h", 1],
+        [0, 1, 2, 5, "h", 1],
         [0, 1, 2, 0, "h", 70000],
         [-1, 1, 2, 0, "h", 1],
         [0, 1, 2, 0, "h" * 256, 1],
