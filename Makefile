@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types clean
+.PHONY: demo test lint types fuzz clean
 
 demo: $(VENV)/base.installed
 	$(BIN)/gossipdp demo $(ARGS)
@@ -19,6 +19,11 @@ lint: $(VENV)/dev.installed
 types: $(VENV)/dev.installed
 	$(BIN)/mypy
 
+# Coverage-guided, SECONDS for each parser; findings stay under runs/fuzz.
+SECONDS ?= 60
+fuzz: $(VENV)/fuzz.installed
+	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) $(ARGS)
+
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -31,6 +36,10 @@ $(VENV)/base.installed: pyproject.toml constraints.txt | venv
 $(VENV)/dev.installed: pyproject.toml constraints.txt | venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@ $(VENV)/base.installed
+
+$(VENV)/fuzz.installed: pyproject.toml constraints.txt | venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,fuzz]"
+	@touch $@ $(VENV)/dev.installed $(VENV)/base.installed
 
 .PHONY: venv
 venv:

@@ -1,5 +1,14 @@
-"""Parsers of what strangers send: any bytes give a value or the one error, never anything else."""
+"""Parsers of what strangers send: any bytes give a value or the one error, never anything else.
 
+The targets of ``make fuzz`` run here too, on a few inputs that are nearly valid.
+"""
+
+import importlib.util
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +26,7 @@ from gossipdp.runtime.frames import (
 from gossipdp.runtime.handshake import Handshake, HandshakeError, Stage
 from gossipdp.runtime.identity import Identity
 
+FUZZ = Path(__file__).parents[1] / "fuzz"
 TAG = run_tag("run")
 SECRET = b"secret"
 
@@ -136,3 +146,64 @@ def test_bytes_may_come_in_any_pieces(size: int) -> None:
                 listener.receive(said[:count])
                 said = said[count:]
     assert dialler.stage is acceptor.stage is Stage.DONE
+
+
+def module(name: str) -> ModuleType:
+    """A file of tests/fuzz, which is on nobody's import path."""
+    spec = importlib.util.spec_from_file_location(f"fuzz_{name}", FUZZ / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+targets, mutation = module("targets"), module("mutation")
+
+
+@pytest.mark.parametrize("name", targets.TARGETS)
+def test_what_is_really_said_passes_every_target(name: str) -> None:
+    for seed in targets.SEEDS[name]():
+        targets.TARGETS[name](seed)
+
+
+@pytest.mark.parametrize("name", targets.TARGETS)
+@given(data=st.data())
+@settings(deadline=None)
+def test_any_bytes_pass_every_target(name: str, data: st.DataObject) -> None:
+    """Random ones, and real ones with a few bytes changed."""
+    said = bytearray(
+        data.draw(st.sampled_from(targets.SEEDS[name]()) | st.binary(max_size=300), label="said")
+    )
+    changes = st.lists(st.tuples(st.integers(0, 2**16), unsigned(8)), max_size=3)
+    for position, value in data.draw(changes, label="changes"):
+        if said:
+            said[position % len(said)] = value
+    targets.TARGETS[name](bytes(said))
+
+
+@pytest.mark.parametrize("name", mutation.MUTATIONS)
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(deadline=None)
+def test_nearly_valid_messages_pass_every_target(name: str, seed: int) -> None:
+    """A value of a message replaced, repeated, dropped or moved."""
+    chance = random.Random(seed)
+    said = chance.choice(targets.SEEDS[name]())
+    for _ in range(chance.randrange(1, 6)):
+        said = mutation.MUTATIONS[name](said, chance)
+    targets.TARGETS[name](said)
+
+
+def test_a_handshake_message_has_one_form() -> None:
+    """Trailing values that are the default may not be left out, nor numbers be written longer."""
+    dialler = Handshake(identity(0), SECRET, dialler=True, wanted_rank=1)
+    said = dialler.take_output()
+    body = said[7:]
+    assert body.startswith(b"\x93\x01\xa3run")
+    for other in (
+        body.replace(b"\x93\x01\xa3run", b"\xdc\x00\x03\x01\xa3run"),
+        body.replace(b"\xa3run", b"\xd9\x03run"),
+    ):
+        acceptor = Handshake(identity(1), SECRET, dialler=False)
+        with pytest.raises(HandshakeError, match="one form"):
+            take(acceptor, said[:5] + len(other).to_bytes(2, "little") + other)

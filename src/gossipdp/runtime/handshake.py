@@ -185,6 +185,9 @@ class Handshake:
         except (msgspec.MsgspecError, ValueError) as error:
             # ValueError: msgspec lets the UnicodeDecodeError of a text that is not UTF-8 through.
             raise HandshakeError(f"malformed handshake message: {error}") from None
+        if _encode(message) != self._buffer:
+            # What is proved is what a message means; so that it is also the bytes that came.
+            raise HandshakeError(f"{type(message).__name__.strip('_')} is not in its one form")
         self._buffer.clear()
         self._body_bytes = None
         self._take_message(message)

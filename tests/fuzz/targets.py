@@ -1,0 +1,422 @@
+"""What is fuzzed: every parser that meets bytes of the network.
+
+A target takes any bytes and returns, or raises where the library does wrong: an exception that
+callers do not expect, a value out of bounds, a message that does not survive being written again.
+``SEEDS[name]()`` are real inputs of each target, from which the fuzzer starts. Used by
+``make fuzz`` and, with hypothesis, by ``tests/property/test_link_parsers.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import networkx
+
+from gossipdp.graph.constants import Constants
+from gossipdp.protocol import consolidation_messages as consolidation
+from gossipdp.protocol.membership import Member, Status
+from gossipdp.protocol.messages import (
+    Abort,
+    Accept,
+    Busy,
+    Cancel,
+    Envelope,
+    ExchangeId,
+    Free,
+    Heartbeat,
+    Pass,
+    Propose,
+    ProtocolError,
+    RequestState,
+    StateRefused,
+    decode,
+    encode,
+)
+from gossipdp.protocol.progress import ProgressEntry
+from gossipdp.protocol.worker import WorkerProtocol
+from gossipdp.runtime.frames import (
+    HEADER_BYTES,
+    MAX_CHUNK_BYTES,
+    MAX_CONTROL_BYTES,
+    ChunkKey,
+    FrameError,
+    FrameType,
+    pack_header,
+    pack_key,
+    parse_header,
+    run_tag,
+)
+from gossipdp.runtime.handshake import MAX_MESSAGE_BYTES, Handshake, HandshakeError, Stage
+from gossipdp.runtime.identity import Identity
+from gossipdp.runtime.link import Link, LinkHandler
+from gossipdp.runtime.tcp_link import LinkOwner, TcpLink
+from gossipdp.runtime.tcp_stream import Stream
+
+TAG = run_tag("run")
+SECRET = b"secret"
+NONCES = (b"d" * 32, b"a" * 32)
+BIGGEST_BUFFER = 1 << 16
+
+
+def identity(rank: int) -> Identity:
+    """Worker ``rank`` of the run."""
+    return Identity(rank, 0, rank, "run", "model", "gossip", "ring", "1.0", "float32")
+
+
+# Frame headers.
+
+
+def frame_header(data: bytes) -> None:
+    """A header is refused, or in bounds and the same when written again."""
+    try:
+        header = parse_header(data[:HEADER_BYTES], TAG, 0)
+    except FrameError:
+        return
+    bound = MAX_CONTROL_BYTES if header.key is None else MAX_CHUNK_BYTES
+    assert 0 < header.length <= bound
+    key = None if header.key is None else pack_key(header.key)
+    assert pack_header(TAG, header.frame_type, 0, header.length, key) == data[:HEADER_BYTES]
+
+
+def frame_header_seeds() -> list[bytes]:
+    """One of each type."""
+    key = pack_key(ChunkKey(1, 2, 3, 4))
+    return [
+        pack_header(TAG, kind, 0, 1000, None if kind is FrameType.CONTROL else key)
+        for kind in FrameType
+    ]
+
+
+# Handshakes.
+
+
+def _shake(machine: Handshake, data: bytes) -> None:
+    """Feed a machine as a connection does, driving it on where it waits for its owner."""
+    while True:
+        if machine.stage is Stage.CHALLENGED:
+            machine.answer(b"last link")
+        if machine.stage is Stage.DECIDING:
+            machine.welcome()
+        wanted = machine.num_wanted
+        assert 0 <= wanted <= MAX_MESSAGE_BYTES
+        assert len(machine.take_output()) <= 2 * MAX_MESSAGE_BYTES
+        if not data or not wanted:
+            return
+        machine.receive(data[:wanted])
+        data = data[wanted:]
+
+
+def handshake_acceptor(data: bytes) -> None:
+    """No bytes but those of one that has the secret bring the acceptor to DONE."""
+    machine = Handshake(identity(1), SECRET, dialler=False, nonce=NONCES[1])
+    try:
+        _shake(machine, data)
+    except HandshakeError:
+        return
+    assert machine.stage is not Stage.DONE or data.startswith(b"".join(_conversation()[0]))
+
+
+def handshake_dialler(data: bytes) -> None:
+    """The same for the dialler."""
+    machine = Handshake(identity(0), SECRET, dialler=True, wanted_rank=1, nonce=NONCES[0])
+    try:
+        _shake(machine, data)
+    except HandshakeError:
+        return
+    assert machine.stage is not Stage.DONE or data.startswith(b"".join(_conversation()[1]))
+
+
+@functools.cache
+def _conversation() -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    """What a dialler and an acceptor with these nonces say, message by message."""
+    dialler = Handshake(identity(0), SECRET, dialler=True, wanted_rank=1, nonce=NONCES[0])
+    acceptor = Handshake(identity(1), SECRET, dialler=False, nonce=NONCES[1])
+    said: tuple[list[bytes], list[bytes]] = ([], [])
+    for _ in range(2):
+        for machine, other, words in ((dialler, acceptor, said[0]), (acceptor, dialler, said[1])):
+            if machine.stage is Stage.CHALLENGED:
+                machine.answer(b"last link")
+            if machine.stage is Stage.DECIDING:
+                machine.welcome()
+            words.append(machine.take_output())
+            _feed(other, words[-1])
+    assert dialler.stage is acceptor.stage is Stage.DONE
+    return tuple(said[0]), tuple(said[1])
+
+
+def _feed(machine: Handshake, data: bytes) -> None:
+    while data:
+        count = machine.num_wanted
+        machine.receive(data[:count])
+        data = data[count:]
+
+
+def _refusals() -> list[bytes]:
+    words = []
+    for field in ("run_id", "model"):
+        dialler = Handshake(identity(0), SECRET, dialler=True, wanted_rank=1, nonce=NONCES[0])
+        odd = msgspec.structs.replace(identity(1), **{field: "other"})
+        acceptor = Handshake(odd, SECRET, dialler=False, nonce=NONCES[1])
+        _feed(acceptor, dialler.take_output())
+        words.append(acceptor.take_output())
+    return words
+
+
+def handshake_acceptor_seeds() -> list[bytes]:
+    """The dialler's words, whole and begun; a TLS hello; a browser."""
+    words = _conversation()[0]
+    return [b"".join(words), *words, b"\x16\x03\x01\x02\x00\x01\x00", b"GET / HTTP/1.1\r\n\r\n"]
+
+
+def handshake_dialler_seeds() -> list[bytes]:
+    """The acceptor's words, and refusals."""
+    words = _conversation()[1]
+    return [b"".join(words), *words, *_refusals()]
+
+
+# Control messages.
+
+
+def control_message(data: bytes) -> None:
+    """A message is refused, or the same when written again."""
+    try:
+        envelope = decode(data)
+    except ProtocolError:
+        return
+    again = encode(envelope)
+    # Compared as bytes: a NaN in it equals no other.
+    assert encode(decode(again)) == again
+
+
+def control_message_seeds() -> list[bytes]:
+    """One of each kind, with news and without."""
+    id, epoch = ExchangeId(1, 0, 12), consolidation.Epoch(1, 0, 77)
+    average = consolidation.Average(epoch, 3, 1e-3)
+    messages: list[Any] = [
+        Propose(id, 0.75),
+        Accept(id, 0.75),
+        Busy(id),
+        Free(),
+        Pass(),
+        Cancel(id),
+        Abort(id, "NaN"),
+        Heartbeat(),
+        RequestState(1, 0),
+        StateRefused(1, "poisoned"),
+        consolidation.BeginEpoch(epoch, ((0, 100), (1, 101), (2, 102)), None),
+        consolidation.BeginEpoch(epoch, ((0, 100), (2, 102)), average),
+        consolidation.NewerEpoch(epoch),
+        consolidation.Held(epoch, average),
+        consolidation.PullPartials(epoch, 0, 2),
+        consolidation.PullResults(epoch, 0),
+        consolidation.Distance(epoch, 0.5),
+        consolidation.CommitEpoch(epoch, 0.5),
+        consolidation.Committed(epoch),
+        consolidation.Release(epoch),
+    ]
+    news = (
+        (
+            Member(1, 2, 101, Status.DONE, "10.0.0.1", 4000),
+            Member(2, 0, 102, Status.LEFT, "::1", 1),
+        ),
+        (ProgressEntry(1, 2, 101, 64, 2), ProgressEntry(0, 0, 100, 9, 9)),
+    )
+    return [encode(Envelope(message, *rest)) for message in messages for rest in ((), news)]
+
+
+# A whole worker's protocol behind the decoder: what an authenticated peer may say.
+
+
+def protocol_worker(data: bytes) -> None:
+    """Any sequence of messages that decode leaves the protocol able to go on.
+
+    The first byte of each record is its length in units of 1 byte and the second says from whom,
+    so that the fuzzer may cut and join real messages.
+    """
+    worker = WorkerProtocol(
+        rank=0,
+        incarnation=0,
+        process_id=100,
+        host="127.0.0.1",
+        port=4000,
+        constants=_ring(),
+        method="a2cid2",
+        policy_name="fresh",
+        timeout_s=5.0,
+        random=random.Random(0),
+        num_chunks=2,
+        num_copied_chunks=1,
+    )
+    now = 0.0
+    for peer in (1, 2, 3):
+        worker.link_up(peer, now)
+    worker.release(now)
+    while len(data) >= 2:
+        length, choice = data[0], data[1]
+        record, data = data[2 : 2 + length], data[2 + length :]
+        now += 0.25 * (choice >> 4)
+        peer = 1 + choice % 3
+        match (choice >> 2) % 4:
+            case 1:
+                worker.step(8, now)
+            case 2:
+                worker.done(now)
+            case 3:
+                worker.link_down(peer, now)
+                worker.link_up(peer, now)
+        try:
+            envelope = decode(record)
+        except ProtocolError:
+            continue
+        worker.receive(peer, envelope, now)
+        worker.poll(now)
+        worker.next_deadline(now)
+
+
+@functools.cache
+def _ring() -> Constants:
+    return Constants.of(networkx.cycle_graph(4))
+
+
+def protocol_worker_seeds() -> list[bytes]:
+    """Single messages, and short conversations."""
+    messages = [message for message in control_message_seeds() if len(message) < 256]
+    records = [bytes([len(message), 0]) + message for message in messages]
+    order = random.Random(0)
+    talks = [b"".join(order.sample(records, 6)) for _ in range(20)]
+    ended = [bytes([0, 8]) + b"".join(order.sample(records, 6)) for _ in range(20)]
+    return [*records, *talks, *ended]
+
+
+# A link: frames cut in any pieces, with a handler that answers.
+
+
+class _Bytes(Stream):
+    """Bytes that come in pieces whose sizes they name themselves."""
+
+    mixes_directions = False
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    @property
+    def has_more(self) -> bool:
+        return not self._data
+
+    def receive_into(self, rooms: Sequence[memoryview]) -> int:
+        piece = 1 + 17 * (self._data[0] if self._data else 0)
+        total = 0
+        for room in rooms:
+            part = self._data[: min(len(room), piece - total)]
+            room[: len(part)] = part
+            self._data = self._data[len(part) :]
+            total += len(part)
+        return total
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> int:
+        return sum(map(len, parts))
+
+
+class _Handler(LinkHandler):
+    """Takes chunks with an even index and drops the others; looks at what it is told."""
+
+    def __init__(self) -> None:
+        self.due: tuple[FrameType, ChunkKey, int] | None = None
+
+    def link_up(self, link: Link) -> None: ...
+    def link_down(self, link: Link, reason: str) -> None: ...
+    def writable(self, link: Link) -> None: ...
+    def refused(self, peer: int | None, refusal: Any) -> None: ...
+    def dial_failed(self, peer: int | None, refused_connection: bool) -> None: ...
+
+    def control(self, link: Link, data: bytes) -> None:
+        assert not link.closed
+        assert 0 < len(data) <= MAX_CONTROL_BYTES
+        control_message(data)
+
+    def chunk_buffer(
+        self, link: Link, frame_type: FrameType, key: ChunkKey, length: int
+    ) -> memoryview | None:
+        assert not link.closed
+        assert self.due is None
+        assert 0 < length <= MAX_CHUNK_BYTES
+        self.due = (frame_type, key, length)
+        return memoryview(bytearray(min(length, BIGGEST_BUFFER))) if key.index % 2 == 0 else None
+
+    def chunk(
+        self, link: Link, frame_type: FrameType, key: ChunkKey, payload: memoryview | None
+    ) -> None:
+        assert not link.closed
+        assert self.due is not None
+        assert self.due[:2] == (frame_type, key)
+        assert payload is None or payload.nbytes == self.due[2]
+        self.due = None
+
+
+class _Owner(LinkOwner):
+    """A transport that only remembers."""
+
+    def __init__(self) -> None:
+        self.handler = _Handler()
+        self.tag = TAG
+        self.max_queued_chunks = 4
+        self.clock = lambda: 0.0
+        self.scratch = memoryview(bytearray(4096))
+        self.ended: list[str] = []
+
+    def link_has_output(self, link: TcpLink) -> None: ...
+    def link_has_input(self, link: TcpLink) -> None: ...
+    def link_broken(self, link: TcpLink, reason: str) -> None: ...
+
+    def link_ended(self, link: TcpLink, reason: str) -> None:
+        self.ended.append(reason)
+
+
+def link_stream(data: bytes) -> None:
+    """A link ends exactly once, whatever comes, and tells its handler only what is allowed."""
+    owner = _Owner()
+    link = TcpLink(owner, _Bytes(data), identity(1), link_id=b"", dialler=0)
+    while not link.closed:
+        link.can_read = True
+        link.read_some()
+    assert len(owner.ended) == 1
+    assert link.bytes_received <= len(data)
+
+
+def link_stream_seeds() -> list[bytes]:
+    """Controls and chunks, in order."""
+    frames = []
+    for number, message in enumerate(control_message_seeds()[:6]):
+        frames.append(pack_header(TAG, FrameType.CONTROL, number, len(message)) + message)
+    for number in range(6, 10):
+        key = pack_key(ChunkKey(1, 0, 12, number))
+        payload = bytes([number]) * (100 * number)
+        frames.append(
+            pack_header(TAG, FrameType.EXCHANGE_CHUNK, number, len(payload), key) + payload
+        )
+    return [b"".join(frames[:count]) for count in range(1, len(frames) + 1)]
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    target.__name__: target
+    for target in (
+        frame_header,
+        handshake_acceptor,
+        handshake_dialler,
+        control_message,
+        protocol_worker,
+        link_stream,
+    )
+}
+SEEDS: dict[str, Callable[[], list[bytes]]] = {
+    "frame_header": frame_header_seeds,
+    "handshake_acceptor": handshake_acceptor_seeds,
+    "handshake_dialler": handshake_dialler_seeds,
+    "control_message": control_message_seeds,
+    "protocol_worker": protocol_worker_seeds,
+    "link_stream": link_stream_seeds,
+}
