@@ -2,8 +2,11 @@
 
 import dataclasses
 import itertools
+import re
+import shutil
 import socket
 import ssl
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from gossipdp.runtime import tls as tls_module
 from gossipdp.runtime.environment import Environment, tls_variables
 from gossipdp.runtime.frames import ChunkKey, FrameType
 from gossipdp.runtime.handshake import Handshake
-from gossipdp.runtime.tls import Tls, tls_files
+from gossipdp.runtime.tls import Tls, TlsFiles, tls_files
 
 # The files.
 
@@ -117,6 +120,15 @@ def test_a_chain_in_one_file_and_only_the_newest_tls(authority: Any, tmp_path: P
         assert context.minimum_version is ssl.TLSVersion.TLSv1_3
         assert context.verify_mode is ssl.CERT_REQUIRED
     assert tls._server.num_tickets == 0
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl program here")
+def test_the_commands_in_the_documentation_make_files_that_work(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    (commands,) = re.findall(r"^```sh\n(.*?)^```", page, re.S | re.M)
+    assert len(commands.splitlines()) == 3
+    subprocess.run(["sh", "-e", "-c", commands], cwd=tmp_path, check=True, capture_output=True)
+    Tls(TlsFiles(tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem"))
 
 
 # Peers.
