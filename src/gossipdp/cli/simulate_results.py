@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import gossipdp
 from gossipdp.simulate.ensemble import TAIL_LOWEST, Ensemble, Estimate
+from gossipdp.simulate.simulation import SYNCHRONOUS
 from gossipdp.simulate.trace import Record
 
 if TYPE_CHECKING:
@@ -69,6 +70,14 @@ def notes(study: Study, ensembles: Sequence[Ensemble]) -> list[str]:
     if study.is_consensus:
         lines += _decay_notes(study, ensembles)
     lines += _divergence_notes(ensembles)
+    synchronous = [method for method in study.methods if method in SYNCHRONOUS]
+    if synchronous and study.arguments.fidelity == "ideal":
+        links = study.cases[0].scenario.links.every
+        speed = f" and {links.bytes_per_s * 8e-6:g} Mbit/s" if links.bytes_per_s < math.inf else ""
+        lines.append(
+            f"at fidelity ideal links cost only {' and '.join(synchronous)} time, at a latency of "
+            f"{links.latency_s * 1e3:g} ms{speed}; to compare times pass --fidelity links"
+        )
     traces = [trace for ensemble in ensembles for trace in ensemble.traces]
     num_events, wall_s = sum(trace.num_events for trace in traces), sum(t.wall_s for t in traces)
     line = f"{num_events:,} events in {wall_s:.1f} s of computing: {num_events / wall_s:,.0f}/s"

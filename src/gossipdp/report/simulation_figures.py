@@ -39,7 +39,9 @@ ACTIVITY_COLOURS: dict[Activity, str] = {
     "exchanging": OKABE_ITO[1],
     "waiting": "#d9d9d9",
 }
-NUM_TIMELINE_WORKERS = 12
+MOST_ROWS, LEAST_WORKERS = 36, 6
+"""Rows of a timeline: all its methods share them, but each shows so many workers at least."""
+
 NUM_TIMELINE_STEPS = 10
 
 
@@ -153,7 +155,7 @@ def draw_timeline(traces: Sequence[Trace], path: Path, *, title: str) -> None:
     for trace in traces:
         if not trace.intervals:
             raise ValueError(f"{trace.method} kept no timeline: simulate with keep_timeline=True")
-    ranks = _shown_ranks(traces[0])
+    ranks = _shown_ranks(traces[0], max(LEAST_WORKERS, MOST_ROWS // len(traces)))
     figure = _figure(11.0, 1.2 + len(traces) * (0.7 + 0.24 * len(ranks)))
     panels = figure.subplots(len(traces), 1, squeeze=False, sharex=True)[:, 0]
     for axes, trace in zip(panels, traces, strict=True):
@@ -167,9 +169,9 @@ def draw_timeline(traces: Sequence[Trace], path: Path, *, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _shown_ranks(trace: Trace) -> list[int]:
+def _shown_ranks(trace: Trace, most: int) -> list[int]:
     """The first so many workers; the slowest takes the last place where it is none of them."""
-    ranks = list(range(min(trace.num_workers, NUM_TIMELINE_WORKERS)))
+    ranks = list(range(min(trace.num_workers, most)))
     longest_s = dict.fromkeys(range(trace.num_workers), 0.0)
     for one in trace.intervals:
         if one.activity == "computing":
@@ -181,7 +183,9 @@ def _shown_ranks(trace: Trace) -> list[int]:
 
 
 def _draw_workers(axes: Axes, trace: Trace, ranks: Sequence[int]) -> None:
-    end_s = trace.records[-1].time_s
+    # A worker that was ahead of others was in a round at the end that is not over.
+    last_s = {one.rank: one.end_s for one in trace.intervals}
+    end_s = min(trace.records[-1].time_s, *last_s.values())
     begin_s = max(0.0, end_s - NUM_TIMELINE_STEPS * trace.unit_s)
     is_synchronous = trace.method in SYNCHRONOUS
     for activity, colour in ACTIVITY_COLOURS.items():
@@ -194,14 +198,20 @@ def _draw_workers(axes: Axes, trace: Trace, ranks: Sequence[int]) -> None:
             below, height = row - 0.4, 0.8
             if not is_synchronous:
                 below, height = (row + 0.15, 0.25) if activity == "exchanging" else (below, 0.5)
+            # Lines between steps; those between short exchanges would hide them.
+            width = 0.5 if activity == "computing" else 0.0
             axes.broken_barh(
-                spans, (below, height), facecolor=colour, edgecolor="white", linewidth=0.5
+                spans, (below, height), facecolor=colour, edgecolor="white", linewidth=width
             )
     axes.set_xlim(0.0, end_s - begin_s)
     axes.set_ylim(len(ranks) - 0.5, -0.5)
     axes.set_yticks(range(len(ranks)), [str(rank) for rank in ranks])
     axes.set_ylabel("worker")
     text = "asynchronous: computing all the time"
+    if trace.records[-1].exchanges and not any(
+        one.activity == "exchanging" for one in trace.intervals
+    ):
+        text += "; exchanges take no time at fidelity ideal"
     if is_synchronous:
         idle_share = trace.records[-1].idle_share
         text = f"synchronous: {idle_share:.0%} of the time not computing"

@@ -94,7 +94,7 @@ def test_what_diverges_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
 
 def timeline_of(method: str, **changes: Any) -> Trace:
     scenario = Scenario(
-        num_workers=16,
+        num_workers=40,
         num_steps=12,
         num_records=1,
         fidelity="links",
@@ -106,30 +106,36 @@ def timeline_of(method: str, **changes: Any) -> Trace:
 
 
 def test_timeline(figures: list[Figure], tmp_path: Path) -> None:
-    slowed = SlowedTime(ConstantTime(0.1), {14: 3.0})
+    slowed = SlowedTime(ConstantTime(0.1), {34: 3.0})
     traces = [timeline_of(method, compute_time=slowed) for method in ("gossip", "allreduce")]
     draw_timeline(traces, tmp_path / "timeline.png", title="a title")
     (figure,) = figures
-    assert figure.get_suptitle() == "a title; 12 of them are shown"
+    assert figure.get_suptitle() == "a title; 18 of them are shown"
     above, below = figure.axes
     assert above.get_title(loc="left") == "gossip, asynchronous: computing all the time"
     assert below.get_title(loc="left").startswith("allreduce, synchronous: ")
     # The slow worker takes the last place.
     ranks = [label.get_text() for label in above.get_yticklabels()]
-    assert ranks == [*map(str, range(11)), "14"]
+    assert ranks == [*map(str, range(17)), "34"]
     assert above.get_xlim() == pytest.approx((0.0, 1.0))
     for axes in figure.axes:
         # Computing, exchanging, waiting: one collection of bars for each activity and worker.
-        assert len(axes.collections) == 3 * 12
+        assert len(axes.collections) == 3 * 18
         assert all(
             box.x0 >= -1e-9 and box.x1 <= 1.0 + 1e-9
             for bars in axes.collections
             for path in bars.get_paths()
             for box in [path.get_extents()]
         )
-    computing_of_the_slow = above.collections[11].get_paths()
+    computing_of_the_slow = above.collections[17].get_paths()
     computing_of_another = above.collections[0].get_paths()
     assert len(computing_of_the_slow) < len(computing_of_another) / 2
+
+
+def test_a_timeline_of_instantaneous_exchanges(figures: list[Figure], tmp_path: Path) -> None:
+    scenario = Scenario(num_workers=4, num_steps=5, keep_timeline=True)
+    draw_timeline([simulate(scenario, "gossip")], tmp_path / "timeline.png", title="a title")
+    assert figures[0].axes[0].get_title(loc="left").endswith("no time at fidelity ideal")
 
 
 def test_a_timeline_needs_intervals(tmp_path: Path) -> None:
