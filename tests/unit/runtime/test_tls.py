@@ -295,6 +295,26 @@ def test_a_cipher_text_that_was_changed_ends_the_link(world: Any) -> None:
     assert "decryption failed" in second.handler.of("link_down")[0][1]
 
 
+@pytest.mark.parametrize("end", ["farewell", "garbage"])
+def test_an_end_in_the_middle_of_a_frame_is_noticed_at_once(world: Any, end: str) -> None:
+    """TLS ends behind a piece of a frame, the connection does not: no event will follow."""
+    first, second = world.tls(0), world.tls(1)
+    there, back = world.join(first, second)
+    world.settle(turns=3)
+    there.stream.send([b"GDP1"])
+    if end == "farewell":
+        with pytest.raises(ssl.SSLWantReadError):
+            there.connection.unwrap()
+    else:
+        socket.socket.send(there.connection, b"\x17\x03\x03\x00\x40" + bytes(64))
+    world.until(lambda: back.closed, second)
+    assert second.handler.of("link_down")[0][1] == (
+        "closed by the peer"
+        if end == "farewell"
+        else "connection lost: decryption failed or bad record mac"
+    )
+
+
 def test_the_wire_shows_nothing_of_a_message(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what crosses it is TLS records alone."""
     first, second = world.tls(0), world.tls(1)
