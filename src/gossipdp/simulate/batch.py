@@ -11,12 +11,13 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar
 
+from gossipdp.simulate.one_thread import one_thread
 from gossipdp.simulate.scenario import Scenario
 from gossipdp.simulate.simulation import Progress, simulate
 from gossipdp.simulate.trace import Trace
@@ -113,7 +114,7 @@ def run_all(
     if num_processes <= 1 or processes is None:
         if num_processes > 1:
             shares.try_until(monotonic() + TRIAL_S)
-        with _one_thread(), suppress(_TooLong):
+        with one_thread(), suppress(_TooLong):
             for place in order:
                 answers[place] = function(tasks[place], shares.of(place))
                 shares.of(place)(1.0)
@@ -278,7 +279,7 @@ def _serve(connection: Connection, pickled_function: bytes) -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, name="gossipdp parent watch", daemon=True).start()
-    with _one_thread():
+    with one_thread():
         function = pickle.loads(pickled_function)
         while True:
             pickled_task = connection.recv_bytes()
@@ -289,21 +290,6 @@ def _serve(connection: Connection, pickled_function: bytes) -> None:
             except Exception as error:
                 message = _pickled_error(error)
             connection.send_bytes(message)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Torch and numpy compute with one thread."""
-    import torch
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
-
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with threadpool_limits(1, user_api="blas"):
-            yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def _pickled(value: Any) -> bytes:

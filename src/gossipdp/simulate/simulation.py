@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from gossipdp.simulate.ideal import run_ideal
 from gossipdp.simulate.links import run_links
+from gossipdp.simulate.one_thread import one_thread
 from gossipdp.simulate.scenario import Scenario
 from gossipdp.simulate.synchronous import run_allreduce, run_dpsgd
 from gossipdp.simulate.trace import Trace
@@ -47,13 +48,14 @@ def simulate(scenario: Scenario, method: str, on_progress: Progress | None = Non
         raise ValueError(f"there is no method {method!r}; choose one of {', '.join(METHODS)}")
     on_progress = on_progress or (lambda share: None)
     started = time.perf_counter()
-    if method == "allreduce":
-        trace = run_allreduce(scenario, on_progress)
-    elif method in SYNCHRONOUS:
-        trace = run_dpsgd(scenario, on_progress, chebyshev=method == "dpsgd-chebyshev")
-    elif scenario.fidelity == "ideal":
-        trace = run_ideal(scenario, method, on_progress)
-    else:
-        trace = run_links(scenario, method, on_progress)
+    with one_thread():
+        if method == "allreduce":
+            trace = run_allreduce(scenario, on_progress)
+        elif method in SYNCHRONOUS:
+            trace = run_dpsgd(scenario, on_progress, chebyshev=method == "dpsgd-chebyshev")
+        elif scenario.fidelity == "ideal":
+            trace = run_ideal(scenario, method, on_progress)
+        else:
+            trace = run_links(scenario, method, on_progress)
     trace.wall_s = time.perf_counter() - started
     return trace
