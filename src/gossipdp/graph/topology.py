@@ -223,6 +223,44 @@ def without(graph: nx.Graph[int], dead: Iterable[int]) -> nx.Graph[int]:
     return survivors
 
 
+def attach(graph: nx.Graph[int], joiners: Iterable[int]) -> nx.Graph[int]:
+    """The graph with workers added, each joined to the two ranks that follow it, wrapping round.
+
+    The ranks that follow are taken among all that are there in the end, other joiners included:
+    the result depends on the set of joiners alone. Following them from rank to rank leads round
+    to every joiner and into ``graph``, so the whole is connected if ``graph`` is.
+
+    Args:
+        graph: A connected graph or an empty one; it is not changed.
+        joiners: Ranks that are not in it.
+
+    Raises:
+        ValueError: A joiner is in the graph already.
+
+    Example:
+        >>> sorted(attach(build_graph("ring", 4), [4]).edges)
+        [(0, 1), (0, 3), (0, 4), (1, 2), (1, 4), (2, 3)]
+    """
+    added = sorted(set(joiners))
+    known = [rank for rank in added if rank in graph]
+    if known:
+        raise ValueError(
+            f"graph {graph_name(graph)!r} has a worker {known[0]} already: pass ranks not in it"
+        )
+    joined: nx.Graph[int] = nx.Graph(graph)
+    joined.add_nodes_from(added)
+    ranks = sorted(joined)
+    for rank in added:
+        position = ranks.index(rank)
+        for step in (1, 2):
+            following = ranks[(position + step) % len(ranks)]
+            if following != rank:
+                joined.add_edge(rank, following)
+    if added:
+        joined.graph["name"] = f"{graph_name(graph)} and {', '.join(map(str, added))}"
+    return joined
+
+
 def _checked_copy(graph: nx.Graph[int], num_workers: int) -> nx.Graph[int]:
     name = graph_name(graph)
     check_graph(graph)

@@ -1,20 +1,27 @@
 """One worker's whole protocol: what the runtime and the simulator drive.
 
-:class:`WorkerProtocol` composes pairing, membership, progress, the step clock and consolidation.
+:class:`WorkerProtocol` composes pairing, membership, progress, the step clock, consolidation and
+what keeps the run alive through failures: the detector, the neighbourhood, refresh and rivalry.
 Its inputs are what happens to the worker; each returns the actions to perform. It owns what the
 parts do not know: links and their silence, heartbeats, and the news that travels with messages.
+
+The worker's own silence. Every input is also a look at the clock: :meth:`next_deadline` never lies
+further ahead than a quarter of the time-out, so a longer gap between two inputs means that the
+worker itself did not run. After half a time-out all waits for others begin anew, whatever input
+comes first; after the whole time-out the worker takes another's parameters before it exchanges.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Literal, TypeAlias
 
 from gossipdp.graph.constants import Constants
-from gossipdp.protocol.actions import Begin, Send, Stop
+from gossipdp.graph.live import LiveGraph
+from gossipdp.protocol.actions import Begin, LifeAction, Reach, Send, Stop, Unlink
 from gossipdp.protocol.clock import StepClock
 from gossipdp.protocol.consolidate import Consolidation
 from gossipdp.protocol.consolidation_actions import (
@@ -24,16 +31,34 @@ from gossipdp.protocol.consolidation_actions import (
     Prepare,
 )
 from gossipdp.protocol.consolidation_messages import ConsolidationMessage, Epoch
+from gossipdp.protocol.failure_detector import DetectorAction, FailureDetector, Seek, Verdict
 from gossipdp.protocol.membership import Member, Membership, Status
-from gossipdp.protocol.messages import Envelope, ExchangeId, ExchangeMessage, Heartbeat, Message
+from gossipdp.protocol.messages import (
+    AskMembers,
+    Envelope,
+    ExchangeId,
+    ExchangeMessage,
+    Heartbeat,
+    LifeMessage,
+    Members,
+    Message,
+)
+from gossipdp.protocol.neighbourhood import Neighbourhood
 from gossipdp.protocol.neighbours import make_policy
 from gossipdp.protocol.pairing import Exchanging, Pairing, PairingAction
 from gossipdp.protocol.progress import Progress, ProgressEntry
+from gossipdp.protocol.refresher import Refresher
+from gossipdp.protocol.rivalry import Rivalry
 
 Method: TypeAlias = Literal["a2cid2", "gossip", "none"]
-Action: TypeAlias = Send[Envelope] | Begin | Stop | DataAction
+Action: TypeAlias = Send[Envelope] | Begin | Stop | LifeAction | DataAction
+_Inner: TypeAlias = (
+    PairingAction | ConsolidationAction | DetectorAction | LifeAction | Send[Members]
+)
+"""What the parts ask for, before messages are wrapped and verdicts carried out."""
 
 HEARTBEATS_PER_TIMEOUT = 10
+LOOKS_PER_TIMEOUT = 4
 NEWS_INTERVAL_S = 0.05
 PROGRESS_INTERVAL_S = 0.25
 
@@ -61,6 +86,8 @@ class WorkerProtocol:
         timeout_s: a peer silent for this long is suspect: not chosen, not waited for.
         random: seeds the clock and the policy.
         num_chunks, num_copied_chunks: what consolidation averages, and what it copies.
+        is_joining: start as one that has no parameters yet; see :meth:`joined`.
+        live_graph: made of ``constants``, for workers of one process to share its cache.
 
     Guarantees, as long as the driver performs every action in order, keeps links FIFO, and
     reports nothing from a link after its :meth:`link_down`: at most one exchange at a time; each
@@ -83,18 +110,19 @@ class WorkerProtocol:
         random: Random,
         num_chunks: int = 0,
         num_copied_chunks: int = 0,
+        is_joining: bool = False,
+        live_graph: LiveGraph | None = None,
     ) -> None:
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"timeout_s must be a positive number of seconds, not {timeout_s}")
         self.rank = rank
         self.timeout_s = timeout_s
-        self.membership = Membership(
-            Member(rank, incarnation, process_id, Status.ALIVE, host, port)
-        )
+        status = Status.JOINING if is_joining else Status.ALIVE
+        self.membership = Membership(Member(rank, incarnation, process_id, status, host, port))
         self.progress = Progress(rank, incarnation, process_id)
-        self.alpha_tilde = constants.alpha_tilde if method == "a2cid2" else 0.5
-        ticks_per_step = 0.0 if method == "none" else constants.worker_rate(rank) / 2
-        self.clock = StepClock(ticks_per_step, Random(random.getrandbits(64)))
+        graph = live_graph or LiveGraph(constants)
+        self.neighbourhood = Neighbourhood(rank, graph, has_momentum=method == "a2cid2")
+        self.clock = StepClock(0.0, Random(random.getrandbits(64)))
         self.pairing = Pairing(
             rank=rank,
             incarnation=incarnation,
@@ -102,28 +130,44 @@ class WorkerProtocol:
             alpha_tilde=self.alpha_tilde,
         )
         self.consolidation = Consolidation(rank, process_id, num_chunks, num_copied_chunks)
+        self.detector = FailureDetector(rank, timeout_s, Random(random.getrandbits(64)))
+        self.refresher = Refresher(timeout_s, Random(random.getrandbits(64)))
+        self.rivalry = Rivalry(timeout_s)
         self._reviewed: int | None = None
         self._deferred: list[tuple[int, ConsolidationMessage]] = []
         self.exchanges_initiated = 0
         self.exchanges_answered = 0
         self.exchanges_failed = 0
         self.is_done = False
-        self._rates = constants.neighbours(rank)
+        self._has_method = method != "none"
         self._links: dict[int, _Link] = {}
+        self._unreachable: set[int] = set()
         # What was worked out from links and membership, and for which version of the latter; -1
         # to have it worked out anew.
+        self._members_version = -1
         self._available_version = -1
         self._quiet_version = -1
         self._quiet_until = math.inf
         self._last_input = -math.inf
-        self._never_exchanges = method == "none"
-        if self._never_exchanges:
+        # Why this worker neither asks nor accepts; empty: it does.
+        self._closed_for: set[str] = set()
+        if is_joining:
             self.pairing.close()
+            self._closed_for.add("joining")
+        if not self._has_method:
+            self.pairing.close()
+            self._closed_for.add("method none")
+        self._set_clock_rate()
 
     @property
     def neighbours(self) -> frozenset[int]:
         """The workers that the graph lets this one exchange with."""
-        return frozenset(self._rates)
+        return frozenset(self.neighbourhood.rates)
+
+    @property
+    def alpha_tilde(self) -> float:
+        """The gain of an exchange on the momentum copy, on the graph over the live workers."""
+        return self.neighbourhood.alpha_tilde
 
     @property
     def incarnation(self) -> int:
@@ -134,37 +178,90 @@ class WorkerProtocol:
 
     def step(self, samples: int, now: float) -> list[Action]:
         """One gradient step on ``samples`` samples ended."""
+        actions = self._look_at_clock(now)
         self.progress.add(samples)
         self.clock.step(now)
-        return self._settle(self._ticks(now), now)
+        return self._settle([*actions, *self._ticks(now)], now)
 
     def done(self, now: float) -> list[Action]:
         """Train no more: ask for no exchange, but answer."""
+        actions = self._look_at_clock(now)
         self.is_done = True
         self.pairing.stop_asking()
         self.clock.pause(now)
-        return self._settle([], now)
+        return self._settle(actions, now)
 
     def hold(self, now: float) -> list[Action]:
         """Answer BUSY and do not ask until :meth:`release`; a running exchange goes on."""
-        self.clock.pause(now)
-        return self._settle(self.pairing.close(), now)
+        actions = self._look_at_clock(now)
+        return self._settle([*actions, *self._close("hold", now)], now)
 
     def release(self, now: float) -> list[Action]:
         """Exchange again after :meth:`hold`."""
-        if not self.is_done:
-            self.clock.resume(now)
-        return self._settle([] if self._never_exchanges else self.pairing.open(), now)
+        actions = self._look_at_clock(now)
+        return self._settle([*actions, *self._open("hold", now)], now)
 
     def abort(self, reason: str, now: float) -> list[Action]:
         """Stop the exchange that is running, if any; its link is closed."""
-        return self._settle(self.pairing.abort(reason), now)
+        actions = self._look_at_clock(now)
+        return self._settle([*actions, *self.pairing.abort(reason)], now)
 
     def poisoned(self, now: float) -> list[Action]:
-        """The parameters are NaN or infinite: abort the exchange and never exchange again."""
-        self._never_exchanges = True
-        self.clock.pause(now)
-        return self._settle(self.pairing.close() + self.pairing.abort("poisoned parameters"), now)
+        """The parameters are NaN or infinite: abort the exchange and do not exchange again.
+
+        Only :meth:`refresh` and what comes of it end that.
+        """
+        actions = [*self._look_at_clock(now), *self._close("poisoned parameters", now)]
+        return self._settle([*actions, *self.pairing.abort("poisoned parameters")], now)
+
+    # --- joining and refreshing ------------------------------------------------------------
+
+    def joined(self, now: float) -> list[Action]:
+        """A worker that was joining has its parameters: it is alive from now on."""
+        actions = self._look_at_clock(now)
+        self.membership.set_status(Status.ALIVE)
+        return self._settle([*actions, *self._open("joining", now)], now)
+
+    def refresh(self, now: float) -> list[Action]:
+        """Take another worker's parameters before exchanging again, and instead of nothing.
+
+        By choice, after :meth:`poisoned`: nothing else makes this worker exchange again.
+        """
+        actions = [*self._look_at_clock(now), *self._need_refresh(now, insists=True)]
+        return self._settle(actions, now)
+
+    def refreshed(self, now: float) -> list[Action]:
+        """The answer to ``Refresh``: this worker's parameters are its peer's, and c = 0."""
+        actions = self._look_at_clock(now)
+        self.refresher.refreshed()
+        if not self.refresher.is_needed:
+            actions += self._open("poisoned parameters", now)
+        return self._settle(actions, now)
+
+    def refresh_failed(self, peer: int, now: float) -> list[Action]:
+        """The answer to ``Refresh``: nothing came from ``peer``, and nothing was changed."""
+        actions = self._look_at_clock(now)
+        self.refresher.failed(peer)
+        return self._settle(actions, now)
+
+    @property
+    def can_donate(self) -> bool:
+        """Whether this worker's parameters are worth another's taking them over."""
+        return (
+            self._closed_for.isdisjoint(("joining", "poisoned parameters", "consolidation"))
+            and not self.refresher.is_needed
+        )
+
+    def answer_joiner(self, counter: int) -> Members:
+        """What one who is about to join must know; the answer to ``AskMembers``."""
+        members = self.membership.members()
+        return Members(
+            counter,
+            num_workers=self.neighbourhood.num_originals,
+            is_ending=not any(member.status is Status.ALIVE for member in members),
+            members=members,
+            progress=self.progress.news()[0],
+        )
 
     # --- exchanges and messages ------------------------------------------------------------
 
@@ -172,81 +269,129 @@ class WorkerProtocol:
         """``peer`` said ``envelope``; dropped if its link is regarded as closed already."""
         if peer not in self._links:
             return []
-        self._note_life(peer, now)
+        actions = [*self._look_at_clock(now), *self._note_life(peer, now)]
         self.progress.merge_all(envelope.progress)
-        self._take_members(envelope.members)
-        actions = self._refresh_available()
+        self.membership.merge_all(envelope.members)
+        actions += [*self._review_members(now), *self._set_available()]
         message = envelope.message
         if isinstance(message, ExchangeMessage):
             actions += self.pairing.receive(peer, message)
         elif isinstance(message, ConsolidationMessage):
             self._deferred.append((peer, message))
+        elif isinstance(message, LifeMessage):
+            is_linked = message.suspect in self._links
+            actions += self.detector.receive(peer, message, now, is_linked=is_linked)
+            self._look_anew()
+        elif isinstance(message, AskMembers):
+            actions.append(Send(peer, self.answer_joiner(message.counter)))
         return self._settle(actions, now)
 
     def finished(self, id: ExchangeId, now: float) -> list[Action]:
         """The exchange ``id`` is complete at this end: all sent, all received and applied."""
+        actions = self._look_at_clock(now)
         state = self.pairing.state
         if isinstance(state, Exchanging) and state.id == id:
             self.exchanges_initiated += state.initiator
             self.exchanges_answered += not state.initiator
-        return self._settle(self.pairing.finished(id), now)
+        return self._settle([*actions, *self.pairing.finished(id)], now)
 
     def failed(self, id: ExchangeId, now: float) -> list[Action]:
         """The exchange ``id`` broke at this end; the driver closes its link."""
+        actions = self._look_at_clock(now)
         state = self.pairing.state
-        actions: list[PairingAction] = []
         if isinstance(state, Exchanging) and state.id == id:
             self.exchanges_failed += 1
             self._forget_link(state.peer)
-            actions = self.pairing.failed(id)
+            actions += self.pairing.failed(id)
         return self._settle(actions, now)
 
     # --- consolidation ---------------------------------------------------------------------
 
     def partial_landed(self, peer: int, epoch: Epoch, chunk: int, now: float) -> list[Action]:
         """A partial sum that consolidation accepted was added."""
-        actions = self.consolidation.partial_landed(peer, epoch, chunk)
-        return self._settle(self._after_consolidation(actions), now)
+        actions = self._look_at_clock(now)
+        landed = self.consolidation.partial_landed(peer, epoch, chunk)
+        return self._settle([*actions, *self._after_consolidation(landed, now)], now)
 
     def result_landed(self, peer: int, origin: Epoch, chunk: int, now: float) -> list[Action]:
         """A chunk of the result that consolidation accepted is here."""
-        actions = self.consolidation.result_landed(peer, origin, chunk)
-        return self._settle(self._after_consolidation(actions), now)
+        actions = self._look_at_clock(now)
+        landed = self.consolidation.result_landed(peer, origin, chunk)
+        return self._settle([*actions, *self._after_consolidation(landed, now)], now)
 
     def distance_measured(self, origin: Epoch, squared: float, now: float) -> list[Action]:
         """The answer to ``MeasureDistance``."""
-        actions = self.consolidation.distance_measured(origin, squared)
-        return self._settle(self._after_consolidation(actions), now)
+        actions = self._look_at_clock(now)
+        measured = self.consolidation.distance_measured(origin, squared)
+        return self._settle([*actions, *self._after_consolidation(measured, now)], now)
 
     # --- links and time --------------------------------------------------------------------
 
     def link_up(self, peer: int, now: float) -> list[Action]:
         """A link to ``peer`` is ready; it replaces an older one."""
-        actions = self._drop_link(peer) if peer in self._links else []
+        actions = self._look_at_clock(now)
+        if peer in self._links:
+            actions += self._drop_link(peer)
         self._links[peer] = _Link(last_heard=now)
+        self._unreachable.discard(peer)
         self._look_anew()
-        return self._settle(actions, now)
+        actions += self.detector.heard(peer, now)
+        return self._settle([*actions, *self.detector.link_up(peer)], now)
 
     def link_down(self, peer: int, now: float) -> list[Action]:
         """The link to ``peer`` is closed."""
-        return self._settle(self._drop_link(peer), now)
+        actions = self._look_at_clock(now)
+        return self._settle([*actions, *self._drop_link(peer)], now)
 
     def heard(self, peer: int, now: float) -> list[Action]:
         """Any byte came from ``peer``: a sign of life."""
-        self._note_life(peer, now)
-        return self._settle([], now)
+        return self._settle([*self._look_at_clock(now), *self._note_life(peer, now)], now)
 
-    def peer_dead(self, peer: int, now: float) -> list[Action]:
-        """The address of ``peer`` refuses connections: declare it dead."""
+    def reached(self, peer: int, now: float) -> list[Action]:
+        """The address of ``peer`` answered, though it did not come to a link: it lives."""
+        actions = [*self._look_at_clock(now), *self._note_life(peer, now)]
+        if peer == self.rank:
+            self.rivalry.reached()
+        return self._settle(actions, now)
+
+    def peer_dead(
+        self, peer: int, now: float, address: tuple[str, int] | None = None
+    ) -> list[Action]:
+        """An address of ``peer`` refuses connections: declare it dead.
+
+        Unless it is known to listen at another than ``address`` by now: it was started anew.
+        """
+        actions = self._look_at_clock(now)
+        member = self.membership.get(peer)
+        is_outdated = (
+            member is not None and address is not None and (member.host, member.port) != address
+        )
+        if is_outdated or member == self.membership.own:
+            return self._settle(actions, now)
         self.membership.declare_dead(peer)
-        return self._settle(self._drop_link(peer), now)
+        return self._settle([*actions, *self._drop_link(peer)], now)
+
+    def peer_unreachable(self, peer: int, now: float) -> list[Action]:
+        """A dial to ``peer`` came to nothing, but its address did not refuse: ask others."""
+        actions = self._look_at_clock(now)
+        if peer not in self._links:
+            if peer != self.rank and self._is_live(peer):
+                self._unreachable.add(peer)
+                self._look_anew()
+                actions += self._review_members(now)
+            actions += self.detector.unreachable(peer, now)
+        return self._settle(actions, now)
 
     def poll(self, now: float) -> list[Action]:
         """Time passed; to be called at :meth:`next_deadline`, and harmless at any time."""
-        return self._settle(self._notice_silence(now) + self._ticks(now), now)
+        actions = self._look_at_clock(now)
+        actions += [*self._notice_silence(now), *self._ticks(now)]
+        actions += self.detector.poll(now, self._witnesses)
+        actions += self.rivalry.poll(self.rank, now)
+        return self._settle(actions, now)
 
     def next_deadline(self, now: float) -> float:
-        """When :meth:`poll` must be called if nothing else happens before; inf if never."""
+        """When :meth:`poll` must be called if nothing else happens before."""
         if self._quiet_version != self.membership.version:
             self._find_quiet_time()
         tick = self.clock.next_tick_at(now)
@@ -266,13 +411,14 @@ class WorkerProtocol:
         """Peers with a link that is up and not silent."""
         return frozenset(peer for peer, link in self._links.items() if not link.is_silent)
 
-    def _note_life(self, peer: int, now: float) -> None:
+    def _note_life(self, peer: int, now: float) -> list[DetectorAction]:
         link = self._links.get(peer)
         if link is not None:
-            link.last_heard = now
+            link.last_heard = max(now, link.last_heard)
             if link.is_silent:
                 link.is_silent = False
                 self._look_anew()
+        return self.detector.heard(peer, now)
 
     def _drop_link(self, peer: int) -> list[PairingAction | ConsolidationAction]:
         self._forget_link(peer)
@@ -282,52 +428,224 @@ class WorkerProtocol:
         self._links.pop(peer, None)
         self._look_anew()
 
+    def _shed(self, peer: int, reason: str) -> list[_Inner]:
+        """Close the link to ``peer`` if it is silent; one that is not carries the news to it."""
+        link = self._links.get(peer)
+        if link is None or not link.is_silent:
+            return []
+        return [*self._drop_link(peer), Unlink(peer, reason)]
+
     def _look_anew(self) -> None:
-        """A link came, went, fell silent or was heard again."""
+        """A link came, went, fell silent or was heard again; or there is a new deadline."""
         self._available_version = self._quiet_version = -1
 
-    def _notice_silence(self, now: float) -> list[PairingAction]:
-        actions: list[PairingAction] = []
-        # If it was we who did not run, nobody had the chance to be heard: start the wait anew.
-        slept = now - self._last_input > self.timeout_s / 2
-        for peer, link in self._links.items():
-            if slept:
-                link.last_heard = now
-            elif not link.is_silent and now >= link.last_heard + self.timeout_s:
+    def _look_at_clock(self, now: float) -> list[_Inner]:
+        """What every input begins with: whether this worker itself was silent until now."""
+        slept_s = now - self._last_input
+        if not self.timeout_s / 2 < slept_s < math.inf:
+            return []
+        for link in self._links.values():
+            link.last_heard = max(now, link.last_heard)
+        self.detector.slept(now)
+        self._look_anew()
+        if slept_s > self.timeout_s and not self._closed_for and not self._is_alone:
+            return self._need_refresh(now, insists=False)
+        return []
+
+    def _notice_silence(self, now: float) -> list[_Inner]:
+        actions: list[_Inner] = []
+        for peer, link in list(self._links.items()):
+            if not link.is_silent and now >= link.last_heard + self.timeout_s:
                 link.is_silent = True
                 self._look_anew()
                 actions += self.pairing.silent(peer)
+            if link.is_silent and self._is_over(peer):
+                actions += self._shed(peer, "it is dead")
         return actions
 
     def _ticks(self, now: float) -> list[PairingAction]:
         ticks = self.clock.ticks_due(now)
         return [action for _ in range(ticks) for action in self.pairing.tick()]
 
+    def _witnesses(self, suspect: int) -> tuple[list[int], list[int]]:
+        """Whom to ask about a suspect: the linked, then its own neighbours, who are linked to it.
+
+        The others follow in ascending distance of rank: which ones matters little.
+        """
+        linked = self.live_links
+        others = [
+            member.rank
+            for member in self.membership.members()
+            if member.is_live and member.rank not in (self.rank, suspect)
+        ]
+        silent = self.suspects()
+        near = sorted(
+            (rank for rank in others if rank not in linked and rank not in silent),
+            key=lambda rank: (abs(rank - suspect), rank),
+        )
+        return [rank for rank in others if rank in linked], near
+
     # --- what every input ends with --------------------------------------------------------
 
-    def _settle(
-        self, actions: Sequence[PairingAction | ConsolidationAction], now: float
-    ) -> list[Action]:
+    def _settle(self, actions: Sequence[_Inner], now: float) -> list[Action]:
         """Bring the parts in line with one another, add what is due, wrap what is sent."""
-        self._last_input = now
+        self._last_input = max(now, self._last_input)
+        settled: list[_Inner] = []
         for action in actions:
-            if isinstance(action, Stop):  # its link is closed: not to be chosen again just now
-                self.exchanges_failed += 1
-                self._forget_link(action.peer)
-        actions = [*actions, *self._refresh_available()]
+            match action:
+                case Stop():  # its link is closed: not to be chosen again just now
+                    self.exchanges_failed += 1
+                    self._forget_link(action.peer)
+                    settled.append(action)
+                case Verdict():
+                    settled += self._judge(action)
+                case _:
+                    settled.append(action)
+        settled += self._review_members(now)
+        settled += self._take_parameters(now)
+        settled += self._set_available()
         self._announce_done()
         outward: list[Action] = []
-        for action in [*actions, *self._consolidate()]:
-            if isinstance(action, Send):
-                outward.append(self.wrap(action.peer, action.message, now))
-            else:
-                outward.append(action)
+        for action in [*settled, *self._consolidate(now)]:
+            match action:
+                case Send():
+                    outward.append(self.wrap(action.peer, action.message, now))
+                case Seek():
+                    outward += self._reach(action.peer)
+                case Verdict():
+                    raise AssertionError("verdicts are carried out above")
+                case _:
+                    outward.append(action)
         if now >= self._quiet_until or self._quiet_version != self.membership.version:
             for peer, link in self._links.items():
                 if now >= self._heartbeat_at(link):
                     outward.append(self.wrap(peer, Heartbeat(), now))
             self._find_quiet_time()
         return outward
+
+    def _judge(self, verdict: Verdict) -> list[_Inner]:
+        peer = verdict.peer
+        if not verdict.is_dead:
+            return self._shed(peer, "it is silent here, but others hear it")
+        self._unreachable.discard(peer)
+        self.membership.declare_dead(peer)
+        return self._shed(peer, "it is dead")
+
+    def _reach(self, peer: int) -> list[Reach]:
+        member = self.membership.get(peer)
+        return [] if member is None else [Reach(peer, member.host, member.port)]
+
+    def _review_members(self, now: float) -> list[_Inner]:
+        """Follow the membership view: who is dead, who is a neighbour, which life is this."""
+        members = self.membership
+        actions: list[_Inner] = []
+        while self._members_version != members.version:
+            self._members_version = members.version
+            self._available_version = -1
+            self.neighbourhood.review(members.members())
+            for member in members.members():
+                if member.is_over and member.rank != self.rank:
+                    self._unreachable.discard(member.rank)
+                    actions += self.detector.gone(member.rank)
+                    actions += self._shed(member.rank, "it is dead")
+            known = members.get(self.rank)
+            assert known is not None
+            for action in self.rivalry.review(members.own, known, now):
+                if isinstance(action, Verdict):
+                    members.declare_dead(self.rank)
+                else:
+                    actions.append(action)
+            actions += (
+                self._close("superseded", now)
+                if members.is_superseded
+                else self._open("superseded", now)
+            )
+            if self.incarnation != self.pairing.incarnation:
+                # Declared dead by mistake, or after another of its rank: it goes on as a new life.
+                self.progress.renew(self.incarnation)
+                self.pairing.incarnation = self.incarnation
+        if now >= self.neighbourhood.next_deadline():
+            has_ended = "consolidation" in self._closed_for
+            rebuilt = self.neighbourhood.rebuild(members.members(), now, has_ended=has_ended)
+            self.pairing.alpha_tilde = self.alpha_tilde
+            self._set_clock_rate()
+            self._look_anew()
+            actions.append(rebuilt)
+        if self._available_version != members.version:
+            self.detector.watch(self._watched(), now)
+        return actions
+
+    def _watched(self) -> set[int]:
+        """Whose silence matters: neighbours, and whoever is linked or was dialled in vain."""
+        if self.consolidation.is_finished:
+            return set()
+        candidates = self._links.keys() | self._unreachable
+        if "hold" not in self._closed_for:  # else they may not have been dialled yet
+            candidates |= self.neighbourhood.rates.keys()
+        return {
+            peer
+            for peer in candidates
+            if peer != self.rank
+            and (member := self.membership.get(peer)) is not None
+            and member.is_live
+        }
+
+    @property
+    def _is_alone(self) -> bool:
+        return not any(rank != self.rank for rank in self.membership.live())
+
+    def _is_over(self, peer: int) -> bool:
+        member = self.membership.get(peer)
+        return member is not None and member.is_over
+
+    def _set_clock_rate(self) -> None:
+        self.clock.set_rate(self.neighbourhood.worker_rate / 2 if self._has_method else 0.0)
+
+    # --- when this worker does not exchange ------------------------------------------------
+
+    def _close(self, reason: str, now: float) -> list[PairingAction]:
+        """Answer BUSY and do not ask, until every reason for it is gone."""
+        if reason in self._closed_for:
+            return []
+        self._closed_for.add(reason)
+        self._look_anew()
+        self.clock.pause(now)
+        return self.pairing.close()
+
+    def _open(self, reason: str, now: float) -> list[PairingAction]:
+        if reason not in self._closed_for:
+            return []
+        self._closed_for.discard(reason)
+        self._look_anew()
+        if self._closed_for:
+            return []
+        if not self.is_done:
+            self.clock.resume(now)
+        return self.pairing.open()
+
+    def _need_refresh(self, now: float, *, insists: bool) -> list[_Inner]:
+        """Take parameters from another before the next exchange; the present one is void."""
+        if not self._closed_for.isdisjoint(("joining", "consolidation")):
+            return []
+        self.refresher.need(now, insists=insists)
+        self._look_anew()
+        closing = self._close("refresh", now)
+        return [*closing, *self.pairing.abort("this worker stood still")]
+
+    def _take_parameters(self, now: float) -> list[_Inner]:
+        """Go on with the search for parameters, or with exchanging once it is over."""
+        if "refresh" not in self._closed_for:
+            return []
+        candidates = {peer for peer in self.live_links if self._is_live(peer)}
+        actions: list[_Inner] = list(self.refresher.poll(now, candidates, is_alone=self._is_alone))
+        self._look_anew()
+        if not self.refresher.is_needed:
+            actions += self._open("refresh", now)
+        return actions
+
+    def _is_live(self, peer: int) -> bool:
+        member = self.membership.get(peer)
+        return member is not None and member.is_live
 
     def _find_quiet_time(self) -> None:
         """Until when no link wants a heartbeat or falls silent, but for what is new.
@@ -340,16 +658,24 @@ class WorkerProtocol:
             until = min(until, self._heartbeat_at(link))
             if not link.is_silent:
                 until = min(until, link.last_heard + self.timeout_s)
-        self._quiet_until = until
+        self._quiet_until = min(
+            until,
+            self._last_input + self.timeout_s / LOOKS_PER_TIMEOUT,
+            self.detector.next_deadline(),
+            self.neighbourhood.next_deadline(),
+            self.refresher.next_deadline(),
+            self.rivalry.next_deadline(),
+        )
         self._quiet_version = self.membership.version
 
-    def _consolidate(self) -> list[PairingAction | ConsolidationAction]:
-        """What consolidation makes of new membership and messages; not while an exchange runs.
+    def _consolidate(self, now: float) -> list[PairingAction | ConsolidationAction]:
+        """What consolidation makes of new membership and messages.
 
-        All are done before it begins, so no exchange is asked for any more. But the end that was
-        asked for the last one may hear of the beginning before the last chunks.
+        Not while an exchange runs: all are done before it begins, so none is asked for any more,
+        but the end that was asked for the last one may hear of the beginning before the last
+        chunks. And not while another's parameters are on their way here.
         """
-        if isinstance(self.pairing.state, Exchanging):
+        if isinstance(self.pairing.state, Exchanging) or self.refresher.is_needed:
             return []
         actions: list[PairingAction | ConsolidationAction] = []
         if self._reviewed != self.membership.version:
@@ -358,24 +684,24 @@ class WorkerProtocol:
         for peer, message in self._deferred:
             actions += self.consolidation.receive(peer, message)
         self._deferred.clear()
-        return self._after_consolidation(actions) if actions else []
+        return self._after_consolidation(actions, now) if actions else []
 
     def _after_consolidation(
-        self, actions: Sequence[PairingAction | ConsolidationAction]
+        self, actions: Sequence[PairingAction | ConsolidationAction], now: float
     ) -> list[PairingAction | ConsolidationAction]:
         if any(isinstance(action, Prepare) for action in actions):
-            self._never_exchanges = True
-            actions = [*self.pairing.close(), *actions]
+            actions = [*self._close("consolidation", now), *actions]
         if any(isinstance(action, Finished) for action in actions):
             self.membership.set_status(Status.LEFT)
         return list(actions)
 
-    def _refresh_available(self) -> list[PairingAction]:
-        """Tell the pairing who can exchange now. Links and membership alone decide that."""
+    def _set_available(self) -> list[PairingAction]:
+        """Tell the pairing who can exchange now. Links, membership and graph decide that."""
         if self._available_version == self.membership.version:
             return []
         self._available_version = self.membership.version
-        weights = {peer: rate for peer, rate in self._rates.items() if self._can_exchange(peer)}
+        rates = self.neighbourhood.rates
+        weights = {peer: rate for peer, rate in rates.items() if self._can_exchange(peer)}
         return [] if weights == self.pairing.available else self.pairing.set_available(weights)
 
     def _can_exchange(self, peer: int) -> bool:
@@ -387,15 +713,8 @@ class WorkerProtocol:
 
     def _announce_done(self) -> None:
         # Not while an exchange that it asked for is open: once all are done, none can begin.
-        if self.is_done and not self.pairing.is_initiating:
+        if self.is_done and not self.pairing.is_initiating and not self.refresher.is_needed:
             self.membership.set_status(Status.DONE)
-
-    def _take_members(self, members: Iterable[Member]) -> None:
-        before = self.incarnation
-        self.membership.merge_all(members)
-        if self.incarnation != before:  # declared dead by mistake: live on under a new one
-            self.progress.renew(self.incarnation)
-            self.pairing.incarnation = self.incarnation
 
     def _heartbeat_at(self, link: _Link) -> float:
         interval = self.timeout_s / HEARTBEATS_PER_TIMEOUT
