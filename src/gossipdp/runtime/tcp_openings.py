@@ -289,6 +289,9 @@ class Openings:
         else:
             if handshake.dialler and opening.stream is None:
                 self._wrap(opening, self._tls).do_handshake()  # says hello
+                # It did not wait: the answer was there at once, and no event will tell of it.
+                opening.has_spoken = True
+                return True
             # A worker without TLS is known by how its own handshake begins.
             start = peek(opening.connection, len(MAGIC))
             if not start:
@@ -326,8 +329,9 @@ class Openings:
     def _shake_hands(self, opening: Opening) -> None:
         handshake, stream = opening.handshake, opening.stream
         assert stream is not None
-        if isinstance(stream, TlsStream) and not stream.is_secured:
-            stream.do_handshake()
+        if isinstance(stream, TlsStream):
+            if not stream.is_secured:
+                stream.do_handshake()
             handshake.bind(*stream.certificates)
         while True:
             opening.output += handshake.take_output()

@@ -223,6 +223,8 @@ def explain(error: OSError) -> str:
             message = f"it is not signed by the authority in this worker's tls_ca ({message})"
         return f"certificate refused: {message}"
     reason = getattr(error, "reason", None) or error.strerror or str(error)
+    if reason == "WRONG_VERSION_NUMBER":
+        return "the other end does not speak TLS"
     if "ALERT" in reason:
         # TLSV13_ALERT_CERTIFICATE_REQUIRED, SSLV3_ALERT_CERTIFICATE_EXPIRED, ...
         said = reason.partition("ALERT_")[2].replace("_", " ").lower()

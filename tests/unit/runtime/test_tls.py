@@ -17,7 +17,7 @@ from gossipdp.runtime import tls as tls_module
 from gossipdp.runtime.environment import Environment, tls_variables
 from gossipdp.runtime.frames import ChunkKey, FrameType
 from gossipdp.runtime.handshake import Handshake
-from gossipdp.runtime.tls import Tls, TlsFiles, tls_files
+from gossipdp.runtime.tls import Tls, TlsFiles, TlsStream, tls_files
 
 # The files.
 
@@ -132,6 +132,27 @@ def test_the_commands_in_the_documentation_make_files_that_work(tmp_path: Path) 
 
 
 # Peers.
+
+
+def test_an_answer_that_comes_while_the_hello_is_said(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The acceptor, elsewhere, is so fast that the dialler's first call ends its handshake."""
+    dialler, acceptor = world.tls(0), world.tls(1)
+    real = TlsStream.do_handshake
+
+    def eager(stream: TlsStream) -> None:
+        for _ in range(5):
+            try:
+                real(stream)
+                return
+            except BlockingIOError:
+                if not stream.connection.server_side:
+                    acceptor.transport.poll(0.0)
+        raise BlockingIOError
+
+    monkeypatch.setattr(TlsStream, "do_handshake", eager)
+    world.join(dialler, acceptor)
 
 
 def test_a_plain_worker_and_one_with_tls_say_so_once(
