@@ -17,6 +17,13 @@ from gossipdp.reproduce.section import FIGURE
 SATURATED = 1.5
 AT_LEAST = 5.0
 LARGE = 64
+ASKING_ALL = (
+    "half left out, asked last",
+    "least recently met first",
+    "drawn by age",
+    "drawn by age squared",
+)
+"""The candidates that leave nobody out."""
 WORTH_ADOPTING = 1.05
 """A candidate has to be better by this factor everywhere on average to be worth a new default."""
 
@@ -93,40 +100,49 @@ def _counts(run: PairingRun) -> bool:
     return run.part == "duration" and (is_ring or run.num_workers == LARGE)
 
 
+FIGURE_ROWS = (
+    (False, "decay_per_exchange", "constant durations\ndecay per exchange"),
+    (True, "decay_per_exchange", "jittered durations\ndecay per exchange"),
+    (True, "decay_per_step", "jittered durations\ndecay per step"),
+)
+
+
 def draw(result: PairingResult, path: Path) -> None:
-    """Decay per exchange over duration: a row for constant durations, one for jittered ones."""
+    """Decay over the duration of exchanges: a column a network, a row as in FIGURE_ROWS."""
     networks = [
         network
-        for network in result.values("network", lambda run: run.part == "duration")
+        for network in result.values("network", _is_part_one)
         if len({run.duration for run in result.choose(part="duration", network=network)}) > 1
     ]
-    figure = new_figure(5.6)
-    panels = figure.subplots(2, len(networks), sharex=True, sharey="col", squeeze=False)
-    policies = result.values("policy", lambda run: run.part == "duration")
-    for row, is_jittered in zip(panels, (False, True), strict=True):
+    figure = new_figure(7.2)
+    panels = figure.subplots(len(FIGURE_ROWS), len(networks), sharex=True, squeeze=False)
+    for row, (is_jittered, attribute, label) in zip(panels, FIGURE_ROWS, strict=True):
         for axes, network in zip(row, networks, strict=True):
-            for place, policy in enumerate(policies):
-                chosen = result.choose(
-                    part="duration", network=network, policy=policy, is_jittered=is_jittered
-                )
+            for place, policy in enumerate(result.values("policy", _is_part_one)):
                 by_duration: dict[float, list[float]] = {}
-                for run in chosen:
-                    by_duration.setdefault(run.duration, []).append(run.decay_per_exchange)
+                for run in result.choose(
+                    part="duration", network=network, policy=policy, is_jittered=is_jittered
+                ):
+                    by_duration.setdefault(run.duration, []).append(getattr(run, attribute))
                 means = [statistics.fmean(decays) for decays in by_duration.values()]
                 axes.plot(
                     list(by_duration), means, marker=MARKERS[place], color=COLOURS[place],
                     label=policy, markersize=4.5, lw=1.4,
                 )  # fmt: skip
             axes.set_ylim(bottom=0)
-            if not is_jittered:
-                axes.set_title(network, fontsize="medium")
-        row[0].set_ylabel(
-            ("jittered" if is_jittered else "constant") + " durations\ndecay per exchange"
-        )
+            axes.set_xticks((0, 0.5, 1, 1.5, 2), ("0", "", "1", "", "2"))
+            axes.tick_params(labelsize="small")
+        row[0].set_ylabel(label, fontsize="small")
+    for axes, network in zip(panels[0], networks, strict=True):
+        axes.set_title(network, fontsize="medium")
     figure.supxlabel("duration of an exchange, in gradient steps", fontsize="medium")
     handles = panels[0, 0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=4)
     save(figure, path)
+
+
+def _is_part_one(run: PairingRun) -> bool:
+    return run.part == "duration"
 
 
 def write(result: PairingResult) -> list[str]:
@@ -150,6 +166,7 @@ def write(result: PairingResult) -> list[str]:
         f"{SATURATED:g} gradient steps, comm rate asked for 1). The same partner as before: 1 "
         "means that every worker meets one other for ever; by chance it would be 1 / degree.",
         _saturated_table(result),
+        _slow_text(result),
         _search_text(result),
         _search_table(result),
         "How it is measured: real protocol code on simulated links (fidelity `links`), no "
@@ -165,8 +182,8 @@ def write(result: PairingResult) -> list[str]:
 
 def _saturated_table(result: PairingResult) -> str:
     rows = []
-    for network in result.values("network", lambda run: run.part == "duration"):
-        for policy in result.values("policy", lambda run: run.part == "duration"):
+    for network in result.values("network", _is_part_one):
+        for policy in result.values("policy", _is_part_one):
             for is_jittered in (False, True):
                 runs = result.choose(
                     part="duration", network=network, policy=policy, duration=SATURATED,
@@ -191,13 +208,50 @@ def _saturated_table(result: PairingResult) -> str:
     return table(head, rows, num_left=3)
 
 
-def gains(result: PairingResult, attribute: str) -> dict[str, tuple[float, float]]:
+def slow_runs(result: PairingResult) -> list[PairingRun]:
+    """Runs of ``fresh`` that decay at less than a third of what is usual on their network."""
+    fresh = result.choose(part="duration", policy="fresh")
+    usual = {
+        network: statistics.median(r.decay_per_exchange for r in fresh if r.network == network)
+        for network in {run.network for run in fresh}
+    }
+    return [run for run in fresh if run.decay_per_exchange < usual[run.network] / 3.0]
+
+
+def _slow_text(result: PairingResult) -> str:
+    slow = slow_runs(result)
+    num_runs = len(result.choose(part="duration", policy="fresh"))
+    if not slow:
+        return f"None of the {num_runs} runs of `fresh` decays at less than a third of the usual."
+    found = "; ".join(
+        f"{run.network}, exchanges of {run.duration:g} steps, "
+        f"{'jittered' if run.is_jittered else 'constant'}, seed {run.seed}: "
+        f"{run.decay_per_exchange:.3f} per exchange"
+        for run in slow
+    )
+    return (
+        f"**`fresh` is not immune.** {len(slow)} of its {num_runs} runs decay at less than a third "
+        f"of what is usual on their network ({found}). Where nothing jitters, workers can fall "
+        "for a while into cycles of partners, never the same one twice in a row, in which parts "
+        "of the graph do not meet. Among the runs with jitter there "
+        + ("is none such." if not any(run.is_jittered for run in slow) else "are such, too.")
+    )
+
+
+def gains(
+    result: PairingResult, attribute: str, duration: float | None = None
+) -> dict[str, tuple[float, float]]:
     """Each candidate over ``fresh``: geometric mean over networks, durations and seeds, paired.
+
+    Args:
+        result: the runs.
+        attribute: what is compared.
+        duration: count exchanges of this duration alone.
 
     Returns:
         Per candidate the ratio, and the standard error of its logarithm.
     """
-    search = result.choose(part="search")
+    search = [run for run in result.choose(part="search") if duration in (None, run.duration)]
     reference = {
         (run.network, run.duration, run.seed): getattr(run, attribute)
         for run in search
@@ -227,6 +281,14 @@ def _search_text(result: PairingResult) -> str:
         worth = "That is beyond chance, but too little to change a default for."
     else:
         worth = "That is within chance: nothing to adopt."
+    saturated = gains(result, "decay_per_step", SATURATED)
+    all_asked = [saturated[policy][0] for policy in ASKING_ALL if policy in saturated]
+    if all_asked:
+        worth += (
+            " What counts is to leave the latest partners out altogether: the candidates that ask "
+            "them in the end, however late, pair with whoever is free when links are saturated, "
+            f"and reach {min(all_asked):.2f} to {max(all_asked):.2f} of the decay of `fresh` there."
+        )
     return (
         "**A search for something better.** Candidates for the initiator's choice, with jittered "
         "durations, on the graphs above. The columns by graph are decay per step over that "

@@ -161,7 +161,8 @@ def write(result: TrainingResult) -> list[str]:
         "warm-up over the first 5% and half a cosine down to 1%. Ideal network (Poisson edges, "
         f"exchanges that take no time), gradient steps with spread {settings.step_spread:g}. "
         f"Uneven classes: each worker's class shares are drawn from Dirichlet("
-        f"{settings.dirichlet_alpha:g}). Seeds {result.seeds[0]} to {result.seeds[-1]}.",
+        f"{settings.dirichlet_alpha:g}); among four workers whole classes may be missing. "
+        f"Seeds {result.seeds[0]} to {result.seeds[-1]}.",
         "What differs from the paper: a small network on small images, in place of ResNets on "
         "CIFAR-10 and ImageNet, so that losses and accuracies cannot be compared with its tables; "
         "the claim on the consensus distance can. Uneven classes and white noise are our "

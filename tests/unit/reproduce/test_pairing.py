@@ -4,7 +4,7 @@ import pytest
 from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
 from gossipdp.reproduce.pairing import PairingJob, measure_run
 from gossipdp.reproduce.pairing_run import run_watched
-from gossipdp.reproduce.pairing_text import PairingResult, PairingRun, gains
+from gossipdp.reproduce.pairing_text import PairingResult, PairingRun, gains, slow_runs
 from gossipdp.simulate.compute_time import LognormalTime
 from gossipdp.simulate.consensus import Consensus
 from gossipdp.simulate.link_model import Link, LinkModel
@@ -61,3 +61,12 @@ def test_gains_are_paired():
     assert found["fresh"] == (1.0, 0.0)
     assert found["other"][0] == pytest.approx(1.25)
     assert found["other"][1] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_slow_runs_of_fresh_are_found():
+    runs = [
+        PairingRun("duration", "a2cid2", "torus", 16, policy, 1.5, False, seed, decay, decay, 1, 0)
+        for policy, decays in (("fresh", (0.8, 0.1, 0.9)), ("available", (0.01, 0.01, 0.01)))
+        for seed, decay in enumerate(decays)
+    ]
+    assert slow_runs(PairingResult(runs, 60.0, 16)) == [runs[1]]
