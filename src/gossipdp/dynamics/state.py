@@ -110,6 +110,17 @@ class Chunk:
             kernels.add_pending_(self.x, self.pending, scratch)
             self._has_pending = False
 
+    def restored(self) -> None:
+        """Take note that x, pending and c were set to what a checkpoint holds, at phase 0."""
+        self._has_pending = bool(self.pending.any())
+        self._has_momentum = self.c is not None and bool(self.c.any())
+
+    def take_over(self, values: Tensor) -> None:
+        """Make x + pending another worker's ``values``, and c zero; x itself stays as it is."""
+        self.reset()
+        self.pending.copy_(values).sub_(self.x)
+        self._has_pending = True
+
     def reset(self) -> None:
         """Drop pending and c: the parameters were loaded from elsewhere."""
         self.pending.zero_()

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import logging
 import math
+import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,11 +18,16 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from gossipdp.dynamics.kernels import is_finite
+from gossipdp.errors import PoisonedError, RefusedError
 from gossipdp.graph.topology import build_graph
+from gossipdp.parallel.checkpoint import Captured, Counts, Resumption
 from gossipdp.parallel.engine import Engine
+from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.options import NO_TLS, GossipOptions
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.protocol.clock import MEDIAN_WINDOW, SKIPPED_STEPS
+from gossipdp.protocol.progress import Progress
 from gossipdp.runtime.environment import Environment, check_platform
 
 logger = logging.getLogger("gossipdp")
@@ -43,6 +49,7 @@ class AllReduceEngine(Engine):
         module: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         options: GossipOptions,
+        resumption: Resumption | None = None,
     ) -> None:
         check_platform()
         environment = Environment.read()
@@ -58,7 +65,11 @@ class AllReduceEngine(Engine):
         self._optimizers = list(optimizers)
         self._gradient_steps = 0
         self._samples = 0
-        self._total = torch.zeros(2, dtype=torch.int64)
+        self._before = Counts.of(resumption)
+        self._lives = Progress(self.rank, 0, secrets.randbits(62))
+        if resumption is not None:
+            self._restore(resumption)
+        self._total = torch.tensor([self._lives.total_samples, self._lives.total_steps])
         self._in_flight: tuple[dist.Work, Tensor] | None = None
         self._waited_s = 0.0
         self._ended_s: float | None = None
@@ -71,6 +82,7 @@ class AllReduceEngine(Engine):
 
     def _join(self, environment: Environment, options: GossipOptions) -> None:
         on_cuda = any(parameter.is_cuda for parameter in self._module.parameters())
+        self._device = next(self._module.parameters()).device if on_cuda else torch.device("cpu")
         if not dist.is_initialized():
             dist.init_process_group(
                 "nccl" if on_cuda else "gloo",
@@ -79,10 +91,36 @@ class AllReduceEngine(Engine):
                 timeout=timedelta(seconds=options.start_timeout_s),
             )
             self._owns_group = True
+        self._check_start()
         atexit.register(self.close)
         self.forward_module = DistributedDataParallel(self._module)
         self.forward_module.register_comm_hook(None, self._average_bucket)
-        self._device = next(self._module.parameters()).device if on_cuda else torch.device("cpu")
+
+    def _check_start(self) -> None:
+        """Raise RefusedError unless all start from one step; add up what they carry over.
+
+        Else their optimizers' states would differ, and nobody would see it.
+        """
+        own = torch.tensor(
+            [self._before.step, self._lives.total_samples, self._lives.total_steps],
+            device=self._device,
+        )
+        starts = [torch.empty_like(own) for _ in range(self.num_workers)]
+        dist.all_gather(starts, own)
+        steps = [int(start[0]) for start in starts]
+        if len(set(steps)) > 1:
+            raise RefusedError(
+                f"the workers would start from different steps, {steps} by rank; give all of them "
+                "the same resume= and the same checkpoints"
+            )
+        self._total = torch.stack(starts).sum(dim=0)[1:].cpu()
+
+    @torch.no_grad()
+    def _restore(self, resumption: Resumption) -> None:
+        for name, tensor in named_tensors(self._module).items():
+            tensor.copy_(resumption.tensors[f"model/{name}"])
+        resumption.tensors = {}
+        self._lives.merge_all(resumption.progress)
 
     def _average_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Average one bucket of gradients; the last one's duration is what training waits for.
@@ -111,18 +149,23 @@ class AllReduceEngine(Engine):
             return
         self._gradient_steps += 1
         self._samples += samples
+        self._lives.add(samples)
         now_s = time.perf_counter()
         if self._ended_s is not None and self._gradient_steps > SKIPPED_STEPS:
             self._durations.append(now_s - self._ended_s)
         self._ended_s = now_s
         self._collect_total()
         if self.num_workers == 1:
-            self._total = torch.tensor([self._samples, self._gradient_steps])
+            self._total = self._counts()
             return
-        counts = torch.tensor([self._samples, self._gradient_steps], device=self._device)
+        counts = self._counts().to(self._device)
         work = dist.all_reduce(counts, async_op=True)
         assert work is not None
         self._in_flight = (work, counts)
+
+    def _counts(self) -> Tensor:
+        """Samples and steps: this worker's, and those that it carries over from a checkpoint."""
+        return torch.tensor([self._lives.total_samples, self._lives.total_steps])
 
     def _collect_total(self) -> None:
         if self._in_flight is not None:
@@ -144,6 +187,37 @@ class AllReduceEngine(Engine):
     def export(self, values: dict[str, Any]) -> None:
         """See :class:`Engine`: everything is in the module's own storage."""
 
+    @property
+    def step_number(self) -> int:
+        """See :class:`Engine`."""
+        return self._before.step + self._gradient_steps
+
+    def capture(self, wait_s: float) -> Captured:
+        """See :class:`Engine`: nothing is under way between steps."""
+        tensors = named_tensors(self._module)
+        for name, tensor in tensors.items():
+            trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+            if trained and tensor.is_floating_point() and not is_finite(tensor):
+                raise PoisonedError(
+                    f"parameter {name!r} of worker {self.rank} holds NaN or infinity: it is not "
+                    "saved, and the checkpoints written before are kept"
+                )
+        return Captured(
+            tensors={
+                f"model/{name}": tensor.detach().to(
+                    "cpu", copy=True, memory_format=torch.contiguous_format
+                )
+                for name, tensor in tensors.items()
+            },
+            step=self.step_number,
+            steps=self._before.steps + self._gradient_steps,
+            samples=self._before.samples + self._samples,
+            progress=self._lives.news()[0],
+        )
+
+    def release(self) -> None:
+        """See :class:`Engine`: nobody was held up."""
+
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """See ``GossipDataParallel.averaged``: the parameters are the average at any time."""
@@ -160,7 +234,7 @@ class AllReduceEngine(Engine):
         self._collect_total()
         distance = torch.zeros(1, dtype=torch.float64)
         if self.num_workers > 1:
-            counts = torch.tensor([self._samples, self._gradient_steps], device=self._device)
+            counts = self._counts().to(self._device)
             dist.all_reduce(counts)
             self._total = counts.cpu()
             distance = distance.to(self._device)
@@ -174,7 +248,7 @@ class AllReduceEngine(Engine):
                 if not buffer.is_floating_point():
                     dist.broadcast(buffer, src=0)
         else:
-            self._total = torch.tensor([self._samples, self._gradient_steps])
+            self._total = self._counts()
         return Consolidated(
             consensus_distance=float(distance) / self.num_workers,
             num_workers=self.num_workers,
@@ -192,8 +266,8 @@ class AllReduceEngine(Engine):
         return Stats(
             rank=self.rank,
             num_workers=self.num_workers,
-            gradient_steps=self._gradient_steps,
-            samples=self._samples,
+            gradient_steps=self._before.steps + self._gradient_steps,
+            samples=self._before.samples + self._samples,
             bytes_sent=self._bytes,
             bytes_received=self._bytes,
             waited_seconds=self._waited_s,

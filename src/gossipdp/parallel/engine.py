@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from gossipdp.parallel.checkpoint import Captured
 from gossipdp.parallel.stats import Consolidated, Stats
 
 
@@ -43,6 +44,26 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def export(self, values: dict[str, Any]) -> None:
         """Replace, in a state_dict, what is not yet in the module's own storage."""
+
+    @property
+    @abc.abstractmethod
+    def step_number(self) -> int:
+        """The number of this worker's last gradient step; goes on where a run resumed."""
+
+    @abc.abstractmethod
+    def capture(self, wait_s: float) -> Captured | None:
+        """Begin no more exchanges; copy this worker's state once none runs.
+
+        None where one still runs after ``wait_s``: ask again. In both cases :meth:`release` lets
+        exchanges begin again.
+
+        Raises:
+            PoisonedError: trained parameters hold NaN or infinity.
+        """
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Exchange again after :meth:`capture`."""
 
     @abc.abstractmethod
     def averaged(self) -> AbstractContextManager[None]:

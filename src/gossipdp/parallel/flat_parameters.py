@@ -188,6 +188,15 @@ class FlatParameters:
         for view in self._views:
             view.tensor.data = view.of(self._flats[view.segment])
 
+    def named(self, flats: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """Map each name to its view of ``flats``, which are of the same layout or None."""
+        named = {}
+        for view in self._views:
+            flat = flats[view.segment]
+            if flat is not None:
+                named[view.name] = view.of(flat)
+        return named
+
     def exported(self, flats: Sequence[Tensor]) -> dict[int, Tensor]:
         """Map each parameter's present address to its view of ``flats``, for ``state_dict``."""
         return {
@@ -195,6 +204,11 @@ class FlatParameters:
             for view in self._views
             if view.tensor.numel()
         }
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return every distinct parameter and persistent buffer by its first name."""
+    return {view.name: view.tensor for view in _views(module, {}, exchange_frozen=False)}
 
 
 def _num_parameters(optimizer: torch.optim.Optimizer) -> int:

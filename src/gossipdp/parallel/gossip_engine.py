@@ -7,7 +7,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from random import Random
 from typing import Any
@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gossipdp.dynamics.kernels import is_finite
 from gossipdp.dynamics.phase import Phase
-from gossipdp.dynamics.state import Chunk
-from gossipdp.errors import RendezvousError
+from gossipdp.dynamics.state import Chunk, Role
+from gossipdp.errors import PoisonedError, RendezvousError
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph, graph_name
+from gossipdp.parallel.checkpoint import Captured, Counts, Resumption
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.options import GossipOptions
@@ -62,6 +64,7 @@ class GossipEngine(Engine):
         module: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         options: GossipOptions,
+        resumption: Resumption | None = None,
     ) -> None:
         check_platform()
         environment = Environment.read()
@@ -86,8 +89,13 @@ class GossipEngine(Engine):
             self._flat.state,
             Phase(unit.eta if options.method == "a2cid2" else 0.0, unit.worker_rate(self.rank)),
         )
+        self._resumption = resumption
         self._gradient_steps = 0
         self._samples = 0
+        self._before = Counts.of(resumption)
+        if resumption is not None:
+            self._restore(resumption.tensors)
+            resumption.tensors = {}
         self._waited_s = 0.0
         self._is_averaged = False
         self._is_consolidating = False
@@ -100,8 +108,13 @@ class GossipEngine(Engine):
             graph=f"{graph_name(graph)} {_digest(constants)}",
             comm_rate=f"{options.comm_rate:g}",
             wire_format="as the parameters",
+            start="afresh" if resumption is None else resumption.start,
         )
         self._protocol, self._loop = self._meet(environment, rendezvous, settings, constants)
+        if resumption is not None:
+            self._protocol.progress.merge_all(resumption.progress)
+            # Until the loop's first turn.
+            self._loop.others_samples = self._protocol.progress.others_samples
         self._thread = GossipThread(self._loop)
         self._thread.start()
         atexit.register(self.close)
@@ -187,6 +200,11 @@ class GossipEngine(Engine):
         A worker trains only after its children in the tree have what it holds, so that all start
         from the same bits; whoever dies meanwhile is not waited for.
         """
+        if self._resumption is not None:
+            # Everyone has a state of its own to start from.
+            self._thread.call(lambda: self._loop.serve_state((), lambda: None)).result()
+            self._thread.call(self._loop.start_exchanging).result()
+            return
         if self.rank > 0:
             parent = (self.rank - 1) // 2
             self._fetch(parent, adopt, self._options.start_timeout_s)
@@ -287,6 +305,84 @@ class GossipEngine(Engine):
         self._shared.reset()
         self._thread.call(self._loop.release).result()
 
+    # Checkpoints.
+
+    @property
+    def step_number(self) -> int:
+        """See :class:`Engine`."""
+        return self._before.step + self._gradient_steps
+
+    def capture(self, wait_s: float) -> Captured | None:
+        """See :class:`Engine`.
+
+        x and pending are copied as they are: adding one to the other here could change parameters
+        between a forward and a backward pass of the user's.
+        """
+        self.check()
+        if self._is_averaged:
+            raise RuntimeError("save no checkpoint within model.averaged(): step out of it first")
+        deadline_s = time.monotonic() + wait_s
+        while not self._thread.call(self._loop.pause).result():
+            self._thread.check()
+            if time.monotonic() >= deadline_s:
+                return None
+            time.sleep(TURN_WHILE_WAITING_S)
+        self._thread.check()
+        # Every chunk at one phase, which is therefore 0 for whoever resumes.
+        self._shared.flow_to_now()
+        progress, _ = self._thread.call(self._protocol.progress.news).result()
+        return Captured(
+            tensors={
+                f"{kind}/{name}": values.clone(memory_format=torch.contiguous_format)
+                for kind, flats in self._flats().items()
+                for name, values in self._flat.named(flats).items()
+            },
+            step=self.step_number,
+            steps=self._before.steps + self._gradient_steps,
+            samples=self._before.samples + self._samples,
+            progress=progress,
+        )
+
+    def _flats(self) -> dict[str, list[Tensor | None]]:
+        """The flat tensors that hold something, by kind."""
+        segments = self._flat.state.segments
+        for segment in segments:
+            if segment.role is Role.TRAINED and not is_finite(segment.x):
+                raise PoisonedError(
+                    f"the parameters of worker {self.rank} hold NaN or infinity: they are not "
+                    "saved, and the checkpoints written before are kept"
+                )
+        return {
+            "model": [segment.x for segment in segments],
+            "c": [segment.c for segment in segments],
+            "pending": [
+                segment.pending if segment.role.is_exchanged and segment.pending.any() else None
+                for segment in segments
+            ],
+        }
+
+    def release(self) -> None:
+        """See :class:`Engine`."""
+        self._thread.call(self._loop.release).result()
+
+    @torch.no_grad()
+    def _restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write a checkpoint's tensors to the state, before the gossip thread exists."""
+        segments = self._flat.state.segments
+        pendings = self._flat.named([s.pending if s.role.is_exchanged else None for s in segments])
+        momenta = self._flat.named([s.c for s in segments])
+        for name, x in self._flat.named([s.x for s in segments]).items():
+            x.copy_(tensors[f"model/{name}"])
+            pending, c = tensors.get(f"pending/{name}"), tensors.get(f"c/{name}")
+            if pending is not None and name in pendings:
+                pendings[name].copy_(pending)
+            if c is not None and name in momenta:
+                momenta[name].copy_(c)
+            elif c is not None and name in pendings:  # saved under another method: z goes on
+                pendings[name].add_(c, alpha=0.5)
+        for chunk in self._flat.state.chunks:
+            chunk.restored()
+
     # The state of others and of oneself.
 
     def export(self, values: dict[str, Any]) -> None:
@@ -383,8 +479,8 @@ class GossipEngine(Engine):
         return Stats(
             rank=self.rank,
             num_workers=self.num_workers,
-            gradient_steps=steps,
-            samples=self._samples,
+            gradient_steps=self._before.steps + steps,
+            samples=self._before.samples + self._samples,
             exchanges_initiated=protocol.exchanges_initiated,
             exchanges_answered=protocol.exchanges_answered,
             exchanges_failed=protocol.exchanges_failed,

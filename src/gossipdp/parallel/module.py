@@ -1,22 +1,30 @@
 """``GossipDataParallel``: an ``nn.Module`` that trains together with its other workers."""
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp import logs
+from gossipdp.parallel import training_state
 from gossipdp.parallel.allreduce_engine import AllReduceEngine
+from gossipdp.parallel.checkpoint import find_resumption, layout_of
+from gossipdp.parallel.checkpointer import Checkpointer, Stateful
+from gossipdp.parallel.data_position import DataPosition
 from gossipdp.parallel.engine import Engine
+from gossipdp.parallel.export import check_name, copied_state, write_state
+from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.options import GossipOptions
 from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.runtime.environment import Environment
 
 Batch = TypeVar("Batch")
 
@@ -65,6 +73,13 @@ class GossipDataParallel(nn.Module):
         tls_cert, tls_key, tls_ca: PEM files for mutual TLS on every link: this worker's
             certificate and key, and the authority that signed all workers' certificates. All
             three or none; by default those of ``gossipdp run``.
+        checkpoint_dir: where checkpoints go, each worker's to a directory of its own in it.
+        checkpoint_every: gradient steps of this worker from one checkpoint to the next; None:
+            only :meth:`save_checkpoint`.
+        keep_checkpoints: how many of each worker's checkpoints stay.
+        resume: ``"auto"`` goes on from the newest checkpoints in ``checkpoint_dir``, and starts
+            afresh where there are none; a path goes on from those in that directory; None starts
+            afresh. The same on all workers.
 
     Raises:
         ValueError: an argument is wrong.
@@ -111,6 +126,10 @@ class GossipDataParallel(nn.Module):
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
         tls_ca: str | os.PathLike[str] | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        keep_checkpoints: int = 3,
+        resume: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         logs.configure()  # GOSSIPDP_LOG, under whichever launcher
@@ -136,18 +155,50 @@ class GossipDataParallel(nn.Module):
             tls_cert=tls_cert,
             tls_key=tls_key,
             tls_ca=tls_ca,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints,
+            resume=resume,
         )
         optimizers = _optimizers(optimizer)
+        environment = Environment.read()
+        directory = None if checkpoint_dir is None else Path(checkpoint_dir)
+        resumption = find_resumption(
+            resume,
+            directory,
+            rank=environment.rank,
+            num_workers=environment.num_workers,
+            method=method,
+            layout=layout_of(named_tensors(module)),
+        )
+        if resumption is not None:
+            training_state.restore(resumption.training, optimizers)
         self.module = module
         self._budget_samples = budget_samples
         self._samples_per_step = samples_per_step
         self._forwarded_samples = 0
         self._seed = seed
         self._engine: Engine = (
-            AllReduceEngine(module, optimizers, options)
+            AllReduceEngine(module, optimizers, options, resumption)
             if method == "allreduce"
-            else GossipEngine(module, optimizers, options)
+            else GossipEngine(module, optimizers, options, resumption)
         )
+        self._position = DataPosition()
+        self._is_consolidated = False
+        try:
+            self._checkpointer = Checkpointer(
+                self._engine,
+                optimizers,
+                self._position,
+                method=method,
+                directory=directory,
+                every=checkpoint_every,
+                keep=keep_checkpoints,
+                resumption=resumption,
+            )
+        except BaseException:
+            self._engine.close()
+            raise
         self._handles = [
             each.register_step_post_hook(_boundary_hook(weakref.ref(self), index))
             for index, each in enumerate(optimizers)
@@ -187,47 +238,53 @@ class GossipDataParallel(nn.Module):
     def progress(self) -> float:
         """Progress of the whole run: 0 to 1 of the budget, or own gradient steps without one."""
         if self._budget_samples is None:
-            return float(self._engine.stats().gradient_steps)
+            return float(self._engine.step_number)
         return min(1.0, self._engine.total_samples() / self._budget_samples)
 
     def stats(self) -> Stats:
         """What this worker did so far."""
-        return self._engine.stats()
+        checkpointer = self._checkpointer
+        return replace(
+            self._engine.stats(),
+            checkpoints=checkpointer.num_saved,
+            checkpoints_failed=checkpointer.num_failed,
+            checkpoint_pause_seconds=checkpointer.pause_s,
+        )
 
     # Training.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward pass; in training mode it counts the samples."""
-        if self._samples_per_step is None and self.training and torch.is_grad_enabled():
-            self._forwarded_samples += _batch_size((args, kwargs))
+        if self.training and torch.is_grad_enabled():
+            self._checkpointer.take_due()
+            if self._samples_per_step is None:
+                self._forwarded_samples += _batch_size((args, kwargs))
         return self._engine.forward_module(*args, **kwargs)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, epoch after epoch, until the budget is used up.
 
-        A ``DistributedSampler`` gets ``set_epoch`` at the start of each epoch.
+        A ``DistributedSampler`` gets ``set_epoch`` at the start of each epoch. In a resumed run
+        the first call goes on in the middle of the epoch where the checkpoint was taken: the
+        batches before it are loaded and dropped.
 
         Raises:
             ValueError: there is no budget, or the loader yields nothing.
         """
         if self._budget_samples is None:
             raise ValueError("batches() needs to know when to end: wrap with budget_samples=")
-        epoch = 0
+        self._position.begin()
         while not self._is_budget_used():
-            if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
-                loader.sampler.set_epoch(epoch)
-            num_batches = 0
-            for batch in loader:
-                num_batches += 1
+            for batch in self._position.epoch(loader):
                 yield batch
+                self._checkpointer.take_due()
                 if self._is_budget_used():
                     return
-            if num_batches == 0:
+            if self._position.batch == 0:
                 raise ValueError(
                     "the loader yielded no batch: it is empty, or it is an iterator that can be "
                     "gone through only once (pass the loader itself)"
                 )
-            epoch += 1
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within ``with model.averaged():`` the module holds the average of all live workers.
@@ -250,7 +307,9 @@ class GossipDataParallel(nn.Module):
         buffers are those of the lowest rank, and the wrapper is closed: the module trains on
         alone, if at all.
         """
+        self._checkpointer.take_due(finally_=True)
         result = self._engine.consolidate()
+        self._is_consolidated = True
         self.close()
         return result
 
@@ -259,6 +318,7 @@ class GossipDataParallel(nn.Module):
         for handle in self._handles:
             handle.remove()
         self._engine.close()
+        self._checkpointer.close()
 
     def _boundary(self, optimizer_index: int) -> None:
         samples = 0
@@ -266,8 +326,59 @@ class GossipDataParallel(nn.Module):
             samples = self._samples_per_step or self._forwarded_samples
             self._forwarded_samples = 0
         self._engine.boundary(optimizer_index, samples)
+        if optimizer_index == 0:
+            self._checkpointer.stepped()
 
     # State.
+
+    def save_checkpoint(self, directory: str | os.PathLike[str] | None = None) -> Path:
+        """Save all that this worker needs to go on, between two steps; return the file's path.
+
+        By default into ``checkpoint_dir``. It returns when the file is on the disk. Those beyond
+        the newest ``keep_checkpoints`` of this worker in that directory are removed then.
+
+        Raises:
+            ValueError: no directory, one that holds another run's checkpoints, or a value in an
+                optimizer's state that is neither tensor, number, text, list, tuple nor dict.
+            OSError: it could not be written; the checkpoints before it are there still.
+            PoisonedError: parameters hold NaN or infinity.
+        """
+        return self._checkpointer.save(None if directory is None else Path(directory))
+
+    def also_checkpoint(self, **others: Stateful) -> None:
+        """Save these objects' states with the checkpoints: schedulers, a GradScaler.
+
+        Where the run resumed, each gets its saved state at once, by ``load_state_dict``; so make
+        schedulers first.
+
+        Example:
+            >>> net = nn.Linear(4, 2)
+            >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            >>> model = GossipDataParallel(net, optimizer)
+            >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+            >>> model.also_checkpoint(schedule=schedule)
+            >>> model.close()
+        """
+        self._checkpointer.register(others)
+
+    def save_averaged(self, path: str | os.PathLike[str]) -> None:
+        """Save the average of all live workers as the module's plain ``state_dict``.
+
+        A name that ends in ``.pt`` or ``.pth`` gives what ``torch.load(path, weights_only=True)``
+        loads; one in ``.safetensors`` what ``safetensors.torch.load_file`` does, with a tied
+        parameter under each of its names. The file appears whole or not at all. Before
+        :meth:`consolidate` the other workers go on training, as in :meth:`averaged`; after it the
+        module holds the average and is saved as it is.
+
+        Raises:
+            ValueError: another name, or a state that the format cannot hold.
+            PeerLostError: a live worker could not be asked.
+            OSError: it could not be written.
+        """
+        check_name(path)
+        with contextlib.nullcontext() if self._is_consolidated else self.averaged():
+            state = copied_state(self.module)
+        write_state(path, state)
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any

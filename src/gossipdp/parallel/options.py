@@ -34,6 +34,10 @@ class GossipOptions:
     tls_cert: str | os.PathLike[str] | None = None
     tls_key: str | os.PathLike[str] | None = None
     tls_ca: str | os.PathLike[str] | None = None
+    checkpoint_dir: str | os.PathLike[str] | None = None
+    checkpoint_every: int | None = None
+    keep_checkpoints: int = 3
+    resume: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first value that cannot be meant."""
@@ -65,5 +69,14 @@ class GossipOptions:
                     "leave it None"
                 )
             check_pacing(self.max_bytes_per_s)
+        if self.checkpoint_every is not None and self.checkpoint_every < 1:
+            raise ValueError(
+                f"checkpoint_every is at least 1 gradient step, or None, not "
+                f"{self.checkpoint_every}"
+            )
+        if self.keep_checkpoints < 1:
+            raise ValueError(f"keep_checkpoints is at least 1, not {self.keep_checkpoints}")
+        if self.checkpoint_dir is None and (self.checkpoint_every or self.resume == "auto"):
+            raise ValueError("checkpoint_every and resume='auto' need checkpoint_dir=")
         if tls_files(self.tls_cert, self.tls_key, self.tls_ca) and self.method == "allreduce":
             raise ValueError(NO_TLS)

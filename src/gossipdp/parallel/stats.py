@@ -29,6 +29,9 @@ class Stats:
             first.
         step_seconds: running median of the duration of a gradient step. NaN before it exists.
         recent_exchanges: the last 16 that were completed here, oldest first, with their times.
+        checkpoints: that were written by this process.
+        checkpoints_failed: that could not be written.
+        checkpoint_pause_seconds: time that training waited while checkpoints were copied.
     """
 
     rank: int
@@ -47,6 +50,9 @@ class Stats:
     edge_distance: float = float("nan")
     step_seconds: float = float("nan")
     recent_exchanges: tuple[CompletedExchange, ...] = ()
+    checkpoints: int = 0
+    checkpoints_failed: int = 0
+    checkpoint_pause_seconds: float = 0.0
 
     @property
     def exchanges(self) -> int:

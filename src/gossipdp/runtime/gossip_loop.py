@@ -15,9 +15,18 @@ from torch import Tensor
 
 from gossipdp.dynamics.state import Chunk
 from gossipdp.errors import PeerLostError, PoisonedError, RefusedError
-from gossipdp.protocol.actions import Begin, Send, Stop
-from gossipdp.protocol.consolidation_messages import ConsolidationMessage
+from gossipdp.protocol.actions import (
+    Begin,
+    Reach,
+    Rebuilt,
+    Refresh,
+    Send,
+    Stop,
+    Superseded,
+    Unlink,
+)
 from gossipdp.protocol.messages import (
+    DIALLED_MESSAGES,
     Envelope,
     ProtocolError,
     RequestState,
@@ -41,6 +50,8 @@ logger = logging.getLogger("gossipdp.runtime")
 LONGEST_TURN_S = 0.5
 RECENT_EXCHANGES = 16
 FAREWELL_S = 1.0
+# A handshake that fails so shows that the worker dialled lives.
+REFUSALS_OF_THE_LIVING = ("crossed", "incarnation", "own_rank")
 
 
 @dataclass
@@ -83,6 +94,7 @@ class GossipLoop(LinkHandler):
         self._is_performing = False
         self._links: dict[int, Link] = {}
         self._outbox: dict[int, list[bytes]] = {}
+        self._dialled: dict[int, tuple[str, int]] = {}
         self._dialer = Dialer(protocol.rank, Random(protocol.rank))
         self._exchange: Exchange | None = None
         self._exchange_started_s = 0.0
@@ -147,6 +159,11 @@ class GossipLoop(LinkHandler):
         now = self._clock()
         self.perform(self.protocol.hold(now))
         self.perform(self.protocol.abort("the parameters are being loaded", now))
+
+    def pause(self) -> bool:
+        """Begin no exchange until :meth:`release`, a running one goes on; whether none runs."""
+        self.perform(self.protocol.hold(self._clock()))
+        return self._exchange is None
 
     def release(self) -> None:
         """Exchange again."""
@@ -220,6 +237,22 @@ class GossipLoop(LinkHandler):
                 self._begin(action)
             case Stop(peer=peer, reason=reason):
                 self._stop(peer, reason)
+            case Unlink(peer=peer, reason=reason):
+                link = self._links.get(peer)
+                if link is not None:
+                    link.close(reason)
+            case Reach(peer=peer, host=host, port=port):
+                self._dial_to(peer, (host, port))
+            case Rebuilt():
+                self._shared.set_speed(action.eta, action.worker_rate)
+                self._dialer.want(action.neighbours | action.dead, self._clock())
+            case Refresh(peer=peer):
+                self._refresh(peer)
+            case Superseded():
+                raise RefusedError(
+                    f"another process of rank {self.protocol.rank} has taken this worker's place "
+                    "in the run, so this one ends; start one process a rank"
+                )
             case _:
                 self.averaging.perform(action, self._clock())
 
@@ -252,7 +285,12 @@ class GossipLoop(LinkHandler):
     def refused(self, peer: int | None, refusal: Refusal) -> None:
         if peer is None:
             return
-        self._dialer.failed(peer, self._clock())
+        now = self._clock()
+        self._dialer.failed(peer, now)
+        if refusal.field in REFUSALS_OF_THE_LIVING:
+            self.perform(self.protocol.reached(peer, now))
+        else:
+            self.perform(self.protocol.peer_unreachable(peer, now))
         if self._fetch is not None and self._fetch.receiver.peer == peer:
             self._end_fetch(RefusedError(f"worker {peer} refused this worker: {refusal}"))
 
@@ -262,18 +300,23 @@ class GossipLoop(LinkHandler):
         now = self._clock()
         self._dialer.failed(peer, now)
         if not refused_connection:
+            self.perform(self.protocol.peer_unreachable(peer, now))
             return
         self._outbox.pop(peer, None)
         self._unserved.discard(peer)
         self._count_served()
-        self.perform(self.protocol.peer_dead(peer, now))
+        self.perform(self.protocol.peer_dead(peer, now, self._dialled.get(peer)))
         if self._fetch is not None and self._fetch.receiver.peer == peer:
             self._end_fetch(PeerLostError(f"worker {peer} is gone: its address refuses us"))
 
     def _dial(self, now: float) -> None:
         addresses = self.protocol.membership.addresses()
         for peer in self._dialer.due(addresses, now):
-            self.transport.dial(peer, *addresses[peer])
+            self._dial_to(peer, addresses[peer])
+
+    def _dial_to(self, peer: int, address: tuple[str, int]) -> None:
+        self._dialled[peer] = address
+        self.transport.dial(peer, *address)
 
     # Control messages.
 
@@ -306,7 +349,7 @@ class GossipLoop(LinkHandler):
         link = self._links.get(peer)
         if link is not None:
             link.send_control(encode(envelope))
-        elif dial or isinstance(envelope.message, ConsolidationMessage):
+        elif dial or isinstance(envelope.message, DIALLED_MESSAGES):
             self._outbox.setdefault(peer, []).append(encode(envelope))
             self._dialer.want([peer], self._clock(), at_once=True)
 
@@ -439,6 +482,22 @@ class GossipLoop(LinkHandler):
 
     # States.
 
+    def _refresh(self, peer: int) -> None:
+        """Take over the parameters of ``peer``, while this worker trains on."""
+
+        def on_end(error: Exception | None) -> None:
+            now = self._clock()
+            if error is None:
+                self.perform(self.protocol.refreshed(now))
+            else:
+                logger.warning("worker %d: no refresh: %s", self.protocol.rank, error)
+                self.perform(self.protocol.refresh_failed(peer, now))
+
+        if self._fetch is not None:  # as for model.averaged()
+            on_end(PeerLostError("another transfer of a state is under way"))
+            return
+        self.fetch_state(peer, self._shared.take_over, on_end, self.protocol.timeout_s)
+
     def _request_state(self, receiver: StateReceiver) -> None:
         self._num_fetches += 1
         receiver.counter = self._num_fetches
@@ -449,9 +508,9 @@ class GossipLoop(LinkHandler):
         link = self._links.get(peer)
         if link is None:
             return
-        if self.poisoned is not None:
-            refusal = StateRefused(request.counter, str(self.poisoned))
-            self._send(peer, refusal, self._clock())
+        if not self.protocol.can_donate:
+            reason = str(self.poisoned or "its parameters are not to be taken over just now")
+            self._send(peer, StateRefused(request.counter, reason), self._clock())
             return
         self._senders.append(StateSender(self._shared, link, request))
 

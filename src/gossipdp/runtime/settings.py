@@ -21,6 +21,7 @@ class Settings(msgspec.Struct, frozen=True):
     graph: str
     comm_rate: str
     wire_format: str
+    start: str = "afresh"
 
     @property
     def model(self) -> str:
@@ -29,9 +30,11 @@ class Settings(msgspec.Struct, frozen=True):
 
     def difference(self, reference: "Settings") -> str | None:
         """In what this worker differs from worker 0, in words; None where they agree."""
-        for name in ("method", "graph", "comm_rate", "wire_format"):
+        for name in ("start", "method", "graph", "comm_rate", "wire_format"):
             here, there = getattr(self, name), getattr(reference, name)
             if here != there:
+                if name == "start":
+                    return f"this worker starts {here}, and worker 0 starts {there}"
                 return f"{name} is {here!r} here and {there!r} on worker 0"
         for index, (here, there) in enumerate(
             itertools.zip_longest(self.tensors, reference.tensors)

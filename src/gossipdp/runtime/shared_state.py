@@ -94,6 +94,14 @@ class SharedState:
                     lock.release()
         return skipped
 
+    def flow_to_now(self) -> None:
+        """Flow every chunk to the current phase, into its pending; x stays."""
+        with self._phase_lock:
+            theta = self._phase.at(self._clock())
+        for chunk in self.state.chunks:
+            with self._locks[chunk.index]:
+                chunk.flow_to(theta)
+
     def reset(self) -> None:
         """Drop pending and c everywhere, after the parameters were loaded from elsewhere.
 
@@ -126,6 +134,17 @@ class SharedState:
         with self._locks[chunk.index]:
             chunk.flow_to(theta)
             chunk.snapshot(out)
+
+    def take_over(self, chunk: Chunk, values: Tensor) -> None:
+        """Make x + pending of one chunk ``values``, and c zero, while the main thread trains on.
+
+        x itself is left to the main thread: a step that is running meanwhile, or whose gradient
+        was taken before, is added to ``values`` as any step is. Copied chunks stay as they are.
+        """
+        if not chunk.role.is_exchanged:
+            return
+        with self._locks[chunk.index]:
+            chunk.take_over(values)
 
     def exchange(self, chunk: Chunk, mine: Tensor, peers: Tensor, alpha_tilde: float) -> float:
         """Apply one exchanged chunk; return the squared norm of the difference."""

@@ -1,0 +1,297 @@
+"""When a worker's checkpoints are taken, what is in them, and what becomes of errors."""
+
+import atexit
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+import gossipdp
+from gossipdp.errors import PoisonedError
+from gossipdp.parallel import training_state
+from gossipdp.parallel.checkpoint import (
+    FORMAT,
+    TRAINING_PREFIX,
+    Captured,
+    Facts,
+    Resumption,
+    saved_by,
+)
+from gossipdp.parallel.checkpoint_files import GivenUpError
+from gossipdp.parallel.checkpoint_writer import CheckpointWriter, Draft
+from gossipdp.parallel.data_position import (
+    DataPosition,
+    random_states,
+    restore_random_states,
+)
+from gossipdp.parallel.engine import Engine
+
+logger = logging.getLogger("gossipdp")
+
+# How long training waits for a running exchange; after that it goes on, no other exchange begins,
+# and the checkpoint is taken at the first later boundary that finds none running.
+WAIT_FOR_EXCHANGE_S = 1.0
+# An explicit save waits for it: exchanges that do not advance end by their own time-outs.
+LONGEST_WAIT_S = 120.0
+CLOSE_TIMEOUT_S = 60.0
+EXIT_TIMEOUT_S = 1.0
+
+
+class Stateful(Protocol):
+    """Whatever has a state to be saved: a scheduler, a GradScaler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take a state."""
+        ...
+
+
+class Checkpointer:
+    """Takes this worker's checkpoints and restores what is not the engine's. Main thread only.
+
+    A due checkpoint is taken at the first :meth:`take_due` after the step, which the caller makes
+    where no forward pass is half way: so what the loop does after ``optimizer.step()``, such as
+    stepping a scheduler, is in it.
+
+    Args:
+        engine: copies parameters, momentum and progress between two exchanges.
+        optimizers: whose state is saved.
+        position: of ``batches()``.
+        method: of the run.
+        directory: where checkpoints go by default.
+        every: gradient steps from one to the next; None: only by :meth:`save`.
+        keep: how many of this worker's checkpoints stay.
+        resumption: what the run goes on from.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizers: Sequence[torch.optim.Optimizer],
+        position: DataPosition,
+        *,
+        method: str,
+        directory: Path | None,
+        every: int | None,
+        keep: int,
+        resumption: Resumption | None,
+    ) -> None:
+        self.is_due = False
+        self.num_saved = 0
+        self.num_failed = 0
+        self.pause_s = 0.0
+        self._engine = engine
+        self._optimizers = optimizers
+        self._position = position
+        self._method = method
+        self._directory = directory
+        self._every = every
+        self._keep = keep
+        self._generation = 1 if resumption is None else resumption.generation
+        self._known_directories: set[Path] = set()
+        self._has_waited = False
+        self._others: dict[str, Stateful] = {}
+        self._resumed: dict[str, Any] | None = None
+        self._writer = CheckpointWriter(engine.rank)
+        self._written: Future[Path] | None = None
+        atexit.register(self.close, EXIT_TIMEOUT_S)
+        if resumption is not None:
+            self._known_directories.add(resumption.directory.resolve())
+            self._resume(resumption)
+
+    def _resume(self, resumption: Resumption) -> None:
+        self._resumed = resumption.training
+        own_file = resumption.is_own or resumption.steps > 0
+        states = self._resumed["random"] if own_file else None
+        self._position.resume(self._resumed["position"], states, is_own=resumption.is_own)
+        if states is not None:
+            restore_random_states(states)
+
+    def register(self, others: dict[str, Stateful]) -> None:
+        """Save these too from now on; give them what was saved of them, if the run resumed."""
+        for name, stateful in others.items():
+            if name in self._others:
+                raise ValueError(f"{name!r} is saved with the checkpoints already")
+            self._others[name] = stateful
+            if self._resumed is None:
+                continue
+            if name in self._resumed["others"]:
+                stateful.load_state_dict(self._resumed["others"][name])
+            else:
+                logger.warning("the checkpoint holds nothing of %r: it begins anew", name)
+        if self._resumed is not None:
+            training_state.restore_groups(self._resumed, self._optimizers)
+
+    # When.
+
+    def stepped(self) -> None:
+        """A gradient step ended: a checkpoint may be due, another may have failed meanwhile."""
+        if self._written is not None and self._written.done():
+            self._report()
+        if self._every is None:
+            return
+        if self.is_due:  # nobody has called take_due since: a loop that goes its own way
+            self.take_due()
+        if self._engine.step_number % self._every == 0:
+            self.is_due = True
+
+    def take_due(self, *, finally_: bool = False) -> None:
+        """Take the checkpoint that is due, unless the last is still being written.
+
+        Args:
+            finally_: there is no later occasion: wait for both.
+        """
+        if not self.is_due:
+            return
+        assert self._directory is not None
+        if finally_:
+            self._wait_for_writer()
+        elif self._written is not None and not self._written.done():
+            return
+        wait_s = WAIT_FOR_EXCHANGE_S if finally_ or not self._has_waited else 0.0
+        try:
+            draft = self._draft(self._directory, wait_s)
+        except PoisonedError as error:
+            self.is_due = False
+            self.num_failed += 1
+            logger.error("%s", error)
+            return
+        self._has_waited = draft is None
+        if draft is not None:
+            self.is_due = False
+            self._written = self._writer.write(draft)
+
+    def ask(self) -> None:
+        """Make a checkpoint due, where a directory is known; any thread or signal handler may."""
+        if self._directory is not None:
+            self.is_due = True
+
+    def save(self, directory: Path | None) -> Path:
+        """Take a checkpoint now and return its path when it is on the disk.
+
+        Raises:
+            ValueError: no directory, or one that holds another run's checkpoints.
+            OSError: of the file system.
+            PoisonedError: parameters hold NaN or infinity.
+            TimeoutError: an exchange did not end.
+        """
+        directory = directory or self._directory
+        if directory is None:
+            raise ValueError("give save_checkpoint() a directory, or wrap with checkpoint_dir=")
+        self._wait_for_writer()
+        draft = self._draft(directory, LONGEST_WAIT_S)
+        if draft is None:
+            self._engine.release()
+            raise TimeoutError(f"an exchange did not end within {LONGEST_WAIT_S:g} s")
+        path = self._writer.write(draft).result()
+        self.num_saved += 1
+        return path
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Let the write under way end, report it, and end the thread."""
+        atexit.unregister(self.close)
+        self._writer.close(timeout_s)
+        if self._written is not None and self._written.done():
+            self._report()
+
+    # What.
+
+    def _draft(self, directory: Path, wait_s: float) -> Draft | None:
+        """Copy what a checkpoint holds; None where an exchange still runs after ``wait_s``."""
+        self._check_directory(directory)
+        started_s = time.perf_counter()
+        try:
+            captured = self._engine.capture(wait_s)
+        except BaseException:
+            self._engine.release()
+            raise
+        if captured is None:
+            self.pause_s += time.perf_counter() - started_s
+            return None
+        try:
+            state = training_state.capture(self._optimizers)
+            state["position"] = self._position.capture()
+            state["random"] = random_states()
+            state["others"] = {name: each.state_dict() for name, each in self._others.items()}
+            structure, tensors = training_state.pack(state, TRAINING_PREFIX)
+        finally:
+            self._engine.release()
+            pause_s = time.perf_counter() - started_s
+            self.pause_s += pause_s
+        logger.info(
+            "worker %d: checkpoint at step %d; training paused for %.0f ms",
+            self._engine.rank,
+            captured.step,
+            1e3 * pause_s,
+        )
+        return Draft(
+            directory=directory,
+            rank=self._engine.rank,
+            step=captured.step,
+            tensors={**captured.tensors, **tensors},
+            metadata={
+                "format": FORMAT,
+                "facts": msgspec.json.encode(self._facts(captured)).decode(),
+                "structure": structure,
+            },
+            keep=self._keep,
+        )
+
+    def _facts(self, captured: Captured) -> Facts:
+        return Facts(
+            rank=self._engine.rank,
+            num_workers=self._engine.num_workers,
+            generation=self._generation,
+            method=self._method,
+            step=captured.step,
+            steps=captured.steps,
+            samples=captured.samples,
+            progress=captured.progress,
+            gossipdp=gossipdp.__version__,
+        )
+
+    def _check_directory(self, directory: Path) -> None:
+        """Raise ValueError for a directory that another run saved to: steps would mix."""
+        resolved = directory.resolve()
+        if resolved in self._known_directories:
+            return
+        if saved := saved_by(directory, self._engine.rank):
+            raise ValueError(
+                f"{directory} holds checkpoints of another run, such as {saved[0].path}; go on "
+                "from them with resume='auto', or choose another directory"
+            )
+        self._known_directories.add(resolved)
+
+    # Errors.
+
+    def _wait_for_writer(self) -> None:
+        if self._written is not None:
+            self._written.exception()  # waits
+            self._report()
+
+    def _report(self) -> None:
+        """Say how the last write ended. A file system's error is no reason to stop training."""
+        assert self._written is not None
+        written, self._written = self._written, None
+        error = written.exception()
+        if error is None:
+            self.num_saved += 1
+            return
+        self.num_failed += 1
+        if not isinstance(error, (OSError, GivenUpError)):
+            raise RuntimeError("a checkpoint could not be written") from error
+        reason = "the worker ended" if isinstance(error, GivenUpError) else error
+        logger.error(
+            "worker %d: a checkpoint could NOT be written: %s. Those written before are kept, "
+            "training goes on, and the next is tried when it is due",
+            self._engine.rank,
+            reason,
+        )

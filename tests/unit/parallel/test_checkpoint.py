@@ -1,0 +1,339 @@
+"""One worker's checkpoints: a resumed run is bitwise the uninterrupted one, whatever happens."""
+
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from gossipdp import GossipDataParallel, PoisonedError
+from gossipdp.parallel.checkpoint import saved_by
+
+NUM_STEPS = 23
+EVERY = 4
+
+
+class Net(nn.Module):
+    """Every kind of tensor that is saved: tied, frozen, strided, integer; and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(0.2)
+        self.inner = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.inner.weight
+        self.frozen = nn.Linear(4, 3)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        features = self.drop(self.norm(self.conv(images)).relu()).mean(dim=(2, 3))
+        features = self.tied(self.inner(features).relu())
+        return self.head(features) + self.frozen(features)
+
+
+class CentredState(torch.optim.Optimizer):
+    """Keeps what ``load_state_dict`` would cast or break: double precision, text, a tuple."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": torch.tensor(0.05)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                assert state.setdefault("note", "text") == "text"
+                mean, count = state.get("means", (torch.zeros_like(parameter).double(), 0))
+                mean = 0.9 * mean + parameter.grad.double() / 3
+                state["means"] = (mean, count + 1)
+                parameter.sub_(group["lr"] * mean)
+
+
+OPTIMIZERS = {
+    "sgd": lambda net: torch.optim.SGD(net, 0.1, momentum=0.9),
+    "adamw": lambda net: torch.optim.AdamW(net, 1e-2, amsgrad=True),
+    "lbfgs": lambda net: torch.optim.LBFGS(list(net), lr=0.1, max_iter=3, history_size=4),
+    "own": CentredState,
+}
+
+
+@pytest.fixture
+def run() -> Iterator[Any]:
+    """``run(directory, **options)``: a script that trains and gives its losses and end state.
+
+    ``stop_after`` steps it is cut off without a word, as by a kill.
+    """
+    models: list[GossipDataParallel] = []
+
+    def script(
+        directory: Path | None,
+        *,
+        optimizer: str = "sgd",
+        loader: str = "plain",
+        stop_after: int | None = None,
+        with_schedule: bool = True,
+        resume: Any = "auto",
+        every: int | None = EVERY,
+        method: str = "a2cid2",
+        keep: int = 3,
+    ) -> tuple[list[Any], dict[str, torch.Tensor], GossipDataParallel]:
+        random.seed(0)
+        numpy.random.seed(0)
+        torch.manual_seed(0)
+        net = Net()
+        if optimizer != "lbfgs":  # which wants its gradients contiguous
+            net.to(memory_format=torch.channels_last)
+        made = OPTIMIZERS[optimizer](p for p in net.parameters() if p.requires_grad)
+        options = {} if directory is None else {"checkpoint_dir": directory, "resume": resume}
+        if directory is not None and every:
+            options["checkpoint_every"] = every
+        model = GossipDataParallel(
+            net,
+            made,
+            budget_samples=6 * NUM_STEPS,
+            samples_per_step=6,
+            method=method,
+            keep_checkpoints=keep,
+            **options,
+        )
+        models.append(model)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(made, [5, 9], 0.5)
+        if with_schedule:
+            model.also_checkpoint(schedule=schedule)
+        seen: list[Any] = []
+        for images, labels in model.batches(LOADERS[loader]()):
+
+            def loss_of(images: torch.Tensor = images, labels: torch.Tensor = labels) -> Any:
+                made.zero_grad()
+                noise = random.random() + numpy.random.rand()
+                loss = nn.functional.cross_entropy(model(images), labels) * noise
+                loss.backward()
+                return loss
+
+            if optimizer == "lbfgs":
+                loss = made.step(loss_of)
+            else:
+                loss = loss_of()
+                made.step()
+            schedule.step()
+            seen.append((model.stats().gradient_steps, loss.item(), images.sum().item()))
+            # These steps are shorter than a write, which would put off the checkpoint after it.
+            model._checkpointer._wait_for_writer()
+            if len(seen) == stop_after:
+                break
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        return seen, state, model
+
+    yield script
+    for model in models:
+        model.close()
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    images = torch.randn(54, 2, 5, 5, generator=generator)
+    return TensorDataset(images, torch.randint(0, 3, (54,), generator=generator))
+
+
+LOADERS = {
+    "plain": lambda: DataLoader(dataset(), 6, shuffle=True),
+    "own generator": lambda: DataLoader(
+        dataset(), 6, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
+    "distributed": lambda: DataLoader(
+        dataset(), 6, sampler=DistributedSampler(dataset(), num_replicas=1, rank=0)
+    ),
+    "list": lambda: list(DataLoader(dataset(), 6)),
+}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+        assert value.stride() == other[name].stride(), name
+
+
+def file_of(directory: Path, step: int) -> Path:
+    return directory / "worker-0" / f"step-{step:08d}.safetensors"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("stop_after", [5, 9, 22])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(run, tmp_path, optimizer, stop_after):
+    whole, end, model = run(None, optimizer=optimizer)
+    assert len(whole) == NUM_STEPS
+    first, _, _ = run(tmp_path, optimizer=optimizer, stop_after=stop_after)
+    second, resumed_end, resumed = run(tmp_path, optimizer=optimizer)
+    at = stop_after // EVERY * EVERY
+    # What was trained after the checkpoint is trained again; the samples count as often as done.
+    assert first == whole[:stop_after]
+    assert second == whole[at:][: len(second)]
+    assert len(second) == NUM_STEPS - at
+    assert_same(end, resumed_end)
+    assert resumed.stats().samples == model.stats().samples == 6 * NUM_STEPS
+    assert resumed.progress() == 1.0
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("saved_at", [6, 9, 18])
+def test_the_data_go_on_where_they_were(run, tmp_path, loader, saved_at):
+    # 9 batches an epoch: within one, at its very end, and at the end of the second.
+    whole, end, _ = run(None, loader=loader)
+    run(tmp_path, loader=loader, stop_after=saved_at + 1, every=3)
+    second, resumed_end, _ = run(tmp_path, loader=loader, every=None)
+    assert second == whole[saved_at:]
+    assert_same(end, resumed_end)
+
+
+@pytest.mark.parametrize("method", ["none", "gossip", "allreduce"])
+def test_every_method_resumes(run, tmp_path, method):
+    whole, end, _ = run(None, method=method)
+    run(tmp_path, method=method, stop_after=6)
+    second, resumed_end, _ = run(tmp_path, method=method)
+    assert second == whole[4:]
+    assert_same(end, resumed_end)
+
+
+def test_a_loop_of_ones_own_saves_by_itself_and_on_demand(run, tmp_path):
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = GossipDataParallel(
+        net, optimizer, checkpoint_dir=tmp_path, checkpoint_every=2, keep_checkpoints=9
+    )
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        if step == 3:
+            path = model.save_checkpoint()
+            assert path == file_of(tmp_path, 3)
+            assert torch.equal(safetensors.torch.load_file(path)["model/weight"], net.weight)
+    result = model.consolidate()
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [4, 3, 2]
+    assert (model.stats().checkpoints, model.stats().checkpoints_failed) == (3, 0)
+    assert model.stats().checkpoint_pause_seconds > 0
+    assert result.samples == 20
+
+
+def test_the_newest_stay(run, tmp_path):
+    run(tmp_path, every=2, keep=2)
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [22, 20]
+    assert not list((tmp_path / "worker-0").glob(".*"))
+
+
+def test_auto_starts_afresh_where_there_is_nothing_and_never_mixes_two_runs(run, tmp_path):
+    run(tmp_path, stop_after=5)
+    with pytest.raises(ValueError, match="holds checkpoints of another run; go on"):
+        run(tmp_path, resume=None)
+    with pytest.raises(ValueError, match="there is no checkpoint in"):
+        run(tmp_path / "b", resume=tmp_path / "nowhere")
+    # From another directory, and on into one's own.
+    second, _, _ = run(tmp_path / "b", resume=tmp_path)
+    assert second[0][0] == 5
+    assert [saved.facts.step for saved in saved_by(tmp_path / "b", 0)] == [20, 16, 12]
+    net = nn.Linear(2, 2)
+    model = GossipDataParallel(net, torch.optim.SGD(net.parameters(), 0.1))
+    with pytest.raises(ValueError, match="holds checkpoints of another run"):
+        model.save_checkpoint(tmp_path)
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"checkpoint_every": 0, "checkpoint_dir": "d"}, "checkpoint_every is at least 1"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints is at least 1"),
+        ({"checkpoint_every": 3}, "need checkpoint_dir="),
+        ({"resume": "auto"}, "need checkpoint_dir="),
+    ],
+)
+def test_options_that_cannot_be_meant(options, message):
+    net = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=message):
+        GossipDataParallel(net, torch.optim.SGD(net.parameters(), 0.1), **options)
+
+
+def damage(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "one bit":
+        data[len(data) // 2] ^= 1
+    elif how == "cut short":
+        data = data[:-100]
+    elif how == "empty":
+        data = bytearray()
+    else:
+        data[8:40] = b"x" * 32
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["one bit", "cut short", "empty", "header"])
+def test_a_damaged_file_is_passed_over(run, tmp_path, caplog, how):
+    whole, end, _ = run(None)
+    run(tmp_path, stop_after=14)
+    damage(file_of(tmp_path, 12), how)
+    with caplog.at_level(logging.WARNING, "gossipdp"):
+        second, resumed_end, _ = run(tmp_path)
+    assert second == whole[8:]
+    assert_same(end, resumed_end)
+    assert str(file_of(tmp_path, 12)) in caplog.text
+    assert "damaged" in caplog.text or "cannot be read" in caplog.text
+
+
+def test_nothing_but_damaged_files_is_one_clear_error(run, tmp_path):
+    run(tmp_path, stop_after=5)
+    damage(file_of(tmp_path, 4), "one bit")
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole"):
+        run(tmp_path)
+
+
+def test_another_model_or_optimizer_is_refused(run, tmp_path):
+    run(tmp_path, stop_after=5)
+    net = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"is of another model: 'bias' is absent there and float"):
+        GossipDataParallel(net, torch.optim.SGD(net.parameters(), 0.1), resume=tmp_path)
+    net = Net()
+    with pytest.raises(ValueError, match=r"optimizer 0 is of parameter groups of sizes \[8\]"):
+        GossipDataParallel(net, torch.optim.SGD(net.head.parameters(), 0.1), resume=tmp_path)
+
+
+def test_poison_is_not_saved(run, tmp_path, caplog):
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = GossipDataParallel(net, optimizer, checkpoint_dir=tmp_path, checkpoint_every=1)
+    model.save_checkpoint()
+    with torch.no_grad():
+        net.weight[0, 0] = float("nan")
+    with pytest.raises(PoisonedError, match="are not saved"):
+        model.save_checkpoint()
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    assert "hold NaN or infinity: they are not saved" in caplog.text
+    model.close()
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [0]
+
+
+def test_a_state_that_cannot_be_saved_is_one_clear_error(run, tmp_path):
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    optimizer.param_groups[0]["rule"] = test_poison_is_not_saved
+    model = GossipDataParallel(net, optimizer, checkpoint_dir=tmp_path)
+    with pytest.raises(
+        ValueError, match=r"\['param_groups'\]\[0\]\['rule'\] is a builtins.function"
+    ):
+        model.save_checkpoint()
+    model.close()

@@ -1,0 +1,228 @@
+"""Files are whole or absent, whatever fails in the middle of writing one."""
+
+import errno
+import logging
+import os
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from gossipdp import GossipDataParallel
+from gossipdp.parallel import checkpoint_files
+from gossipdp.parallel.checkpoint import saved_by
+from gossipdp.parallel.checkpoint_files import (
+    DamagedFileError,
+    GivenUpError,
+    read_tensors,
+    write_tensors,
+    written_whole,
+)
+
+TENSORS = {
+    "a": torch.randn(3, 4),
+    "half": torch.tensor([float("nan"), 1.0]).bfloat16(),
+    "none": torch.empty(0, 3),
+    "one": torch.tensor(True),
+    "complex": torch.randn(2, dtype=torch.complex64),
+}
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return alike and torch.equal(
+        one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+    )
+
+
+def test_a_file_is_what_the_library_reads_and_keeps_every_bit(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    write_tensors(path, TENSORS, {"note": "größer"})
+    tensors, metadata = read_tensors(path)
+    library = safetensors.torch.load_file(path)
+    assert metadata == {"note": "größer"}
+    assert tensors.keys() == library.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert same(tensors[name], tensor)
+        assert same(library[name], tensor)
+
+
+def test_every_byte_is_under_the_checksum_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    write_tensors(path, {"a": torch.arange(4.0)}, {"note": "text"})
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    for index in range(len(data)):
+        changed = bytearray(data)
+        changed[index] ^= 0x10
+        path.write_bytes(changed)
+        try:
+            tensors, metadata = read_tensors(path)
+        except DamagedFileError:
+            continue
+        # Only white space of the header may change without a trace.
+        assert index < 8 + length
+        assert metadata == {"note": "text"}
+        assert same(tensors["a"], torch.arange(4.0))
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "write": lambda patch: patch.setattr(checkpoint_files, "_write", full),
+    "fsync": lambda patch: patch.setattr(os, "fsync", full),
+    "rename": lambda patch: patch.setattr(Path, "replace", full),
+}
+
+
+@pytest.mark.parametrize("where", FAULTS)
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    path = tmp_path / "file.safetensors"
+    write_tensors(path, TENSORS, {})
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:
+        FAULTS[where](patch)
+        with pytest.raises(OSError, match="No space left"):
+            write_tensors(path, {"b": torch.ones(1)}, {})
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_write_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    looks = iter([False] * 6 + [True])
+    with pytest.raises(GivenUpError):
+        write_tensors(tmp_path / "file.safetensors", TENSORS, {}, lambda: next(looks))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_file_appears_at_the_end_and_its_directory_is_synchronized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    events = []
+    real_fsync, real_replace = os.fsync, Path.replace
+
+    def fsync(descriptor: int) -> None:
+        events.append(f"fsync {os.readlink(f'/proc/self/fd/{descriptor}')}")
+        real_fsync(descriptor)
+
+    def replace(self: Path, target: Path) -> Path:
+        events.append("rename")
+        return real_replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replace)
+    with written_whole(path) as file:
+        file.write(b"content")
+        assert not path.exists()
+    assert path.read_bytes() == b"content"
+    assert events[0].startswith(f"fsync {tmp_path}/.file.")
+    assert events[1:] == ["rename", f"fsync {tmp_path}"]
+
+
+def trained(directory: Path, steps: int, **options: object) -> GossipDataParallel:
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = GossipDataParallel(
+        net, optimizer, checkpoint_dir=directory, checkpoint_every=1, **options
+    )
+    for _ in range(steps):
+        step(model, optimizer)
+    return model
+
+
+def step(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    model._checkpointer.take_due(finally_=True)
+    model._checkpointer._wait_for_writer()
+
+
+@pytest.mark.parametrize("where", FAULTS)
+def test_a_full_disk_is_said_loudly_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = GossipDataParallel(net, optimizer, checkpoint_dir=tmp_path, checkpoint_every=1)
+    step(model, optimizer)
+    good = saved_by(tmp_path, 0)
+    with monkeypatch.context() as patch:
+        FAULTS[where](patch)
+        step(model, optimizer)
+    assert "a checkpoint could NOT be written: [Errno 28] No space left on device" in caplog.text
+    assert caplog.records[-1].levelno == logging.ERROR
+    assert saved_by(tmp_path, 0) == good
+    assert model.stats().checkpoints_failed == 1
+    step(model, optimizer)  # there is room again
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [3, 1]
+    with monkeypatch.context() as patch:
+        FAULTS[where](patch)
+        with pytest.raises(OSError, match="No space left"):
+            model.save_checkpoint()
+    model.close()
+    assert not [thread for thread in threading.enumerate() if "checkpoint" in thread.name]
+
+
+def test_an_error_that_is_no_full_disk_reaches_the_training_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trained(tmp_path, 1)
+    optimizer = model._checkpointer._optimizers[0]
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr(checkpoint_files, "_write", broken)
+    with pytest.raises(RuntimeError, match="a checkpoint could not be written") as info:
+        step(model, optimizer)
+    assert isinstance(info.value.__cause__, ZeroDivisionError)
+    model.close()
+
+
+def test_what_a_killed_writer_left_is_no_checkpoint_and_goes(tmp_path: Path) -> None:
+    trained(tmp_path, 2).close()
+    left = tmp_path / "worker-0" / ".step-00000003.safetensors.77.unfinished"
+    left.write_bytes(b"half")
+    model = trained(tmp_path, 0, resume="auto")
+    assert model.progress() == 2.0
+    model.save_checkpoint()
+    model.close()
+    assert not left.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_disk_that_is_really_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs here: {mounted.stderr.decode().strip()}")
+    try:
+        net = nn.Linear(300, 300)  # 0.36 MB, and once more for the momentum c
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        model = GossipDataParallel(net, optimizer, checkpoint_dir=tmp_path, checkpoint_every=1)
+        for _ in range(2):
+            model(torch.ones(2, 300)).sum().backward()
+            optimizer.step()
+            model._checkpointer.take_due(finally_=True)
+            model._checkpointer._wait_for_writer()
+        assert "could NOT be written: [Errno 28] No space left on device" in caplog.text
+        assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [1]
+        assert [path.name for path in (tmp_path / "worker-0").iterdir()] == [
+            "step-00000001.safetensors"
+        ]
+        model.close()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
