@@ -8,8 +8,10 @@ from random import Random
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 10.0
 # Of two workers that want the same link the lower rank dials at once and the higher one waits
-# this long for it: dialling from both sides works, but costs a link.
+# this long for it: dialling from both sides works, but costs a link. After the loss of a link less
+# long: if the peer was killed, its address refuses connections, and that is how it is noticed.
 GRACE_S = 1.0
+GRACE_AFTER_LOSS_S = 0.2
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Dialer:
         """The link to ``peer`` went down."""
         self._linked.discard(peer)
         if peer in self._wishes:
-            self._wishes[peer] = _Wish(now_s + (0.0 if self._rank < peer else GRACE_S))
+            self._wishes[peer] = _Wish(now_s + (0.0 if self._rank < peer else GRACE_AFTER_LOSS_S))
 
     def failed(self, peer: int, now_s: float) -> None:
         """A dial came to nothing."""
