@@ -20,7 +20,6 @@ from gossipdp.simulate.scenario import Scenario
 from gossipdp.simulate.simulation import simulate
 
 RATES = (("gossip", 1.0), ("gossip", 2.0), ("a2cid2", 1.0))
-NUM_RECORDS = 40
 SETTINGS = TrainingSettings(
     total_steps=19_200,
     batch_size=32,
@@ -44,6 +43,7 @@ QUICK = TrainingSettings(
     step_spread=0.1,
     noise_steps=40.0,
     noise_learning_rate=0.1,
+    num_records=8,
 )
 
 
@@ -143,7 +143,7 @@ def measure_run(job: TrainingJob) -> TrainingRun:
         if is_synchronous
         else LognormalTime(1.0, settings.step_spread),
         num_steps=settings.noise_steps if is_noise else settings.total_steps / job.num_workers,
-        num_records=NUM_RECORDS,
+        num_records=settings.num_records,
         learning_rate_decay=not is_noise,
         seed=job.seed,
     )
@@ -159,6 +159,6 @@ def measure_run(job: TrainingJob) -> TrainingRun:
         seed=job.seed,
         loss=last.loss,
         accuracy=None if is_noise else last.metric,
-        late_distance=float(distances[NUM_RECORDS // 2 :].mean()),
+        late_distance=float(distances[settings.num_records // 2 :].mean()),
         distances=[float(f"{distance:.5g}") for distance in distances],
     )

@@ -34,6 +34,7 @@ class TrainingSettings(msgspec.Struct, frozen=True):
     step_spread: float
     noise_steps: float
     noise_learning_rate: float
+    num_records: int = 40
 
 
 class TrainingRun(msgspec.Struct, frozen=True):
