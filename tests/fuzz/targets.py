@@ -22,17 +22,21 @@ from gossipdp.protocol.membership import Member, Status
 from gossipdp.protocol.messages import (
     Abort,
     Accept,
+    AskLife,
+    AskMembers,
     Busy,
     Cancel,
     Envelope,
     ExchangeId,
     Free,
     Heartbeat,
+    Members,
     Pass,
     Propose,
     ProtocolError,
     RequestState,
     StateRefused,
+    TellLife,
     decode,
     encode,
 )
@@ -207,6 +211,10 @@ def control_message_seeds() -> list[bytes]:
         Heartbeat(),
         RequestState(1, 0),
         StateRefused(1, "poisoned"),
+        AskLife(2, 1),
+        TellLife(2, 1, True),
+        AskMembers(1),
+        Members(1, 4, False, *_news()),
         consolidation.BeginEpoch(epoch, ((0, 100), (1, 101), (2, 102)), None),
         consolidation.BeginEpoch(epoch, ((0, 100), (2, 102)), average),
         consolidation.NewerEpoch(epoch),
@@ -218,14 +226,17 @@ def control_message_seeds() -> list[bytes]:
         consolidation.Committed(epoch),
         consolidation.Release(epoch),
     ]
-    news = (
+    return [encode(Envelope(message, *news)) for message in messages for news in ((), _news())]
+
+
+def _news() -> tuple[tuple[Member, ...], tuple[ProgressEntry, ...]]:
+    return (
         (
             Member(1, 2, 101, Status.DONE, "10.0.0.1", 4000),
             Member(2, 0, 102, Status.LEFT, "::1", 1),
         ),
         (ProgressEntry(1, 2, 101, 64, 2), ProgressEntry(0, 0, 100, 9, 9)),
     )
-    return [encode(Envelope(message, *rest)) for message in messages for rest in ((), news)]
 
 
 # A whole worker's protocol behind the decoder: what an authenticated peer may say.
