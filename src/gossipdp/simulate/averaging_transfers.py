@@ -48,9 +48,11 @@ class AveragingTransfers:
                 pass  # arithmetic on parameters, which are not here
 
     def _chunk_arrived(self, wire: Wire, rank: int, sent: SendPartial | SendResult) -> None:
+        network = self._network
+        if network.holds_up(rank, sent.peer, partial(self._chunk_arrived, wire, rank, sent)):
+            return
         if not wire.is_up:
             return
-        network = self._network
         worker, now = network.workers[sent.peer], network.engine.now
         match sent:
             case SendPartial(epoch=epoch, chunk=chunk):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics.phase import Phase
-from gossipdp.protocol.actions import Begin
+from gossipdp.protocol.actions import Begin, Rebuilt
 from gossipdp.protocol.messages import ExchangeId
 from gossipdp.simulate.payload import Payload
 from gossipdp.simulate.population import Population
@@ -116,6 +116,12 @@ class CarriedRows(Payload):
         if not exchange.has_applied and (half := self._halves.pop(id, None)) is not None:
             self.num_torn += 1
             self.torn += self._change(half)
+
+    def rebuilt(self, rank: int, graph: Rebuilt, now_s: float) -> None:
+        self._phases[rank].set_speed(graph.eta, graph.worker_rate, now_s)
+
+    def took_over(self, rank: int, peer: int, now_s: float) -> None:
+        self._population.take_over(rank, peer)
 
     def settle_drift(self) -> None:
         """Tell the population what exchanges under way did to its mean at one end so far."""

@@ -21,6 +21,7 @@ class Conditions:
         step_s: how long the next gradient step of a rank takes.
         detection_s: how long until an end learns that its link was cut.
         reconnect_s: how long after a cut the link is there again.
+        dial_timeout_s: how long until a dial that nobody answers is given up.
         cut_at_messages: the numbers of those messages, counted over the network, at whose
             sending their link is cut.
     """
@@ -30,4 +31,5 @@ class Conditions:
     step_s: Callable[[int], float]
     detection_s: Seconds = lambda _sender, _receiver: 0.01
     reconnect_s: float = 0.2
+    dial_timeout_s: float = 1.0
     cut_at_messages: Collection[int] = ()

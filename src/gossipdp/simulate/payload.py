@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import final
 
-from gossipdp.protocol.actions import Begin
+from gossipdp.protocol.actions import Begin, Rebuilt
 from gossipdp.protocol.messages import ExchangeId
 
 
@@ -36,6 +36,14 @@ class Payload(ABC):
     def exchange_ended(self, rank: int, id: ExchangeId, now_s: float) -> None:
         """The exchange is over at ``rank``: finished, or stopped before or after data arrived."""
 
+    @abstractmethod
+    def rebuilt(self, rank: int, graph: Rebuilt, now_s: float) -> None:
+        """``rank`` follows a new graph, with another speed of its phase."""
+
+    @abstractmethod
+    def took_over(self, rank: int, peer: int, now_s: float) -> None:
+        """``rank``, in no exchange, holds x + c/2 of ``peer`` now, with c = 0."""
+
 
 @final
 class NoParameters(Payload):
@@ -54,4 +62,10 @@ class NoParameters(Payload):
         pass
 
     def exchange_ended(self, rank: int, id: ExchangeId, now_s: float) -> None:
+        pass
+
+    def rebuilt(self, rank: int, graph: Rebuilt, now_s: float) -> None:
+        pass
+
+    def took_over(self, rank: int, peer: int, now_s: float) -> None:
         pass

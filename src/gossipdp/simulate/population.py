@@ -71,6 +71,17 @@ class Population:
         if self.c is not None:
             self.c[rank].add_(delta[: self.num_trained], alpha=0.5 - alpha_tilde)
 
+    def take_over(self, rank: int, peer: int) -> None:
+        """Give one row x + c/2 of another, and no momentum; its change is no drift."""
+        row = self.x[peer].clone()
+        before = self.x[rank, : self.num_trained].double()
+        if self.c is not None:
+            before = before + 0.5 * self.c[rank].double()
+            row[: self.num_trained] += 0.5 * self.c[peer]
+            self.c[rank].zero_()
+        self.x[rank].copy_(row)
+        self._expected_sum += row[: self.num_trained].double() - before
+
     def step(self, ranks: list[int], changes: Tensor) -> None:
         """Add what gradient steps changed: rows of (k, d)."""
         if len(ranks) == 1:  # as asynchronous workers step: no copy of the row
