@@ -98,6 +98,7 @@ class Checkpointer:
         self._generation = 1 if resumption is None else resumption.generation
         self._known_directories: set[Path] = set()
         self._has_waited = False
+        self._random_states: dict[str, Any] | None = None
         self._others: dict[str, Stateful] = {}
         self._resumed: dict[str, Any] | None = None
         self._writer = CheckpointWriter(engine.rank)
@@ -142,12 +143,16 @@ class Checkpointer:
             self.take_due()
         if self._engine.step_number % self._every == 0:
             self.is_due = True
+        if self.is_due:
+            self._random_states = random_states()
 
-    def take_due(self, *, finally_: bool = False) -> None:
+    def take_due(self, *, finally_: bool = False, in_loop: bool = False) -> None:
         """Take the checkpoint that is due, unless the last is still being written.
 
         Args:
-            finally_: there is no later occasion: wait for both.
+            finally_: there is no later occasion: wait for that, and for a running exchange.
+            in_loop: the next step may have begun, with random numbers for its batch: the states
+                saved are those right after the last step.
         """
         if not self.is_due:
             return
@@ -158,7 +163,8 @@ class Checkpointer:
             return
         wait_s = WAIT_FOR_EXCHANGE_S if finally_ or not self._has_waited else 0.0
         try:
-            draft = self._draft(self._directory, wait_s)
+            states = self._random_states if in_loop else None
+            draft = self._draft(self._directory, wait_s, states)
         except PoisonedError as error:
             self.is_due = False
             self.num_failed += 1
@@ -187,7 +193,7 @@ class Checkpointer:
         if directory is None:
             raise ValueError("give save_checkpoint() a directory, or wrap with checkpoint_dir=")
         self._wait_for_writer()
-        draft = self._draft(directory, LONGEST_WAIT_S)
+        draft = self._draft(directory, LONGEST_WAIT_S, None)
         if draft is None:
             self._engine.release()
             raise TimeoutError(f"an exchange did not end within {LONGEST_WAIT_S:g} s")
@@ -204,7 +210,7 @@ class Checkpointer:
 
     # What.
 
-    def _draft(self, directory: Path, wait_s: float) -> Draft | None:
+    def _draft(self, directory: Path, wait_s: float, states: dict[str, Any] | None) -> Draft | None:
         """Copy what a checkpoint holds; None where an exchange still runs after ``wait_s``."""
         self._check_directory(directory)
         started_s = time.perf_counter()
@@ -219,7 +225,7 @@ class Checkpointer:
         try:
             state = training_state.capture(self._optimizers)
             state["position"] = self._position.capture()
-            state["random"] = random_states()
+            state["random"] = states or random_states()
             state["others"] = {name: each.state_dict() for name, each in self._others.items()}
             structure, tensors = training_state.pack(state, TRAINING_PREFIX)
         finally:

@@ -256,7 +256,7 @@ class GossipDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward pass; in training mode it counts the samples."""
         if self.training and torch.is_grad_enabled():
-            self._checkpointer.take_due()
+            self._checkpointer.take_due(in_loop=True)
             if self._samples_per_step is None:
                 self._forwarded_samples += _batch_size((args, kwargs))
         return self._engine.forward_module(*args, **kwargs)

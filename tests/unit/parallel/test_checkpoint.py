@@ -337,3 +337,32 @@ def test_a_state_that_cannot_be_saved_is_one_clear_error(run, tmp_path):
     ):
         model.save_checkpoint()
     model.close()
+
+
+@pytest.mark.parametrize("stop_after", [3, 7])
+def test_a_loop_of_ones_own_goes_on_with_the_same_random_numbers(tmp_path, stop_after):
+    def script(steps: int, **options: Any) -> list[float]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        optimizer = torch.optim.AdamW(net.parameters(), 0.1)
+        model = GossipDataParallel(net, optimizer, **options)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)
+        model.also_checkpoint(schedule=schedule)
+        losses = []
+        for _ in range(steps - model.stats().gradient_steps):
+            optimizer.zero_grad()
+            loss = model(torch.randn(5, 3)).square().mean()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+        model.close()
+        return losses
+
+    options: dict[str, Any] = {"checkpoint_dir": tmp_path, "checkpoint_every": 2, "resume": "auto"}
+    whole = script(12)
+    script(stop_after, **options)
+    rest = script(12, **options)
+    # A step is shorter than a write here, so the newest checkpoint may be one before the last due.
+    assert 12 - stop_after < len(rest) < 12
+    assert rest == whole[12 - len(rest) :]

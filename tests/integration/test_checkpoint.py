@@ -1,0 +1,244 @@
+"""Checkpoints of several real workers: resumed by as many, by fewer, by more."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from gossipdp import GossipDataParallel
+from gossipdp.errors import WorkerFailedError
+from gossipdp.parallel.checkpoint import saved_in
+
+pytestmark = pytest.mark.processes
+
+NUM_WORKERS = 4
+BATCH = 8
+
+
+def make_model(directory: str, method: str = "a2cid2", **options: Any) -> Any:
+    """Differently seeded on each worker, on purpose. About three chunks of 1 MB."""
+    torch.manual_seed(100 + int(os.environ.get("RANK", "0")))
+    net = nn.Sequential(
+        nn.Linear(16, 700), nn.BatchNorm1d(700), nn.ReLU(), nn.Linear(700, 900), nn.Linear(900, 4)
+    )
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    options.setdefault("resume", "auto")
+    model = GossipDataParallel(net, optimizer, method=method, checkpoint_dir=directory, **options)
+    return model, optimizer
+
+
+def train(model: GossipDataParallel, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        inputs = torch.randn(BATCH, 16)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), inputs[:, :4].argmax(dim=1))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        time.sleep(0.004)
+    return losses
+
+
+def state_of(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, as they are in memory; no exchange runs before the 4th step."""
+    captured = model._engine.capture(10.0)
+    model._engine.release()
+    assert captured is not None
+    tensors = dict(captured.tensors)
+    for index, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            tensors[f"optimizer/{index}/{name}"] = value.clone()
+    tensors["random"] = torch.get_rng_state()
+    return tensors
+
+
+def train_and_save(directory: str) -> Any:
+    model, optimizer = make_model(directory, checkpoint_every=4, keep_checkpoints=2)
+    train(model, optimizer, 30 + model.rank)
+    path = model.save_checkpoint()
+    stats = model.stats()
+    model.close()
+    return str(path), stats.samples, stats.exchanges, stats.checkpoints_failed
+
+
+def resume_and_look(directory: str, steps: int = 0, save: bool = False) -> Any:
+    model, optimizer = make_model(directory)
+    start = state_of(model, optimizer)
+    total = model._engine.total_samples()
+    own = model.stats()
+    train(model, optimizer, steps)
+    if save:
+        model.save_checkpoint()
+    exchanges = model.stats().exchanges
+    result = model.consolidate()
+    return start, total, own, result, exchanges
+
+
+@pytest.fixture(scope="module")
+def saved(workers: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("run")
+    results = workers(train_and_save, NUM_WORKERS, (str(directory),))
+    for rank, (path, samples, exchanges, failed) in enumerate(results):
+        assert Path(path).parent.name == f"worker-{rank}"
+        assert samples == BATCH * (30 + rank)
+        assert exchanges > 0
+        assert failed == 0
+    for rank, files in saved_in(directory).items():
+        assert len(files) == 2
+        assert files[0].facts.steps == 30 + rank
+    return directory
+
+
+@pytest.fixture
+def directory(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def tensors_of(directory: Path, rank: int) -> dict[str, Tensor]:
+    return safetensors.torch.load_file(saved_in(directory)[rank][0].path)
+
+
+def z_of(tensors: dict[str, Tensor], name: str) -> Tensor:
+    z = tensors[f"model/{name}"].double()
+    for key, gain in ((f"pending/{name}", 1.0), (f"c/{name}", 0.5)):
+        if key in tensors:
+            z = z + gain * tensors[key].double()
+    return z
+
+
+TOTAL = BATCH * sum(30 + rank for rank in range(NUM_WORKERS))
+
+
+def test_as_many_workers_go_on_with_every_bit(workers: Callable, directory: Path) -> None:
+    files = [tensors_of(directory, rank) for rank in range(NUM_WORKERS)]
+    assert all(any(name.startswith("c/") and t.any() for name, t in f.items()) for f in files)
+    results = workers(resume_and_look, NUM_WORKERS, (str(directory), 20))
+    for rank, (start, total, own, result, exchanges) in enumerate(results):
+        file = files[rank]
+        names = {name for name in start if name.startswith(("model/", "c/", "pending/"))}
+        assert names == {name for name in file if not name.startswith("training/")}
+        for name in names:
+            assert torch.equal(start[name], file[name]), name
+        held = [t for name, t in file.items() if name.startswith("training/")]
+        for name, tensor in start.items():
+            if name not in names:
+                assert any(tensor.dtype == t.dtype and torch.equal(tensor, t) for t in held), name
+        # Its own is exact; of the others at least what their files say of them.
+        assert (own.gradient_steps, own.samples) == (30 + rank, BATCH * (30 + rank))
+        assert TOTAL <= total <= result.samples  # the others may have begun
+        assert result.samples == TOTAL + NUM_WORKERS * 20 * BATCH
+        assert result.gradient_steps * BATCH == result.samples
+        assert exchanges > 0
+
+
+@pytest.mark.parametrize("num_workers", [2, 6])
+def test_another_number_of_workers_share_what_there_is(
+    workers: Callable, directory: Path, num_workers: int
+) -> None:
+    files = [tensors_of(directory, rank) for rank in range(NUM_WORKERS)]
+    results = workers(resume_and_look, num_workers, (str(directory), 5, True))
+    for rank, (start, total, own, result, _) in enumerate(results):
+        group = range(rank, NUM_WORKERS, num_workers) or range(NUM_WORKERS)
+        for name, tensor in start.items():
+            kind, _, own_name = name.partition("/")
+            if kind == "model" and tensor.is_floating_point():
+                mean = sum(z_of(files[each], own_name) for each in group) / len(group)
+                assert torch.equal(tensor, mean.to(tensor.dtype)), name
+            elif kind == "model":
+                assert torch.equal(tensor, files[rank % NUM_WORKERS][name])
+            elif kind == "c":
+                assert not tensor.any()
+            elif kind == "optimizer":
+                held = files[rank % NUM_WORKERS].values()
+                assert any(tensor.dtype == t.dtype and torch.equal(tensor, t) for t in held), name
+        assert TOTAL <= total <= result.samples
+        assert own.samples == (BATCH * (30 + rank) if rank < NUM_WORKERS else 0)
+        assert result.samples == TOTAL + num_workers * 5 * BATCH
+    # What they saved is of a later generation, and is what counts from now on.
+    again = workers(resume_and_look, num_workers, (str(directory),))
+    assert len(saved_in(directory)) == num_workers
+    for start, total, *_ in again:
+        assert total == TOTAL + num_workers * 5 * BATCH
+        assert start["c/0.weight"].shape == (700, 16)
+
+
+def test_one_without_a_file_starts_from_the_average(workers: Callable, directory: Path) -> None:
+    files = [tensors_of(directory, rank) for rank in range(NUM_WORKERS)]
+    shutil.rmtree(directory / "worker-1")
+    results = workers(resume_and_look, NUM_WORKERS, (str(directory),))
+    starts = [start for start, *_ in results]
+    mean = sum(z_of(files[each], "0.weight") for each in (0, 2, 3)) / 3
+    assert torch.equal(starts[1]["model/0.weight"], mean.float())
+    assert torch.equal(starts[2]["model/0.weight"], files[2]["model/0.weight"])
+
+
+def mix(directory: str) -> None:
+    odd = os.environ["RANK"] == "1"
+    make_model(f"{directory}/other" if odd else directory, start_timeout_s=10.0)
+
+
+def test_a_worker_that_starts_otherwise_is_refused(workers: Callable, directory: Path) -> None:
+    with pytest.raises(
+        WorkerFailedError,
+        match="this worker starts afresh, and worker 0 starts from checkpoints of 4 workers",
+    ):
+        workers(mix, NUM_WORKERS, (str(directory),))
+
+
+def synchronous(directory: str, steps: int, budget_steps: int) -> Any:
+    model, optimizer = make_model(
+        directory,
+        "allreduce",
+        checkpoint_every=5,
+        budget_samples=budget_steps * BATCH * int(os.environ["WORLD_SIZE"]),
+    )
+    losses = train(model, optimizer, steps)
+    total = model._engine.total_samples()
+    model._checkpointer.take_due(finally_=True)
+    model.close()
+    return losses, total, model.module[0].weight.detach().clone()
+
+
+def test_allreduce_goes_on_bitwise_and_counts_on(workers: Callable, tmp_path: Path) -> None:
+    whole = workers(synchronous, 2, (str(tmp_path / "whole"), 16, 99))
+    workers(synchronous, 2, (str(tmp_path / "run"), 10, 99))
+    path = tmp_path / "run" / "worker-1" / "step-00000010.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])  # so both go back to step 5
+    rest = workers(synchronous, 2, (str(tmp_path / "run"), 11, 99))
+    for (losses, total, weight), (again, total_again, weight_again) in zip(
+        whole, rest, strict=True
+    ):
+        assert again == losses[5:]
+        assert total_again == total
+        assert torch.equal(weight, weight_again)
+
+
+def export_and_consolidate(directory: str) -> Any:
+    model, optimizer = make_model(directory)
+    train(model, optimizer, 10)
+    model.save_averaged(f"{directory}/{model.rank}-before.pt")
+    model.consolidate()
+    model.save_averaged(f"{directory}/{model.rank}.safetensors")
+    model.save_averaged(f"{directory}/{model.rank}.pt")
+    return model.state_dict()
+
+
+def test_the_average_is_exported_before_and_after_the_end(workers: Callable, tmp_path: Path):
+    ends = workers(export_and_consolidate, 2, (str(tmp_path),))
+    for rank, end in enumerate(ends):
+        before = torch.load(tmp_path / f"{rank}-before.pt", weights_only=True)
+        assert before.keys() == end.keys()
+        for loaded in (
+            torch.load(tmp_path / f"{rank}.pt", weights_only=True),
+            safetensors.torch.load_file(tmp_path / f"{rank}.safetensors"),
+        ):
+            assert loaded.keys() == end.keys()
+            assert all(torch.equal(loaded[name], end[name]) for name in end)
