@@ -1,31 +1,51 @@
-"""``gossipdp run -n 4 train.py ARGS``: a script on several local workers."""
+"""``gossipdp run -n 4 train.py ARGS``: a script on several workers."""
 
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
+
+if TYPE_CHECKING:
+    from gossipdp.runtime.team import Team
 
 
 @dataclasses.dataclass(frozen=True)
 class RunArguments:
-    """Run a training script on several local workers and watch them one by one.
+    """Run a training script on several workers and watch them one by one.
 
     gossipdp run -n 4 train.py ARGS, or gossipdp run -n 4 -m package.module ARGS.
     Everything after the script belongs to the script.
     """
 
-    workers: Annotated[int, tyro.conf.arg(aliases=("-n",))]
-    """How many workers to start."""
+    workers: Annotated[int | None, tyro.conf.arg(aliases=("-n",))] = None
+    """How many workers to start here; required, but for --join, where it is 1 by default."""
 
-    host: str = "127.0.0.1"
-    """Address of this machine on which workers meet; they listen on its interface too."""
+    max_restarts: int = 0
+    """How often workers that died are started again, all of them here together."""
+
+    host: str | None = None
+    """Address of this machine on which workers meet and listen; by default 127.0.0.1, with several
+    hosts the one from which --rendezvous is reached, with --join that from which a worker is."""
 
     port: int = 0
     """Port on which workers meet; 0 for any free one."""
+
+    nnodes: int = 1
+    """On how many hosts gossipdp run is called, with the same -n on each."""
+
+    node_rank: int = 0
+    """Which of them this is, from 0."""
+
+    rendezvous: str | None = None
+    """HOST:PORT of host 0, where the workers of several hosts meet; instead of --port."""
+
+    join: str | None = None
+    """HOST:PORT of one or more workers, with commas between them, of a run that goes on and that
+    the workers started here join."""
 
     secret_file: Path | None = None
     """File with the workers' common secret; by default GOSSIPDP_SECRET, else a random one."""
@@ -68,26 +88,104 @@ def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run(arguments: RunArguments) -> int:
     """Start the workers, wait for all, say at the end who failed and why; the exit code."""
-    from gossipdp.runtime.crew import Failure
+    from gossipdp.runtime.crew import Failure, shown_rank
     from gossipdp.runtime.supervisor import Supervisor
 
+    script = _script(arguments)
+    tls = _tls_variables(arguments)
+    num_restarts = 0
+
     def tell(failure: Failure, others_go_on: bool) -> None:
+        nonlocal num_restarts
         then = "the others go on" if others_go_on else "the run had not begun, so all are ended"
-        _tell(f"worker {failure.rank} {failure.ending.reason}; {then}")
+        if failure.restart_in_s is not None:
+            num_restarts += 1
+            count = f"restart {num_restarts} of {arguments.max_restarts}"
+            then = f"it is started again in {failure.restart_in_s:.1f} s ({count})"
+        _tell(f"worker {shown_rank(failure.rank)} {failure.ending.reason}; {then}")
 
     supervisor = Supervisor(
-        [sys.executable, "-u", *_script(arguments)],
-        arguments.workers,
-        host=arguments.host,
-        port=arguments.port,
-        secret=_secret(arguments.secret_file),
-        variables={**os.environ, **_tls_variables(arguments)},
+        [sys.executable, "-u", *script],
+        _num_workers(arguments),
+        team=_team(arguments, tls),
+        max_restarts=arguments.max_restarts,
+        host=arguments.host if arguments.rendezvous or arguments.join else None,
+        variables={**os.environ, **tls},
         on_failure=tell,
+        on_addresses=_JoinLine(arguments),
     )
     code = supervisor.run()
     if report := supervisor.report():
         _tell(f"\n{report}")
     return code
+
+
+class _JoinLine:
+    """Says once how to add workers, where others can know the secret."""
+
+    def __init__(self, arguments: RunArguments) -> None:
+        self._file = arguments.secret_file
+        self._is_due = _secret(self._file) is not None and arguments.join is None
+
+    def __call__(self, addresses: Mapping[int, tuple[str, int]]) -> None:
+        from gossipdp.runtime.environment import show_address
+
+        if not self._is_due or not addresses:
+            return
+        self._is_due = False
+        where = show_address(*addresses[min(addresses)])
+        secret = f" --secret-file {self._file}" if self._file is not None else ""
+        _tell(f"to add a worker: gossipdp run --join {where}{secret} SCRIPT")
+
+
+def _num_workers(arguments: RunArguments) -> int:
+    if arguments.workers is not None:
+        return arguments.workers
+    if arguments.join is None:
+        raise ValueError("-n (--workers) is missing; say how many workers to start")
+    return 1
+
+
+def _team(arguments: RunArguments, tls_of_workers: Mapping[str, str]) -> "Team":
+    """Whom the workers meet: one another here, those on other hosts, or a run that goes on."""
+    from gossipdp.runtime.environment import read_addresses, tls_from
+    from gossipdp.runtime.run_id_query import ask_run_id
+    from gossipdp.runtime.team import HostingTeam, JoiningTeam, RemoteTeam
+    from gossipdp.runtime.tls import Tls
+
+    secret = _secret(arguments.secret_file)
+    num_local = _num_workers(arguments)
+    several = arguments.nnodes != 1 or arguments.rendezvous is not None
+    if arguments.join is not None:
+        if several or arguments.port:
+            raise ValueError(
+                "--join needs none of --nnodes, --node-rank, --rendezvous and --port: the workers "
+                "of the run know the others"
+            )
+        addresses = read_addresses("--join", arguments.join)
+        files = tls_from(tls_of_workers)
+        if secret is None:
+            raise ValueError(
+                "--join needs the run's secret: give --secret-file (or GOSSIPDP_SECRET), as the "
+                "run was given it"
+            )
+        return JoiningTeam(addresses, ask_run_id(addresses, Tls(files) if files else None), secret)
+    if not several:
+        if arguments.node_rank:
+            raise ValueError("--node-rank without --nnodes; say how many hosts there are")
+        return HostingTeam(num_local, arguments.host or "127.0.0.1", arguments.port, secret)
+    addresses = read_addresses("--rendezvous", arguments.rendezvous or "")
+    if len(addresses) != 1 or arguments.port:
+        raise ValueError(
+            "several hosts need one --rendezvous HOST:PORT, the same on all, with an address of "
+            "host 0 and a free port there; --port is for one host"
+        )
+    ((host, port),) = addresses
+    if arguments.node_rank == 0:
+        return HostingTeam(num_local, host, port, secret, num_nodes=arguments.nnodes)
+    return RemoteTeam(
+        num_local, host, port, secret, num_nodes=arguments.nnodes, node_rank=arguments.node_rank
+    )
 
 
 def _script(arguments: RunArguments) -> tuple[str, ...]:

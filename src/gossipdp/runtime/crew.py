@@ -9,9 +9,11 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
+
+from gossipdp.runtime.restarts import Restarts
 
 # From the first failure of a run that has not begun to the end of the others: long enough for
 # the workers that failed for the same reason to say so.
@@ -31,10 +33,14 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A worker that ended with an error of its own, not one that was ended."""
+    """A worker that ended with an error of its own, not one that was ended.
+
+    ``restart_in_s`` is how soon it is started again, None for never.
+    """
 
     rank: int
     ending: Ending
+    restart_in_s: float | None = None
 
 
 class WorkerProcess(abc.ABC):
@@ -77,6 +83,16 @@ def exit_reason(code: int) -> str:
     return f"was killed by signal {-code} ({name})"
 
 
+def shown_rank(rank: int) -> str:
+    """A rank for people; negative ones stand for workers that have none yet.
+
+    Example:
+        >>> shown_rank(3), shown_rank(-1), shown_rank(-2)
+        ('3', '+0', '+1')
+    """
+    return str(rank) if rank >= 0 else f"+{-1 - rank}"
+
+
 def describe(failures: Sequence[Failure]) -> str:
     """All failures, in the order in which they happened; identical ones once, with their ranks."""
     ranks: dict[Ending, list[int]] = {}
@@ -85,38 +101,56 @@ def describe(failures: Sequence[Failure]) -> str:
     paragraphs = []
     for ending, who in ranks.items():
         noun = "worker" if len(who) == 1 else "workers"
-        line = f"{noun} {', '.join(map(str, sorted(who)))} {ending.reason}"
+        line = f"{noun} {', '.join(map(shown_rank, sorted(who)))} {ending.reason}"
         paragraphs.append(f"{line}:\n{ending.details.rstrip()}" if ending.details else line)
     return "\n\n".join(paragraphs)
 
 
 class Crew:
-    """Watches workers; decides whether a failure ends the run.
+    """Watches workers; decides whether a failure ends the run, and who is started again.
 
     A failure before all workers have begun ends the others, who would wait for it in vain; after
-    that the others go on. What ends because it was told to is no failure.
+    that the others go on. What ends because it was told to is no failure. While restarts are left,
+    a worker that fails after that is started again, and joins the others. When none of them is left
+    to join, all start anew together, as under torchrun; but not once a worker has ended well, since
+    then the run is over.
 
     Args:
-        workers: started already.
         has_begun: whether all workers have met and train; asked only after a failure.
         on_failure: called once for each failure, with whether the others go on.
+        restarts: the budget; by default nobody is started again.
+        start_again: starts the worker of a rank; the flag says that all do, to meet anew.
+        others_elsewhere: workers of this run may live where this crew does not see them, so that
+            there may always be one to join.
         clock: seconds, monotonic.
+
+    Attributes:
+        running: the workers that run, by rank.
+        failures: of those who were not started again after it.
     """
 
     def __init__(
         self,
-        workers: Iterable[WorkerProcess],
         has_begun: Callable[[], bool],
         *,
         on_failure: Callable[[Failure, bool], None] = lambda failure, others_go_on: None,
+        restarts: Restarts | None = None,
+        start_again: Callable[[int, bool], WorkerProcess] | None = None,
+        others_elsewhere: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.running = {worker.rank: worker for worker in workers}
+        self.running: dict[int, WorkerProcess] = {}
         self.failures: list[Failure] = []
         self._has_begun = has_begun
         self._on_failure = on_failure
+        self._restarts = restarts or Restarts(0)
+        self._start_again = start_again
+        self._others_elsewhere = others_elsewhere
         self._clock = clock
+        self._num_workers = 0
+        self._waiting: dict[int, tuple[float, Failure]] = {}
         self._begun = False
+        self._one_ended_well = False
         self._end_at: float | None = None
         self._kill_at: float | None = None
 
@@ -125,48 +159,103 @@ class Crew:
         """Whether the workers have been told to end."""
         return self._kill_at is not None
 
+    @property
+    def begun(self) -> bool:
+        """Whether all have begun, as far as anyone had to ask."""
+        return self._begun
+
+    def add(self, worker: WorkerProcess) -> None:
+        """Watch a worker that was just started, for the first time."""
+        self._num_workers += 1
+        self._watch_over(worker)
+
     def watch(self) -> bool:
-        """Note who ended and act on it; whether anyone is still running. Never blocks."""
+        """Note who ended and act on it; whether anyone runs or is to run. Never blocks."""
         now = self._clock()
         for worker in list(self.running.values()):
             ending = worker.ending()
             if ending is not None:
                 self._ended(worker, ending, now)
+        if not self.ending:
+            self._restart(now)
         if self._end_at is not None and now >= self._end_at and not self.ending:
             self.end(signal.SIGTERM)  # quieter than SIGINT: no traceback beside the failure's
         if self._kill_at is not None and now >= self._kill_at:
             self.kill()
-        return bool(self.running)
+        return bool(self.running or self._waiting)
 
     def end(self, number: int = signal.SIGINT) -> None:
         """Send all workers a signal, and SIGKILL if they outlive it by PATIENCE_S.
 
-        Called again, SIGKILL follows at once.
+        Called again, SIGKILL follows at once. Nobody is started again after it.
         """
         if self.ending:
             self.kill()
             return
         self._kill_at = self._clock() + PATIENCE_S
+        self._give_up_waiting()
         for worker in self.running.values():
             worker.send(number)
 
     def kill(self) -> None:
         """Send all workers, and what they started, SIGKILL."""
         self._kill_at = self._clock()
+        self._give_up_waiting()
         for worker in self.running.values():
             worker.kill_group()
             worker.send(signal.SIGKILL)  # one that has not yet made its group
+
+    def next_restart_in_s(self) -> float | None:
+        """Seconds until someone is due to be started again; None if nobody is."""
+        if not self._waiting:
+            return None
+        return max(0.0, min(due for due, _ in self._waiting.values()) - self._clock())
+
+    def _watch_over(self, worker: WorkerProcess) -> None:
+        self.running[worker.rank] = worker
+        self._restarts.started(worker.rank, self._clock())
 
     def _ended(self, worker: WorkerProcess, ending: Ending, now: float) -> None:
         del self.running[worker.rank]
         if self.ending or ending.failed:
             # What it started and left behind, such as loader processes.
             worker.kill_group()
-        if self.ending or not ending.failed:
+        if self.ending:
+            return
+        if not ending.failed:
+            self._one_ended_well = True
             return
         self._begun = self._begun or self._has_begun()
-        failure = Failure(worker.rank, ending)
-        self.failures.append(failure)
+        due = None
+        if self._begun and self._start_again is not None:
+            due = self._restarts.due_after_death(worker.rank, now)
+        failure = Failure(worker.rank, ending, None if due is None else due - now)
+        if due is None:
+            self.failures.append(failure)
+        else:
+            self._waiting[worker.rank] = (due, failure)
         self._on_failure(failure, self._begun)
         if not self._begun and self._end_at is None:
             self._end_at = now + GRACE_S
+
+    def _restart(self, now: float) -> None:
+        """Start those who are due, or all anew, or see that it is of no use any more."""
+        due = sorted(rank for rank, (at, _) in self._waiting.items() if at <= now)
+        anew = not self.running and not self._others_elsewhere
+        if anew and self._waiting:
+            if self._one_ended_well or len(self._waiting) < self._num_workers:
+                self._give_up_waiting()
+                return
+            if due:
+                due = sorted(self._waiting)
+                self._begun = False
+        for rank in due:
+            del self._waiting[rank]
+            assert self._start_again is not None
+            self._watch_over(self._start_again(rank, anew))
+
+    def _give_up_waiting(self) -> None:
+        self.failures += [
+            dataclasses.replace(failure, restart_in_s=None) for _, failure in self._waiting.values()
+        ]
+        self._waiting.clear()

@@ -7,11 +7,12 @@ GOSSIPDP_.
 
 import dataclasses
 import ipaddress
+import itertools
 import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from gossipdp.errors import RendezvousError
 from gossipdp.runtime.tls import TlsFiles, tls_files
@@ -19,6 +20,11 @@ from gossipdp.runtime.tls import TlsFiles, tls_files
 logger = logging.getLogger("gossipdp.runtime")
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# The rank, and the number of workers, of one that joins a run and has yet to ask for them.
+UNKNOWN_RANK, UNKNOWN_NUM_WORKERS = -1, 0
+# More are not worth a long variable: any one of them will do.
+MAX_JOIN_ADDRESSES = 32
 
 
 def check_platform(platform: str = sys.platform) -> None:
@@ -41,6 +47,11 @@ class Environment:
     ``agent_store`` says that the launcher hosts the store, so that every worker is a client of
     it; else rank 0 hosts it. ``unique_run_id`` says that ``run_id`` belongs to one run only.
     ``num_local_workers`` is None where nobody told.
+
+    ``join`` holds (host, port) of workers of a run that goes on without this one: it meets nobody
+    at the store but asks any of these who is there. A worker that died and is back
+    (``num_restarts`` > 0) has its old rank; one beyond the first ones has ``UNKNOWN_RANK`` and
+    ``UNKNOWN_NUM_WORKERS`` and asks for a rank too.
     """
 
     rank: int = 0
@@ -57,9 +68,21 @@ class Environment:
     host: str | None = None
     port: int = 0
     tls: TlsFiles | None = None
+    join: tuple[tuple[str, int], ...] = ()
+    num_restarts: int = 0
 
     def __post_init__(self) -> None:
         """Check the values against one another."""
+        for name, port in (("MASTER_PORT", self.store_port), ("GOSSIPDP_PORT", self.port)):
+            if not 0 <= port < 65536:
+                raise ValueError(f"{name} is {port}; it must be in 0..65535")
+        if self.is_joining:
+            if not self.unique_run_id or self.secret is None:
+                raise ValueError(
+                    "GOSSIPDP_JOIN is set, but not GOSSIPDP_RUN_ID and GOSSIPDP_SECRET: start the "
+                    "worker with `gossipdp run --join HOST:PORT --secret-file FILE`, or set all"
+                )
+            return
         if self.num_workers < 1:
             raise ValueError(f"WORLD_SIZE is {self.num_workers}; it must be at least 1")
         if not 0 <= self.rank < self.num_workers:
@@ -67,9 +90,16 @@ class Environment:
                 f"RANK is {self.rank}; with WORLD_SIZE {self.num_workers} it must be in "
                 f"0..{self.num_workers - 1}"
             )
-        for name, port in (("MASTER_PORT", self.store_port), ("GOSSIPDP_PORT", self.port)):
-            if not 0 <= port < 65536:
-                raise ValueError(f"{name} is {port}; it must be in 0..65535")
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether this worker joins a run that goes on, instead of meeting the others."""
+        return bool(self.join)
+
+    @property
+    def needs_rank(self) -> bool:
+        """Whether this worker has yet to ask a live one for its rank."""
+        return self.rank == UNKNOWN_RANK
 
     @classmethod
     def read(cls, variables: Mapping[str, str] = os.environ) -> "Environment":
@@ -77,7 +107,7 @@ class Environment:
 
         Raises:
             ValueError: only some of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set, or of the
-                GOSSIPDP_TLS_ three, or a number is none.
+                GOSSIPDP_TLS_ three, or a number is none, or GOSSIPDP_JOIN holds no addresses.
 
         Example:
             >>> Environment.read({}).num_workers
@@ -88,11 +118,26 @@ class Environment:
             "secret": (variables.get("GOSSIPDP_SECRET") or "").encode() or None,
             "host": variables.get("GOSSIPDP_HOST") or None,
             "tls": tls_from(variables),
+            "join": read_addresses("GOSSIPDP_JOIN", variables.get("GOSSIPDP_JOIN") or ""),
+            "num_restarts": _number(variables, "GOSSIPDP_RESTARTS", 0),
         }
+        given_run_id = variables.get("GOSSIPDP_RUN_ID") or ""
+        if ours["join"] and not variables.get("RANK"):
+            local_rank = _number(variables, "LOCAL_RANK", 0)
+            return cls(
+                rank=UNKNOWN_RANK,
+                num_workers=UNKNOWN_NUM_WORKERS,
+                local_rank=local_rank,
+                num_local_workers=_number(variables, "LOCAL_WORLD_SIZE", 0) or None,
+                run_id=given_run_id,
+                unique_run_id=bool(given_run_id),
+                port=own_port + local_rank if own_port else 0,
+                **ours,  # type: ignore[arg-type]
+            )
         if not variables.get("RANK") and not variables.get("WORLD_SIZE"):
             return cls(port=own_port, **ours)  # type: ignore[arg-type]
         missing = [name for name in REQUIRED if not variables.get(name)]
-        if missing:
+        if missing and not ours["join"]:
             present = [name for name in REQUIRED if variables.get(name)]
             raise ValueError(
                 f"{', '.join(present)} set, but not {', '.join(missing)}: start the workers with "
@@ -101,13 +146,12 @@ class Environment:
             )
         local_rank = _number(variables, "LOCAL_RANK", 0)
         local = _number(variables, "LOCAL_WORLD_SIZE", 0)
-        given_run_id = variables.get("GOSSIPDP_RUN_ID") or ""
         return cls(
             rank=_number(variables, "RANK", 0),
-            num_workers=_number(variables, "WORLD_SIZE", 1),
+            num_workers=_number(variables, "WORLD_SIZE", UNKNOWN_NUM_WORKERS),
             local_rank=local_rank,
             num_local_workers=local or None,
-            store_host=variables["MASTER_ADDR"],
+            store_host=variables.get("MASTER_ADDR") or None,
             store_port=_number(variables, "MASTER_PORT", 0),
             agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             run_id=given_run_id or variables.get("TORCHELASTIC_RUN_ID") or "default",
@@ -126,9 +170,10 @@ class Environment:
     def choose_host(self) -> str:
         """The numeric address on which this worker listens.
 
-        GOSSIPDP_HOST if set, else the address of the interface that routes to MASTER_ADDR: loopback
-        when the store is on loopback, since then every worker is on this machine. Never all
-        addresses at once, unless GOSSIPDP_HOST says so.
+        GOSSIPDP_HOST if set, else the address of the interface that routes to MASTER_ADDR, or to
+        the first of GOSSIPDP_JOIN where there is no store: loopback when that is on loopback,
+        since then every worker is on this machine. Never all addresses at once, unless
+        GOSSIPDP_HOST says so.
 
         Raises:
             RendezvousError: the name does not resolve, or no interface leads there.
@@ -152,14 +197,16 @@ class Environment:
         return self._routed_host() if ipaddress.ip_address(bound).is_unspecified else bound
 
     def _routed_host(self) -> str:
-        target = self.store_host or "127.0.0.1"
+        name, target = "MASTER_ADDR", self.store_host or "127.0.0.1"
+        if self.join and not self.store_host:
+            name, target = "GOSSIPDP_JOIN", self.join[0][0]
         try:
             family, _, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)  # sends nothing; picks the route
                 host = str(probe.getsockname()[0])
         except OSError as error:
-            raise RendezvousError(_unreachable("MASTER_ADDR", target, error)) from error
+            raise RendezvousError(_unreachable(name, target, error)) from error
         elsewhere = self.num_local_workers is not None and self.num_local_workers < self.num_workers
         if elsewhere and ipaddress.ip_address(host).is_loopback:
             logger.warning(
@@ -194,27 +241,80 @@ def tls_variables(files: TlsFiles) -> dict[str, str]:
     }
 
 
-def worker_variables(
-    rank: int, num_workers: int, *, host: str, port: int, run_id: str, secret: str
-) -> dict[str, str]:
-    """The variables of one of ``num_workers`` local workers: what :meth:`Environment.read` reads.
+def read_addresses(name: str, text: str) -> tuple[tuple[str, int], ...]:
+    """The (host, port) pairs that ``text``, the value of ``name``, lists.
 
-    Those without our name are torchrun's; ``host`` and ``port`` are the store's.
+    Example:
+        >>> read_addresses("GOSSIPDP_JOIN", "10.0.0.1:4000, [::1]:4001")
+        (('10.0.0.1', 4000), ('::1', 4001))
+        >>> read_addresses("--join", "10.0.0.1")
+        Traceback (most recent call last):
+        ...
+        ValueError: --join is '10.0.0.1'; write HOST:PORT, or several with commas between them
     """
-    return {
+    if not text.strip():
+        return ()
+    addresses = []
+    for part in text.split(","):
+        host, _, port = part.strip().rpartition(":")
+        host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
+        is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+        if not host or not is_port or (":" in host) != part.strip().startswith("["):
+            raise ValueError(
+                f"{name} is {text!r}; write HOST:PORT, or several with commas between them"
+            )
+        addresses.append((host, int(port)))
+    return tuple(addresses)
+
+
+def show_address(host: str, port: int) -> str:
+    """The text that :func:`read_addresses` reads."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def worker_variables(
+    rank: int,
+    num_workers: int,
+    *,
+    host: str,
+    port: int,
+    run_id: str | None,
+    secret: str | None,
+    local_rank: int | None = None,
+    num_local_workers: int | None = None,
+    node_rank: int = 0,
+    round_number: int = 0,
+) -> dict[str, str]:
+    """The variables of one of ``num_workers`` workers: what :meth:`Environment.read` reads.
+
+    Those without our name are torchrun's; ``host`` and ``port`` are the store's. By default all
+    workers are on this machine. Without ``run_id`` and ``secret`` worker 0 makes them.
+    """
+    variables = {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank if local_rank is None else local_rank),
         "WORLD_SIZE": str(num_workers),
-        "LOCAL_WORLD_SIZE": str(num_workers),
-        "GROUP_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(num_local_workers or num_workers),
+        "GROUP_RANK": str(node_rank),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_RUN_ID": run_id,
-        "GOSSIPDP_RUN_ID": run_id,
-        "GOSSIPDP_SECRET": secret,
+        "TORCHELASTIC_RESTART_COUNT": str(round_number),
+        "TORCHELASTIC_RUN_ID": run_id or "default",
     }
+    return variables | identity_variables(run_id, secret)
+
+
+def identity_variables(run_id: str | None, secret: str | None) -> dict[str, str]:
+    """The variables by which a worker belongs to a run; those not known are left out."""
+    given = {"GOSSIPDP_RUN_ID": run_id, "GOSSIPDP_SECRET": secret}
+    return {name: value for name, value in given.items() if value}
+
+
+def join_variables(addresses: Iterable[tuple[str, int]], num_restarts: int) -> dict[str, str]:
+    """The variables by which a worker joins a run that goes on, besides those of its identity."""
+    shown = [show_address(*address) for address in itertools.islice(addresses, MAX_JOIN_ADDRESSES)]
+    return {"GOSSIPDP_JOIN": ",".join(shown), "GOSSIPDP_RESTARTS": str(num_restarts)}
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:

@@ -6,6 +6,7 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 from gossipdp import logs
 from gossipdp.runtime.crew import Ending, WorkerProcess, exit_reason
+from gossipdp.runtime.reports import Report, ReportChannel, report_variables
 
 RESULT, ERROR = b"R", b"E"
 
@@ -36,13 +38,15 @@ class ForkedWorker(WorkerProcess):
         self._open = True
         self._reader, writer = multiprocessing.Pipe(duplex=False)
         os.set_blocking(self._reader.fileno(), False)
+        self._reports = ReportChannel()
         # Not a daemon: those may not have children, and a DataLoader has.
         self._process = multiprocessing.get_context("forkserver").Process(
             target=work,
-            args=(payload, dict(variables), cores, num_threads, writer),
+            args=(payload, dict(variables), cores, num_threads),
+            kwargs={"writer": writer, "reports": self._reports.sender},
             name=f"gossipdp worker {rank}",
         )
-        with writer:
+        with writer, self._reports.sender:
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -69,6 +73,10 @@ class ForkedWorker(WorkerProcess):
             return Ending(True, reason)
         return Ending(False)
 
+    def reports(self) -> list[Report]:
+        """What it has reported since the last call."""
+        return self._reports.take()
+
     def result(self) -> Any:
         """What the function returned, after an ending without failure."""
         return self._result
@@ -76,6 +84,7 @@ class ForkedWorker(WorkerProcess):
     def close(self) -> None:
         """Release the pipe and the ended process."""
         self._reader.close()
+        self._reports.close()
         self._process.join()
         self._process.close()
 
@@ -95,13 +104,16 @@ def work(
     variables: dict[str, str],
     cores: set[int] | None,
     num_threads: int,
+    *,
     writer: Connection,
+    reports: socket.socket,
 ) -> None:
     """A worker's life: in the new process."""
     os.setpgid(0, 0)  # Ctrl+C reaches the caller alone, who passes it on once
     _end_with_parent()
     os.environ.clear()
     os.environ.update(variables)
+    os.environ.update(report_variables(reports))
     logs.configure()
     if cores is not None:
         os.sched_setaffinity(0, cores)

@@ -8,7 +8,6 @@ For scripts see :mod:`~gossipdp.runtime.supervisor`.
 import multiprocessing
 import multiprocessing.connection
 import os
-import secrets
 import signal
 import sys
 import threading
@@ -19,10 +18,12 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from gossipdp.errors import WorkerFailedError
-from gossipdp.runtime.crew import Crew, describe
-from gossipdp.runtime.environment import check_platform, worker_variables
+from gossipdp.runtime.crew import Crew, Failure, describe
+from gossipdp.runtime.environment import check_platform, identity_variables, join_variables
 from gossipdp.runtime.forked_worker import ForkedWorker, pickled
-from gossipdp.runtime.store import HostedStore, ready_key
+from gossipdp.runtime.keeper import Keeper
+from gossipdp.runtime.restarts import Restarts
+from gossipdp.runtime.team import HostingTeam
 
 POLL_S = 0.1
 
@@ -36,6 +37,8 @@ def launch(
     timeout_s: float | None = None,
     pin: bool = False,
     on_poll: Callable[[], None] | None = None,
+    max_restarts: int = 0,
+    on_failure: Callable[[Failure], None] = lambda failure: None,
 ) -> list[Any]:
     """Call ``function(*args)`` on ``workers`` new local processes; their results by rank.
 
@@ -51,12 +54,15 @@ def launch(
         timeout_s: seconds after which all workers are ended; None for no limit.
         pin: give each worker its own share of the cores.
         on_poll: called about every 0.1 s from the calling thread; what it raises ends the run.
+        max_restarts: how often workers that died after all had begun to train are started again,
+            all workers together. They call the function anew and join those that go on.
+        on_failure: called for each failure, with how soon its worker is started again.
 
     Raises:
-        WorkerFailedError: a worker raised, ended early or was killed; or ``timeout_s`` passed. A
-            failure before all workers train ends the others at once; after that they go on, and
-            the error is raised when all have ended.
-        ValueError: no workers, or something cannot be pickled.
+        WorkerFailedError: a worker raised, ended early or was killed, and was not started again;
+            or ``timeout_s`` passed. A failure before all workers train ends the others at once;
+            after that they go on, and the error is raised when all have ended.
+        ValueError: no workers, fewer than no restarts, or something cannot be pickled.
 
     Example:
         >>> launch(os.getcwd, workers=2)  # doctest: +SKIP
@@ -66,39 +72,76 @@ def launch(
     if workers < 1:
         raise ValueError(f"workers is {workers}; launch at least one")
     payload = _pickled_call(function, args)
+    restarts = Restarts(max_restarts)
     start_fork_server()  # it imports torch while the store, here, does so too
-    with HostedStore() as store, _sigterm_raises():
-        store.open()
-        run_id, secret = secrets.token_hex(8), secrets.token_hex(16)
-        started: list[ForkedWorker] = []
-        crew = Crew(
-            [],
-            lambda: store.have_set(
-                ready_key(f"gossipdp/{run_id}/0/", rank) for rank in range(workers)
-            ),
+    team = HostingTeam(workers, "127.0.0.1", 0, None)
+    started: dict[int, ForkedWorker] = {}
+    begun: set[int] = set()
+    addresses: dict[int, tuple[str, int]] = {}
+    identity: dict[str, str] = {}
+    crew: Crew
+
+    def start(rank: int, own: Mapping[str, str]) -> ForkedWorker:
+        started[rank] = ForkedWorker(
+            rank,
+            payload,
+            {**os.environ, **own, **(environment or {})},
+            _cores(rank, workers) if pin else None,
+            _num_threads(workers),
         )
-        try:
-            for rank in range(workers):
-                variables = worker_variables(
-                    rank, workers, host=store.host, port=store.port, run_id=run_id, secret=secret
-                )
-                worker = ForkedWorker(
-                    rank,
-                    payload,
-                    {**os.environ, **variables, **(environment or {})},
-                    _cores(rank, workers) if pin else None,
-                    _num_threads(workers),
-                )
-                started.append(worker)
-                crew.running[rank] = worker
-            _watch(crew, started, timeout_s, on_poll)
-        finally:
-            _finish(crew)
-            for worker in started:
-                worker.close()
+        keeper.add(started[rank].pid)
+        return started[rank]
+
+    def start_again(rank: int, anew: bool) -> ForkedWorker:
+        if anew and not crew.running:
+            begun.clear()
+            addresses.clear()
+            team.begin_anew()
+        keeper.remove(started[rank].pid)
+        started[rank].close()
+        count = restarts.count(rank)
+        others = [address for other, address in addresses.items() if other != rank]
+        if anew:
+            return start(rank, {**team.variables(rank), "GOSSIPDP_RESTARTS": str(count)})
+        return start(rank, {**team.variables(rank), **identity, **join_variables(others, count)})
+
+    def take_reports() -> None:
+        for rank, worker in started.items():
+            for report in worker.reports():
+                if report.begins:
+                    begun.add(rank)
+                addresses.update(report.addresses or {})
+                identity.update(identity_variables(report.run_id, report.secret))
+
+    def has_begun() -> bool:
+        take_reports()
+        return team.has_begun(begun)
+
+    crew = Crew(
+        has_begun,
+        restarts=restarts,
+        start_again=start_again,
+        on_failure=lambda failure, others_go_on: on_failure(failure),
+    )
+    keeper = Keeper()
+    try:
+        with _sigterm_raises():
+            team.open_here()
+            try:
+                for rank in range(workers):
+                    crew.add(start(rank, team.variables(rank)))
+                _watch(crew, started, timeout_s, on_poll, take_reports)
+            finally:
+                _finish(crew)
+    finally:
+        for worker in started.values():
+            keeper.remove(worker.pid)
+            worker.close()
+        keeper.close()
+        team.close()
     if crew.failures:
         raise WorkerFailedError(describe(crew.failures))
-    return [worker.result() for worker in started]
+    return [worker.result() for _, worker in sorted(started.items())]
 
 
 def start_fork_server() -> None:
@@ -112,13 +155,16 @@ def start_fork_server() -> None:
 
 def _watch(
     crew: Crew,
-    started: Sequence[ForkedWorker],
+    started: Mapping[int, ForkedWorker],
     timeout_s: float | None,
     on_poll: Callable[[], None] | None,
+    take_reports: Callable[[], None],
 ) -> None:
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while crew.watch():
-        _wait(crew, POLL_S)
+        due_in_s = crew.next_restart_in_s()
+        _wait(crew, POLL_S if due_in_s is None else min(POLL_S, due_in_s))
+        take_reports()
         if on_poll is not None:
             on_poll()
         if deadline is not None and time.monotonic() >= deadline:

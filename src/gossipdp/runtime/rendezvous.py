@@ -22,6 +22,7 @@ import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.runtime.environment import Environment
+from gossipdp.runtime.reports import Report, send_report
 from gossipdp.runtime.settings import Settings, Tensors
 from gossipdp.runtime.store import connect, ready_key
 
@@ -139,19 +140,29 @@ class Rendezvous:
                 f"{self.environment.store_port} while the workers met "
                 f"({str(error).splitlines()[0]}); whoever hosts it has ended"
             ) from error
-        return Meeting(
+        meeting = Meeting(
             rank=rank,
             num_workers=num_workers,
             addresses={other: (arrival.host, arrival.port) for other, arrival in arrivals.items()},
             run_id=reference.run_id,
             secret=secret or (reference.secret or "").encode(),
         )
+        if self._number == 0:  # a worker that comes back joins the run of the first model
+            send_report(
+                Report(
+                    addresses=dict(meeting.addresses),
+                    run_id=meeting.run_id,
+                    secret=meeting.secret.decode(),
+                )
+            )
+        return meeting
 
     def mark_ready(self) -> None:
         """Tell the launcher that this worker begins; when all have, one's failure ends no other.
 
         A method that cannot go on without every worker (``allreduce``) does not call it.
         """
+        send_report(Report(begins=True))
         if self._store is None:
             return
         try:

@@ -5,6 +5,7 @@ links are up.
 """
 
 import errno
+import logging
 import os
 import socket
 import threading
@@ -20,9 +21,21 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
+logger = logging.getLogger("gossipdp.runtime")
+
+WATCH_EVERY_S = 0.2
+# The longest that one call on another host's store may take, and so the end of a run.
+STORE_CALL_S = 1.0
+
+
 def ready_key(environment_prefix: str, rank: int) -> str:
     """The key that says that worker ``rank`` has met the others and begins to train."""
     return f"{environment_prefix}ready/{rank}"
+
+
+def arrival_key(environment_prefix: str, number: int, rank: int) -> str:
+    """The key under which worker ``rank`` publishes its address to the ``number``-th meeting."""
+    return f"{environment_prefix}{number}/worker/{rank}"
 
 
 class HostedStore:
@@ -95,6 +108,17 @@ class HostedStore:
         # self._store is assigned once, by the opener, after it is complete.
         return self._store is not None and self._store.check(list(keys))
 
+    def text(self, key: str) -> str | None:
+        """The value of ``key``; None if it has not been set."""
+        if self._store is None or not self._store.check([key]):
+            return None
+        return self._store.get(key).decode()
+
+    def put(self, key: str, text: str) -> None:
+        """Set ``key``; lost if the store is not open yet, and with it whoever could read it."""
+        if self._store is not None:
+            self._store.set(key, text)
+
     def close(self) -> None:
         """Stop answering and free the port."""
         if self._opener is not None:
@@ -108,6 +132,98 @@ class HostedStore:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class RemoteStore:
+    """A store on another host, watched in a thread of its own until all awaited keys are set.
+
+    No call on it waits for the network. Once everything awaited has come, or the store is gone, it
+    is let go.
+
+    Args:
+        host: of the store.
+        port: of the store.
+        notice_key: what hosts write when the run fails before it begins.
+    """
+
+    def __init__(self, host: str, port: int, notice_key: str) -> None:
+        self.host, self.port = host, port
+        self._notice_key = notice_key
+        self._awaited: list[str] = []
+        self._ends = threading.Event()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        # Each written by one thread and then only read by the other, whole.
+        self.has_all = False
+        self.noticed: str | None = None
+        self._own_notice: str | None = None
+        self._error: BaseException | None = None
+
+    def await_all(self, keys: Iterable[str]) -> None:
+        """Have :attr:`has_all` say when all these are set; before :meth:`open_in_background`."""
+        self._awaited = list(keys)
+
+    def open_in_background(self) -> None:
+        """Start to connect and to watch."""
+        self._thread = threading.Thread(target=self._watch, name="gossipdp store")
+        self._thread.start()
+
+    def put_notice(self, text: str) -> None:
+        """Write the notice soon; at the latest :meth:`close` does."""
+        self._own_notice = text
+        self._wake.set()
+
+    def raise_error(self) -> None:
+        """Raise what kept the thread from watching at all, if anything did."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Write a notice that is due, if the store is there, and end the thread."""
+        self._ends.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        try:
+            store = self._connect()
+            while store is not None and not self.has_all:
+                if self._own_notice is not None:
+                    store.set(self._notice_key, self._own_notice)
+                    return
+                if self._ends.is_set():
+                    return
+                if store.check([self._notice_key]):
+                    self.noticed = store.get(self._notice_key).decode()
+                    return
+                self.has_all = bool(store.check(self._awaited))
+                self._wake.wait(WATCH_EVERY_S)
+        except RuntimeError as error:
+            # Who still needs the store are the workers that have not met, and they say so.
+            logger.info("the store at %s:%d is gone: %s", self.host, self.port, error)
+        except BaseException as error:
+            self._error = error
+
+    def _connect(self) -> "Store | None":
+        """None if the end comes first."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        # As long as it takes: the workers have a limit of their own, and say who is missing.
+        while not self._ends.is_set():
+            try:
+                socket.create_connection((self.host, self.port), STORE_CALL_S).close()
+            except OSError:
+                self._wake.wait(WATCH_EVERY_S)
+                continue
+            return TCPStore(
+                self.host,
+                self.port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=STORE_CALL_S),
+            )
+        return None
 
 
 def connect(environment: Environment, timeout_s: float) -> "Store":

@@ -1,6 +1,7 @@
 import io
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -10,7 +11,9 @@ import psutil
 import pytest
 
 from gossipdp.errors import RendezvousError
-from gossipdp.runtime.supervisor import Relay, Supervisor, error_tail
+from gossipdp.runtime.script_worker import Relay, error_tail
+from gossipdp.runtime.supervisor import Supervisor
+from gossipdp.runtime.team import HostingTeam
 
 
 def relay(*writes: bytes) -> tuple[Relay, io.BytesIO]:
@@ -132,14 +135,12 @@ def running(pid: int) -> bool:
 
 
 def test_a_port_in_use_is_one_clear_error() -> None:
-    taken = Supervisor(["true"], 1)
-    with (
-        taken._store as store,
-        pytest.raises(
-            RendezvousError, match=rf"^port {store.port} on 127.0.0.1 is in use; choose another"
-        ),
-    ):
-        Supervisor(["true"], 1, port=store.port)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            RendezvousError, match=rf"^port {port} on 127.0.0.1 is in use; choose another"
+        ):
+            HostingTeam(1, "127.0.0.1", port, None)
 
 
 def test_no_workers_is_an_error() -> None:
