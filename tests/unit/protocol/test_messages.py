@@ -14,18 +14,22 @@ from gossipdp.protocol.membership import Member, Status
 from gossipdp.protocol.messages import (
     Abort,
     Accept,
+    AskLife,
+    AskMembers,
     Busy,
     Cancel,
     Envelope,
     ExchangeId,
     Free,
     Heartbeat,
+    Members,
     Message,
     Pass,
     Propose,
     ProtocolError,
     RequestState,
     StateRefused,
+    TellLife,
     decode,
     encode,
 )
@@ -43,6 +47,16 @@ MESSAGES: list[Message] = [
     Heartbeat(),
     RequestState(1, 0),
     StateRefused(1, "poisoned"),
+    AskLife(3, 7),
+    TellLife(3, 7, is_heard=True),
+    AskMembers(2),
+    Members(
+        2,
+        4,
+        is_ending=False,
+        members=(Member(4, 0, 9, Status.JOINING, "10.0.0.2", 4001),),
+        progress=(ProgressEntry(0, 2, 2**62, 64, 2),),
+    ),
 ]
 
 
