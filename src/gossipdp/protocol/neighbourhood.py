@@ -39,7 +39,7 @@ class Neighbourhood:
         self.alpha_tilde = 0.5
         self.worker_rate = 0.0
         """The sum of the rates."""
-        self._graph = graph
+        self.graph = graph
         self._has_momentum = has_momentum
         self._eta = 0.0
         self._originals = frozenset(graph.original.workers)
@@ -77,10 +77,10 @@ class Neighbourhood:
         if self.rank not in self._live:
             self.rates, self.worker_rate, self._eta = {}, 0.0, 0.0
         elif has_ended:
-            self.rates = dict.fromkeys(self._graph.graph(self._live)[self.rank], 1.0)
+            self.rates = dict.fromkeys(self.graph.graph(self._live)[self.rank], 1.0)
         else:
-            self._take(self._graph.constants(self._live))
-        comm_rate = self._graph.comm_rate or 1.0
+            self._take(self.graph.constants(self._live))
+        comm_rate = self.graph.comm_rate or 1.0
         return Rebuilt(
             eta=self._eta / comm_rate,
             worker_rate=self.worker_rate / comm_rate,

@@ -1,0 +1,289 @@
+"""Crashes, stalls, partitions, bad links and joiners, in the real protocol on a virtual clock."""
+
+from __future__ import annotations
+
+from random import Random
+
+import networkx as nx
+import pytest
+
+from gossipdp.graph.constants import Constants
+from gossipdp.graph.topology import build_graph
+from gossipdp.protocol.join import first_incarnation
+from gossipdp.protocol.membership import Status
+from gossipdp.protocol.worker import WorkerProtocol
+from gossipdp.simulate.conditions import Conditions
+from gossipdp.simulate.engine import Engine
+from gossipdp.simulate.network import Network, make_workers
+
+TIMEOUT_S = 5.0
+KILL_NOTICED_S = 1.0
+STOP_NOTICED_S = 6.0
+GRAPHS = ["ring", "star", "exponential", "path"]
+
+
+def make_network(graph_name: str = "ring", num_workers: int = 8, seed: int = 0) -> Network:
+    random = Random(seed)
+    constants = Constants.of(build_graph(graph_name, num_workers))
+    return Network(
+        Engine(),
+        make_workers(constants, seed=seed, timeout_s=TIMEOUT_S, num_chunks=3),
+        constants.edges,
+        Conditions(
+            latency_s=lambda sender, receiver: random.uniform(0.0005, 0.01),
+            transfer_s=lambda sender, receiver: 0.05,
+            step_s=lambda rank: random.uniform(0.15, 0.25),
+        ),
+        keeps_records=False,
+    )
+
+
+def running(network: Network) -> dict[int, WorkerProtocol]:
+    return {
+        rank: worker
+        for rank, worker in network.workers.items()
+        if rank not in network.crashed and rank not in network.left
+    }
+
+
+def who_know_dead(network: Network, rank: int) -> set[int]:
+    return {
+        other
+        for other, worker in running(network).items()
+        if (record := worker.membership.get(rank)) is not None and record.status is Status.DEAD
+    }
+
+
+def run_on(network: Network, seconds: float) -> None:
+    network.engine.run(until=network.engine.now + seconds)
+
+
+def exchanges(network: Network) -> dict[int, int]:
+    return {
+        rank: worker.exchanges_initiated + worker.exchanges_answered
+        for rank, worker in running(network).items()
+    }
+
+
+def check_agreement(network: Network) -> None:
+    """All views of who lives are right, the graph is connected, and everybody exchanges."""
+    workers = running(network)
+    live = tuple(sorted(workers))
+    assert {worker.membership.live() for worker in workers.values()} == {live}
+    graph: nx.Graph[int] = nx.Graph()
+    graph.add_nodes_from(live)
+    graph.add_edges_from((a, b) for a, worker in workers.items() for b in worker.neighbours)
+    assert nx.is_connected(graph)
+    alpha_tildes = {worker.pairing.alpha_tilde for worker in workers.values()}
+    assert len(alpha_tildes) == 1
+    before = exchanges(network)
+    run_on(network, 12.0)
+    after = exchanges(network)
+    assert len(live) == 1 or all(after[rank] > before[rank] for rank in live)
+
+
+def check_end(network: Network) -> None:
+    """All that live are done, and leave."""
+    survivors = set(running(network))
+    for rank in survivors:
+        network.done(rank)
+    run_on(network, 10.0)
+    assert network.left.keys() >= survivors
+
+
+@pytest.mark.parametrize("graph_name", GRAPHS)
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_kill_is_known_to_all_within_a_second(graph_name: str, victim: int) -> None:
+    network = make_network(graph_name)
+    network.engine.run(until=10.0)
+    network.crash(victim)
+    run_on(network, KILL_NOTICED_S)
+    assert who_know_dead(network, victim) == set(running(network))
+    check_agreement(network)
+    check_end(network)
+
+
+@pytest.mark.parametrize("graph_name", GRAPHS)
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_stop_is_known_to_all_within_six_seconds_and_ends_with_a_refresh(
+    graph_name: str, victim: int
+) -> None:
+    network = make_network(graph_name)
+    network.engine.run(until=10.0)
+    network.stall(victim, 30.0)
+    run_on(network, TIMEOUT_S - 1.0)
+    assert who_know_dead(network, victim) == set()
+    run_on(network, STOP_NOTICED_S - TIMEOUT_S + 1.0)
+    assert who_know_dead(network, victim) == set(network.workers) - {victim}
+    network.engine.run(until=45.0)
+    assert [rank for _, rank, _ in network.refreshed] == [victim]
+    assert network.workers[victim].incarnation == 1
+    assert {worker.incarnation for worker in network.workers.values()} == {0, 1}
+    check_agreement(network)
+    check_end(network)
+
+
+def test_a_short_stall_changes_nothing() -> None:
+    network = make_network()
+    network.engine.run(until=10.0)
+    network.stall(2, 0.8 * TIMEOUT_S)
+    run_on(network, 20.0)
+    assert network.refreshed == []
+    assert all(worker.incarnation == 0 for worker in network.workers.values())
+    check_agreement(network)
+
+
+def test_one_bad_link_declares_nobody_dead() -> None:
+    network = make_network("ring", 6)
+    network.engine.run(until=5.0)
+    network.partition([[0], [1]], until=95.0)
+    while network.engine.now < 120.0:
+        run_on(network, 0.5)
+        assert all(who_know_dead(network, rank) == set() for rank in network.workers)
+    assert all(worker.incarnation == 0 for worker in network.workers.values())
+    assert network.num_messages["AskLife"] > 0
+    # Asked ever more rarely: a question for every five seconds would be over a hundred.
+    assert network.num_messages["AskLife"] < 80
+    check_agreement(network)
+
+
+@pytest.mark.parametrize("graph_name", GRAPHS)
+def test_both_halves_of_a_partition_go_on_and_merge(graph_name: str) -> None:
+    network = make_network(graph_name)
+    network.engine.run(until=5.0)
+    halves = [(0, 1, 2, 5), (3, 4, 6, 7)]
+    network.partition(halves, until=45.0)
+    network.engine.run(until=20.0)
+    for half in halves:
+        for rank in half:
+            assert network.workers[rank].membership.live() == half
+    before = exchanges(network)
+    network.engine.run(until=44.0)
+    assert all(count > before[rank] for rank, count in exchanges(network).items())
+    network.engine.run(until=45.0 + 15.0)
+    check_agreement(network)
+    assert network.refreshed == [], "cut off, not stalled"
+    check_end(network)
+
+
+def test_down_to_one_worker_and_to_the_end() -> None:
+    network = make_network("ring", 5)
+    network.engine.run(until=5.0)
+    for victim in (2, 0, 4):
+        network.crash(victim)
+        run_on(network, 3.0)
+        check_agreement(network)
+    network.crash(1)
+    run_on(network, 3.0)
+    assert network.workers[3].neighbours == frozenset()
+    steps = network.workers[3].clock.steps
+    run_on(network, 5.0)
+    assert network.workers[3].clock.steps > steps
+    check_end(network)
+
+
+def test_whoever_stops_in_the_end_does_not_hold_it_up() -> None:
+    network = make_network("ring", 6)
+    network.engine.run(until=5.0)
+    for rank in network.workers:
+        if rank != 2:
+            network.done(rank)
+    run_on(network, 1.0)
+    network.stall(2, 60.0)
+    network.engine.run(until=15.0)
+    assert network.left.keys() == {0, 1, 3, 4, 5}
+
+
+def test_a_stop_in_the_midst_of_consolidation_does_not_hold_it_up() -> None:
+    network = make_network("ring", 6)
+    network.engine.run(until=5.0)
+    for rank in network.workers:
+        network.done(rank)
+    while not any(worker.consolidation.missing() == () for worker in network.workers.values()):
+        run_on(network, 0.001)
+    network.stall(0, 60.0)  # who leads
+    run_on(network, 12.0)
+    assert network.left.keys() == {1, 2, 3, 4, 5}
+
+
+def restarted(network: Network, rank: int | None, process_id: int) -> WorkerProtocol:
+    """A worker that knows what a live one tells it."""
+    informant = next(iter(running(network).values()))
+    answer = informant.answer_joiner(1)
+    rank, incarnation = first_incarnation(answer.members, rank)
+    original = next(iter(network.workers.values()))
+    worker = WorkerProtocol(
+        rank=rank,
+        incarnation=incarnation,
+        process_id=process_id,
+        host="simulated",
+        port=0,
+        constants=original.neighbourhood.graph.original,
+        method="a2cid2",
+        policy_name="fresh",
+        timeout_s=original.timeout_s,
+        random=Random(process_id),
+        num_chunks=3,
+        is_joining=True,
+    )
+    worker.membership.merge_all(answer.members)
+    worker.progress.merge_all(answer.progress)
+    return worker
+
+
+@pytest.mark.parametrize("wait_s", [0.02, 8.0])
+def test_a_restarted_worker_is_back_at_once(wait_s: float) -> None:
+    network = make_network()
+    network.engine.run(until=10.0)
+    network.crash(3)
+    run_on(network, wait_s)
+    network.start(restarted(network, 3, process_id=1000))
+    run_on(network, 2.0)
+    assert network.workers[3].incarnation == 1
+    check_agreement(network)
+    check_end(network)
+
+
+def test_workers_beyond_the_first_join_and_die() -> None:
+    network = make_network()
+    network.engine.run(until=10.0)
+    for process_id in (1000, 1001):
+        network.start(restarted(network, None, process_id))
+        run_on(network, 2.0)
+    assert set(running(network)) == set(range(10))
+    check_agreement(network)
+    network.crash(8)
+    network.crash(0)
+    run_on(network, 2.0)
+    check_agreement(network)
+    check_end(network)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_schedule_of_faults_ends_in_agreement(seed: int) -> None:
+    """Faults at random for a minute; a while after the last one all agree, exchange and leave."""
+    random = Random(f"{seed} failures")
+    network = make_network(random.choice(GRAPHS), random.randint(4, 9), seed)
+    for _ in range(random.randint(3, 8)):
+        run_on(network, random.uniform(0.5, 12.0))
+        alive = sorted(running(network))
+        victim = random.choice(alive)
+        match random.randrange(5):
+            case 0 if len(alive) > 2:
+                network.crash(victim)
+            case 1:
+                network.stall(victim, random.uniform(0.5, 15.0))
+            case 2:
+                shuffled = random.sample(alive, len(alive))
+                cut = random.randint(1, len(alive) - 1) if len(alive) > 1 else 1
+                until = network.engine.now + random.uniform(1.0, 20.0)
+                network.partition([shuffled[:cut], shuffled[cut:]], until)
+            case 3 if len(alive) > 1:
+                network.cut(*random.sample(alive, 2))
+            case _:
+                dead = sorted(network.crashed)
+                rank = random.choice(dead) if dead else None
+                network.start(restarted(network, rank, process_id=random.getrandbits(40)))
+    run_on(network, 50.0)
+    check_agreement(network)
+    check_end(network)
