@@ -100,7 +100,9 @@ class Checkpointer:
         self._has_waited = False
         self._random_states: dict[str, Any] | None = None
         self._others: dict[str, Stateful] = {}
+        # What the run resumed from, until the first step.
         self._resumed: dict[str, Any] | None = None
+        self._has_resumed = resumption is not None
         self._writer = CheckpointWriter(engine.rank)
         self._written: Future[Path] | None = None
         atexit.register(self.close, EXIT_TIMEOUT_S)
@@ -117,7 +119,13 @@ class Checkpointer:
             restore_random_states(states)
 
     def register(self, others: dict[str, Stateful]) -> None:
-        """Save these too from now on; give them what was saved of them, if the run resumed."""
+        """Save these too from now on; give them what was saved of them, if the run resumed.
+
+        Raises:
+            ValueError: a name is taken, or the run resumed and has made a step since.
+        """
+        if self._has_resumed and self._resumed is None:
+            raise ValueError("this run resumed: call also_checkpoint() before its first step")
         for name, stateful in others.items():
             if name in self._others:
                 raise ValueError(f"{name!r} is saved with the checkpoints already")
@@ -135,6 +143,7 @@ class Checkpointer:
 
     def stepped(self) -> None:
         """A gradient step ended: a checkpoint may be due, another may have failed meanwhile."""
+        self._resumed = None
         if self._written is not None and self._written.done():
             self._report()
         if self._every is None:

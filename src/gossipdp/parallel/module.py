@@ -348,8 +348,10 @@ class GossipDataParallel(nn.Module):
     def also_checkpoint(self, **others: Stateful) -> None:
         """Save these objects' states with the checkpoints: schedulers, a GradScaler.
 
-        Where the run resumed, each gets its saved state at once, by ``load_state_dict``; so make
-        schedulers first.
+        Where the run resumed, each gets its saved state at once, by ``load_state_dict``.
+
+        Raises:
+            ValueError: a name is taken, or the run resumed and has made a step since.
 
         Example:
             >>> net = nn.Linear(4, 2)

@@ -1,0 +1,114 @@
+"""When checkpoints are taken: not while an exchange runs, and never at the price of training."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gossipdp import GossipDataParallel
+from gossipdp.parallel import checkpointer
+from gossipdp.parallel.checkpoint import saved_by
+
+
+@pytest.fixture
+def busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A model whose exchange does not end until ``busy[2].clear()``, and how often it was asked."""
+    monkeypatch.setattr(checkpointer, "WAIT_FOR_EXCHANGE_S", 0.05)
+    monkeypatch.setattr(checkpointer, "LONGEST_WAIT_S", 0.05)
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = GossipDataParallel(net, optimizer, checkpoint_dir=tmp_path, checkpoint_every=2)
+    running = ["an exchange"]
+    pause = model._engine._loop.pause
+    asked: list[float] = []
+
+    def still_running() -> bool:
+        asked.append(time.monotonic())
+        return pause() and not running
+
+    monkeypatch.setattr(model._engine._loop, "pause", still_running)
+    yield model, optimizer, running, asked
+    model.close()
+
+
+def step(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_a_long_exchange_is_waited_for_once_and_then_taken_up_when_it_has_ended(busy, tmp_path):
+    model, optimizer, running, asked = busy
+    for _ in range(3):
+        step(model, optimizer)
+    assert asked[-1] - asked[0] >= 0.05  # at the third forward pass
+    num_asked = len(asked)
+    step(model, optimizer)
+    assert len(asked) <= num_asked + 2  # one look at a time, without waiting
+    assert model._checkpointer.is_due
+    assert not saved_by(tmp_path, 0)
+    running.clear()
+    step(model, optimizer)
+    model.close()
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [4]
+    assert model.stats().checkpoint_pause_seconds >= 0.05
+
+
+def test_exchanges_begin_again_after_a_checkpoint(busy, tmp_path):
+    model, optimizer, running, _ = busy
+    running.clear()
+    answers = model._engine._protocol.pairing
+    step(model, optimizer)
+    model.save_checkpoint()
+    assert answers._answers
+
+
+def test_saving_on_demand_says_so_when_an_exchange_does_not_end(busy, tmp_path):
+    model, optimizer, _running, _ = busy
+    step(model, optimizer)
+    with pytest.raises(TimeoutError, match="an exchange did not end"):
+        model.save_checkpoint()
+    assert model._engine._protocol.pairing._answers
+    assert not saved_by(tmp_path, 0)
+
+
+def test_no_checkpoint_within_averaged(busy):
+    model, _optimizer, running, _ = busy
+    running.clear()
+    with model.averaged(), pytest.raises(RuntimeError, match=r"within model\.averaged"):
+        model.save_checkpoint()
+    assert model._engine._protocol.pairing._answers
+
+
+def test_a_checkpoint_may_be_asked_for_at_any_time(busy, tmp_path):
+    model, optimizer, running, _ = busy
+    running.clear()
+    step(model, optimizer)
+    model._checkpointer.ask()
+    step(model, optimizer)
+    model.close()
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [1]
+
+
+def test_names_are_taken_once_and_what_is_new_begins_anew(tmp_path, caplog):
+    def make(resume: str | None) -> tuple[GossipDataParallel, torch.optim.Optimizer]:
+        net = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        return GossipDataParallel(net, optimizer, checkpoint_dir=tmp_path, resume=resume), optimizer
+
+    model, optimizer = make(None)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model.also_checkpoint(schedule=schedule)
+    with pytest.raises(ValueError, match="'schedule' is saved with the checkpoints already"):
+        model.also_checkpoint(schedule=schedule)
+    model.save_checkpoint()
+    model.close()
+    model, optimizer = make("auto")
+    model.also_checkpoint(scaler=torch.amp.GradScaler("cpu"))
+    assert "holds nothing of 'scaler'" in caplog.text
+    step(model, optimizer)
+    with pytest.raises(ValueError, match="before its first step"):
+        model.also_checkpoint(other=schedule)
+    model.close()

@@ -1,0 +1,100 @@
+"""The averaged model as a file that needs nothing of ours to be loaded."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from gossipdp import GossipDataParallel
+
+
+class Net(nn.Module):
+    """Tied, strided, integer, 0-dimensional; and much that a file must not drag along."""
+
+    def __init__(self, extra: Any = None) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(4)
+        self.encode = nn.Linear(4, 5, bias=False)
+        self.decode = nn.Linear(4, 5, bias=False)
+        self.decode.weight = self.encode.weight
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.large = nn.Linear(300, 300)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def make(extra: Any = None) -> tuple[Net, GossipDataParallel]:
+    torch.manual_seed(0)
+    net = Net(extra)
+    return net, GossipDataParallel(net, torch.optim.SGD(net.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("consolidated", [False, True])
+def test_a_pt_file_loads_with_weights_only(tmp_path: Path, consolidated: bool) -> None:
+    net, model = make({"note": [1, 2.5]})
+    if consolidated:
+        model.consolidate()
+    path = tmp_path / "model.pt"
+    model.save_averaged(path)
+    loaded = torch.load(path, weights_only=True)
+    assert_same(loaded, net)
+    other = Net()
+    other.load_state_dict(loaded)
+    assert other.extra == {"note": [1, 2.5]}
+    # Tied tensors are held once, and the larger storage that they are views of is not.
+    assert loaded["encode.weight"].data_ptr() == loaded["decode.weight"].data_ptr()
+    tensors = {t.data_ptr(): t.nbytes for t in loaded.values() if isinstance(t, Tensor)}
+    assert path.stat().st_size < sum(tensors.values()) + 20_000
+    model.close()
+
+
+def test_a_safetensors_file_loads_under_every_name(tmp_path: Path) -> None:
+    net, model = make()
+    net.get_extra_state = lambda: torch.ones(2)  # type: ignore[method-assign]
+    model.save_averaged(tmp_path / "model.safetensors")
+    assert_same(safetensors.torch.load_file(tmp_path / "model.safetensors"), net)
+    model.close()
+
+
+def assert_same(loaded: dict[str, Any], net: nn.Module) -> None:
+    state = net.state_dict()
+    assert loaded.keys() == state.keys()
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            assert value.dtype == loaded[name].dtype
+            assert torch.equal(value, loaded[name]), name
+
+
+def test_what_cannot_be_written_is_one_clear_error_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model = make({"note": 1})
+    with pytest.raises(ValueError, match=r"let it end in \.pt, \.pth or \.safetensors"):
+        model.save_averaged(tmp_path / "model.bin")
+    with pytest.raises(ValueError, match="'_extra_state' is a dict"):
+        model.save_averaged(tmp_path / "model.safetensors")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model.save_averaged(tmp_path / "model.pt")
+    before = (tmp_path / "model.pt").read_bytes()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        model.save_averaged(tmp_path / "model.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+    assert (tmp_path / "model.pt").read_bytes() == before
+    model.close()
+    with pytest.raises(RuntimeError):  # closed without an average
+        model.save_averaged(tmp_path / "late.pt")
