@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
 from typing import Literal, TypeAlias
 
@@ -32,13 +31,13 @@ from gossipdp.protocol.consolidation_actions import (
 )
 from gossipdp.protocol.consolidation_messages import ConsolidationMessage, Epoch
 from gossipdp.protocol.failure_detector import DetectorAction, FailureDetector, Seek, Verdict
+from gossipdp.protocol.links import Links
 from gossipdp.protocol.membership import Member, Membership, Status
 from gossipdp.protocol.messages import (
     AskMembers,
     Envelope,
     ExchangeId,
     ExchangeMessage,
-    Heartbeat,
     LifeMessage,
     Members,
     Message,
@@ -46,7 +45,7 @@ from gossipdp.protocol.messages import (
 from gossipdp.protocol.neighbourhood import Neighbourhood
 from gossipdp.protocol.neighbours import make_policy
 from gossipdp.protocol.pairing import Exchanging, Pairing, PairingAction
-from gossipdp.protocol.progress import Progress, ProgressEntry
+from gossipdp.protocol.progress import Progress
 from gossipdp.protocol.refresher import Refresher
 from gossipdp.protocol.rivalry import Rivalry
 
@@ -57,22 +56,7 @@ _Inner: TypeAlias = (
 )
 """What the parts ask for, before messages are wrapped and verdicts carried out."""
 
-HEARTBEATS_PER_TIMEOUT = 10
 LOOKS_PER_TIMEOUT = 4
-NEWS_INTERVAL_S = 0.05
-PROGRESS_INTERVAL_S = 0.25
-
-
-@dataclass
-class _Link:
-    """What this worker knows of one link, and what it has told on it."""
-
-    last_heard: float
-    last_sent: float = -math.inf
-    is_silent: bool = False
-    members_told: int = 0
-    progress_told: int = 0
-    progress_sent: float = -math.inf
 
 
 class WorkerProtocol:
@@ -140,7 +124,7 @@ class WorkerProtocol:
         self.exchanges_failed = 0
         self.is_done = False
         self._has_method = method != "none"
-        self._links: dict[int, _Link] = {}
+        self._links = Links(self.membership, self.progress, timeout_s)
         self._unreachable: set[int] = set()
         # What was worked out from links and membership, and for which version of the latter; -1
         # to have it worked out anew.
@@ -332,7 +316,7 @@ class WorkerProtocol:
         actions = self._look_at_clock(now)
         if peer in self._links:
             actions += self._drop_link(peer)
-        self._links[peer] = _Link(last_heard=now)
+        self._links.up(peer, now)
         self._unreachable.discard(peer)
         self._look_anew()
         actions += self.detector.heard(peer, now)
@@ -399,25 +383,24 @@ class WorkerProtocol:
 
     def last_heard(self, peer: int) -> float:
         """When ``peer`` was last known to live; infinite without a link to it."""
-        link = self._links.get(peer)
-        return math.inf if link is None else link.last_heard
+        return self._links.last_heard(peer)
 
     def suspects(self) -> frozenset[int]:
         """Linked peers that have been silent beyond the time-out."""
-        return frozenset(peer for peer, link in self._links.items() if link.is_silent)
+        return self._links.silent
 
     @property
     def live_links(self) -> frozenset[int]:
         """Peers with a link that is up and not silent."""
-        return frozenset(peer for peer, link in self._links.items() if not link.is_silent)
+        return self._links.live
+
+    def wrap(self, peer: int, message: Message, now: float) -> Send[Envelope]:
+        """The message with the news that the link to ``peer`` has not carried yet."""
+        return self._links.wrap(peer, message, now)
 
     def _note_life(self, peer: int, now: float) -> list[DetectorAction]:
-        link = self._links.get(peer)
-        if link is not None:
-            link.last_heard = max(now, link.last_heard)
-            if link.is_silent:
-                link.is_silent = False
-                self._look_anew()
+        if self._links.heard(peer, now):
+            self._look_anew()
         return self.detector.heard(peer, now)
 
     def _drop_link(self, peer: int) -> list[PairingAction | ConsolidationAction]:
@@ -425,13 +408,12 @@ class WorkerProtocol:
         return [*self.pairing.lost(peer), *self.consolidation.link_lost(peer)]
 
     def _forget_link(self, peer: int) -> None:
-        self._links.pop(peer, None)
+        self._links.drop(peer)
         self._look_anew()
 
     def _shed(self, peer: int, reason: str) -> list[_Inner]:
         """Close the link to ``peer`` if it is silent; one that is not carries the news to it."""
-        link = self._links.get(peer)
-        if link is None or not link.is_silent:
+        if not self._links.is_silent(peer):
             return []
         return [*self._drop_link(peer), Unlink(peer, reason)]
 
@@ -444,8 +426,7 @@ class WorkerProtocol:
         slept_s = now - self._last_input
         if not self.timeout_s / 2 < slept_s < math.inf:
             return []
-        for link in self._links.values():
-            link.last_heard = max(now, link.last_heard)
+        self._links.slept(now)
         self.detector.slept(now)
         self._look_anew()
         if slept_s > self.timeout_s and not self._closed_for and not self._is_alone:
@@ -454,12 +435,10 @@ class WorkerProtocol:
 
     def _notice_silence(self, now: float) -> list[_Inner]:
         actions: list[_Inner] = []
-        for peer, link in list(self._links.items()):
-            if not link.is_silent and now >= link.last_heard + self.timeout_s:
-                link.is_silent = True
-                self._look_anew()
-                actions += self.pairing.silent(peer)
-            if link.is_silent and self._is_over(peer):
+        for peer in self._links.fall_silent(now):
+            self._look_anew()
+            actions += self.pairing.silent(peer)
+            if self._is_over(peer):
                 actions += self._shed(peer, "it is dead")
         return actions
 
@@ -509,7 +488,7 @@ class WorkerProtocol:
         for action in [*settled, *self._consolidate(now)]:
             match action:
                 case Send():
-                    outward.append(self.wrap(action.peer, action.message, now))
+                    outward.append(self._links.wrap(action.peer, action.message, now))
                 case Seek():
                     outward += self._reach(action.peer)
                 case Verdict():
@@ -517,9 +496,8 @@ class WorkerProtocol:
                 case _:
                     outward.append(action)
         if now >= self._quiet_until or self._quiet_version != self.membership.version:
-            for peer, link in self._links.items():
-                if now >= self._heartbeat_at(link):
-                    outward.append(self.wrap(peer, Heartbeat(), now))
+            is_leaving = self.consolidation.is_finished
+            outward += self._links.heartbeats(now, is_leaving=is_leaving)
             self._find_quiet_time()
         return outward
 
@@ -579,7 +557,7 @@ class WorkerProtocol:
         """Whose silence matters: neighbours, and whoever is linked or was dialled in vain."""
         if self.consolidation.is_finished:
             return set()
-        candidates = self._links.keys() | self._unreachable
+        candidates = self._links.peers | self._unreachable
         if "hold" not in self._closed_for:  # else they may not have been dialled yet
             candidates |= self.neighbourhood.rates.keys()
         return {
@@ -653,13 +631,8 @@ class WorkerProtocol:
         What is sent and heard meanwhile only defers it: so one look at all links serves for many
         inputs, and may in the end call for a poll at which nothing is due.
         """
-        until = math.inf
-        for link in self._links.values():
-            until = min(until, self._heartbeat_at(link))
-            if not link.is_silent:
-                until = min(until, link.last_heard + self.timeout_s)
         self._quiet_until = min(
-            until,
+            self._links.quiet_until(is_leaving=self.consolidation.is_finished),
             self._last_input + self.timeout_s / LOOKS_PER_TIMEOUT,
             self.detector.next_deadline(),
             self.neighbourhood.next_deadline(),
@@ -705,32 +678,10 @@ class WorkerProtocol:
         return [] if weights == self.pairing.available else self.pairing.set_available(weights)
 
     def _can_exchange(self, peer: int) -> bool:
-        link = self._links.get(peer)
-        if link is None or link.is_silent:
-            return False
         member = self.membership.get(peer)
-        return member is None or member.is_live
+        return self._links.is_live(peer) and (member is None or member.is_live)
 
     def _announce_done(self) -> None:
         # Not while an exchange that it asked for is open: once all are done, none can begin.
         if self.is_done and not self.pairing.is_initiating and not self.refresher.is_needed:
             self.membership.set_status(Status.DONE)
-
-    def _heartbeat_at(self, link: _Link) -> float:
-        interval = self.timeout_s / HEARTBEATS_PER_TIMEOUT
-        if link.members_told < self.membership.version:
-            # Who has finished closes its links next: that it has left must be on its way before.
-            interval = 0.0 if self.consolidation.is_finished else min(interval, NEWS_INTERVAL_S)
-        return link.last_sent + interval
-
-    def wrap(self, peer: int, message: Message, now: float) -> Send[Envelope]:
-        """The message with the news that this link has not carried yet."""
-        link = self._links.get(peer) or _Link(last_heard=now)
-        members, link.members_told = self.membership.news(link.members_told)
-        progress: tuple[ProgressEntry, ...] = ()
-        # With news of members always: who hears that a worker is done hears all that it did.
-        if members or now >= link.progress_sent + PROGRESS_INTERVAL_S:
-            progress, link.progress_told = self.progress.news(link.progress_told)
-            link.progress_sent = now
-        link.last_sent = now
-        return Send(peer, Envelope(message, members, progress))

@@ -1,0 +1,152 @@
+"""One worker's links: their silence, the heartbeats on them, and the news that they have carried.
+
+What travels with every message is news: the records of membership and progress that this link has
+not carried yet. A new link has carried none, so whatever was lost with an old one is said again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gossipdp.protocol.actions import Send
+from gossipdp.protocol.membership import Membership
+from gossipdp.protocol.messages import Envelope, Heartbeat, Message
+from gossipdp.protocol.progress import Progress, ProgressEntry
+
+HEARTBEATS_PER_TIMEOUT = 10
+NEWS_INTERVAL_S = 0.05
+PROGRESS_INTERVAL_S = 0.25
+
+
+@dataclass
+class _Link:
+    """What this worker knows of one link, and what it has told on it."""
+
+    last_heard: float
+    last_sent: float = -math.inf
+    is_silent: bool = False
+    members_told: int = 0
+    progress_told: int = 0
+    progress_sent: float = -math.inf
+
+
+class Links:
+    """The links that are up, by peer.
+
+    Args:
+        membership, progress: where the news is.
+        timeout_s: a link on which nothing was heard for this long is silent.
+    """
+
+    def __init__(self, membership: Membership, progress: Progress, timeout_s: float) -> None:
+        self._membership = membership
+        self._progress = progress
+        self._timeout_s = timeout_s
+        self._links: dict[int, _Link] = {}
+
+    def __contains__(self, peer: int) -> bool:
+        return peer in self._links
+
+    @property
+    def peers(self) -> frozenset[int]:
+        """Who is linked."""
+        return frozenset(self._links)
+
+    @property
+    def live(self) -> frozenset[int]:
+        """Peers whose link is not silent."""
+        return frozenset(peer for peer, link in self._links.items() if not link.is_silent)
+
+    @property
+    def silent(self) -> frozenset[int]:
+        """Peers whose link is silent."""
+        return frozenset(peer for peer, link in self._links.items() if link.is_silent)
+
+    def is_live(self, peer: int) -> bool:
+        """Whether there is a link to ``peer`` that is not silent."""
+        link = self._links.get(peer)
+        return link is not None and not link.is_silent
+
+    def is_silent(self, peer: int) -> bool:
+        """Whether there is a link to ``peer`` that is silent."""
+        link = self._links.get(peer)
+        return link is not None and link.is_silent
+
+    def last_heard(self, peer: int) -> float:
+        """When ``peer`` was heard last; infinite without a link to it."""
+        link = self._links.get(peer)
+        return math.inf if link is None else link.last_heard
+
+    # --- what happens to them --------------------------------------------------------------
+
+    def up(self, peer: int, now: float) -> None:
+        """A link is there; it replaces an older one."""
+        self._links[peer] = _Link(last_heard=now)
+
+    def drop(self, peer: int) -> None:
+        """Forget a link, if there is one."""
+        self._links.pop(peer, None)
+
+    def heard(self, peer: int, now: float) -> bool:
+        """Something came from ``peer``; return whether its link was silent until now."""
+        link = self._links.get(peer)
+        if link is None:
+            return False
+        link.last_heard = max(now, link.last_heard)
+        was_silent, link.is_silent = link.is_silent, False
+        return was_silent
+
+    def slept(self, now: float) -> None:
+        """Begin all waits anew: the worker itself did not run."""
+        for link in self._links.values():
+            link.last_heard = max(now, link.last_heard)
+
+    def fall_silent(self, now: float) -> list[int]:
+        """Take note of the time; return the peers whose link is silent from now on."""
+        fallen = [
+            peer
+            for peer, link in self._links.items()
+            if not link.is_silent and now >= link.last_heard + self._timeout_s
+        ]
+        for peer in fallen:
+            self._links[peer].is_silent = True
+        return fallen
+
+    # --- what is said on them --------------------------------------------------------------
+
+    def quiet_until(self, *, is_leaving: bool) -> float:
+        """Until when no link wants a heartbeat or falls silent, but for what is new."""
+        until = math.inf
+        for link in self._links.values():
+            until = min(until, self._heartbeat_at(link, is_leaving))
+            if not link.is_silent:
+                until = min(until, link.last_heard + self._timeout_s)
+        return until
+
+    def heartbeats(self, now: float, *, is_leaving: bool) -> list[Send[Envelope]]:
+        """The heartbeats that are due."""
+        return [
+            self.wrap(peer, Heartbeat(), now)
+            for peer, link in self._links.items()
+            if now >= self._heartbeat_at(link, is_leaving)
+        ]
+
+    def wrap(self, peer: int, message: Message, now: float) -> Send[Envelope]:
+        """The message with the news that this link has not carried yet."""
+        link = self._links.get(peer) or _Link(last_heard=now)
+        members, link.members_told = self._membership.news(link.members_told)
+        progress: tuple[ProgressEntry, ...] = ()
+        # With news of members always: who hears that a worker is done hears all that it did.
+        if members or now >= link.progress_sent + PROGRESS_INTERVAL_S:
+            progress, link.progress_told = self._progress.news(link.progress_told)
+            link.progress_sent = now
+        link.last_sent = now
+        return Send(peer, Envelope(message, members, progress))
+
+    def _heartbeat_at(self, link: _Link, is_leaving: bool) -> float:
+        interval = self._timeout_s / HEARTBEATS_PER_TIMEOUT
+        if link.members_told < self._membership.version:
+            # Who has finished closes its links next: that it has left must be on its way before.
+            interval = 0.0 if is_leaving else min(interval, NEWS_INTERVAL_S)
+        return link.last_sent + interval
