@@ -98,6 +98,7 @@ class Checkpointer:
         self._generation = 1 if resumption is None else resumption.generation
         self._known_directories: set[Path] = set()
         self._has_waited = False
+        self._has_looked = False
         self._random_states: dict[str, Any] | None = None
         self._others: dict[str, Stateful] = {}
         # What the run resumed from, until the first step.
@@ -148,8 +149,9 @@ class Checkpointer:
             self._report()
         if self._every is None:
             return
-        if self.is_due:  # nobody has called take_due since: a loop that goes its own way
+        if not self._has_looked:  # a loop that goes its own way
             self.take_due()
+        self._has_looked = False
         if self._engine.step_number % self._every == 0:
             self.is_due = True
         if self.is_due:
@@ -158,12 +160,16 @@ class Checkpointer:
     def take_due(self, *, finally_: bool = False, in_loop: bool = False) -> None:
         """Take the checkpoint that is due, unless the last is still being written.
 
+        Only the first call after a step does so. Later ones may come between the forward passes
+        of one step (accumulation, a closure): what that step has done so far would be lost.
+
         Args:
             finally_: there is no later occasion: wait for that, and for a running exchange.
             in_loop: the next step may have begun, with random numbers for its batch: the states
                 saved are those right after the last step.
         """
-        if not self.is_due:
+        has_looked, self._has_looked = self._has_looked, True
+        if not self.is_due or (has_looked and not finally_):
             return
         assert self._directory is not None
         if finally_:

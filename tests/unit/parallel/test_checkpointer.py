@@ -92,6 +92,39 @@ def test_a_checkpoint_may_be_asked_for_at_any_time(busy, tmp_path):
     assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [1]
 
 
+def test_none_is_taken_between_the_forward_passes_of_one_step(busy, tmp_path):
+    model, optimizer, running, _ = busy
+    for _ in range(2):
+        step(model, optimizer)
+
+    def closure() -> torch.Tensor:
+        running.clear()  # from the second pass on it could be taken
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).sum()
+        loss.backward()
+        return loss
+
+    model(torch.ones(1, 3)).sum().backward()
+    for _ in range(3):
+        closure()
+    assert model._checkpointer.is_due
+    optimizer.step()
+    model(torch.ones(1, 3))
+    model.close()
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [3]
+
+
+def test_a_loop_that_does_not_call_the_wrapper_is_saved_at_its_next_step(busy, tmp_path):
+    model, optimizer, running, _ = busy
+    running.clear()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model.module(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    model.close()
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [3]
+
+
 def test_names_are_taken_once_and_what_is_new_begins_anew(tmp_path, caplog):
     def make(resume: str | None) -> tuple[GossipDataParallel, torch.optim.Optimizer]:
         net = nn.Linear(3, 2)
