@@ -364,3 +364,11 @@ def test_new_neighbour_serves_a_kept_demand(policy: str) -> None:
     (send,) = pairing.set_available({1: 1.0})
     assert isinstance(send, Send)
     assert isinstance(send.message, Propose)
+
+
+def test_the_gain_of_accept_stands_though_the_own_one_fell_since_the_proposal() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    pairing.alpha_tilde = 0.6  # on a new graph
+    actions = pairing.receive(2, Accept(own(1), 0.8))
+    assert actions == [Begin(2, own(1), 0.8, initiator=True)]

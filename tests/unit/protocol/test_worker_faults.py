@@ -11,6 +11,7 @@ import pytest
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import Reach, Rebuilt, Refresh, Send, Stop, Superseded, Unlink
+from gossipdp.protocol.consolidation_actions import Prepare
 from gossipdp.protocol.membership import Member, Status
 from gossipdp.protocol.messages import (
     AskLife,
@@ -166,6 +167,15 @@ def test_the_last_two_and_the_last_one() -> None:
     assert worker.consolidation.missing() == ()
 
 
+def test_a_leaf_asks_more_often_once_the_centre_is_dead() -> None:
+    """Its rate was 1/5 and is 1, of which it asks for half."""
+    worker = make_worker(0, constants=Constants.of(build_graph("star", 6)))
+    worker.peer_dead(0, 0.5)
+    for step in range(400):
+        worker.step(1, 1.0 + 0.1 * step)
+    assert 150 < worker.clock.num_ticks < 250
+
+
 def test_an_unreachable_peer_without_a_link_dies_too() -> None:
     worker = make_worker(0)
     for second in range(1, 7):
@@ -213,16 +223,17 @@ def test_who_slept_blames_nobody_whatever_it_is_told_first(first: str) -> None:
     now = 4.0 + 0.9 * TIMEOUT_S
     match first:
         case "poll":
-            worker.poll(now)
+            actions = worker.poll(now)
         case "heard":
-            worker.heard(0, now)
+            actions = worker.heard(0, now)
         case "receive":
-            worker.receive(0, tell(), now)
+            actions = worker.receive(0, tell(), now)
         case "step":
-            worker.step(1, now)
+            actions = worker.step(1, now)
         case _:
-            worker.link_down(0, now)
-    actions = run(worker, now, now + 0.1, [0])
+            actions = worker.link_down(0, now)
+    actions += run(worker, now, now + 0.1, [0])
+    assert [message for message in said(actions, 0) if isinstance(message, AskLife)] == []
     assert worker.suspects() == frozenset()
     assert worker.membership.live() == tuple(range(6))
     assert of_type(actions, Refresh) == [], "not silent for the whole time-out"
@@ -268,6 +279,31 @@ def test_with_no_donor_it_goes_on_as_it_is() -> None:
     run(worker, 11.0, 11.1 + TIMEOUT_S, [0, 2])
     assert worker.can_donate
     assert not worker.clock.is_paused
+
+
+def test_with_nobody_left_it_goes_on_at_once() -> None:
+    worker = make_worker(0, 2)
+    (refresh,) = of_type(stalled(worker), Refresh)
+    worker.peer_dead(2 - refresh.peer, 11.0)
+    for rank in (3, 4, 5, refresh.peer):
+        worker.peer_dead(rank, 11.0)
+    assert not worker.can_donate
+    worker.refresh_failed(refresh.peer, 11.1)
+    assert worker.can_donate
+
+
+def test_consolidation_waits_for_the_refresh() -> None:
+    worker = make_worker(0, 2)
+    worker.receive(0, tell(*(member(rank, Status.DEAD) for rank in (3, 4, 5))), 0.1)
+    worker.receive(0, tell(member(0, Status.DONE)), 0.1)
+    worker.done(0.2)
+    run(worker, 0.2, 1.0, [0, 2])
+    (refresh,) = of_type(worker.poll(11.0), Refresh)
+    worker.peer_dead(0, 11.1)  # so that this worker leads
+    assert of_type(worker.receive(2, tell(member(2, Status.DONE)), 11.2), Prepare) == []
+    worker.refreshed(11.3)
+    assert refresh.peer in (0, 2)
+    assert "consolidation" in worker._closed_for
 
 
 @pytest.mark.parametrize("state", ["alone", "held", "joining", "none"])
