@@ -2,6 +2,7 @@
 
     topology   named graphs, edge lists, checks, the graph after deaths   (networkx graphs)
     constants  a graph with its rates: chi1, chi2, eta, alpha_tilde       (one frozen object)
+    live       the graph over the live workers, with joiners
     spectrum   the linear algebra behind it: lambda_2, effective resistances
     planning   what a graph promises before anything is run
 

@@ -21,9 +21,10 @@ class LiveGraph:
     have the same graph, whatever they learned in which order. Rates are the default ones,
     lambda_ij = r min(1/deg_i, 1/deg_j), except for the original set, which keeps its own.
 
-    Cost of one set that is not cached, on one core of the machine of the design note: below 1 ms
-    for 64 workers (6 ms if complete), 5 to 10 ms for 256 (140 ms if complete, whose 32,640 edges
-    are walked in Python). The last ``MAX_CACHED`` sets are cached.
+    Cost of one set that is not cached, with one BLAS thread on a busy machine of two cores: 1 to
+    3 ms for 64 workers (10 if complete), 9 to 19 for 256 (190 if complete, whose 32,640 edges are
+    walked in Python). Where BLAS starts threads of its own and they find no idle core, up to 40 ms
+    for 64 workers and 0.8 s for 256. The last ``MAX_CACHED`` sets are cached.
 
     Args:
         constants: The original graph with its rates; ``comm_rate`` is its busiest worker's rate.

@@ -88,6 +88,24 @@ def test_live_ranks() -> None:
     assert table.lowest_live() is None
 
 
+def test_a_joiner_is_known_but_does_not_take_part_before_it_lives() -> None:
+    table = view()
+    table.merge(Member(1, 0, 5, Status.ALIVE))
+    table.merge(Member(1, 1, 6, Status.JOINING))
+    assert table.live() == (0,), "the new life has begun, so the old one is over"
+    assert not record(table, 1).is_over
+    assert table.merge(Member(1, 1, 6, Status.ALIVE))
+    assert table.live() == (0, 1)
+    table.merge(Member(2, 0, 7, Status.JOINING))
+    assert table.declare_dead(2), "its address refuses connections"
+
+
+def test_a_joiner_yields_to_another_of_its_rank_that_joins_too() -> None:
+    table = Membership(Member(4, 0, 7, Status.JOINING))
+    table.merge(Member(4, 0, 9, Status.JOINING))
+    assert table.is_superseded
+
+
 def test_mistakes_are_refused() -> None:
     table = view()
     with pytest.raises(ValueError, match="worker 0 cannot declare itself dead"):

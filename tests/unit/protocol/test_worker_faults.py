@@ -239,6 +239,17 @@ def test_who_slept_blames_nobody_whatever_it_is_told_first(first: str) -> None:
     assert of_type(actions, Refresh) == [], "not silent for the whole time-out"
 
 
+def test_the_clock_is_looked_at_even_where_there_is_nothing_to_wait_for() -> None:
+    """Or a long quiet time would look like a stall."""
+    worker = make_worker(*(), is_joining=True)
+    now = 0.0
+    for _ in range(20):
+        worker.poll(now)
+        due = worker.next_deadline(now)
+        assert now < due <= now + TIMEOUT_S / 4
+        now = due
+
+
 def stalled(worker: WorkerProtocol) -> list[Action]:
     run(worker, 0.0, 1.0, [0, 2])
     return worker.poll(1.0 + 2 * TIMEOUT_S)

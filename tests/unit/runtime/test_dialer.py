@@ -1,7 +1,12 @@
 import math
 from random import Random
 
-from gossipdp.runtime.dialer import GRACE_S, LONGEST_RETRY_S, Dialer
+from gossipdp.runtime.dialer import (
+    GRACE_AFTER_LOSS_S,
+    GRACE_S,
+    LONGEST_RETRY_S,
+    Dialer,
+)
 
 ADDRESSES = {peer: ("127.0.0.1", 1000 + peer) for peer in range(5)}
 
@@ -46,6 +51,17 @@ def test_a_link_ends_dialling_and_its_loss_begins_it_anew():
     assert dialer.due(ADDRESSES, 100.0) == []
     dialer.unlinked(1, 100.0)
     assert dialer.due(ADDRESSES, 100.0) == [1]
+
+
+def test_after_a_loss_the_higher_rank_dials_soon_too():
+    """If the lower one was killed, its refusal is to be known within a second."""
+    dialer = Dialer(2, Random(0))
+    dialer.want([1], 0.0)
+    dialer.linked(1)
+    dialer.unlinked(1, 100.0)
+    assert dialer.due(ADDRESSES, 100.0) == []
+    assert dialer.due(ADDRESSES, 100.0 + GRACE_AFTER_LOSS_S) == [1]
+    assert GRACE_AFTER_LOSS_S < 0.5
 
 
 def test_without_an_address_nobody_is_dialled():
