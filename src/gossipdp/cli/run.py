@@ -89,8 +89,13 @@ def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(arguments: RunArguments) -> int:
     """Start the workers, wait for all, say at the end who failed and why; the exit code."""
     from gossipdp.runtime.crew import Failure, shown_rank
-    from gossipdp.runtime.supervisor import Supervisor
+    from gossipdp.runtime.restarts import Restarts
+    from gossipdp.runtime.store import is_importing
+    from gossipdp.runtime.supervisor import Supervisor, check_num_workers
 
+    # What can be wrong is told before a port is taken.
+    num_workers = check_num_workers(_num_workers(arguments))
+    Restarts(arguments.max_restarts)
     script = _script(arguments)
     tls = _tls_variables(arguments)
     num_restarts = 0
@@ -106,7 +111,7 @@ def run(arguments: RunArguments) -> int:
 
     supervisor = Supervisor(
         [sys.executable, "-u", *script],
-        _num_workers(arguments),
+        num_workers,
         team=_team(arguments, tls),
         max_restarts=arguments.max_restarts,
         host=arguments.host if arguments.rendezvous or arguments.join else None,
@@ -117,6 +122,9 @@ def run(arguments: RunArguments) -> int:
     code = supervisor.run()
     if report := supervisor.report():
         _tell(f"\n{report}")
+    if is_importing():
+        sys.stdout.flush()
+        os._exit(code)
     return code
 
 

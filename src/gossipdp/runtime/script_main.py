@@ -51,7 +51,7 @@ def run_words(words: Sequence[str]) -> NoReturn:
         elif _holds_main(os.path.realpath(words[0])):
             runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         else:
-            path = os.path.abspath(words[0])
+            path = os.path.join(os.getcwd(), words[0])
             loader = importlib.machinery.SourceFileLoader("__main__", path)
             main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
             exec(_code_of(path), main.__dict__)

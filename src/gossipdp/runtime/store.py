@@ -26,6 +26,18 @@ logger = logging.getLogger("gossipdp.runtime")
 WATCH_EVERY_S = 0.2
 # The longest that one call on another host's store may take, and so the end of a run.
 STORE_CALL_S = 1.0
+# How long the end of a run waits for a thread that may be importing torch.
+LEAVE_S = 0.2
+THREAD_NAME = "gossipdp store"
+
+
+def is_importing() -> bool:
+    """Whether a thread of a store that was closed is not done: it still imports ``torch``.
+
+    A process that ends in this state is to use ``os._exit``: the interpreter's own end would break
+    the import off somewhere in C++.
+    """
+    return any(thread.name == THREAD_NAME for thread in threading.enumerate())
 
 
 def ready_key(environment_prefix: str, rank: int) -> str:
@@ -69,25 +81,31 @@ class HostedStore:
         self._store: Store | None = None
         self._opener: threading.Thread | None = None
         self._error: BaseException | None = None
+        # Held while the store is made or given up, never while torch is imported.
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def open(self) -> None:
-        """Import ``torch`` and begin to answer."""
+        """Import ``torch`` and begin to answer; does nothing once closed."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        assert self._listener is not None
-        self._store = TCPStore(
-            self.host,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=10),
-            # The store owns the descriptor from here on, so ours is detached.
-            master_listen_fd=self._listener.detach(),
-        )
-        self._listener = None
+        with self._lock:
+            if self._is_closed:
+                return
+            assert self._listener is not None
+            self._store = TCPStore(
+                self.host,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=10),
+                # The store owns the descriptor from here on, so ours is detached.
+                master_listen_fd=self._listener.detach(),
+            )
+            self._listener = None
 
     def open_in_background(self) -> None:
-        """:meth:`open` in a thread, which :meth:`close` joins; :meth:`raise_error` tells how."""
+        """:meth:`open` in a thread; :meth:`raise_error` tells how it went."""
 
         def run() -> None:
             try:
@@ -95,7 +113,8 @@ class HostedStore:
             except BaseException as error:
                 self._error = error
 
-        self._opener = threading.Thread(target=run, name="gossipdp store")
+        # A daemon, since an import cannot be interrupted and the end of a run does not wait for it.
+        self._opener = threading.Thread(target=run, name=THREAD_NAME, daemon=True)
         self._opener.start()
 
     def raise_error(self) -> None:
@@ -120,12 +139,14 @@ class HostedStore:
             self._store.set(key, text)
 
     def close(self) -> None:
-        """Stop answering and free the port."""
+        """Stop answering and free the port; a second call does nothing."""
+        with self._lock:
+            self._is_closed = True
+            if self._listener is not None:
+                self._listener.close()
+            self._store = None
         if self._opener is not None:
-            self._opener.join()
-        if self._listener is not None:
-            self._listener.close()
-        self._store = None
+            self._opener.join(LEAVE_S)
 
     def __enter__(self) -> "HostedStore":
         return self
@@ -165,7 +186,7 @@ class RemoteStore:
 
     def open_in_background(self) -> None:
         """Start to connect and to watch."""
-        self._thread = threading.Thread(target=self._watch, name="gossipdp store")
+        self._thread = threading.Thread(target=self._watch, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     def put_notice(self, text: str) -> None:
@@ -183,7 +204,7 @@ class RemoteStore:
         self._ends.set()
         self._wake.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(STORE_CALL_S + LEAVE_S)
 
     def _watch(self) -> None:
         try:

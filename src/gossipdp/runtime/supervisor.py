@@ -43,6 +43,13 @@ NOT_INHERITED = (
 )
 
 
+def check_num_workers(num_workers: int) -> int:
+    """``num_workers``; raises ValueError where it is less than one."""
+    if num_workers < 1:
+        raise ValueError(f"-n is {num_workers}; start at least one worker")
+    return num_workers
+
+
 class Supervisor:
     """Starts ``num_workers`` times ``command``, passes output and signals on, watches each worker.
 
@@ -80,8 +87,7 @@ class Supervisor:
         on_addresses: Callable[[Mapping[int, tuple[str, int]]], None] = lambda addresses: None,
     ) -> None:
         check_platform()
-        if num_workers < 1:
-            raise ValueError(f"-n is {num_workers}; start at least one worker")
+        check_num_workers(num_workers)
         self._restarts = Restarts(max_restarts)
         self._command = list(command)
         self._num_workers = num_workers

@@ -44,7 +44,7 @@ def test_help_names_every_command_and_imports_nothing_slow() -> None:
     assert all(command in done.stdout for command in COMMANDS)
 
 
-@pytest.mark.parametrize("words", [[], ["bogus"], ["run", "train.py"], ["plan", "--bogus"]])
+@pytest.mark.parametrize("words", [[], ["bogus"], ["run", "--nodes", "2"], ["plan", "--bogus"]])
 def test_a_mistake_in_the_call_exits_with_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(words)

@@ -1,0 +1,168 @@
+"""However a run of ``gossipdp run`` ends, nothing of it is left after 3 s."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.processes
+
+LIMIT_S = 3.0
+
+# Light: no torch. Each worker starts a process of its own, and says where everybody is.
+SCRIPT = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from gossipdp.runtime.reports import Report, send_report
+
+directory, ending = Path(sys.argv[1]), sys.argv[2]
+if ending == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+send_report(Report(begins=True, addresses={0: ("127.0.0.1", 1), 1: ("127.0.0.1", 2)}))
+if ending != "end":
+    subprocess.Popen(["sleep", "60"])
+name = directory / f"{os.environ['RANK']}-{os.getpid()}"
+name.with_suffix(".part").write_text(os.environ["MASTER_PORT"])
+name.with_suffix(".part").rename(name.with_suffix(".here"))
+while not (directory / "go").exists():
+    time.sleep(0.01)
+if ending == "exception":
+    raise ValueError("no good")
+if ending in ("signal", "stubborn"):
+    time.sleep(60)
+"""
+
+VARIABLES = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("GOSSIPDP_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE"))
+}
+
+
+class Run:
+    """A ``gossipdp run`` of two workers, all of whose processes are known."""
+
+    def __init__(self, directory: Path, ending: str, *options: str) -> None:
+        self.directory = directory / "marks"
+        self.directory.mkdir()
+        self.temporary = directory / "tmp"
+        self.temporary.mkdir()
+        script = directory / "script.py"
+        script.write_text(SCRIPT)
+        words = ["run", "-n", "2", *options, str(script), str(self.directory), ending]
+        self.supervisor = psutil.Popen(
+            [sys.executable, "-m", "gossipdp.cli.main", *words],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**VARIABLES, "TMPDIR": str(self.temporary)},
+        )
+        self.wait_for(2)
+        self.port = int(next(self.directory.glob("*.here")).read_text())
+        num_children = 4 if "--max-restarts" in options else 3  # workers, keeper, spare
+        while len(self.supervisor.children()) < num_children:
+            time.sleep(0.02)
+        self.processes = [self.supervisor, *self.supervisor.children(recursive=True)]
+
+    def wait_for(self, num_lives: int) -> None:
+        deadline = time.monotonic() + 60
+        while len(list(self.directory.glob("*.here"))) < num_lives:
+            assert self.supervisor.poll() is None, self.supervisor.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def workers(self) -> list[psutil.Process]:
+        """Those that run, by rank."""
+        found = [(path.stem.split("-")) for path in sorted(self.directory.glob("*.here"))]
+        return [psutil.Process(int(pid)) for _, pid in found if runs(int(pid))]
+
+    def go(self) -> None:
+        (self.directory / "go").touch()
+
+    def assert_nothing_is_left(self, since_s: float) -> None:
+        for process in self.processes:
+            while runs(process.pid):
+                assert time.monotonic() - since_s < LIMIT_S, process
+                if process.pid == self.supervisor.pid:
+                    self.supervisor.poll()
+                time.sleep(0.02)
+        with socket.create_server(("127.0.0.1", self.port)):
+            pass
+        assert list(self.temporary.iterdir()) == []
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.is_running():
+                process.kill()
+        self.supervisor.wait()
+        self.supervisor.stderr.close()
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def running(directory: Path, ending: str, *options: str) -> Iterator[Run]:
+    run = Run(directory, ending, *options)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+SPARE = ("--max-restarts", "1")
+
+
+@pytest.mark.parametrize(
+    ("ending", "options"),
+    [
+        ("end", SPARE),
+        ("exception", ()),
+        ("SIGINT", SPARE),
+        ("SIGTERM", ()),
+        ("SIGKILL", SPARE),
+    ],
+)
+def test_nothing_is_left(tmp_path: Path, ending: str, options: tuple[str, ...]) -> None:
+    with running(tmp_path, "signal" if ending.startswith("SIG") else ending, *options) as run:
+        since_s = time.monotonic()
+        if ending.startswith("SIG"):
+            run.supervisor.send_signal(signal.Signals[ending])
+        else:
+            run.go()
+        run.assert_nothing_is_left(since_s)
+        code = run.supervisor.wait()
+    expected = {"end": 0, "exception": 1, "SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}
+    assert code == expected[ending]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("state", ["stubborn", "stopped"])
+def test_not_even_workers_that_heed_no_signal(tmp_path: Path, number: int, state: str) -> None:
+    with running(tmp_path, "stubborn" if state == "stubborn" else "signal") as run:
+        if state == "stopped":
+            for worker in run.workers():
+                worker.suspend()
+        since_s = time.monotonic()
+        run.supervisor.send_signal(number)
+        run.assert_nothing_is_left(since_s)
+
+
+def test_without_max_restarts_there_is_no_spare(tmp_path: Path) -> None:
+    with running(tmp_path, "signal") as run:
+        workers = {worker.pid for worker in run.workers()}
+        others = [child for child in run.supervisor.children() if child.pid not in workers]
+        assert len(others) == 1  # the keeper, which has no torch
+        assert others[0].memory_info().rss < 32 << 20
