@@ -122,6 +122,8 @@ class FailureDetector:
         self._watches: dict[int, _Watch] = {}
         self._questions: dict[int, _Question] = {}
         self._counter = 0
+        # Nothing is due before; None: to be worked out. What is heard only defers what is due.
+        self._quiet_until: float | None = None
 
     @property
     def watched(self) -> frozenset[int]:
@@ -136,6 +138,9 @@ class FailureDetector:
 
     def watch(self, peers: Collection[int], now: float) -> None:
         """Watch exactly these from now on. One that was not watched has the time-out from now."""
+        if self._watches.keys() == set(peers):
+            return
+        self._quiet_until = None
         for peer in self._watches.keys() - set(peers):
             del self._watches[peer]
         for peer in sorted(set(peers) - self._watches.keys()):
@@ -149,6 +154,7 @@ class FailureDetector:
         watch = self._watches.get(peer)
         if watch is not None and watch.is_busy:
             self._watches[peer] = self._fresh_watch()
+            self._quiet_until = None
         return self._answer(peer, is_heard=True) if self._questions else []
 
     def unreachable(self, peer: int, now: float) -> list[DetectorAction]:
@@ -156,10 +162,12 @@ class FailureDetector:
         watch = self._watches.get(peer)
         if watch is not None and watch.inquiry is None:
             watch.inquire_at = max(now, watch.not_before)
+            self._quiet_until = None
         return self._answer(peer, is_heard=False)
 
     def gone(self, peer: int) -> list[DetectorAction]:
         """``peer`` is known to be dead or gone: nothing is to be found out any more."""
+        self._quiet_until = None
         self._watches.pop(peer, None)
         self._heard_at.pop(peer, None)
         for watch in self._watches.values():
@@ -177,6 +185,7 @@ class FailureDetector:
 
     def slept(self, now: float) -> None:
         """Begin all waits anew: the worker itself did not run, so nobody could be heard."""
+        self._quiet_until = None
         for peer in self._heard_at:
             self._heard_at[peer] = max(now, self._heard_at[peer])
         for peer in self._watches:
@@ -187,6 +196,7 @@ class FailureDetector:
         self, peer: int, message: LifeMessage, now: float, *, is_linked: bool
     ) -> list[DetectorAction]:
         """``peer`` asks or answers; ``is_linked``: whether there is a link to the suspect."""
+        self._quiet_until = None
         match message:
             case AskLife(suspect=suspect, counter=counter):
                 return self._on_question(peer, suspect, counter, now, is_linked)
@@ -206,6 +216,9 @@ class FailureDetector:
 
     def poll(self, now: float, witnesses: Witnesses) -> list[DetectorAction]:
         """Do what is due: begin inquiries, end them, answer what was asked."""
+        if now < self.next_deadline():
+            return []
+        self._quiet_until = None
         actions: list[DetectorAction] = []
         for suspect, question in list(self._questions.items()):
             if now >= question.deadline:
@@ -222,10 +235,14 @@ class FailureDetector:
 
     def next_deadline(self) -> float:
         """When :meth:`poll` has something to do; what is heard meanwhile only defers it."""
-        until = min((question.deadline for question in self._questions.values()), default=math.inf)
-        for peer, watch in self._watches.items():
-            until = min(until, self._due_at(peer, watch))
-        return until
+        if self._quiet_until is None:
+            until = math.inf
+            for question in self._questions.values():
+                until = min(until, question.deadline)
+            for peer, watch in self._watches.items():
+                until = min(until, self._due_at(peer, watch))
+            self._quiet_until = until
+        return self._quiet_until
 
     # --- one inquiry, one answer -----------------------------------------------------------
 
