@@ -3,6 +3,7 @@
     GossipError
     ├── RendezvousError      workers did not find one another in time, or a port is in use
     ├── RefusedError         another worker refused us: model, method, graph, rate, secret differ
+    │   └── SupersededError  another process has this worker's rank and place in the run
     ├── PeerLostError        a worker that we waited for died or fell silent
     ├── ModelChangedError    parameters were moved, replaced or unfrozen behind the wrapper's back
     ├── PoisonedError        this worker's parameters turned NaN or infinite
@@ -23,6 +24,10 @@ class RendezvousError(GossipError):
 
 class RefusedError(GossipError):
     """Another worker refused this one; the message says which setting differs."""
+
+
+class SupersededError(RefusedError):
+    """Another live process has this worker's rank and has taken its place in the run."""
 
 
 class PeerLostError(GossipError):

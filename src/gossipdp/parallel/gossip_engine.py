@@ -7,39 +7,43 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from random import Random
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from gossipdp.dynamics.kernels import is_finite
 from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import Chunk, Role
-from gossipdp.errors import PoisonedError, RendezvousError
+from gossipdp.errors import PeerLostError, PoisonedError, RendezvousError, SupersededError
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph, graph_name
+from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import Captured, Counts, Resumption
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.options import GossipOptions
 from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.protocol.join import first_incarnation
 from gossipdp.protocol.membership import Member, Status
+from gossipdp.protocol.progress import ProgressEntry
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp.runtime.averaging import Outcome
 from gossipdp.runtime.environment import Environment, check_platform
 from gossipdp.runtime.gossip_loop import GossipLoop
 from gossipdp.runtime.gossip_thread import GossipThread
 from gossipdp.runtime.identity import Identity
+from gossipdp.runtime.joining import ask_members, donors
 from gossipdp.runtime.rendezvous import Rendezvous
 from gossipdp.runtime.settings import Settings
 from gossipdp.runtime.shared_state import SharedState
 from gossipdp.runtime.tcp import TcpTransport
-from gossipdp.runtime.tcp_sockets import listen
+from gossipdp.runtime.tcp_sockets import Listener, listen
 from gossipdp.runtime.tls import Tls, tls_files
-from gossipdp.runtime.transfer import adopt
 
 logger = logging.getLogger("gossipdp")
 
@@ -48,6 +52,12 @@ TURN_WHILE_WAITING_S = 0.002
 LOOK_AT_PROGRESS_EVERY_S = 1.0
 # Ticks of a worker's clock before the share that was served is worth a warning.
 MIN_TICKS_FOR_RATE_WARNING = 100
+PAUSE_BETWEEN_ROUNDS_S = 0.1
+WAIT_WHILE_DONATING_S = 0.05
+# What a donor's encoded optimizers' state may take at most, next to this worker's own model. AdamW
+# takes twice the parameters, Shampoo and its like more.
+TRAINING_BYTES_PER_BYTE = 32
+OTHER_TRAINING_BYTES = 64 << 20
 RATE_WARNING_BELOW = 0.8
 
 
@@ -71,107 +81,160 @@ class GossipEngine(Engine):
         files = tls_files(options.tls_cert, options.tls_key, options.tls_ca) or environment.tls
         self._tls = Tls(files) if files is not None else None
         self.forward_module = module
-        self.rank = environment.rank
-        self.num_workers = environment.num_workers
         self.incarnation = 0
         self._options = options
-        graph = build_graph(options.graph, self.num_workers, seed=options.seed)
-        constants = Constants.of(graph, options.comm_rate)
+        self._optimizers = optimizers
         self._flat = FlatParameters(
             module,
             optimizers,
             momentum=options.method == "a2cid2",
             exchange_frozen=options.exchange_frozen,
         )
-        # The phase is measured in communication periods, so eta is that of comm rate 1.
-        unit = Constants.of(graph)
-        self._shared = SharedState(
-            self._flat.state,
-            Phase(unit.eta if options.method == "a2cid2" else 0.0, unit.worker_rate(self.rank)),
-        )
         self._resumption = resumption
         self._gradient_steps = 0
         self._samples = 0
         self._before = Counts.of(resumption)
-        if resumption is not None:
-            self._restore(resumption.tensors)
-            resumption.tensors = {}
         self._waited_s = 0.0
         self._is_averaged = False
         self._is_consolidating = False
         self._is_closed = False
-        self._rate_warning_due = True
-        rendezvous = Rendezvous.open(environment, options.start_timeout_s)
-        settings = Settings(
+        self._thread: GossipThread
+        self._secret = options.secret.encode() if options.secret else None
+        self._settings = Settings(
             tensors=tuple(self._flat.description()),
             method=options.method,
-            graph=f"{graph_name(graph)} {_digest(constants)}",
+            graph="",
             comm_rate=f"{options.comm_rate:g}",
             wire_format="as the parameters",
             start="afresh" if resumption is None else resumption.start,
         )
-        self._protocol, self._loop = self._meet(environment, rendezvous, settings, constants)
-        if resumption is not None:
-            self._protocol.progress.merge_all(resumption.progress)
-            # Until the loop's first turn.
-            self._loop.others_samples = self._protocol.progress.others_samples
-        self._thread = GossipThread(self._loop)
-        self._thread.start()
+        self._rate_warning_due = True
+        self._donated_s = 0.0
+        self._num_donated = 0
+        self._rendezvous = Rendezvous.open(environment, options.start_timeout_s)
         atexit.register(self.close)
         try:
-            self._begin()
+            self._start(environment)
         except BaseException:
             self.close()
             raise
-        rendezvous.mark_ready()
-        self._rendezvous = rendezvous
+        self._rendezvous.mark_ready(self.rank)
 
-    def _meet(
-        self,
-        environment: Environment,
-        rendezvous: Rendezvous,
-        settings: Settings,
-        constants: Constants,
-    ) -> tuple[WorkerProtocol, GossipLoop]:
-        """Listen, meet the others, and build this worker's protocol and loop."""
+    def _start(self, environment: Environment) -> None:
+        """Come into the run: with all others at its start, or into one that goes on."""
+        if not self._rendezvous.joins:
+            self._take_place(environment.rank, environment.num_workers, incarnation=0)
+            if self._resumption is not None:
+                self._restore(self._resumption.tensors)
+                self._resumption.tensors = {}
+            self._meet(environment)
+            self._begin()
+            return
+        while True:
+            try:
+                self._join(environment)
+                return
+            except SupersededError:
+                # Two that joined at the same time were given the same rank.
+                self._thread.close()
+                if not environment.needs_rank:
+                    raise
+
+    def _take_place(self, rank: int, num_workers: int, incarnation: int) -> None:
+        """Take a rank among the workers that the run began with, or beyond them."""
+        options = self._options
+        self.rank, self.num_workers, self.incarnation = rank, num_workers, incarnation
+        graph = build_graph(options.graph, num_workers, seed=options.seed)
+        self._constants = Constants.of(graph, options.comm_rate)
+        # The phase is measured in communication periods, so eta is that of comm rate 1.
+        unit = Constants.of(graph)
+        eta = unit.eta if options.method == "a2cid2" and rank < num_workers else 0.0
+        worker_rate = unit.worker_rate(rank) if rank < num_workers else 0.0
+        self._shared = SharedState(self._flat.state, Phase(eta, worker_rate))
+        self._settings = msgspec.structs.replace(
+            self._settings, graph=f"{graph_name(graph)} {_digest(self._constants)}"
+        )
+
+    def _listen(self, environment: Environment) -> Listener:
         options = self._options
         host = options.host or environment.choose_host()
-        listener = listen(host, environment.port if options.port is None else options.port)
+        return listen(host, environment.port if options.port is None else options.port)
+
+    def _meet(self, environment: Environment) -> None:
+        """Listen, meet the others at the start of the run, and start the gossip thread."""
+        listener = self._listen(environment)
         bound, port = listener.getsockname()[:2]
         try:
             host = environment.announced_host(bound)
-            meeting = rendezvous.meet(
-                (host, port), settings, options.secret.encode() if options.secret else None
-            )
+            meeting = self._rendezvous.meet((host, port), self._settings, self._secret)
         except BaseException:
             listener.close()
             raise
+        # Process id 0 stands for "not heard of yet": the worker's own word supersedes it.
+        others = (
+            Member(rank, 0, 0, Status.ALIVE, *address)
+            for rank, address in meeting.addresses.items()
+            if rank != self.rank
+        )
+        progress = () if self._resumption is None else self._resumption.progress
+        self._start_thread(listener, host, (meeting.run_id, meeting.secret), others, progress)
+
+    def _start_thread(
+        self,
+        listener: Listener,
+        host: str,
+        run: tuple[str, bytes],
+        others: Iterable[Member],
+        progress: Iterable[ProgressEntry],
+        *,
+        is_joining: bool = False,
+    ) -> None:
+        """Build this worker's protocol and loop, and start its thread; ``run``: id and secret."""
+        options, (run_id, secret) = self._options, run
         process_id = secrets.randbits(62)
-        protocol = WorkerProtocol(
+        self._protocol = protocol = WorkerProtocol(
             rank=self.rank,
             incarnation=self.incarnation,
             process_id=process_id,
             host=host,
-            port=port,
-            constants=constants,
+            port=listener.getsockname()[1],
+            constants=self._constants,
             method=options.method,  # type: ignore[arg-type]
             policy_name=options.neighbour_policy,
             timeout_s=options.timeout_s,
             random=Random(f"{options.seed} {self.rank} {self.incarnation}"),
             num_chunks=len(self._flat.state.chunks),
             num_copied_chunks=len(self._flat.state.copied_chunks),
+            is_joining=is_joining,
         )
-        # Process id 0 stands for "not heard of yet": the worker's own word supersedes it.
-        protocol.membership.merge_all(
-            Member(rank, 0, 0, Status.ALIVE, *address)
-            for rank, address in meeting.addresses.items()
-            if rank != self.rank
+        protocol.membership.merge_all(others)
+        protocol.progress.merge_all(progress)
+        identity = self._identity(host, run_id, self.rank, process_id)
+        self._loop = GossipLoop(
+            protocol,
+            self._shared,
+            lambda handler: TcpTransport(
+                handler,
+                identity,
+                secret,
+                listener,
+                tls=self._tls,
+                max_bytes_per_s=options.max_bytes_per_s,
+            ),
+            time.monotonic,
         )
-        identity = Identity(
-            rank=self.rank,
+        # Until the loop's first turn.
+        self._loop.others_samples = protocol.progress.others_samples
+        self._thread = GossipThread(self._loop)
+        self._thread.start()
+
+    def _identity(self, host: str, run_id: str, rank: int, process_id: int) -> Identity:
+        settings = self._settings
+        return Identity(
+            rank=rank,
             incarnation=self.incarnation,
             process_id=process_id,
-            run_id=meeting.run_id,
+            run_id=run_id,
             model=settings.model,
             method=settings.method,
             graph=settings.graph,
@@ -179,20 +242,126 @@ class GossipEngine(Engine):
             wire_format=settings.wire_format,
             host=host,
         )
-        loop = GossipLoop(
-            protocol,
-            self._shared,
-            lambda handler: TcpTransport(
-                handler,
-                identity,
-                meeting.secret,
-                listener,
+
+    # Joining a run that goes on.
+
+    def _join(self, environment: Environment) -> None:
+        """Ask who is there, take a place, take the state of a live worker, and take part.
+
+        At most ``start_timeout_s`` pass without progress before this fails.
+        """
+        options = self._options
+        secret = self._secret or environment.secret
+        assert secret is not None, "a joining worker's environment holds the secret"
+        listener = self._listen(environment)
+        try:
+            host = environment.announced_host(listener.getsockname()[0])
+            answer = ask_members(
+                environment.join,
+                self._identity(host, environment.run_id, 0, 0),
+                secret,
                 tls=self._tls,
-                max_bytes_per_s=options.max_bytes_per_s,
-            ),
-            time.monotonic,
+                timeout_s=options.start_timeout_s,
+            )
+            wanted = None if environment.needs_rank else environment.rank
+            rank, incarnation = first_incarnation(answer.members, wanted)
+            self._take_place(rank, answer.num_workers, incarnation)
+        except BaseException:
+            listener.close()
+            raise
+        self._start_thread(
+            listener,
+            host,
+            (environment.run_id, secret),
+            answer.members,
+            answer.progress,
+            is_joining=True,
         )
-        return protocol, loop
+        training = self._take_state()
+        training_state.restore(training_state.decode(training), self._optimizers)
+        progress = self._protocol.progress
+        steps = progress.worker_steps(rank)
+        self._before = Counts(steps, steps, progress.worker_samples(rank))
+        self._thread.call(lambda: self._loop.serve_state((), lambda: None)).result()
+        self._thread.call(self._loop.joined).result()
+        logger.info("worker %d joined the run, in its life %d", rank, incarnation)
+
+    def _take_state(self) -> bytes:
+        """Take parameters and buffers of a live worker; return its encoded training state.
+
+        The training state comes first, since a donor gives it at its next step boundary, and the
+        parameters are then as fresh as can be. They may come from two donors, if the first died.
+        """
+        loop, limit_s = self._loop, self._options.start_timeout_s
+        patience_s = self._options.timeout_s
+        training: bytes | None = None
+        advanced, deadline_s = 0, time.monotonic() + limit_s
+        reason = ""
+        while True:
+            live = self._thread.call(self._protocol.membership.live).result()
+            order = donors(live, self.rank)
+            for donor in order:
+                self._thread.check()
+                try:
+                    if training is None:
+                        training = self._fetch_training(donor, patience_s)
+                    self._fetch(donor, self._shared.replace, patience_s)
+                    return training
+                except PeerLostError as error:
+                    self._thread.check()
+                    reason = str(error)
+                    logger.warning("worker %d asks another: %s", self.rank, reason)
+                if loop.transfers.num_chunks_received > advanced:
+                    advanced = loop.transfers.num_chunks_received
+                    deadline_s = time.monotonic() + limit_s
+            if not order or time.monotonic() >= deadline_s:
+                raise RendezvousError(
+                    f"worker {self.rank} could not join: no live worker gave it a state"
+                    f"{'; the last: ' if reason else ''}{reason}"
+                )
+            # A donor whose steps take longer than the time-out answers at its next one.
+            patience_s = min(2 * patience_s, limit_s)
+            time.sleep(PAUSE_BETWEEN_ROUNDS_S)
+
+    def _fetch_training(self, peer: int, timeout_s: float) -> bytes:
+        """Run one transfer of an optimizers' state to its end; raises what ended it."""
+        arrived: Future[bytes] = Future()
+        num_bytes = sum(s.x.numel() * s.x.element_size() for s in self._flat.state.segments)
+        max_bytes = OTHER_TRAINING_BYTES + TRAINING_BYTES_PER_BYTE * num_bytes
+
+        def on_end(outcome: bytes | Exception) -> None:
+            if isinstance(outcome, Exception):
+                arrived.set_exception(outcome)
+            else:
+                arrived.set_result(outcome)
+
+        self._thread.call(
+            lambda: self._loop.transfers.fetch_training(peer, max_bytes, on_end, timeout_s)
+        ).result()
+        return arrived.result()
+
+    def _donate(self) -> None:
+        """Give joiners the optimizers' state; called where no optimizer steps."""
+        if not self._loop.transfers.training_wanted:
+            return
+        started_s = time.perf_counter()
+        try:
+            data = training_state.encode(training_state.capture(self._optimizers))
+        except ValueError as error:
+            reason = str(error)
+            logger.error("worker %d cannot help another to join: %s", self.rank, reason)
+            self._thread.call(lambda: self._loop.transfers.refuse_training(reason)).result()
+            return
+        pause_s = time.perf_counter() - started_s
+        self._donated_s += pause_s
+        self._num_donated += 1
+        self._thread.call(lambda: self._loop.transfers.give_training(data))
+        logger.info(
+            "worker %d gives a joiner its optimizers' state, %d bytes; training paused for %.0f ms",
+            self.rank,
+            len(data),
+            1e3 * pause_s,
+        )
 
     def _begin(self) -> None:
         """Take rank 0's parameters, down a binary tree, and give them on; then start to exchange.
@@ -207,7 +376,7 @@ class GossipEngine(Engine):
             return
         if self.rank > 0:
             parent = (self.rank - 1) // 2
-            self._fetch(parent, adopt, self._options.start_timeout_s)
+            self._fetch(parent, self._shared.replace, self._options.start_timeout_s)
         served: Future[None] = Future()
         children = {2 * self.rank + 1, 2 * self.rank + 2} & set(range(self.num_workers))
         self._thread.call(
@@ -216,7 +385,7 @@ class GossipEngine(Engine):
         try:
             # Not a limit on the whole: a large model on a slow link takes its time.
             wait_while_it_advances(
-                served, lambda: self._loop.num_state_chunks_sent, self._options.start_timeout_s
+                served, lambda: self._loop.transfers.num_chunks_sent, self._options.start_timeout_s
             )
         except TimeoutError:
             raise RendezvousError(
@@ -243,6 +412,8 @@ class GossipEngine(Engine):
     def boundary(self, optimizer_index: int, samples: int) -> None:
         """See :class:`Engine`: x += pending, and the step is counted."""
         self._thread.check()
+        if self._loop.poisoned is not None:
+            self._deal_with_poison(self._loop.poisoned)
         if self._is_averaged:
             raise RuntimeError(
                 "optimizer.step() within model.averaged(): the module holds the average there, "
@@ -259,6 +430,7 @@ class GossipEngine(Engine):
                 self._keep_pace()
             elif self._rate_warning_due:
                 self._warn_of_low_rate()
+            self._donate()
 
     def _keep_pace(self) -> None:
         """Wait while more than ``max_lag`` own demands are unserved and someone could serve them.
@@ -272,6 +444,7 @@ class GossipEngine(Engine):
             self._thread.check()
             time.sleep(TURN_WHILE_WAITING_S)
             self._shared.boundary(wait=True)
+            self._donate()
         self._waited_s += time.monotonic() - started_s
 
     def _warn_of_low_rate(self) -> None:
@@ -289,6 +462,35 @@ class GossipEngine(Engine):
                 100 * achieved,
                 self._options.comm_rate,
             )
+
+    def _deal_with_poison(self, poison: PoisonedError) -> None:
+        """By choice: raise, leave the run and raise, or take another worker's state.
+
+        The optimizers' state is taken too: a NaN gradient has spoiled the momentum as well.
+        """
+        match self._options.on_poison:
+            case "stop":
+                raise poison
+            case "exit":
+                self.close()
+                raise poison
+        self._thread.call(self._loop.refresh).result()
+        deadline_s = time.monotonic() + self._options.start_timeout_s
+        while self._loop.poisoned is not None:
+            self._thread.check()
+            if not self._protocol.refresher.is_needed or time.monotonic() >= deadline_s:
+                raise PoisonedError(f"{poison}; and no other worker gave it its parameters")
+            time.sleep(TURN_WHILE_WAITING_S)
+        others = self._thread.call(self._protocol.membership.live).result()
+        for donor in donors(others, self.rank):
+            try:
+                data = self._fetch_training(donor, self._options.timeout_s)
+            except PeerLostError as error:
+                logger.warning("worker %d asks another: %s", self.rank, error)
+                continue
+            training_state.restore(training_state.decode(data), self._optimizers)
+            return
+        raise PoisonedError(f"{poison}; and no other worker gave it its optimizers' state")
 
     def total_samples(self) -> int:
         """See :class:`Engine`: own samples as of now, the others' as last heard."""
@@ -425,17 +627,26 @@ class GossipEngine(Engine):
             if segment.role.is_exchanged
             for chunk, room in segment.split(total)
         }
+        # By chunk, since a worker may die when it has sent some of them.
+        counts = dict.fromkeys(rooms, 1)
 
         def add(chunk: Chunk, values: Tensor) -> None:
             if chunk.index in rooms:
                 rooms[chunk.index].add_(values)
+                counts[chunk.index] += 1
 
-        live = self._thread.call(self._protocol.membership.live).result()
-        others = [rank for rank in live if rank != self.rank]
-        for peer in others:
-            self._fetch(peer, add, self._options.start_timeout_s)
-        for room in rooms.values():
-            room.div_(1 + len(others))
+        membership = self._protocol.membership
+        for peer in self._thread.call(membership.live).result():
+            if peer == self.rank:
+                continue
+            try:
+                self._fetch(peer, add, self._options.start_timeout_s)
+            except PeerLostError as error:
+                if peer in self._thread.call(membership.live).result():
+                    raise
+                logger.warning("worker %d averages without worker %d: %s", self.rank, peer, error)
+        for index, room in rooms.items():
+            room.div_(counts[index])
         return sums
 
     # The end.
@@ -444,16 +655,21 @@ class GossipEngine(Engine):
         """See ``GossipDataParallel.consolidate``."""
         if self._is_closed:
             raise RuntimeError("consolidate() was called before, or the model is closed")
+        self._refuse_poison()
         ended: Future[Outcome] = Future()
         # From here to the end the gossip thread alone writes x: this one only waits.
         self._is_consolidating = True
         self._thread.call(lambda: self._loop.consolidate(ended.set_result)).result()
+        line_due_s = time.monotonic() + WAIT_LINE_EVERY_S
         while True:
             try:
-                outcome = ended.result(WAIT_LINE_EVERY_S)
+                outcome = ended.result(WAIT_WHILE_DONATING_S)
                 break
             except TimeoutError:
                 self._thread.check()
+                self._donate()
+            if time.monotonic() >= line_due_s:
+                line_due_s += WAIT_LINE_EVERY_S
                 missing = self._protocol.consolidation.missing()
                 logger.warning("worker %d waits in consolidate(): %s", self.rank, _names(missing))
         if outcome.num_workers < self.num_workers:
@@ -470,6 +686,24 @@ class GossipEngine(Engine):
             samples=progress.total_samples,
             gradient_steps=progress.total_steps,
         )
+
+    def _refuse_poison(self) -> None:
+        """Let no NaN into the average, which all others would take over."""
+        if self._loop.poisoned is None and all(
+            is_finite(segment.x)
+            for segment in self._flat.state.segments
+            if segment.role is Role.TRAINED
+        ):
+            return
+        poison = self._loop.poisoned or PoisonedError(
+            f"the parameters of worker {self.rank} hold NaN or infinity: they are not averaged "
+            "with the others'. Lower the learning rate or clip gradients"
+        )
+        if self._options.on_poison != "refresh":
+            self.close()
+            raise poison
+        self._thread.call(lambda: self._loop.poison(poison)).result()
+        self._deal_with_poison(poison)
 
     def stats(self) -> Stats:
         """See :class:`Engine`. Read without a lock: every value is one object, replaced whole."""
@@ -497,6 +731,9 @@ class GossipEngine(Engine):
             else math.nan,
             step_seconds=math.nan if step_seconds is None else step_seconds,
             recent_exchanges=recent,
+            noticed=self._loop.noticed.notices,
+            states_donated=self._num_donated,
+            donation_pause_seconds=self._donated_s,
         )
 
     def close(self) -> None:
@@ -504,6 +741,8 @@ class GossipEngine(Engine):
         if not self._is_closed:
             self._is_closed = True
             atexit.unregister(self.close)
+            if not hasattr(self, "_thread"):  # it came to nothing before there was one
+                return
             self._thread.close()
             if not self._is_consolidating:
                 # What the last exchange brought belongs to the parameters.

@@ -80,6 +80,10 @@ class GossipDataParallel(nn.Module):
         resume: ``"auto"`` goes on from the newest checkpoints in ``checkpoint_dir``, and starts
             afresh where there are none; a path goes on from those in that directory; None starts
             afresh. The same on all workers.
+        on_poison: what to do when this worker's parameters hold NaN or infinity, which it never
+            sends: ``stop`` exchanges no more and makes each ``optimizer.step()`` raise
+            PoisonedError; ``refresh`` takes parameters and optimizer state of a live worker and
+            goes on; ``exit`` leaves the run and raises PoisonedError.
 
     Raises:
         ValueError: an argument is wrong.
@@ -130,6 +134,7 @@ class GossipDataParallel(nn.Module):
         checkpoint_every: int | None = None,
         keep_checkpoints: int = 3,
         resume: str | os.PathLike[str] | None = None,
+        on_poison: Literal["stop", "refresh", "exit"] = "stop",
     ) -> None:
         super().__init__()
         logs.configure()  # GOSSIPDP_LOG, under whichever launcher
@@ -159,12 +164,14 @@ class GossipDataParallel(nn.Module):
             checkpoint_every=checkpoint_every,
             keep_checkpoints=keep_checkpoints,
             resume=resume,
+            on_poison=on_poison,
         )
         optimizers = _optimizers(optimizer)
         environment = Environment.read()
         directory = None if checkpoint_dir is None else Path(checkpoint_dir)
         resumption = find_resumption(
-            resume,
+            # One that comes into a run that goes on takes a live worker's state.
+            None if environment.is_joining else resume,
             directory,
             rank=environment.rank,
             num_workers=environment.num_workers,

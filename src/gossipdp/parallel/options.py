@@ -7,6 +7,7 @@ from typing import Any
 
 METHODS = ("a2cid2", "gossip", "allreduce", "none")
 PACES = ("free", "strict")
+ON_POISON = ("stop", "refresh", "exit")
 NO_TLS = (
     "TLS protects the links of gossip, and method='allreduce' has none: torch.distributed would "
     "send everything in the clear. Give no tls_cert, tls_key, tls_ca"
@@ -38,6 +39,7 @@ class GossipOptions:
     checkpoint_every: int | None = None
     keep_checkpoints: int = 3
     resume: str | os.PathLike[str] | None = None
+    on_poison: str = "stop"
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first value that cannot be meant."""
@@ -48,6 +50,7 @@ class GossipOptions:
         for name, value, known in (
             ("method", self.method, METHODS),
             ("pace", self.pace, PACES),
+            ("on_poison", self.on_poison, ON_POISON),
             ("neighbour_policy", self.neighbour_policy, tuple(NEIGHBOUR_POLICIES)),
         ):
             if value not in known:

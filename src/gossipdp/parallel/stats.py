@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from gossipdp.runtime.exchange import CompletedExchange
+from gossipdp.runtime.noticed import Notice
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class Stats:
             first.
         step_seconds: running median of the duration of a gradient step. NaN before it exists.
         recent_exchanges: the last 16 that were completed here, oldest first, with their times.
+        noticed: what this worker has noticed of others' deaths and returns, the oldest first, and
+            when it took over another's parameters itself.
+        states_donated: optimizers' states given to workers that joined or came back.
+        donation_pause_seconds: time that training waited while they were copied.
         checkpoints: that were written by this process.
         checkpoints_failed: that could not be written.
         checkpoint_pause_seconds: time that training waited while checkpoints were copied.
@@ -50,6 +55,9 @@ class Stats:
     edge_distance: float = float("nan")
     step_seconds: float = float("nan")
     recent_exchanges: tuple[CompletedExchange, ...] = ()
+    noticed: tuple[Notice, ...] = ()
+    states_donated: int = 0
+    donation_pause_seconds: float = 0.0
     checkpoints: int = 0
     checkpoints_failed: int = 0
     checkpoint_pause_seconds: float = 0.0

@@ -86,10 +86,23 @@ class RequestState(_Message, frozen=True):
 
 
 class StateRefused(_Message, frozen=True):
-    """I cannot send the state you asked for."""
+    """I cannot send the state, or the optimizers' state, that you asked for."""
 
     counter: Natural
     reason: Reason
+
+
+class RequestTraining(_Message, frozen=True):
+    """Send me your optimizers' state; ``counter`` as in ``RequestState``."""
+
+    counter: Natural
+
+
+class OfferTraining(_Message, frozen=True):
+    """The state that was asked for takes ``num_bytes``; it follows in chunks."""
+
+    counter: Natural
+    num_bytes: Natural
 
 
 class AskLife(_Message, frozen=True):
@@ -137,6 +150,8 @@ Message: TypeAlias = (
     ExchangeMessage
     | RequestState
     | StateRefused
+    | RequestTraining
+    | OfferTraining
     | LifeMessage
     | AskMembers
     | Members

@@ -43,6 +43,7 @@ class Progress:
         self.total_samples = 0
         self.total_steps = 0
         self._own: Life = (rank, incarnation, process_id)
+        self._own_lives = [self._own]
         self._entries: dict[Life, ProgressEntry] = {}
         self._changed_at: dict[Life, int] = {}
         self._by_version: dict[int, ProgressEntry] = {}  # in ascending order of version
@@ -58,9 +59,9 @@ class Progress:
 
     @property
     def others_samples(self) -> int:
-        """Samples of all lives but this worker's current one."""
-        own = self._entries.get(self._own)
-        return self.total_samples - (own.samples if own else 0)
+        """Samples of all lives but those of this process, of which it has one or, renewed, more."""
+        own = (self._entries.get(life) for life in self._own_lives)
+        return self.total_samples - sum(entry.samples for entry in own if entry)
 
     def renew(self, incarnation: int) -> None:
         """Go on counting under a higher incarnation, from zero; what was counted stays."""
@@ -68,6 +69,8 @@ class Progress:
         if incarnation < previous:
             raise ValueError(f"an incarnation only rises: from {previous} to {incarnation}?")
         self._own = (rank, incarnation, process_id)
+        if incarnation > previous:
+            self._own_lives.append(self._own)
 
     def merge(self, entry: ProgressEntry) -> bool:
         """Take in what another worker knows; return whether this view changed."""

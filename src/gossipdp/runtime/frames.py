@@ -44,6 +44,7 @@ class FrameType(enum.IntEnum):
     PARTIAL_CHUNK = 3
     RESULT_CHUNK = 4
     STATE_CHUNK = 5
+    TRAINING_CHUNK = 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ parameters are reached through :class:`~gossipdp.runtime.shared_state.SharedStat
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from random import Random
 from torch import Tensor
 
 from gossipdp.dynamics.state import Chunk
-from gossipdp.errors import PeerLostError, PoisonedError, RefusedError
+from gossipdp.errors import PeerLostError, PoisonedError, RefusedError, SupersededError
 from gossipdp.protocol.actions import (
     Begin,
     Reach,
@@ -28,8 +29,10 @@ from gossipdp.protocol.actions import (
 from gossipdp.protocol.messages import (
     DIALLED_MESSAGES,
     Envelope,
+    OfferTraining,
     ProtocolError,
     RequestState,
+    RequestTraining,
     StateRefused,
     decode,
     encode,
@@ -41,14 +44,17 @@ from gossipdp.runtime.exchange import CompletedExchange, Exchange, ExchangeBuffe
 from gossipdp.runtime.frames import ChunkKey, FrameType
 from gossipdp.runtime.identity import Refusal
 from gossipdp.runtime.link import Link, LinkHandler
+from gossipdp.runtime.noticed import Noticed
+from gossipdp.runtime.reports import Report, send_report
 from gossipdp.runtime.shared_state import SharedState
-from gossipdp.runtime.transfer import StateReceiver, StateSender
+from gossipdp.runtime.transfers import TransferMessage, Transfers
 from gossipdp.runtime.transport import Transport
 
 logger = logging.getLogger("gossipdp.runtime")
 
 LONGEST_TURN_S = 0.5
 RECENT_EXCHANGES = 16
+REPORT_INTERVAL_S = 0.2
 FAREWELL_S = 1.0
 # A handshake that fails so shows that the worker dialled lives.
 REFUSALS_OF_THE_LIVING = ("crossed", "incarnation", "own_rank")
@@ -99,16 +105,15 @@ class GossipLoop(LinkHandler):
         self._exchange: Exchange | None = None
         self._exchange_started_s = 0.0
         self._buffers = ExchangeBuffers(shared)
-        self._senders: list[StateSender] = []
-        self._requests: dict[int, RequestState] = {}
-        self._serves_state = False
-        self._fetch: _Fetch | None = None
-        self._num_fetches = 0
-        self._unserved: set[int] = set()
-        self._on_served: Callable[[], None] | None = None
+        self.transfers = Transfers(shared, self._links, self._send, self._refusal_to_give, clock)
         self.averaging = Averaging(shared, protocol, self._links, self.perform)
         self.others_samples = 0
-        self.num_state_chunks_sent = 0
+        self.noticed = Noticed(protocol.rank, protocol.neighbourhood.num_originals)
+        self._reported: dict[int, tuple[str, int]] = {}
+        self._reported_version = -1
+        self._report_due_s = -math.inf
+        self._refresh_end: Callable[[Exception | None], None] | None = None
+        self._refresh_is_void = False
         self._heard_every_s = protocol.timeout_s / 10
         # Until it has the start parameters this worker must not exchange its own.
         self.hold()
@@ -131,23 +136,37 @@ class GossipLoop(LinkHandler):
                 self.perform(self.protocol.heard(peer, link.last_heard_s))
         self.perform(self.protocol.poll(now))
         self.others_samples = self.protocol.progress.others_samples
+        membership = self.protocol.membership
+        self.noticed.look(membership.version, membership.members, self.protocol.suspects(), now)
+        self._report_addresses(now)
         self._dial(now)
         self._pump()
+
+    def _report_addresses(self, now: float) -> None:
+        """Tell whoever restarts workers where the live ones are, when that has changed."""
+        membership = self.protocol.membership
+        if self._reported_version == membership.version or now < self._report_due_s:
+            return
+        self._reported_version = membership.version
+        self._report_due_s = now + REPORT_INTERVAL_S
+        live = {
+            member.rank: (member.host, member.port)
+            for member in membership.members()
+            if member.is_live and member.port
+        }
+        if live != self._reported:
+            self._reported = live
+            send_report(Report(addresses=live))
 
     def serve_state(self, first: Iterable[int], on_served: Callable[[], None]) -> None:
         """Answer requests for this worker's state from now on; it has one.
 
         ``on_served`` is called once each worker of ``first`` has been sent it, or is gone.
         """
-        self._serves_state = True
-        self._unserved = set(first)
-        self._on_served = on_served
+        first = set(first)
         # Dialled, so that one that has died is known by its refusal.
-        self._dialer.want(self._unserved, self._clock())
-        for peer, request in self._requests.items():
-            self._send_state(peer, request)
-        self._requests.clear()
-        self._count_served()
+        self._dialer.want(first, self._clock())
+        self.transfers.serve(first, on_served)
 
     def start_exchanging(self) -> None:
         """Link to the neighbours, and exchange from now on."""
@@ -155,19 +174,50 @@ class GossipLoop(LinkHandler):
         self.release()
 
     def hold(self) -> None:
-        """Exchange with nobody until :meth:`release`; a running exchange is aborted."""
+        """Exchange with nobody until :meth:`release`; a running exchange is aborted.
+
+        So is a refresh: the parameters are loaded from elsewhere, which is as good.
+        """
         now = self._clock()
         self.perform(self.protocol.hold(now))
         self.perform(self.protocol.abort("the parameters are being loaded", now))
+        if self._refresh_end is not None and self.transfers.cancel(self._refresh_end):
+            self._refresh_end = None
+            self._refresh_is_void = True
 
     def pause(self) -> bool:
-        """Begin no exchange until :meth:`release`, a running one goes on; whether none runs."""
+        """Begin no exchange until :meth:`release`; whether none, and no refresh, is under way."""
         self.perform(self.protocol.hold(self._clock()))
-        return self._exchange is None
+        return self._exchange is None and self._refresh_end is None
 
     def release(self) -> None:
         """Exchange again."""
-        self.perform(self.protocol.release(self._clock()))
+        now = self._clock()
+        if self._refresh_is_void:
+            self._refresh_is_void = False
+            self.perform(self.protocol.refreshed(now))
+        self.perform(self.protocol.release(now))
+
+    def joined(self) -> None:
+        """Take part from now on: this worker, which was joining, has another's parameters."""
+        self.perform(self.protocol.joined(self._clock()))
+        # At once: the others may be backing off from where this worker lived before.
+        self._dialer.want(self.protocol.neighbours, self._clock(), at_once=True)
+        self.release()
+
+    def poison(self, error: PoisonedError) -> None:
+        """Exchange no more: this worker's parameters are poisoned, as ``error`` says."""
+        self.poisoned = error
+        logger.error("%s", error)
+        self.perform(self.protocol.poisoned(self._clock()))
+
+    def refresh(self) -> None:
+        """Take another worker's parameters in place of poisoned ones, as soon as one gives them.
+
+        The main thread waits meanwhile: until :attr:`poisoned` is None again, or
+        ``protocol.refresher.is_needed`` turns False, when nobody is left to ask.
+        """
+        self.perform(self.protocol.refresh(self._clock()))
 
     def consolidate(self, on_end: Callable[[Outcome], None]) -> None:
         """Take part in consolidation; ``on_end`` is called when this worker may leave."""
@@ -197,14 +247,11 @@ class GossipLoop(LinkHandler):
             on_end: called in the loop's thread.
             timeout_s: the longest time without progress.
         """
-        assert self._fetch is None, "one fetch at a time"
-        receiver = StateReceiver(self._shared, peer, 0, sink)
-        self._fetch = _Fetch(receiver, on_end, timeout_s, self._clock())
-        self._request_state(receiver)
+        self.transfers.fetch(peer, sink, on_end, timeout_s)
 
     def close(self) -> None:
         """Close all links and the transport."""
-        self._end_fetch(PeerLostError("this worker is closing"))
+        self.transfers.end(PeerLostError("this worker is closing"))
         self._stop_exchange()
         self._say_farewell()
         self.transport.close()
@@ -249,7 +296,7 @@ class GossipLoop(LinkHandler):
             case Refresh(peer=peer):
                 self._refresh(peer)
             case Superseded():
-                raise RefusedError(
+                raise SupersededError(
                     f"another process of rank {self.protocol.rank} has taken this worker's place "
                     "in the run, so this one ends; start one process a rank"
                 )
@@ -273,14 +320,11 @@ class GossipLoop(LinkHandler):
         self.traffic.bytes_received += link.bytes_received
         self._links.pop(peer, None)
         self._dialer.unlinked(peer, now)
-        self._senders = [sender for sender in self._senders if sender.link is not link]
-        self._requests.pop(peer, None)
         self.averaging.link_lost(peer)
         logger.info("worker %d: link to worker %d down: %s", self.protocol.rank, peer, reason)
         self.perform(self.protocol.link_down(peer, now))
-        if self._fetch is not None and self._fetch.receiver.peer == peer:
-            # Crossing dials replace a link; a peer that died refuses the next dial.
-            self._request_state(self._fetch.receiver)
+        # Crossing dials replace a link; a peer that died refuses the next dial.
+        self.transfers.link_down(link)
 
     def refused(self, peer: int | None, refusal: Refusal) -> None:
         if peer is None:
@@ -291,8 +335,9 @@ class GossipLoop(LinkHandler):
             self.perform(self.protocol.reached(peer, now))
         else:
             self.perform(self.protocol.peer_unreachable(peer, now))
-        if self._fetch is not None and self._fetch.receiver.peer == peer:
-            self._end_fetch(RefusedError(f"worker {peer} refused this worker: {refusal}"))
+        if refusal.field != "crossed":  # the link that it crossed with is on its way
+            error = RefusedError(f"worker {peer} refused this worker: {refusal}")
+            self.transfers.gone(peer, error)
 
     def dial_failed(self, peer: int | None, refused_connection: bool) -> None:
         if peer is None:
@@ -303,11 +348,8 @@ class GossipLoop(LinkHandler):
             self.perform(self.protocol.peer_unreachable(peer, now))
             return
         self._outbox.pop(peer, None)
-        self._unserved.discard(peer)
-        self._count_served()
         self.perform(self.protocol.peer_dead(peer, now, self._dialled.get(peer)))
-        if self._fetch is not None and self._fetch.receiver.peer == peer:
-            self._end_fetch(PeerLostError(f"worker {peer} is gone: its address refuses us"))
+        self.transfers.dead(peer)
 
     def _dial(self, now: float) -> None:
         addresses = self.protocol.membership.addresses()
@@ -329,21 +371,14 @@ class GossipLoop(LinkHandler):
             return
         self.perform(self.protocol.receive(link.peer, envelope, now))
         match envelope.message:
-            case RequestState() as request:
-                if self._serves_state:
-                    self._send_state(link.peer, request)
-                else:
-                    self._requests[link.peer] = request
-            case StateRefused(counter=counter, reason=reason):
-                if self._fetch is not None and self._fetch.receiver.counter == counter:
-                    self._end_fetch(
-                        PeerLostError(f"worker {link.peer} cannot give its state: {reason}")
-                    )
+            case RequestState() | StateRefused() | RequestTraining() | OfferTraining() as message:
+                self.transfers.receive(link, message)
             case _:
                 pass
 
-    def _send(self, peer: int, message: RequestState | StateRefused, now: float) -> None:
-        self._post(peer, self.protocol.wrap(peer, message, now).message, dial=True)
+    def _send(self, peer: int, message: TransferMessage) -> None:
+        envelope = self.protocol.wrap(peer, message, self._clock()).message
+        self._post(peer, envelope, dial=True)
 
     def _post(self, peer: int, envelope: Envelope, dial: bool = False) -> None:
         link = self._links.get(peer)
@@ -364,11 +399,8 @@ class GossipLoop(LinkHandler):
                 if exchange is None or exchange.link is not link:
                     return None
                 return exchange.landing(key, length)
-            case FrameType.STATE_CHUNK:
-                fetch = self._fetch
-                if fetch is None or fetch.receiver.peer != link.peer:
-                    return None
-                return fetch.receiver.landing(key, length)
+            case FrameType.STATE_CHUNK | FrameType.TRAINING_CHUNK:
+                return self.transfers.landing(link, frame_type, key, length)
             case _:
                 return self.averaging.landing(link.peer, frame_type, key, length)
 
@@ -382,8 +414,8 @@ class GossipLoop(LinkHandler):
                 # The exchange may have been stopped while its chunk was arriving.
                 if self._exchange is not None and self._exchange.expects(key):
                     self._guarded(self._exchange.landed)
-            case FrameType.STATE_CHUNK:
-                self._state_landed(key)
+            case FrameType.STATE_CHUNK | FrameType.TRAINING_CHUNK:
+                self.transfers.landed(link, key)
             case _:
                 self.averaging.landed(link.peer, frame_type, key, self._clock())
 
@@ -393,25 +425,11 @@ class GossipLoop(LinkHandler):
     def _pump(self) -> None:
         if self._exchange is not None:
             self._guarded(self._exchange.pump)
-        for sender in self._senders:
-            before = sender.num_sent
-            sender.pump()
-            self.num_state_chunks_sent += sender.num_sent - before
-            if sender.is_finished:
-                self._unserved.discard(sender.link.peer)
-        self._senders = [sender for sender in self._senders if not sender.is_finished]
-        self._count_served()
+        self.transfers.pump()
         self.averaging.pump()
         exchange = self._exchange
         if exchange is not None and exchange.is_finished:
             self._finish(exchange)
-        if self._fetch is not None and self._clock() > self._fetch.deadline_s:
-            self._end_fetch(
-                PeerLostError(
-                    f"worker {self._fetch.receiver.peer} sent nothing of its state for "
-                    f"{self._fetch.timeout_s:g} s"
-                )
-            )
 
     # Exchanges.
 
@@ -429,13 +447,13 @@ class GossipLoop(LinkHandler):
             exchange = self._exchange
             assert exchange is not None
             if poison.ours:
-                self.poisoned = PoisonedError(
-                    f"the parameters of worker {self.protocol.rank} hold NaN or infinity; it has "
-                    "stopped exchanging, and nothing of it was sent. Lower the learning rate or "
-                    "clip gradients"
+                self.poison(
+                    PoisonedError(
+                        f"the parameters of worker {self.protocol.rank} hold NaN or infinity; it "
+                        "has stopped exchanging, and nothing of it was sent. Lower the learning "
+                        "rate or clip gradients"
+                    )
                 )
-                logger.error("%s", self.poisoned)
-                self.perform(self.protocol.poisoned(self._clock()))
             else:
                 self._stop_exchange()
                 exchange.link.close("its parameters hold NaN or infinity")
@@ -483,69 +501,30 @@ class GossipLoop(LinkHandler):
     # States.
 
     def _refresh(self, peer: int) -> None:
-        """Take over the parameters of ``peer``, while this worker trains on."""
+        """Take over the parameters of ``peer``; see ``SharedState.take_over`` for the races.
+
+        A poisoned worker's x is written too: its main thread does nothing but wait.
+        """
+        poisoned = self.poisoned
 
         def on_end(error: Exception | None) -> None:
             now = self._clock()
-            if error is None:
-                self.perform(self.protocol.refreshed(now))
-            else:
+            self._refresh_end = None
+            if error is not None:
                 logger.warning("worker %d: no refresh: %s", self.protocol.rank, error)
                 self.perform(self.protocol.refresh_failed(peer, now))
+                return
+            logger.info("worker %d took over the parameters of %d", self.protocol.rank, peer)
+            self.noticed.note(self.protocol.rank, "refreshed", now)
+            if self.poisoned is poisoned:
+                self.poisoned = None
+            self.perform(self.protocol.refreshed(now))
 
-        if self._fetch is not None:  # as for model.averaged()
-            on_end(PeerLostError("another transfer of a state is under way"))
-            return
-        self.fetch_state(peer, self._shared.take_over, on_end, self.protocol.timeout_s)
+        self._refresh_end = on_end
+        sink = self._shared.take_over if poisoned is None else self._shared.replace
+        self.transfers.fetch(peer, sink, on_end, self.protocol.timeout_s)
 
-    def _request_state(self, receiver: StateReceiver) -> None:
-        self._num_fetches += 1
-        receiver.counter = self._num_fetches
-        request = RequestState(receiver.counter, receiver.num_received)
-        self._send(receiver.peer, request, self._clock())
-
-    def _send_state(self, peer: int, request: RequestState) -> None:
-        link = self._links.get(peer)
-        if link is None:
-            return
-        if not self.protocol.can_donate:
-            reason = str(self.poisoned or "its parameters are not to be taken over just now")
-            self._send(peer, StateRefused(request.counter, reason), self._clock())
-            return
-        self._senders.append(StateSender(self._shared, link, request))
-
-    def _count_served(self) -> None:
-        if self._on_served is not None and not self._unserved:
-            on_served, self._on_served = self._on_served, None
-            on_served()
-
-    def _state_landed(self, key: ChunkKey) -> None:
-        fetch = self._fetch
-        if fetch is None or key.counter != fetch.receiver.counter:
-            return
-        fetch.receiver.landed()
-        fetch.deadline_s = self._clock() + fetch.timeout_s
-        if fetch.receiver.is_finished:
-            self._end_fetch(None)
-
-    def _end_fetch(self, error: Exception | None) -> None:
-        if self._fetch is not None:
-            on_end = self._fetch.on_end
-            self._fetch = None
-            on_end(error)
-
-
-class _Fetch:
-    """A state on its way to this worker."""
-
-    def __init__(
-        self,
-        receiver: StateReceiver,
-        on_end: Callable[[Exception | None], None],
-        timeout_s: float,
-        now_s: float,
-    ) -> None:
-        self.receiver = receiver
-        self.on_end = on_end
-        self.timeout_s = timeout_s
-        self.deadline_s = now_s + timeout_s
+    def _refusal_to_give(self) -> str | None:
+        if self.protocol.can_donate:
+            return None
+        return str(self.poisoned or "its parameters are not to be taken over just now")

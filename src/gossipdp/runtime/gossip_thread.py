@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from gossipdp.errors import SupersededError
 from gossipdp.runtime.gossip_loop import LONGEST_TURN_S, GossipLoop
 
 logger = logging.getLogger("gossipdp.runtime")
@@ -75,11 +76,11 @@ class GossipThread:
             self._loop.transport.wake()
 
     def check(self) -> None:
-        """Raise here what ended the thread, or what poisoned this worker."""
+        """Raise here what ended the thread."""
+        if isinstance(self._failure, SupersededError):
+            raise self._failure
         if self._failure is not None:
             raise RuntimeError("the gossip thread has failed") from self._failure
-        if self._loop.poisoned is not None:
-            raise self._loop.poisoned
 
     def close(self) -> None:
         """End the thread and its links; returns when it has ended."""
@@ -104,7 +105,8 @@ class GossipThread:
                 self._wake_at_step = self._loop.protocol.clock.timed_from_step
                 self._loop.turn(0.0 if self._steps or self._calls else LONGEST_TURN_S)
         except BaseException as error:
-            logger.exception("the gossip thread has failed")
+            if not isinstance(error, SupersededError):
+                logger.exception("the gossip thread has failed")
             self._failure = error
         finally:
             self._loop.close()

@@ -9,6 +9,11 @@ AGREED_FIELDS = ("run_id", "model", "method", "graph", "comm_rate", "wire_format
 
 MAX_TEXT = 200
 
+# Ranks from here on are of visitors: processes that only ask who takes part, before they join. They
+# draw one at random, and may not know the graph yet.
+FIRST_VISITOR_RANK = 2**30
+MAX_RANK = 2**31 - 1
+
 
 class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A worker's hello.
@@ -32,7 +37,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         """Check every field; msgspec turns the ValueError into its ValidationError."""
-        for name, bound in (("rank", 2**31), ("incarnation", 2**32), ("process_id", 2**63)):
+        for name, bound in (("rank", MAX_RANK + 1), ("incarnation", 2**32), ("process_id", 2**63)):
             value = getattr(self, name)
             if not 0 <= value < bound:
                 raise ValueError(f"{name} {value} is not in 0..{bound - 1}")
@@ -42,9 +47,16 @@ class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
             if len(getattr(self, name)) > MAX_TEXT:
                 raise ValueError(f"{name} is longer than {MAX_TEXT} characters")
 
+    @property
+    def is_visitor(self) -> bool:
+        """Whether this process only asks who takes part."""
+        return self.rank >= FIRST_VISITOR_RANK
+
     def disagreement(self, other: "Identity") -> "Refusal | None":
         """The first field in which the two workers' runs differ, seen from ``self``."""
         for name in AGREED_FIELDS:
+            if name == "graph" and (self.is_visitor or other.is_visitor):
+                continue
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 return Refusal(name, ours, theirs)

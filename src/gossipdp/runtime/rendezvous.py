@@ -103,9 +103,21 @@ class Rendezvous:
         Raises:
             RendezvousError: the store did not answer within ``timeout_s``.
         """
-        needed = environment.num_workers > 1 or environment.agent_store
+        number = next(_numbers)
+        joins = environment.is_joining and number == 0
+        if environment.needs_rank and not joins:
+            raise RendezvousError(
+                "a worker that was given its rank by a run joins that run's first model, and can "
+                "meet the others for no second one"
+            )
+        needed = (environment.num_workers > 1 or environment.agent_store) and not joins
         store = connect(environment, timeout_s) if needed else None
-        return cls(environment, store, timeout_s=timeout_s, number=next(_numbers))
+        return cls(environment, store, timeout_s=timeout_s, number=number)
+
+    @property
+    def joins(self) -> bool:
+        """Whether this worker comes into a run that goes on: it asks others, and does not meet."""
+        return self.environment.is_joining and self._number == 0
 
     def meet(
         self, address: tuple[str, int], settings: Settings, secret: bytes | None = None
@@ -157,12 +169,14 @@ class Rendezvous:
             )
         return meeting
 
-    def mark_ready(self) -> None:
+    def mark_ready(self, rank: int | None = None) -> None:
         """Tell the launcher that this worker begins; when all have, one's failure ends no other.
+
+        ``rank`` is the one that a joining worker was given.
 
         A method that cannot go on without every worker (``allreduce``) does not call it.
         """
-        send_report(Report(begins=True))
+        send_report(Report(begins=True, rank=rank if self.joins else None))
         if self._store is None:
             return
         try:

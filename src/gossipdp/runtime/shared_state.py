@@ -146,6 +146,18 @@ class SharedState:
         with self._locks[chunk.index]:
             chunk.take_over(values)
 
+    def replace(self, chunk: Chunk, values: Tensor) -> None:
+        """Make x of one chunk ``values``, pending and c zero, while the main thread waits.
+
+        At the start, when joining, and in place of poisoned values, to which nothing can be added.
+        """
+        if not chunk.role.is_exchanged:
+            chunk.x.copy_(values)
+            return
+        with self._locks[chunk.index]:
+            chunk.reset()
+            chunk.x.copy_(values)
+
     def exchange(self, chunk: Chunk, mine: Tensor, peers: Tensor, alpha_tilde: float) -> float:
         """Apply one exchanged chunk; return the squared norm of the difference."""
         scratch = self._gossip_scratch.of(chunk)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from gossipdp.dynamics.state import Chunk
+from gossipdp.dynamics.kernels import is_finite
+from gossipdp.dynamics.state import Chunk, Role
 from gossipdp.protocol.messages import RequestState
 from gossipdp.runtime.frames import ChunkKey, FrameType
 from gossipdp.runtime.link import Link
@@ -69,7 +70,6 @@ class StateReceiver:
     Args:
         shared: this worker's state, whose layout is the sender's (the fingerprints agree).
         peer: whom we ask.
-        counter: of the present request; a new one goes on where a lost link broke off.
         sink: called with each chunk of *this* worker and the values received for it.
     """
 
@@ -77,38 +77,39 @@ class StateReceiver:
         self,
         shared: SharedState,
         peer: int,
-        counter: int,
         sink: Callable[[Chunk, Tensor], None],
     ) -> None:
         self.peer = peer
-        self.counter = counter
+        self.counter = 0
         self.num_received = 0
         self._chunks = shared.state.all_chunks
         self._buffers = WireBuffers(shared.state, 1)
         self._sink = sink
+
+    def request(self, counter: int) -> RequestState:
+        """Ask, or ask again on a new link, from where the lost one broke off."""
+        self.counter = counter
+        return RequestState(counter, self.num_received)
 
     @property
     def is_finished(self) -> bool:
         """Whether everything is here."""
         return self.num_received == len(self._chunks)
 
-    def landing(self, key: ChunkKey, length: int) -> memoryview | None:
+    def landing(self, frame_type: FrameType, key: ChunkKey, length: int) -> memoryview | None:
         """Return where a chunk of our request goes, or None for any other chunk."""
+        if frame_type is not FrameType.STATE_CHUNK:
+            return None
         if key.counter != self.counter or key.index != self.num_received or self.is_finished:
             return None
         room = self._buffers.bytes(0, self._chunks[key.index])
         return room if len(room) == length else None
 
     def landed(self) -> None:
-        """Pass on the chunk that has just arrived."""
+        """Pass on the chunk that has just arrived; raises ValueError if it is poisoned."""
         chunk = self._chunks[self.num_received]
-        self._sink(chunk, self._buffers.tensor(0, chunk))
+        values = self._buffers.tensor(0, chunk)
+        if chunk.role is Role.TRAINED and not is_finite(values):
+            raise ValueError("its parameters hold NaN or infinity")
+        self._sink(chunk, values)
         self.num_received += 1
-
-
-def adopt(chunk: Chunk, values: Tensor) -> None:
-    """Sink of a worker that takes over another's state, while its main thread waits for it.
-
-    No exchange has begun, so nothing else writes x, pending or c.
-    """
-    chunk.x.copy_(values)

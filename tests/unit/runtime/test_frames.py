@@ -45,7 +45,7 @@ def test_sequence_wraps() -> None:
         (0, b"HTTP", "starts with"),
         (4, b"\x02", "version 2"),
         (5, b"\x00", "unknown frame type 0"),
-        (5, b"\x06", "unknown frame type 6"),
+        (5, b"\x07", "unknown frame type 7"),
         (6, b"\x01", "flags"),
         (8, b"\xff", "another run"),
         (16, b"\x06", "frame 6 came where 5 was due"),
