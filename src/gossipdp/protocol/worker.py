@@ -272,22 +272,23 @@ class WorkerProtocol:
 
     def finished(self, id: ExchangeId, now: float) -> list[Action]:
         """The exchange ``id`` is complete at this end: all sent, all received and applied."""
-        actions = self._look_at_clock(now)
         state = self.pairing.state
         if isinstance(state, Exchanging) and state.id == id:
             self.exchanges_initiated += state.initiator
             self.exchanges_answered += not state.initiator
-        return self._settle([*actions, *self.pairing.finished(id)], now)
+        actions = self.pairing.finished(id)
+        # The clock last: a stall must not stop an exchange that is complete.
+        return self._settle([*actions, *self._look_at_clock(now)], now)
 
     def failed(self, id: ExchangeId, now: float) -> list[Action]:
         """The exchange ``id`` broke at this end; the driver closes its link."""
-        actions = self._look_at_clock(now)
         state = self.pairing.state
+        actions: list[_Inner] = []
         if isinstance(state, Exchanging) and state.id == id:
             self.exchanges_failed += 1
             self._forget_link(state.peer)
             actions += self.pairing.failed(id)
-        return self._settle(actions, now)
+        return self._settle([*actions, *self._look_at_clock(now)], now)
 
     # --- consolidation ---------------------------------------------------------------------
 

@@ -459,8 +459,9 @@ class Network:
             return
         self._end(rank, "finished")
         worker, now = self.workers[rank], self.engine.now
-        self.perform(rank, worker.heard(peer, now))
         self.perform(rank, worker.finished(running.id, now))
+        if self._lives(worker):
+            self.perform(rank, worker.heard(peer, now))
 
     # --- parameters of others --------------------------------------------------------------
 

@@ -281,6 +281,19 @@ def test_the_exchange_of_before_the_stall_is_void() -> None:
     assert of_type(actions, Refresh) == [Refresh(2)]
 
 
+@pytest.mark.parametrize("ending", ["finished", "failed"])
+def test_an_exchange_that_ends_with_the_stall_is_not_stopped_as_well(ending: str) -> None:
+    worker = make_worker(0, 2)
+    run(worker, 0.0, 1.0, [0, 2])
+    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 1.0)
+    actions = getattr(worker, ending)(ExchangeId(0, 0, 1), 1.0 + 2 * TIMEOUT_S)
+    assert of_type(actions, Stop) == []
+    assert len(of_type(actions, Refresh)) == 1
+    assert (worker.exchanges_answered, worker.exchanges_failed) == (
+        (1, 0) if ending == "finished" else (0, 1)
+    )
+
+
 def test_with_no_donor_it_goes_on_as_it_is() -> None:
     worker = make_worker(0, 2)
     (refresh,) = of_type(stalled(worker), Refresh)
