@@ -300,7 +300,9 @@ class Pairing:
             return [Send(peer, Cancel(accept.id))]
         self._state = Exchanging(peer, state.id, initiator=True)
         return [
-            Begin(peer, state.id, min(accept.alpha_tilde, self.alpha_tilde), initiator=True),
+            # Its gain as it stands, for the peer has begun with it: this worker's own may be
+            # another one since it proposed, on a new graph.
+            Begin(peer, state.id, accept.alpha_tilde, initiator=True),
             *self._refuse_parked(),
         ]
 
