@@ -28,6 +28,8 @@ WATCH_EVERY_S = 0.2
 STORE_CALL_S = 1.0
 # How long the end of a run waits for a thread that may be importing torch.
 LEAVE_S = 0.2
+# How long a host whose run failed before it began waits until it has told the others.
+NOTICE_S = 10.0
 THREAD_NAME = "gossipdp store"
 
 
@@ -200,7 +202,12 @@ class RemoteStore:
             raise self._error
 
     def close(self) -> None:
-        """Write a notice that is due, if the store is there, and end the thread."""
+        """Write a notice that is due, if the store is there, and end the thread.
+
+        That may wait for the import of ``torch``, up to NOTICE_S; nothing else does.
+        """
+        if self._own_notice is not None and self._thread is not None:
+            self._thread.join(NOTICE_S)
         self._ends.set()
         self._wake.set()
         if self._thread is not None:
@@ -235,6 +242,8 @@ class RemoteStore:
             try:
                 socket.create_connection((self.host, self.port), STORE_CALL_S).close()
             except OSError:
+                if self._own_notice is not None:
+                    return None
                 self._wake.wait(WATCH_EVERY_S)
                 continue
             return TCPStore(

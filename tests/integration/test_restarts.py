@@ -1,0 +1,113 @@
+"""``gossipdp run --max-restarts``: who died is back at once, and knows where the others are."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.processes
+
+# Light: begins without a model. A worker told to die by a file does, and the time is noted.
+SCRIPT = """
+import os, sys, time
+from gossipdp.runtime.reports import Report, send_report
+
+rank = int(os.environ["RANK"])
+addresses = {other: ("127.0.0.1", 1000 + other) for other in range(3)}
+assert send_report(Report(begins=True, addresses=addresses))
+restarts, join = (os.environ.get("GOSSIPDP_" + name, "0") for name in ("RESTARTS", "JOIN"))
+print("life", restarts, join, os.getpid())
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+"""
+
+VARIABLES = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("GOSSIPDP_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE"))
+}
+
+
+class Lines:
+    """The lines of a run, and when each came."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        self.source = process.stdout
+
+    def next_life(self) -> tuple[int, int, str, int, float]:
+        """(rank, restarts, join addresses, process id, when) of the next life that begins."""
+        line = self.source.readline()
+        now = time.time()
+        label, word, restarts, join, pid = line.split()
+        assert word == "life", line
+        return int(label[1:-1]), int(restarts), join, int(pid), now
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def spare_is_ready(run: subprocess.Popen[str]) -> bool:
+    """Whether the spare has imported all that it wants to, and waits."""
+    for child in psutil.Process(run.pid).children():
+        try:
+            if "warm_server" in " ".join(child.cmdline()):
+                maps = Path(f"/proc/{child.pid}/maps").read_text()
+                return "libtorch_python" in maps and child.cpu_percent(0.2) == 0.0
+        except psutil.Error:  # one that has just ended
+            continue
+    return False
+
+
+def test_from_a_warm_spare_within_a_second(tmp_path: Path) -> None:
+    script, end = tmp_path / "script.py", tmp_path / "end"
+    script.write_text(SCRIPT)
+    words = ["-m", "gossipdp.cli.main", "run", "-n", "3", "--max-restarts", "3"]
+    with subprocess.Popen(
+        [sys.executable, *words, str(script), str(end)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=VARIABLES,
+    ) as run:
+        watchdog = threading.Timer(60, run.kill)  # else a failure here would wait for it for ever
+        watchdog.start()
+        lines = Lines(run)
+        lives = {rank: pid for rank, _, _, pid, _ in (lines.next_life() for _ in range(3))}
+        assert lives.keys() == {0, 1, 2}
+        # Cold: before the spare has imported torch. This script needs none, and starts at once.
+        os.kill(lives[2], signal.SIGKILL)
+        rank, restarts, join, lives[2], _ = lines.next_life()
+        assert (rank, restarts, join) == (2, 1, "127.0.0.1:1001,127.0.0.1:1000")
+        wait_for(lambda: spare_is_ready(run))
+        delays = []
+        for victim in (1, 1):
+            died_at = time.time()
+            os.kill(lives[victim], signal.SIGKILL)
+            rank, _, join, pid, now = lines.next_life()
+            delays.append(now - died_at)
+            assert rank == victim
+            assert join == "127.0.0.1:1002,127.0.0.1:1000"
+            # Warm: torch is there although the script has not imported it.
+            assert "libtorch_python" in Path(f"/proc/{pid}/maps").read_text()
+            assert os.getpgid(pid) == pid
+            assert psutil.Process(pid).ppid() == run.pid
+            lives[victim] = pid
+        end.touch()
+        _, errors = run.communicate(timeout=30)
+        watchdog.cancel()
+        assert run.returncode == 0, errors
+        assert min(delays) < 1.0, delays
+    assert "worker 2 was killed by signal 9 (SIGKILL); it is started again in 0.1 s (" in errors
+    assert errors.splitlines()[-1].endswith("in 0.2 s (restart 3 of 3)")

@@ -1,0 +1,140 @@
+"""``gossipdp run --nnodes``: one call a host; here hosts are loopback addresses, or namespaces."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = """
+import os, sys
+from gossipdp.runtime.environment import Environment
+from gossipdp.runtime.rendezvous import Rendezvous
+from gossipdp.runtime.settings import Settings
+
+environment = Environment.read()
+if sys.argv[1:] == ["--fail"] and environment.rank == 1:
+    raise ValueError("no good")
+rendezvous = Rendezvous.open(environment, timeout_s=60)
+settings = Settings((("weight", (2,)),), "a2cid2", "ring", "1", "float32")
+host = environment.choose_host()
+meeting = rendezvous.meet((host, 1000 + environment.rank), settings)
+rendezvous.mark_ready()
+hosts = [meeting.addresses[rank][0] for rank in sorted(meeting.addresses)]
+print("met", environment.rank, environment.local_rank, len(meeting.secret), *hosts)
+"""
+
+VARIABLES = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("GOSSIPDP_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE"))
+}
+
+
+def start(
+    node_rank: int, rendezvous: str, script: Path, *words: str, before: tuple[str, ...] = ()
+) -> subprocess.Popen[str]:
+    options = ["--nnodes", "2", "--node-rank", str(node_rank), "--rendezvous", rendezvous]
+    if not before:
+        options += ["--host", f"127.0.0.{node_rank + 1}"]
+    command = [sys.executable, "-m", "gossipdp.cli.main", "run", "-n", "1", *options]
+    return subprocess.Popen(
+        [*before, *command, str(script), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=VARIABLES,
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture
+def rendezvous() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def outcome(*runs: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
+    try:
+        outputs = [run.communicate(timeout=60) for run in runs]
+        return [(run.returncode, *output) for run, output in zip(runs, outputs, strict=True)]
+    finally:
+        for run in runs:
+            run.kill()
+
+
+def test_the_workers_of_two_hosts_meet(script: Path, rendezvous: str) -> None:
+    first, second = outcome(start(0, rendezvous, script), start(1, rendezvous, script))
+    assert first == (0, "[0] met 0 0 32 127.0.0.1 127.0.0.2\n", "")
+    assert second == (0, "[1] met 1 0 32 127.0.0.1 127.0.0.2\n", "")
+
+
+def test_a_failure_before_all_met_ends_the_run_everywhere(script: Path, rendezvous: str) -> None:
+    first, second = outcome(
+        start(0, rendezvous, script, "--fail"), start(1, rendezvous, script, "--fail")
+    )
+    assert (first[0], second[0]) == (1, 1)
+    told = "the run ended before it had begun: on another host worker 1 ended with exit code 1"
+    assert told in first[2]
+    assert "ValueError: no good" in second[2]
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def namespaces() -> Iterator[tuple[str, str]]:
+    """Two hosts of their own, 10.77.0.1 and 10.77.0.2, joined by a cable."""
+    names = (f"gossip{os.getpid()}a", f"gossip{os.getpid()}b")
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip(
+            "link",
+            "add",
+            "gdp0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "gdp1",
+            "netns",
+            names[1],
+        )
+        for number, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", f"gdp{number}")
+            ip("-n", name, "link", "set", f"gdp{number}", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"network namespaces do not work here: {error}")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def test_two_network_namespaces(script: Path, namespaces: tuple[str, str]) -> None:
+    first, second = outcome(
+        *(
+            start(rank, "10.77.0.1:7777", script, before=("ip", "netns", "exec", name))
+            for rank, name in enumerate(namespaces)
+        )
+    )
+    # c10d writes to standard error that the addresses have no names.
+    assert first[:2] == (0, "[0] met 0 0 32 10.77.0.1 10.77.0.2\n")
+    assert second[:2] == (0, "[1] met 1 0 32 10.77.0.1 10.77.0.2\n")
