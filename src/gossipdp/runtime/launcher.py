@@ -38,7 +38,7 @@ def launch(
     pin: bool = False,
     on_poll: Callable[[], None] | None = None,
     max_restarts: int = 0,
-    on_failure: Callable[[Failure], None] = lambda failure: None,
+    on_failure: Callable[[Failure], None] | None = None,
 ) -> list[Any]:
     """Call ``function(*args)`` on ``workers`` new local processes; their results by rank.
 
@@ -121,7 +121,7 @@ def launch(
         has_begun,
         restarts=restarts,
         start_again=start_again,
-        on_failure=lambda failure, others_go_on: on_failure(failure),
+        on_failure=lambda failure, others_go_on: on_failure(failure) if on_failure else None,
     )
     keeper = Keeper()
     try:

@@ -59,6 +59,7 @@ class Supervisor:
         team: the run they belong to; by default one of their own, on loopback.
         max_restarts: how often workers that died, all together, are started again. Where
             ``command`` is ``python -u`` and a script, a spare with ``torch`` imported waits.
+        modules: what that spare imports besides ``torch``.
         host: the address on which the workers listen; by default that of the interface that leads
             to the store.
         variables: environment of the workers; by default this process's.
@@ -79,6 +80,7 @@ class Supervisor:
         *,
         team: Team | None = None,
         max_restarts: int = 0,
+        modules: Sequence[str] = (),
         host: str | None = None,
         variables: Mapping[str, str] | None = None,
         output: BinaryIO | None = None,
@@ -91,6 +93,7 @@ class Supervisor:
         self._restarts = Restarts(max_restarts)
         self._command = list(command)
         self._num_workers = num_workers
+        self._modules = modules
         self._team = team or HostingTeam(num_workers, "127.0.0.1", 0, None)
         self._variables = self._common_variables(
             host, os.environ if variables is None else variables
@@ -154,7 +157,7 @@ class Supervisor:
         for worker in self._workers.values():
             self._keeper.add(worker.pid)
         if self._restarts.max_restarts and script_words(self._command) is not None:
-            self._spare = WarmSpare(self._command, self._variables)
+            self._spare = WarmSpare(self._command, self._variables, self._modules)
             self._keeper.add(self._spare.pid)
         # After the workers, so that they import torch meanwhile.
         team.open()

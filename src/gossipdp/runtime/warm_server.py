@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import signal
@@ -29,8 +30,8 @@ NUM_DESCRIPTORS = 4
 ADOPTION_S = 2.0
 
 
-def serve(descriptor: int, directory: str) -> None:
-    """Import, then fork a worker for each request; returns at the supervisor's end.
+def serve(descriptor: int, directory: str, modules: str) -> None:
+    """Import ``modules`` (names with commas), then fork a worker for each request, to the end.
 
     In the forked worker it does not return, but raises the script's SystemExit.
     """
@@ -38,7 +39,10 @@ def serve(descriptor: int, directory: str) -> None:
     requests = socket.socket(fileno=descriptor)
     # What lies beside the script comes first, as it does in a fresh worker.
     sys.path.insert(0, directory)
-    _import_all()
+    # The other check of whether CUDA is there starts it, and that would not survive a fork.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    for name in modules.split(","):
+        importlib.import_module(name)
     del sys.path[0]
     if threading.active_count() > 1:
         sys.exit(f"threads {threading.enumerate()} would not survive a fork")
@@ -58,17 +62,6 @@ def serve(descriptor: int, directory: str) -> None:
         os.waitpid(first, 0)
         for number in descriptors:
             os.close(number)
-
-
-def _import_all() -> None:
-    """What a training script imports. Must not start CUDA, which would not survive a fork."""
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check starts it
-    import torch
-    import torch._dynamo
-    import torch.distributed
-    import torch.utils.data  # noqa: F401
-
-    import gossipdp.parallel.module  # noqa: F401
 
 
 def _become(descriptors: list[int]) -> None:
@@ -128,7 +121,3 @@ def _show_command(command: list[str]) -> None:
         if 0 < len(text) <= end - start:
             ctypes.memset(start, 0, end - start)
             ctypes.memmove(start, text, len(text))
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]), sys.argv[2])

@@ -25,10 +25,13 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 # From a request to the worker's answer; a spare that needs longer is stuck.
 ANSWER_S = 2.0
 
+# torch._dynamo: what the first optimizer of each worker would import.
+MODULES = ("torch", "torch._dynamo", "torch.distributed", "torch.utils.data")
+
 # Without the directory that -c puts first: a module there is not meant for us.
 _PROGRAM = (
     "import sys; sys.flags.safe_path or sys.path.pop(0); "
-    "from gossipdp.runtime.warm_server import serve; serve(int(sys.argv[1]), sys.argv[2])"
+    "from gossipdp.runtime.warm_server import serve; serve(int(sys.argv[1]), *sys.argv[2:4])"
 )
 
 
@@ -58,13 +61,17 @@ class WarmSpare:
     Args:
         command: ``python -u`` and the script, as for a fresh worker.
         variables: the workers' environment but for what differs from rank to rank.
+        modules: what scripts import besides torch.
     """
 
-    def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], variables: Mapping[str, str], modules: Sequence[str] = ()
+    ) -> None:
         words = script_words(command)
         assert words is not None
         self._command, self._words = list(command), words
         self._variables = dict(variables)
+        self._modules = ",".join((*MODULES, *modules))
         self._prctl = ctypes.CDLL(None).prctl
         previous = ctypes.c_int()
         self._prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(previous), 0, 0, 0)
@@ -142,7 +149,8 @@ class WarmSpare:
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         requests.setblocking(False)
         number = str(theirs.fileno())
-        program = [sys.executable, "-u", "-c", _PROGRAM, number, import_directory(self._words)]
+        directory = import_directory(self._words)
+        program = [sys.executable, "-u", "-c", _PROGRAM, number, directory, self._modules]
         # Room for the script's words, which a worker shows in place of these.
         room = sum(len(os.fsencode(word)) + 1 for word in self._command)
         with theirs:
