@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from gossipdp.cli.demo_faults import least_duration_s, parse_faults
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from gossipdp.cli.demo_faults import Fault, Injection
     from gossipdp.cli.demo_worker import DemoTask, WorkerResult
     from gossipdp.workloads import Workload
 
@@ -45,8 +48,20 @@ class DemoArguments:
     """RANK:FACTOR, such as 2:4: make one worker so many times slower; it waits after each
     backward pass."""
 
+    kill: str | None = None
+    """RANK@TIME, several with commas between them, such as 0@5s,3@9s: kill -9 those workers.
+    Times count from the first gradient step of the run."""
+
+    stop: str | None = None
+    """RANK@TIME:DURATION, several with commas between them, such as 2@4s:8s: SIGSTOP, and SIGCONT
+    after that time."""
+
+    restart: bool = False
+    """Start workers that were killed again; they rejoin the run."""
+
     samples: int | None = None
-    """Samples to train on, all workers together; by default what takes about half a minute."""
+    """Samples to train on, all workers together; by default what takes about half a minute, and
+    longer where faults want it."""
 
     seed: int = 0
     """Of data order and exchange timing. The initial model is that of rank 0."""
@@ -76,35 +91,73 @@ def run(arguments: DemoArguments) -> int:
     start_fork_server()  # it imports torch while this process does so too
     from rich.console import Console
 
-    from gossipdp.cli.demo_worker import train_worker
+    from gossipdp.cli.demo_faults import FaultInjector, fault_results
+    from gossipdp.cli.demo_worker import read_results, train_worker
+    from gossipdp.errors import WorkerFailedError
     from gossipdp.report.live import LiveView
+    from gossipdp.report.run_log import RunLog
+    from gossipdp.runtime.crew import Failure
 
     workload, task = prepare(arguments)
+    faults = _faults(arguments)
     console = Console()
     _clear(task.directory)
     console.print(_opening(arguments, task), highlight=False)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
     with LiveView(
         task.directory,
         num_workers=arguments.workers,
         budget_samples=task.samples,
         console=console,
+        least_s=task.least_s,
     ) as view:
-        results: list[WorkerResult] = launch(
-            train_worker,
-            workers=arguments.workers,
-            args=(task,),
-            pin=arguments.pin,
-            on_poll=view.poll,
-        )
-    results = sorted(results, key=lambda result: result.rank)
-    summary = summarize(workload, task, results)
+        injector = FaultInjector(faults, view.workers, say)
+        surprises: list[Failure] = []
+
+        def poll() -> None:
+            view.poll()
+            injector.poll()
+
+        def note_failure(failure: Failure) -> None:
+            if not injector.ended(failure):
+                surprises.append(failure)
+
+        try:
+            launch(
+                train_worker,
+                workers=arguments.workers,
+                args=(task,),
+                pin=arguments.pin,
+                on_poll=poll,
+                max_restarts=len(faults) if arguments.restart else 0,
+                on_failure=note_failure,
+            )
+        except WorkerFailedError:
+            # What was killed on purpose is no failure of the run.
+            if surprises:
+                raise
+        finally:
+            injector.close()
+    run_log = RunLog.read(task.directory)
+    results = read_results(run_log)
+    averaged = averaged_together(results)
+    metric = _evaluate(workload, task, averaged)
+    summary = summarize(workload, task, results, metric)
+    if faults:
+        summary["faults"] = fault_results(injector.injections, run_log)
     console.print(_table(workload, results))
     for line in _lines(workload, task, summary):
         console.print(line, highlight=False, soft_wrap=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(summary, indent=2) + "\n", "utf-8")
     _write_reports(console, arguments, task)
-    return 0
+    problems = _problems(injector.injections, results, averaged)
+    for problem in problems:
+        console.print(f"[bold red]{problem}[/bold red]", highlight=False, soft_wrap=True)
+    return 1 if problems else 0
 
 
 def check(arguments: DemoArguments) -> None:
@@ -125,6 +178,14 @@ def check(arguments: DemoArguments) -> None:
     if not (math.isfinite(arguments.comm_rate) and arguments.comm_rate > 0):
         raise ValueError(f"--comm-rate is {arguments.comm_rate}; it must be a positive number")
     parse_slow_worker(arguments.slow_worker, arguments.workers)
+    faults = _faults(arguments)
+    if faults and arguments.method == "allreduce":
+        raise ValueError(
+            "--kill and --stop with --method allreduce: there a death ends the run and a stop "
+            "stops all; choose a2cid2, gossip or none"
+        )
+    if arguments.restart and arguments.kill is None:
+        raise ValueError("--restart starts again who was killed; say who with --kill RANK@TIME")
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ValueError(f"--json {arguments.json}: the directory to write it to does not exist")
 
@@ -143,6 +204,10 @@ def prepare(arguments: DemoArguments) -> tuple[Workload, DemoTask]:
         # Raises where a share of the data would be too small, before a worker does.
         workload.train_loader(0, arguments.workers, arguments.seed)
     samples = arguments.samples or workload.default_budget_samples
+    faults = _faults(arguments)
+    least_s = 0.0
+    if arguments.samples is None:
+        least_s = least_duration_s(faults, restart=arguments.restart)
     return workload, DemoTask(
         workload=arguments.workload,
         graph=arguments.graph,
@@ -164,7 +229,21 @@ def prepare(arguments: DemoArguments) -> tuple[Workload, DemoTask]:
             "seed": arguments.seed,
             "pin": arguments.pin,
             "disjoint": arguments.disjoint,
+            **({"kill": arguments.kill} if arguments.kill else {}),
+            **({"stop": arguments.stop} if arguments.stop else {}),
+            **({"restart": True} if arguments.restart else {}),
+            **({"least_seconds": least_s} if least_s else {}),
         },
+        least_s=least_s,
+    )
+
+
+def _faults(arguments: DemoArguments) -> tuple[Fault, ...]:
+    return parse_faults(
+        arguments.kill,
+        arguments.stop,
+        num_workers=arguments.workers,
+        restart=arguments.restart,
     )
 
 
@@ -190,14 +269,27 @@ def parse_slow_worker(text: str | None, num_workers: int) -> tuple[int, float] |
     return rank, factor
 
 
-def summarize(workload: Workload, task: DemoTask, results: list[WorkerResult]) -> dict[str, Any]:
-    """What ``--json`` writes.
+def averaged_together(results: list[WorkerResult]) -> list[WorkerResult]:
+    """The workers that hold the average: all that came to the end, unless one came too late.
+
+    Raises ValueError where no worker came to the end.
+    """
+    groups: dict[str, list[WorkerResult]] = {}
+    for result in results:
+        if result.average_digest is not None:
+            groups.setdefault(result.average_digest, []).append(result)
+    if not groups:
+        raise ValueError("no worker came to the end of the run; see what they wrote above")
+    return max(groups.values(), key=len)
+
+
+def summarize(
+    workload: Workload, task: DemoTask, results: list[WorkerResult], metric: float
+) -> dict[str, Any]:
+    """What ``--json`` writes but for the faults; ``metric`` is the averaged model's.
 
     achieved_comm_rate: over the whole network, 2 * exchanges / all gradient steps.
     """
-    metric = next(
-        result.metric_of_average for result in results if result.metric_of_average is not None
-    )
     exchanges = sum(result.exchanges_initiated for result in results)
     gradient_steps = sum(result.gradient_steps for result in results)
     summary: dict[str, Any] = {
@@ -205,7 +297,7 @@ def summarize(workload: Workload, task: DemoTask, results: list[WorkerResult]) -
         "train_seconds": max(result.train_seconds for result in results),
         "samples": sum(result.samples for result in results),
         "achieved_comm_rate": 2 * exchanges / gradient_steps,
-        "consensus_distance": results[0].consensus_distance,
+        "consensus_distance": averaged_together(results)[0].consensus_distance,
         "workers": [
             {
                 "rank": result.rank,
@@ -235,7 +327,11 @@ def _clear(directory: Path) -> None:
     from gossipdp.report.run_log import FILE_PATTERN
 
     directory.mkdir(parents=True, exist_ok=True)
-    for pattern in (FILE_PATTERN, "tensorboard/worker-*/events.out.tfevents.*"):
+    for pattern in (
+        FILE_PATTERN,
+        "averaged_model-*.pt",
+        "tensorboard/worker-*/events.out.tfevents.*",
+    ):
         for path in directory.glob(pattern):
             path.unlink()
 
@@ -248,7 +344,45 @@ def _opening(arguments: DemoArguments, task: DemoTask) -> str:
     if task.slow_worker is not None:
         rank, factor = task.slow_worker
         text += f", worker {rank} {factor:g} times slower (by waiting)"
-    return f"{text}, {task.samples:,} samples"
+    text += f", {task.samples:,} samples"
+    if task.least_s:
+        text += f" and at least {task.least_s:g} s"
+    for fault in _faults(arguments):
+        text += f", {fault}"
+    return f"{text}, start them again" if arguments.restart else text
+
+
+def _evaluate(workload: Workload, task: DemoTask, averaged: list[WorkerResult]) -> float:
+    """The metric of the averaged model, of which one worker's file is kept."""
+    import torch
+
+    from gossipdp.cli.demo_worker import average_file, own_average_file
+
+    path = average_file(task.directory)
+    own_average_file(task.directory, averaged[0].rank).replace(path)
+    for other in task.directory.glob("averaged_model-*.pt"):
+        other.unlink()
+    net = workload.make_model()
+    net.load_state_dict(torch.load(path, weights_only=True))
+    return workload.evaluate(net)
+
+
+def _problems(
+    injections: list[Injection], results: list[WorkerResult], averaged: list[WorkerResult]
+) -> list[str]:
+    """What did not come about as it was asked for."""
+    problems = [
+        f"did not {injection.fault}: {injection.missed}"
+        for injection in injections
+        if injection.missed is not None
+    ]
+    ranks = {result.rank for result in averaged}
+    apart = [str(result.rank) for result in results if result.ended and result.rank not in ranks]
+    if apart:
+        problems.append(
+            f"worker {', '.join(apart)} came too late for the average and holds another one"
+        )
+    return problems
 
 
 def _table(workload: Workload, results: list[WorkerResult]) -> Table:
@@ -271,7 +405,9 @@ def _table(workload: Workload, results: list[WorkerResult]) -> Table:
             f"{result.samples_per_second:,.0f}",
             f"{result.exchanges_initiated + result.exchanges_answered:,}",
             f"{result.waited_seconds:.2f}",
-            f"{result.metric_before_average:.4f}",
+            "killed"
+            if result.metric_before_average is None
+            else f"{result.metric_before_average:.4f}",
         )
     return table
 
@@ -293,7 +429,24 @@ def _lines(workload: Workload, task: DemoTask, summary: dict[str, Any]) -> list[
         f"consensus distance just before averaging: {summary['consensus_distance']:.3g}; "
         f"waited: {sum(worker['waited_seconds'] for worker in summary['workers']):.2f} s in all"
     )
+    for fault in summary.get("faults", ()):
+        if "missed" not in fault:
+            lines.append(_fault_line(fault))
     return lines
+
+
+def _fault_line(fault: dict[str, Any]) -> str:
+    did = "killed" if fault["kind"] == "kill" else "stopped"
+    times = [time_s for time_s in fault["detected_s"].values() if time_s is not None]
+    text = f"worker {fault['rank']} {did} at {fault['at_s']:.1f} s: "
+    if times:
+        text += f"noticed after {min(times):.2f} to {max(times):.2f} s by {len(times)} of "
+        text += f"{len(fault['detected_s'])} others"
+    else:
+        text += "nobody noticed"
+    if fault["rejoined_s"] is not None:
+        text += f", back after {fault['rejoined_s']:.1f} s"
+    return text
 
 
 def _words(metric_name: str) -> str:

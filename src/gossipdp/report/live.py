@@ -13,8 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from gossipdp.report.run_log import (
+    BeganRecord,
     EndRecord,
     ExchangeRecord,
+    NoticeRecord,
     Record,
     RunLogTail,
     StepRecord,
@@ -26,8 +28,16 @@ LINE_INTERVAL_S = 5.0
 
 @dataclass
 class WorkerProgress:
-    """The latest of one worker."""
+    """The latest of one worker.
 
+    state: what the worker itself or, of a dead or silent one, another says last.
+    began_s: when its first process made its first gradient step, by ``time.monotonic``.
+    """
+
+    state: str = "starting"
+    process_id: int | None = None
+    began_s: float | None = None
+    num_lives: int = 0
     gradient_steps: int = 0
     samples: int = 0
     loss: float | None = None
@@ -39,6 +49,8 @@ class WorkerProgress:
     def take(self, record: Record) -> None:
         """Bring up to date."""
         if isinstance(record, StepRecord):
+            if self.state == "starting":
+                self.state = "training"
             self.gradient_steps = record.gradient_steps
             self.samples = record.samples
             self.loss = record.loss
@@ -46,8 +58,26 @@ class WorkerProgress:
         elif isinstance(record, ExchangeRecord):
             self.exchanges = record.exchanges_initiated + record.exchanges_answered
             self.waited_seconds = record.waited_seconds
+        elif isinstance(record, BeganRecord):
+            self.process_id = record.process_id
+            self.num_lives += 1
+            self.state = "training"
+            if self.began_s is None:
+                self.began_s = record.at_s
         elif isinstance(record, EndRecord):
             self.ended = True
+            self.state = "done"
+
+    def noticed(self, what: str) -> None:
+        """Another worker has noticed something of this one."""
+        if self.ended:
+            return
+        if what == "dead":
+            self.state, self.samples_per_second = "dead", 0.0
+        elif what == "stopped" and self.state == "training":
+            self.state, self.samples_per_second = "silent", 0.0
+        elif what == "rejoined":
+            self.state = "training"
 
 
 class LiveView:
@@ -68,10 +98,12 @@ class LiveView:
         budget_samples: int,
         console: Console,
         clock: Callable[[], float] = time.monotonic,
+        least_s: float = 0.0,
     ) -> None:
         self.workers = [WorkerProgress() for _ in range(num_workers)]
         self._tails = [RunLogTail(worker_file(directory, rank)) for rank in range(num_workers)]
         self._budget_samples = budget_samples
+        self._least_s = least_s
         self._console = console
         self._clock = clock
         self._started = self._last_line = clock()
@@ -105,9 +137,14 @@ class LiveView:
 
     def poll(self) -> None:
         """Read what the workers logged since the last call and show it."""
+        notices = []
         for worker, tail in zip(self.workers, self._tails, strict=True):
             for record in tail.read_new():
                 worker.take(record)
+                if isinstance(record, NoticeRecord) and record.rank < len(self.workers):
+                    notices.append(record)
+        for notice in sorted(notices, key=lambda notice: notice.at_s):
+            self.workers[notice.rank].noticed(notice.what)
         if self._console.is_terminal:
             self._live.update(self._render(), refresh=True)
         elif self._clock() - self._last_line >= LINE_INTERVAL_S:
@@ -118,22 +155,27 @@ class LiveView:
         num_workers = len(self.workers)
         if not any(worker.gradient_steps for worker in self.workers):
             return f"starting {num_workers} worker{'s' if num_workers > 1 else ''}"
-        if sum(worker.samples for worker in self.workers) >= self._budget_samples:
+        began = [worker.began_s for worker in self.workers if worker.began_s is not None]
+        is_long_enough = not began or self._clock() >= min(began) + self._least_s
+        samples = sum(worker.samples for worker in self.workers)
+        if samples >= self._budget_samples and is_long_enough:
             return "evaluating and averaging"
         return "training"
 
     def _render(self) -> Group:
         table = Table(box=None, padding=(0, 2), header_style="bold")
-        for heading in ("worker", "steps", "loss", "samples/s", "exchanges", "waited (s)"):
+        for heading in ("worker", "state", "steps", "loss", "samples/s", "exchanges", "waited (s)"):
             table.add_column(heading, justify="right", min_width=8)
         for rank, worker in enumerate(self.workers):
             table.add_row(
                 str(rank),
+                worker.state,
                 f"{worker.gradient_steps:,}",
                 "-" if worker.loss is None else f"{worker.loss:.4f}",
                 f"{worker.samples_per_second:,.0f}",
                 f"{worker.exchanges:,}",
                 f"{worker.waited_seconds:.1f}",
+                style={"dead": "bold red", "silent": "yellow"}.get(worker.state),
             )
         samples = sum(worker.samples for worker in self.workers)
         self._bar.update(
@@ -150,9 +192,14 @@ class LiveView:
         steps = [worker.gradient_steps for worker in self.workers]
         exchanges = sum(worker.exchanges for worker in self.workers) // 2
         mean_loss = f"{sum(losses) / len(losses):.4f}" if losses else "-"
+        absent = "".join(
+            f", worker {rank} is {worker.state}"
+            for rank, worker in enumerate(self.workers)
+            if worker.state in ("dead", "silent")
+        )
         return (
             f"{self._clock() - self._started:4.0f} s  {self._phase()}: "
             f"{min(1.0, samples / self._budget_samples):4.0%} of the samples, loss {mean_loss}, "
             f"{speed:,.0f} samples/s, steps {min(steps):,} to {max(steps):,}, "
-            f"{exchanges:,} exchanges"
+            f"{exchanges:,} exchanges{absent}"
         )

@@ -2,7 +2,9 @@
 
 A file starts with one ``start`` record; then come ``step`` and ``exchange`` records, at most one
 pair every ``interval_s``, each with totals up to then; a worker that ended in order closes it with
-an ``end`` record. Time is in seconds since the worker's own start, whose date is in ``start``.
+an ``end`` record. Time is in seconds since the worker's own start, whose date is in ``start``. A
+``began`` record stands where a process made its first gradient step, a ``notice`` where a worker
+noticed what befell another. The log of a worker that was started again goes on where it ended.
 """
 
 import os
@@ -67,9 +69,26 @@ class EndRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
     metric_name: str
     metric_before_average: float
     consensus_distance: float | None
+    num_averaged: int | None = None
+    average_digest: str = ""
 
 
-Record = StartRecord | StepRecord | ExchangeRecord | EndRecord
+class BeganRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="began"):
+    """A process of this worker made its first gradient step; at_s: its ``time.monotonic``."""
+
+    process_id: int
+    at_s: float
+
+
+class NoticeRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="notice"):
+    """What this worker noticed of worker ``rank``, such as "dead"; at_s: its ``time.monotonic``."""
+
+    rank: int
+    what: str
+    at_s: float
+
+
+Record = StartRecord | StepRecord | ExchangeRecord | EndRecord | BeganRecord | NoticeRecord
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
@@ -81,6 +100,7 @@ class RunLogWriter:
     path: the file, replaced if it exists; every line is flushed, so that a reader can follow.
     interval_s: least time between two pairs of step and exchange records.
     clock: monotonic, in seconds.
+    goes_on: a former process of this worker wrote the log; go on with its totals.
 
     >>> with RunLogWriter(path) as log:  # doctest: +SKIP
     ...     log.start(rank=0, num_workers=1, configuration={})
@@ -95,21 +115,45 @@ class RunLogWriter:
         *,
         interval_s: float = 0.2,
         clock: Callable[[], float] = time.monotonic,
+        goes_on: bool = False,
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("wb", buffering=0)
+        self._before = _read_worker(path) if goes_on and path.exists() else None
+        if self._before is not None:
+            _drop_cut_line(path)
+        self._file = path.open("wb" if self._before is None else "ab", buffering=0)
         self._interval_s = interval_s
         self._clock = clock
         self._started = self._recorded = clock()
         self._losses: list[SupportsFloat] = []
         self._new_samples = 0
-        self.gradient_steps = 0
-        self.samples = 0
+        last = self._before.steps[-1] if self._before and self._before.steps else None
+        self.gradient_steps = last.gradient_steps if last else 0
+        self.samples = last.samples if last else 0
+
+    @property
+    def first_began_s(self) -> float | None:
+        """When the first process of this worker made its first gradient step."""
+        lives = self._before.lives if self._before else ()
+        return lives[0].at_s if lives else None
 
     def start(self, *, rank: int, num_workers: int, configuration: dict[str, Any]) -> None:
-        """Write the start record; time counts from here."""
+        """Write the start record; time counts from here, or from the first process's start."""
         self._started = self._recorded = self._clock()
+        if self._before is not None:
+            self._started -= time.time() - self._before.start.started_at
+            return
         self._write(StartRecord(rank, num_workers, os.getpid(), time.time(), configuration))
+
+    def began(self) -> float:
+        """Write that this process has made its first gradient step; when that was."""
+        now = self._clock()
+        self._write(BeganRecord(os.getpid(), now))
+        return now
+
+    def notice(self, rank: int, what: str, at_s: float) -> None:
+        """Write what this worker has noticed of another."""
+        self._write(NoticeRecord(rank, what, at_s))
 
     def step(
         self,
@@ -148,13 +192,22 @@ class RunLogWriter:
                 self._new_samples / elapsed_s,
             )
         )
-        self._write(exchanges(now - self._started))
+        record = exchanges(now - self._started)
+        if self._before is not None and self._before.exchanges:
+            record = _sum(self._before.exchanges[-1], record)
+        self._write(record)
         self._recorded = now
         self._losses.clear()
         self._new_samples = 0
 
     def end(
-        self, *, metric_name: str, metric_before_average: float, consensus_distance: float
+        self,
+        *,
+        metric_name: str,
+        metric_before_average: float,
+        consensus_distance: float,
+        num_averaged: int | None = None,
+        average_digest: str = "",
     ) -> None:
         """Write the end record."""
         self._write(
@@ -165,6 +218,8 @@ class RunLogWriter:
                 metric_name,
                 metric_before_average,
                 consensus_distance,
+                num_averaged,
+                average_digest,
             )
         )
 
@@ -216,6 +271,8 @@ class WorkerLog:
     steps: tuple[StepRecord, ...]
     exchanges: tuple[ExchangeRecord, ...]
     end: EndRecord | None
+    lives: tuple[BeganRecord, ...] = ()
+    notices: tuple[NoticeRecord, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -264,6 +321,39 @@ def _read_worker(path: Path) -> WorkerLog | None:
         tuple(record for record in records if isinstance(record, StepRecord)),
         tuple(record for record in records if isinstance(record, ExchangeRecord)),
         ends[-1] if ends else None,
+        tuple(record for record in records if isinstance(record, BeganRecord)),
+        tuple(record for record in records if isinstance(record, NoticeRecord)),
+    )
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Cut the file after its last whole line: its writer was killed."""
+    content = path.read_bytes()
+    os.truncate(path, content.rfind(b"\n") + 1)
+
+
+def _sum(before: ExchangeRecord, record: ExchangeRecord) -> ExchangeRecord:
+    """Totals over all processes of a worker."""
+    neighbours = before.exchanges_by_neighbour.keys() | record.exchanges_by_neighbour.keys()
+    return msgspec.structs.replace(
+        record,
+        exchanges_by_neighbour={
+            rank: before.exchanges_by_neighbour.get(rank, 0)
+            + record.exchanges_by_neighbour.get(rank, 0)
+            for rank in sorted(neighbours)
+        },
+        **{
+            name: getattr(before, name) + getattr(record, name)
+            for name in (
+                "exchanges_initiated",
+                "exchanges_answered",
+                "exchanges_failed",
+                "exchange_seconds",
+                "waited_seconds",
+                "bytes_sent",
+                "bytes_received",
+            )
+        },
     )
 
 

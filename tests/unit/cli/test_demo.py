@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -11,6 +12,7 @@ from gossipdp.cli.demo import (
     DemoArguments,
     MethodName,
     WorkloadName,
+    averaged_together,
     parse_slow_worker,
     prepare,
     run,
@@ -36,6 +38,10 @@ from gossipdp.workloads import WORKLOADS
         ({"slow_worker": "2"}, "write RANK:FACTOR, such as 2:4"),
         ({"slow_worker": "4:2"}, "no rank 4 among 4 workers; choose 0 to 3"),
         ({"slow_worker": "1:0.5"}, "factor must be at least 1"),
+        ({"kill": "0"}, "--kill is '0'; write RANK@TIME"),
+        ({"kill": "4@5s"}, "no rank 4 among 4 workers; choose 0 to 3"),
+        ({"kill": "0@5s", "method": "allreduce"}, "--method allreduce"),
+        ({"restart": True}, "--restart starts again who was killed"),
         ({"json": Path("/no/such/directory/results.json")}, r"the directory .* does not exist"),
         ({"workers": 64, "disjoint": True}, "less than one batch of 32"),
     ],
@@ -86,19 +92,25 @@ def test_slow_worker_that_cannot_be_read(text: str) -> None:
         parse_slow_worker(text, num_workers=4)
 
 
-def make_results(task: DemoTask) -> list[WorkerResult]:
+AT_THE_END: dict[str, Any] = {
+    "metric_before_average": 0.97,
+    "consensus_distance": 0.01,
+    "num_averaged": 2,
+    "average_digest": "ab",
+}
+
+
+def make_results(task: DemoTask, killed: Collection[int] = ()) -> list[WorkerResult]:
     return [
         WorkerResult(
             rank=rank,
-            metric_before_average=0.97,
-            metric_of_average=0.98 if rank == 0 else None,
             gradient_steps=100 + rank,
             samples=3200 + 32 * rank,
             train_seconds=4.0 + rank,
             exchanges_initiated=50,
             exchanges_answered=49,
             waited_seconds=0.0,
-            consensus_distance=0.01,
+            **({} if rank in killed else AT_THE_END),
         )
         for rank in range(task.configuration["workers"])
     ]
@@ -106,7 +118,7 @@ def make_results(task: DemoTask) -> list[WorkerResult]:
 
 def test_the_results_have_the_documented_keys() -> None:
     workload, task = prepare(DemoArguments(workers=2))
-    summary = summarize(workload, task, make_results(task))
+    summary = summarize(workload, task, make_results(task), 0.98)
     assert set(summary) == {
         "test_accuracy",
         "train_seconds",
@@ -130,12 +142,41 @@ def test_the_results_have_the_documented_keys() -> None:
     assert summary["samples"] == 6432
     assert summary["achieved_comm_rate"] == 2 * 100 / 201
     assert summary["workers"][1]["samples_per_second"] == 3232 / 5
+    assert summary["test_accuracy"] == 0.98
     json.dumps(summary)
+
+
+def test_a_worker_that_was_killed_has_results_but_no_model() -> None:
+    workload, task = prepare(DemoArguments(workers=3, kill="0@5s"))
+    results = make_results(task, killed=[0])
+    assert [result.rank for result in averaged_together(results)] == [1, 2]
+    summary = summarize(workload, task, results, 0.98)
+    assert summary["workers"][0]["metric_before_average"] is None
+    assert summary["workers"][0]["gradient_steps"] == 100
+    assert summary["consensus_distance"] == 0.01
+
+
+def test_one_that_came_too_late_does_not_hold_the_average() -> None:
+    _, task = prepare(DemoArguments(workers=3))
+    results = make_results(task)
+    results[0] = replace(results[0], average_digest="cd", num_averaged=1)
+    assert [result.rank for result in averaged_together(results)] == [1, 2]
+    with pytest.raises(ValueError, match="no worker came to the end"):
+        averaged_together(make_results(task, killed=range(3)))
+
+
+def test_the_run_outlasts_its_faults_unless_its_samples_are_given() -> None:
+    plain = prepare(DemoArguments())[1]
+    assert plain.least_s == 0
+    assert prepare(DemoArguments(kill="0@50s"))[1].least_s > 51
+    assert prepare(DemoArguments(stop="0@5s:70s"))[1].least_s > 76
+    assert prepare(DemoArguments(kill="0@50s", samples=3200))[1].least_s == 0
+    assert plain.configuration.keys() == prepare(DemoArguments(seed=1))[1].configuration.keys()
 
 
 def test_the_results_say_how_a_worker_was_slowed() -> None:
     workload, task = prepare(DemoArguments(workload="pystdlib", slow_worker="2:4"))
-    summary = summarize(workload, task, make_results(task))
+    summary = summarize(workload, task, make_results(task), 0.98)
     assert summary["slow_worker"] == {"rank": 2, "factor": 4.0, "by": "waiting"}
     assert "validation_bits_per_byte" in summary
 

@@ -72,3 +72,21 @@ def test_the_phase_after_the_last_sample(tmp_path: Path) -> None:
         clock.now = 6.0
         view.poll()
     assert "evaluating and averaging: 100% of the samples" in output.getvalue()
+
+
+def test_the_dead_and_the_silent_are_shown(tmp_path: Path) -> None:
+    clock = Clock()
+    view, output = make_view(tmp_path, clock, terminal=False)
+    log_steps(tmp_path, clock, 1)
+    with RunLogWriter(worker_file(tmp_path, 0), clock=clock, goes_on=True) as log, view:
+        clock.now = 5.0
+        log.notice(1, "stopped", 1.0)
+        view.poll()
+        assert output.getvalue().endswith(", worker 1 is silent\n")
+        for what, state in (("dead", "dead"), ("rejoined", "training"), ("dead", "dead")):
+            log.notice(1, what, 2.0)
+            view.poll()
+            assert view.workers[1].state == state
+        clock.now = 10.0
+        view.poll()
+    assert output.getvalue().endswith(", worker 1 is dead\n")

@@ -136,3 +136,24 @@ def test_the_tail_follows_a_growing_file_line_by_line(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b'{"kind":"step",')
     assert tail.read_new() == []
+
+
+def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path: Path) -> None:
+    path = worker_file(tmp_path, 0)
+    for life in range(2):
+        clock = Clock()
+        with RunLogWriter(path, interval_s=0.0, clock=clock, goes_on=life > 0) as log:
+            assert log.first_began_s == (None if life == 0 else 100.0)
+            log.start(rank=0, num_workers=2, configuration={})
+            log.began()
+            log.step(1.0, samples=8, exchanges=some_exchanges)
+            log.notice(1, "dead", 101.5)
+        with path.open("ab") as file:
+            file.write(b'{"kind": "st')  # killed in mid-write
+    worker = RunLog.read(tmp_path).workers[0]
+    assert [life.at_s for life in worker.lives] == [100.0, 100.0]
+    assert [step.gradient_steps for step in worker.steps] == [1, 2]
+    assert worker.steps[-1].samples == 16
+    assert worker.exchanges[-1].exchanges_by_neighbour == {1: 4, 3: 10}
+    assert worker.exchanges[-1].exchanges_initiated == 6
+    assert [(notice.rank, notice.what) for notice in worker.notices] == [(1, "dead")] * 2
