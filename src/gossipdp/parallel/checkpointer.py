@@ -21,6 +21,7 @@ from gossipdp.parallel.checkpoint import (
     Facts,
     Resumption,
     saved_by,
+    saved_in,
 )
 from gossipdp.parallel.checkpoint_files import GivenUpError
 from gossipdp.parallel.checkpoint_writer import CheckpointWriter, Draft
@@ -30,6 +31,7 @@ from gossipdp.parallel.data_position import (
     restore_random_states,
 )
 from gossipdp.parallel.engine import Engine
+from gossipdp.parallel.last_checkpoint import LastCheckpoint
 
 logger = logging.getLogger("gossipdp")
 
@@ -70,6 +72,8 @@ class Checkpointer:
         every: gradient steps from one to the next; None: only by :meth:`save`.
         keep: how many of this worker's checkpoints stay.
         resumption: what the run goes on from.
+        is_joining: this worker comes into a run that goes on: the files in ``directory`` are that
+            run's own, of this worker's earlier life among them.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Checkpointer:
         every: int | None,
         keep: int,
         resumption: Resumption | None,
+        is_joining: bool = False,
     ) -> None:
         self.is_due = False
         self.num_saved = 0
@@ -107,6 +112,11 @@ class Checkpointer:
         self._writer = CheckpointWriter(engine.rank)
         self._written: Future[Path] | None = None
         atexit.register(self.close, EXIT_TIMEOUT_S)
+        self._last = None if directory is None else LastCheckpoint()
+        if is_joining and directory is not None:
+            self._known_directories.add(directory.resolve())
+            generations = [saved[0].facts.generation for saved in saved_in(directory).values()]
+            self._generation = max(generations, default=1)
         if resumption is not None:
             self._known_directories.add(resumption.directory.resolve())
             self._resume(resumption)
@@ -147,11 +157,11 @@ class Checkpointer:
         self._resumed = None
         if self._written is not None and self._written.done():
             self._report()
-        if self._every is None:
-            return
         if not self._has_looked:  # a loop that goes its own way
             self.take_due()
         self._has_looked = False
+        if self._every is None:
+            return
         if self._engine.step_number % self._every == 0:
             self.is_due = True
         if self.is_due:
@@ -168,6 +178,8 @@ class Checkpointer:
             in_loop: the next step may have begun, with random numbers for its batch: the states
                 saved are those right after the last step.
         """
+        if self._last is not None and self._last.is_asked:
+            self._save_and_end(self._last)
         has_looked, self._has_looked = self._has_looked, True
         if not self.is_due or (has_looked and not finally_):
             return
@@ -190,10 +202,15 @@ class Checkpointer:
             self.is_due = False
             self._written = self._writer.write(draft)
 
-    def ask(self) -> None:
-        """Make a checkpoint due, where a directory is known; any thread or signal handler may."""
-        if self._directory is not None:
-            self.is_due = True
+    def _save_and_end(self, last: LastCheckpoint) -> None:
+        """After SIGTERM: save, where training stands between two steps, and end the process."""
+        if not self._has_looked:
+            try:
+                path = self.save(None)
+                logger.warning("worker %d: SIGTERM; saved %s", self._engine.rank, path)
+            except (OSError, PoisonedError) as error:
+                logger.error("worker %d: SIGTERM; nothing saved: %s", self._engine.rank, error)
+        last.end()
 
     def save(self, directory: Path | None) -> Path:
         """Take a checkpoint now and return its path when it is on the disk.
@@ -219,6 +236,8 @@ class Checkpointer:
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Let the write under way end, report it, and end the thread."""
         atexit.unregister(self.close)
+        if self._last is not None:
+            self._last.close()
         self._writer.close(timeout_s)
         if self._written is not None and self._written.done():
             self._report()

@@ -202,6 +202,7 @@ class GossipDataParallel(nn.Module):
                 every=checkpoint_every,
                 keep=keep_checkpoints,
                 resumption=resumption,
+                is_joining=environment.is_joining,
             )
         except BaseException:
             self._engine.close()

@@ -1,5 +1,8 @@
 """When checkpoints are taken: not while an exchange runs, and never at the price of training."""
 
+import os
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -8,8 +11,10 @@ import torch
 from torch import nn
 
 from gossipdp import GossipDataParallel
-from gossipdp.parallel import checkpointer
+from gossipdp.parallel import checkpointer, last_checkpoint
 from gossipdp.parallel.checkpoint import saved_by
+from gossipdp.parallel.checkpointer import Checkpointer
+from gossipdp.parallel.data_position import DataPosition
 
 
 @pytest.fixture
@@ -82,16 +87,6 @@ def test_no_checkpoint_within_averaged(busy):
     assert model._engine._protocol.pairing._answers
 
 
-def test_a_checkpoint_may_be_asked_for_at_any_time(busy, tmp_path):
-    model, optimizer, running, _ = busy
-    running.clear()
-    step(model, optimizer)
-    model._checkpointer.ask()
-    step(model, optimizer)
-    model.close()
-    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [1]
-
-
 def test_none_is_taken_between_the_forward_passes_of_one_step(busy, tmp_path):
     model, optimizer, running, _ = busy
     for _ in range(2):
@@ -145,3 +140,81 @@ def test_names_are_taken_once_and_what_is_new_begins_anew(tmp_path, caplog):
     with pytest.raises(ValueError, match="before its first step"):
         model.also_checkpoint(other=schedule)
     model.close()
+
+
+@pytest.fixture
+def terminable(tmp_path: Path):
+    """A model with checkpoints, in a process whose SIGTERM is as it comes."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = GossipDataParallel(net, optimizer, checkpoint_dir=tmp_path)
+    yield model, optimizer
+    model.close()
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_saves_between_two_steps_and_ends_the_worker(terminable, tmp_path):
+    model, optimizer = terminable
+    step(model, optimizer)
+    optimizer.zero_grad()
+    loss = model(torch.ones(1, 3)).sum()
+    os.kill(os.getpid(), signal.SIGTERM)  # in the middle of the second step
+    loss.backward()
+    optimizer.step()
+    with pytest.raises(SystemExit) as ended:
+        step(model, optimizer)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [2]
+
+
+def test_a_loop_that_does_not_get_there_is_ended_all_the_same(
+    terminable, tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(last_checkpoint, "LONGEST_WAIT_S", 0.05)
+    model, optimizer = terminable
+    step(model, optimizer)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        threading.Event().wait(20)
+    assert not saved_by(tmp_path, 0)
+
+
+def test_a_handler_of_the_user_s_stays(tmp_path: Path):
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        net = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        model = GossipDataParallel(net, optimizer, checkpoint_dir=tmp_path)
+        os.kill(os.getpid(), signal.SIGTERM)
+        step(model, optimizer)
+        step(model, optimizer)
+        model.close()
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_who_joins_goes_on_with_the_files_of_its_earlier_life(tmp_path: Path):
+    def make(is_joining: bool) -> Checkpointer:
+        net = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        model = GossipDataParallel(net, optimizer)
+        return Checkpointer(
+            model._engine,
+            [optimizer],
+            DataPosition(),
+            method="a2cid2",
+            directory=tmp_path,
+            every=None,
+            keep=3,
+            resumption=None,
+            is_joining=is_joining,
+        )
+
+    make(is_joining=False).save(None)
+    with pytest.raises(ValueError, match="checkpoints of another run"):
+        make(is_joining=False).save(None)
+    make(is_joining=True).save(None)
+    assert {saved.facts.generation for saved in saved_by(tmp_path, 0)} == {1}
