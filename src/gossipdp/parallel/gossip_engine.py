@@ -82,6 +82,7 @@ class GossipEngine(Engine):
         self._tls = Tls(files) if files is not None else None
         self.forward_module = module
         self.incarnation = 0
+        self._environment = environment
         self._options = options
         self._optimizers = optimizers
         self._flat = FlatParameters(
@@ -114,14 +115,15 @@ class GossipEngine(Engine):
         self._rendezvous = Rendezvous.open(environment, options.start_timeout_s)
         atexit.register(self.close)
         try:
-            self._start(environment)
+            self._start()
         except BaseException:
             self.close()
             raise
         self._rendezvous.mark_ready(self.rank)
 
-    def _start(self, environment: Environment) -> None:
+    def _start(self) -> None:
         """Come into the run: with all others at its start, or into one that goes on."""
+        environment = self._environment
         if not self._rendezvous.joins:
             self._take_place(environment.rank, environment.num_workers, incarnation=0)
             if self._resumption is not None:
@@ -130,15 +132,32 @@ class GossipEngine(Engine):
             self._meet(environment)
             self._begin()
             return
-        while True:
+        try:
+            self._join(environment)
+        except SupersededError as error:
+            self._join_anew(error)
+
+    def _join_anew(self, superseded: SupersededError) -> None:
+        """Take another rank: two that joined at the same time had been given the same one.
+
+        Raises ``superseded`` where the rank was given to this worker, for then it is not wanted.
+        """
+        while self._rendezvous.joins and self._environment.needs_rank:
+            logger.warning(
+                "worker %d takes another rank: one that joined at the same time has this one",
+                self.rank,
+            )
+            self._thread.close()
+            # What it has done is counted under its former rank.
+            self._gradient_steps = self._samples = 0
             try:
-                self._join(environment)
-                return
-            except SupersededError:
-                # Two that joined at the same time were given the same rank.
-                self._thread.close()
-                if not environment.needs_rank:
-                    raise
+                self._join(self._environment)
+            except SupersededError as error:
+                superseded = error
+                continue
+            self._rendezvous.mark_ready(self.rank)
+            return
+        raise superseded
 
     def _take_place(self, rank: int, num_workers: int, incarnation: int) -> None:
         """Take a rank among the workers that the run began with, or beyond them."""
@@ -411,7 +430,10 @@ class GossipEngine(Engine):
 
     def boundary(self, optimizer_index: int, samples: int) -> None:
         """See :class:`Engine`: x += pending, and the step is counted."""
-        self._thread.check()
+        try:
+            self._thread.check()
+        except SupersededError as error:
+            self._join_anew(error)
         if self._loop.poisoned is not None:
             self._deal_with_poison(self._loop.poisoned)
         if self._is_averaged:
@@ -656,22 +678,13 @@ class GossipEngine(Engine):
         if self._is_closed:
             raise RuntimeError("consolidate() was called before, or the model is closed")
         self._refuse_poison()
-        ended: Future[Outcome] = Future()
         # From here to the end the gossip thread alone writes x: this one only waits.
         self._is_consolidating = True
-        self._thread.call(lambda: self._loop.consolidate(ended.set_result)).result()
-        line_due_s = time.monotonic() + WAIT_LINE_EVERY_S
-        while True:
-            try:
-                outcome = ended.result(WAIT_WHILE_DONATING_S)
-                break
-            except TimeoutError:
-                self._thread.check()
-                self._donate()
-            if time.monotonic() >= line_due_s:
-                line_due_s += WAIT_LINE_EVERY_S
-                missing = self._protocol.consolidation.missing()
-                logger.warning("worker %d waits in consolidate(): %s", self.rank, _names(missing))
+        try:
+            outcome = self._wait_for_average()
+        except SupersededError as error:
+            self._join_anew(error)
+            outcome = self._wait_for_average()
         if outcome.num_workers < self.num_workers:
             logger.warning(
                 "worker %d: the average is over %d of %d workers; the others died",
@@ -686,6 +699,21 @@ class GossipEngine(Engine):
             samples=progress.total_samples,
             gradient_steps=progress.total_steps,
         )
+
+    def _wait_for_average(self) -> Outcome:
+        ended: Future[Outcome] = Future()
+        self._thread.call(lambda: self._loop.consolidate(ended.set_result)).result()
+        line_due_s = time.monotonic() + WAIT_LINE_EVERY_S
+        while True:
+            try:
+                return ended.result(WAIT_WHILE_DONATING_S)
+            except TimeoutError:
+                self._thread.check()
+                self._donate()
+            if time.monotonic() >= line_due_s:
+                line_due_s += WAIT_LINE_EVERY_S
+                missing = self._protocol.consolidation.missing()
+                logger.warning("worker %d waits in consolidate(): %s", self.rank, _names(missing))
 
     def _refuse_poison(self) -> None:
         """Let no NaN into the average, which all others would take over."""
