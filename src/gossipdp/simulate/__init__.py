@@ -21,6 +21,12 @@ How it runs:
     training          their gradient steps
     recorder, trace   the time series
     batch             many runs over processes
+
+What runs survive:
+
+    faults            a schedule of what goes wrong, and when       fault_draws: random ones
+    fault_run         one run under it                              watched_network, averaged_rows
+    invariants        what must hold at every event                 ledger: of x + c/2
 """
 
 from importlib import import_module

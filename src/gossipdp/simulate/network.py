@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from random import Random
+from typing import TYPE_CHECKING
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.live import LiveGraph
@@ -41,6 +42,9 @@ from gossipdp.simulate.exchange_record import End, ExchangeRecord
 from gossipdp.simulate.outages import Outages
 from gossipdp.simulate.payload import NoParameters, Payload
 from gossipdp.simulate.wire import Wire
+
+if TYPE_CHECKING:
+    from gossipdp.simulate.averaged_rows import AveragedRows
 
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 10.0
@@ -105,6 +109,7 @@ class Network:
         edges: who is linked.
         conditions: what the network is like.
         payload: what the workers hold; by default nothing.
+        averaged: what consolidation averages; by default nothing.
         keeps_records: whether ``records`` keeps exchanges that are over, in a long run many.
 
     ``crashed`` holds the ranks whose process is gone, ``superseded`` those that gave way to
@@ -123,6 +128,7 @@ class Network:
         conditions: Conditions,
         payload: Payload | None = None,
         *,
+        averaged: AveragedRows | None = None,
         keeps_records: bool = True,
     ) -> None:
         self.engine = engine
@@ -141,7 +147,7 @@ class Network:
         self._wires: dict[tuple[int, int], Wire] = {}
         self._running: dict[int, _Running] = {}
         self._alarms: dict[int, Event] = {}
-        self._averaging = AveragingTransfers(self)
+        self._averaging = AveragingTransfers(self, averaged)
         self._outages = Outages(engine)
         self._retry_s: dict[tuple[int, int], float] = {}
         """Back-off of each dial that is to be repeated, by who dials and whom."""
@@ -245,6 +251,7 @@ class Network:
         rank = worker.rank
         self.workers[rank] = worker
         self.crashed.discard(rank)
+        self._averaging.started(rank)
         if worker.membership.own.status is Status.JOINING:
             self._join(worker)
         else:

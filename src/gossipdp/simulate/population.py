@@ -63,6 +63,12 @@ class Population:
             self.c.mul_(s)
         self.theta[:] = theta
 
+    def flow_out(self, rank: int) -> None:
+        """Flow one row to where its flow ends: x += c/2, c = 0."""
+        if self.c is not None:
+            self.x[rank, : self.num_trained].add_(self.c[rank], alpha=0.5)
+            self.c[rank].zero_()
+
     def apply(self, rank: int, mine: Tensor, peers: Tensor, alpha_tilde: float) -> None:
         """One end of an exchange, from the snapshots of both ends."""
         kernels.difference_(self._scratch, mine, peers)
@@ -74,13 +80,18 @@ class Population:
     def take_over(self, rank: int, peer: int) -> None:
         """Give one row x + c/2 of another, and no momentum; its change is no drift."""
         row = self.x[peer].clone()
-        before = self.x[rank, : self.num_trained].double()
         if self.c is not None:
-            before = before + 0.5 * self.c[rank].double()
             row[: self.num_trained] += 0.5 * self.c[peer]
+        self.put(rank, row)
+
+    def put(self, rank: int, row: Tensor) -> None:
+        """Give one worker another row, and no momentum; its change is no drift."""
+        self._expected_sum -= self.x[rank, : self.num_trained].double()
+        if self.c is not None:
+            self._expected_sum -= 0.5 * self.c[rank].double()
             self.c[rank].zero_()
         self.x[rank].copy_(row)
-        self._expected_sum += row[: self.num_trained].double() - before
+        self._expected_sum += row[: self.num_trained].double()
 
     def step(self, ranks: list[int], changes: Tensor) -> None:
         """Add what gradient steps changed: rows of (k, d)."""

@@ -1,0 +1,185 @@
+"""What goes wrong in a simulated run, and when: faults, declared in advance.
+
+A :class:`FaultSchedule` is everything that a run under faults depends on. It is frozen, prints as
+text that a person can read, and the same schedule gives the same run to the last bit. Where a
+fault cannot happen when its time has come (its worker has crashed meanwhile), nothing happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from gossipdp.protocol.worker import Method
+
+
+@dataclass(frozen=True)
+class Crash:
+    """The process of ``rank`` is gone (kill -9)."""
+
+    at_s: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A new process of ``rank`` starts, if that rank has none; it asks live worker no. ``asked``.
+
+    ``asked`` counts through the live workers in order of rank, and wraps round.
+    """
+
+    at_s: float
+    rank: int
+    asked: int
+
+
+@dataclass(frozen=True)
+class Join:
+    """A worker beyond all known ranks joins; it asks live worker no. ``asked``."""
+
+    at_s: float
+    asked: int
+
+
+@dataclass(frozen=True)
+class Stall:
+    """The process of ``rank`` stands still for ``duration_s`` (SIGSTOP, then SIGCONT)."""
+
+    at_s: float
+    rank: int
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class Partition:
+    """For ``duration_s`` nothing passes between two of the ``groups``."""
+
+    at_s: float
+    duration_s: float
+    groups: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The link between two workers is lost."""
+
+    at_s: float
+    first: int
+    second: int
+
+
+Fault: TypeAlias = Crash | Restart | Join | Stall | Partition | Cut
+
+
+@dataclass(frozen=True)
+class BrokenExchange:
+    """The link of an exchange is lost ``delay_s`` after one of its ends began.
+
+    ``begin`` counts the beginnings of both ends of all exchanges, from 0.
+    """
+
+    begin: int
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class EndingFault:
+    """Something happens as consolidation sends its frame no. ``frame``, control messages included.
+
+    Frames are counted over all workers from 0. ``kind``: the frame's link is lost with it, or its
+    sender or its receiver crashes.
+    """
+
+    frame: int
+    kind: Literal["cut", "sender crashes", "receiver crashes"]
+
+
+@dataclass(frozen=True)
+class FaultSchedule:
+    """One run under faults.
+
+    Training lasts for ``faulty_s`` while things go wrong, then until all is well again (that is
+    checked), then every worker is done, and they consolidate while ``ending`` happens.
+
+    Args:
+        seed: of everything that is drawn during the run: step times, latencies, gradients.
+        graph, num_workers, comm_rate: the graph that the run begins with.
+        method, policy: of the workers.
+        timeout_s: silence that makes a worker suspect.
+        step_s: mean duration of a gradient step.
+        latency_s, latency_jitter_s: a message travels for the first, plus up to the second.
+        transfer_s: mean duration of the data of an exchange.
+        faulty_s: how long faults begin, in seconds.
+        faults: by time.
+        lost_at_messages: numbers of control messages at whose sending their link is lost.
+        broken_exchanges: exchanges whose link is lost.
+        ending: what goes wrong in consolidation.
+        done_within_s: over how long the workers end their training.
+    """
+
+    seed: int
+    graph: str = "ring"
+    num_workers: int = 8
+    comm_rate: float = 1.0
+    method: Method = "a2cid2"
+    policy: str = "fresh"
+    timeout_s: float = 1.0
+    step_s: float = 0.25
+    latency_s: float = 0.005
+    latency_jitter_s: float = 0.0
+    transfer_s: float = 0.03
+    faulty_s: float = 8.0
+    faults: tuple[Fault, ...] = ()
+    lost_at_messages: tuple[int, ...] = ()
+    broken_exchanges: tuple[BrokenExchange, ...] = ()
+    ending: tuple[EndingFault, ...] = ()
+    done_within_s: float = 1.0
+
+    @property
+    def num_joins(self) -> int:
+        """Workers that try to join beyond the first ones."""
+        return sum(isinstance(fault, Join) for fault in self.faults)
+
+    def __str__(self) -> str:
+        jitter = f" + up to {self.latency_jitter_s * 1e3:.3g}" if self.latency_jitter_s else ""
+        lines = [
+            f"schedule {self.seed}: {self.num_workers} workers, {self.graph}, {self.method}, "
+            f"policy {self.policy}, comm rate {self.comm_rate}",
+            f"  time-out {self.timeout_s} s, step {self.step_s:.3g} s, latency "
+            f"{self.latency_s * 1e3:.3g}{jitter} ms, transfer {self.transfer_s * 1e3:.3g} ms",
+            f"  faults begin within {self.faulty_s} s:",
+            *(f"    {describe(fault)}" for fault in self.faults),
+        ]
+        if self.lost_at_messages:
+            lines.append(f"  links lost at the messages {_listed(self.lost_at_messages)}")
+        lines += [
+            f"  the link of begin {broken.begin} is lost {broken.delay_s * 1e3:.3g} ms later"
+            for broken in self.broken_exchanges
+        ]
+        lines.append(f"  all are done within {self.done_within_s:.3g} s; then, in consolidation:")
+        lines += [f"    frame {ending.frame}: {ending.kind}" for ending in self.ending]
+        return "\n".join(lines)
+
+
+def describe(fault: Fault) -> str:
+    """One fault in words."""
+    match fault:
+        case Crash(rank=rank):
+            what = f"rank {rank} crashes"
+        case Restart(rank=rank, asked=asked):
+            what = f"rank {rank} is started again, by way of live worker no. {asked}"
+        case Join(asked=asked):
+            what = f"a new worker joins, by way of live worker no. {asked}"
+        case Stall(rank=rank, duration_s=duration_s):
+            what = f"rank {rank} stands still for {duration_s:.3f} s"
+        case Partition(duration_s=duration_s, groups=groups):
+            sides = " | ".join(_listed(group) for group in groups)
+            what = f"parted for {duration_s:.3f} s: {sides}"
+        case Cut(first=first, second=second):
+            what = f"the link {first}-{second} is lost"
+    return f"{fault.at_s:7.3f} s: {what}"
+
+
+def _listed(numbers: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))

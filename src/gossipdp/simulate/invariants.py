@@ -1,0 +1,237 @@
+"""What must hold in a run under faults, whatever happens: checked as it goes on.
+
+Every input of every worker's protocol is followed by :meth:`Invariants.after`, which looks at that
+worker alone; what becomes of parameters is checked by :class:`~gossipdp.simulate.ledger.Ledger`
+at every exchange. What holds only in the end (:meth:`is_well`) is asked for now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
+
+from gossipdp.graph.live import LiveGraph
+from gossipdp.protocol.actions import Begin, Stop
+from gossipdp.protocol.consolidation_actions import Prepare
+from gossipdp.protocol.membership import Member, Status
+from gossipdp.protocol.pairing import Exchanging
+from gossipdp.protocol.worker import Action, WorkerProtocol
+from gossipdp.simulate.ledger import InvariantBroken, Ledger
+
+if TYPE_CHECKING:
+    from gossipdp.simulate.averaged_rows import AveragedRows
+    from gossipdp.simulate.network import Network
+
+ACCOUNT_EVERY = 256
+"""Inputs between two looks at the sum over all rows."""
+
+
+@dataclass
+class _Seen:
+    """What was seen of one process last."""
+
+    total_steps: int = 0
+    members_version: int = -1
+    members: dict[int, Member] = field(default_factory=dict)
+    num_exchanges: int = 0
+    exchanged_s: float = 0.0
+    """When it last finished an exchange, or began to live."""
+    steps_before: int = 0
+    """Gradient steps of older processes of its rank."""
+
+
+@final
+class Invariants:
+    """Watches a network.
+
+    Args:
+        network: what is watched.
+        ledger: the account of its rows.
+        live_graph: the graph over any set of live workers.
+    """
+
+    def __init__(self, network: Network, ledger: Ledger, live_graph: LiveGraph) -> None:
+        self.num_inputs = 0
+        self._network = network
+        self._ledger = ledger
+        self._live_graph = live_graph
+        self._seen: dict[WorkerProtocol, _Seen] = {}
+
+    # --- at every input --------------------------------------------------------------------
+
+    def before(self, rank: int, actions: Sequence[Action]) -> None:
+        """``rank`` is about to perform ``actions``, the answer to one input."""
+        network, worker = self._network, self._network.workers[rank]
+        running = network.running(rank)
+        for action in actions:
+            match action:
+                case Stop(id=id):
+                    self._expect(
+                        running == id, "one exchange at a time", rank, f"stops {id} in {running}"
+                    )
+                    running = None
+                case Begin(id=id):
+                    self._expect(
+                        running is None,
+                        "one exchange at a time",
+                        rank,
+                        f"begins {id} while in {running}",
+                    )
+                    running = id
+                    # Its own alone: what is applied was sent when the other end began.
+                    self._expect_parameters(rank, worker)
+                case Prepare():
+                    self._expect(
+                        running is None, "one exchange at a time", rank, "consolidates in one"
+                    )
+
+    def after(self, rank: int) -> None:
+        """``rank`` has performed what an input asked for."""
+        network, worker = self._network, self._network.workers[rank]
+        seen = self._seen.get(worker)
+        if seen is None:
+            seen = self._seen[worker] = _Seen(
+                exchanged_s=network.engine.now, steps_before=self._ledger.steps[rank]
+            )
+        total_steps = worker.progress.total_steps
+        if total_steps != seen.total_steps:
+            self._expect(
+                total_steps > seen.total_steps,
+                "progress never falls",
+                rank,
+                f"{seen.total_steps} steps were known, now {total_steps}",
+            )
+            self._expect(
+                total_steps <= self._ledger.total_steps,
+                "progress never exceeds the truth",
+                rank,
+                f"{total_steps} steps are known, {self._ledger.total_steps} were taken",
+            )
+            seen.total_steps = total_steps
+        num_exchanges = worker.exchanges_initiated + worker.exchanges_answered
+        if num_exchanges > seen.num_exchanges:
+            seen.num_exchanges, seen.exchanged_s = num_exchanges, network.engine.now
+        state, running = worker.pairing.state, network.running(rank)
+        id = state.id if isinstance(state, Exchanging) else None
+        self._expect(
+            running is None or running == id,  # an exchange has ended here before it is said so
+            "one exchange at a time",
+            rank,
+            f"the protocol is in {id}, its driver in {running}",
+        )
+        if worker.membership.version != seen.members_version:
+            self._check_members(rank, worker, seen)
+        self.num_inputs += 1
+        if self.num_inputs % ACCOUNT_EVERY == 0:
+            self._ledger.check_sum(network.engine.now)
+
+    def _expect_parameters(self, rank: int, worker: WorkerProtocol) -> None:
+        own = worker.membership.own.status
+        self._expect(
+            own is not Status.JOINING and not worker.refresher.is_needed,
+            "nobody exchanges without parameters",
+            rank,
+            f"it is {own.name}, and waits for parameters: {worker.refresher.is_needed}",
+        )
+
+    def _check_members(self, rank: int, worker: WorkerProtocol, seen: _Seen) -> None:
+        for member in worker.membership.members():
+            known = seen.members.get(member.rank)
+            self._expect(
+                known is None or known == member or member.supersedes(known),
+                "views only grow",
+                rank,
+                f"{known} became {member}",
+            )
+            seen.members[member.rank] = member
+        seen.members_version = worker.membership.version
+
+    # --- in the end ------------------------------------------------------------------------
+
+    def live(self) -> list[int]:
+        """The ranks whose process lives and has parameters, as it truly is."""
+        network = self._network
+        return [
+            rank
+            for rank, worker in sorted(network.workers.items())
+            if rank not in network.crashed
+            and worker.membership.own.status in (Status.ALIVE, Status.DONE)
+        ]
+
+    def is_well(self, since_s: float) -> InvariantBroken | None:
+        """What is still amiss, if anything, when nothing has gone wrong since ``since_s``.
+
+        All views are the truth; all follow the graph over the live workers; each that has a
+        neighbour has exchanged since; nobody waits for parameters.
+        """
+        live = self.live()
+        graph = self._live_graph.constants(live) if live else None
+        try:
+            for rank in live:
+                worker = self._network.workers[rank]
+                view = worker.membership.live()
+                self._expect(
+                    view == tuple(live), "views converge", rank, f"{view} instead of {live}"
+                )
+                assert graph is not None
+                self._expect(
+                    worker.neighbourhood.rates == graph.neighbours(rank),
+                    "all follow one graph",
+                    rank,
+                    f"neighbours {sorted(worker.neighbours)}",
+                )
+                self._expect(
+                    not worker.refresher.is_needed, "no deadlock", rank, "waits for parameters"
+                )
+                seen = self._seen[worker]
+                self._expect(
+                    len(live) == 1 or seen.exchanged_s > since_s,
+                    "no deadlock",
+                    rank,
+                    f"no exchange since {seen.exchanged_s}; it is {worker.pairing.state}, open "
+                    f"to {sorted(worker.pairing.available)}",
+                )
+        except InvariantBroken as broken:
+            return broken
+        return None
+
+    def check_end(self, averaged: AveragedRows) -> None:
+        """All that live have consolidated."""
+        network, live = self._network, sorted(self._network.left)
+        self._ledger.check_sum(network.engine.now)
+        for rank in live:
+            worker = network.workers[rank]
+            committed = averaged.committed.get(rank)
+            if committed is None:
+                raise self._broken("all hold the same bits", rank, "it left without a result")
+            self._expect(
+                committed.commit == averaged.committed[live[0]].commit,
+                "all hold the same bits",
+                rank,
+                f"{committed.commit} is not {averaged.committed[live[0]].commit}",
+            )
+            for other in live:
+                peer = network.workers[other]
+                known = _steps_of(worker, peer.membership.own.process_id)
+                true = self._ledger.steps[other] - self._seen[peer].steps_before
+                self._expect(
+                    known == true,
+                    "progress is whole at the end",
+                    rank,
+                    f"{known} steps are known of rank {other}, which took {true}",
+                )
+        self._expect(averaged.is_same_everywhere(live), "all hold the same bits", live[0], "")
+
+    def _expect(self, holds: bool, invariant: str, rank: int, details: str) -> None:
+        if not holds:
+            raise self._broken(invariant, rank, details)
+
+    def _broken(self, invariant: str, rank: int, details: str) -> InvariantBroken:
+        where = f"rank {rank} at {self._network.engine.now:.6f} s"
+        return InvariantBroken(invariant, f"{where}: {details}")
+
+
+def _steps_of(worker: WorkerProtocol, process_id: int) -> int:
+    entries, _ = worker.progress.news()
+    return sum(entry.steps for entry in entries if entry.process_id == process_id)

@@ -1,0 +1,106 @@
+"""Random schedules of faults: the real protocol, every invariant, at every event."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from gossipdp.simulate.fault_draws import draw_schedule
+from gossipdp.simulate.fault_run import Outcome, run_schedule
+from gossipdp.simulate.faults import (
+    BrokenExchange,
+    Crash,
+    EndingFault,
+    FaultSchedule,
+    Join,
+    Partition,
+    Restart,
+    Stall,
+)
+
+NUM_SCHEDULES = 60
+LARGEST = 12
+"""`make chaos` runs the large ones too."""
+
+
+def expect_whole(schedule: FaultSchedule) -> Outcome:
+    outcome = run_schedule(schedule)
+    assert not outcome.broken, f"{outcome.details}\n{schedule}"
+    return outcome
+
+
+@pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
+def test_no_schedule_breaks_an_invariant(seed: int) -> None:
+    expect_whole(draw_schedule(seed, largest=LARGEST))
+
+
+def test_a_large_one_too() -> None:
+    schedule = replace(draw_schedule(1, largest=LARGEST), num_workers=32, graph="ring")
+    assert expect_whole(schedule).num_consolidated > 28
+
+
+def test_the_same_seed_gives_the_same_trace() -> None:
+    first, again = (run_schedule(draw_schedule(3, largest=LARGEST)) for _ in range(2))
+    assert first == again
+    other = run_schedule(replace(draw_schedule(3, largest=LARGEST), seed=4))
+    assert other.digest != first.digest
+
+
+def test_schedules_travel_and_print() -> None:
+    schedule = draw_schedule(3)
+    assert pickle.loads(pickle.dumps(schedule)) == schedule == draw_schedule(3)
+    assert all(f"{fault.at_s:.3f} s" in str(schedule) for fault in schedule.faults)
+
+
+def test_without_faults_all_exchange_and_consolidate() -> None:
+    outcome = expect_whole(FaultSchedule(seed=1))
+    assert outcome.num_torn == outcome.num_refreshed == 0
+    assert outcome.num_consolidated == 8
+    assert outcome.num_exchanges > 60
+
+
+def test_a_restarted_worker_and_a_joiner_take_parameters_and_consolidate() -> None:
+    faults = (Crash(1.0, 0), Restart(1.5, 0, asked=3), Join(2.0, asked=0))
+    outcome = expect_whole(FaultSchedule(seed=1, faults=faults))
+    assert outcome.num_refreshed == 2
+    assert outcome.num_consolidated == 9
+
+
+def test_two_are_left_then_one() -> None:
+    faults = tuple(Crash(1.0 + rank, rank) for rank in range(7))
+    assert expect_whole(FaultSchedule(seed=1, faults=faults)).num_consolidated == 1
+
+
+def test_halves_meet_again_after_each_declared_the_other_dead() -> None:
+    halves = ((0, 1, 2, 3), (4, 5, 6, 7))
+    outcome = expect_whole(FaultSchedule(seed=1, faults=(Partition(1.0, 5.0, halves),)))
+    assert outcome.num_consolidated == 8
+    assert outcome.num_refreshed == 0
+
+
+@pytest.mark.parametrize(("duration_s", "num_refreshed"), [(0.9, 0), (1.6, 1)])
+def test_who_stood_still_beyond_the_timeout_is_refreshed(
+    duration_s: float, num_refreshed: int
+) -> None:
+    outcome = expect_whole(FaultSchedule(seed=1, faults=(Stall(2.0, 3, duration_s),)))
+    assert outcome.num_refreshed == num_refreshed
+
+
+def test_exchanges_lose_their_link_at_every_point() -> None:
+    """Before any data, half way, at one end done and at the other not, after the end."""
+    transfer_s, num_torn = 0.03, 0
+    for eighth in range(16):
+        broken = tuple(BrokenExchange(20 + k, eighth / 8 * transfer_s) for k in range(0, 40, 5))
+        schedule = FaultSchedule(seed=eighth, transfer_s=transfer_s, broken_exchanges=broken)
+        num_torn += expect_whole(schedule).num_torn
+    assert num_torn > 0
+
+
+@pytest.mark.parametrize("kind", ["cut", "sender crashes", "receiver crashes"])
+def test_consolidation_loses_a_link_or_a_worker_at_every_frame(kind: str) -> None:
+    for frame in range(0, 120, 5):
+        ending = (EndingFault(frame, kind),)  # type: ignore[arg-type]
+        schedule = FaultSchedule(seed=frame, faulty_s=2.0, num_workers=8, ending=ending)
+        assert expect_whole(schedule).num_consolidated >= 7
