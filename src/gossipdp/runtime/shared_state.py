@@ -3,7 +3,8 @@
 Who may do what, and why nothing is lost:
 
 * ``x`` is written by the main thread only (optimizer, boundary, loading), or by the gossip thread
-  while the main thread does nothing but wait for it: at the start, and in ``consolidate``. The
+  while the main thread does nothing but wait for it: at the start, in ``consolidate``, and where
+  poisoned parameters are replaced. The
   gossip thread reads x for a snapshot without stopping the optimizer: a snapshot torn by a
   running step is harmless, because both ends of the exchange use that same snapshot.
 * ``pending``, ``c`` and a chunk's ``theta`` are written under that chunk's lock: by the gossip
@@ -18,6 +19,23 @@ Who may do what, and why nothing is lost:
 * ``phase`` is read and changed under ``_phase_lock``. An exchange freezes theta at or after every
   value that a boundary has read; a boundary that read an older value finds the chunk's theta ahead
   of it and flows nothing. So every chunk sees the same flow between two exchanges.
+
+Taking over another's parameters (:meth:`SharedState.take_over`), while the main thread trains on:
+
+* The gossip thread sets pending = values - x and c = 0, chunk by chunk, and leaves x alone. So it
+  does not matter whether ``optimizer.step`` runs meanwhile: of each element either the old or the
+  new value is read, and what the step adds after that is added to the values taken over, as any
+  step is. A gradient taken before is applied a step late, as asynchronous training does anyway.
+* No exchange runs, and none begins, until all chunks are there: no mixture of two workers is ever
+  sent. A boundary in between may show the main thread such a mixture for one step or two; both
+  parts are parameters of the same run.
+* A checkpoint waits for the end of it (``GossipLoop.pause``).
+* ``load_state_dict`` meanwhile ends it: what is loaded stands, whole (``GossipLoop.hold``).
+* The giver dies in the middle: the chunks taken over stay, the next giver's overwrite them. With
+  nobody left, the worker goes on with both, which is no worse than what it held.
+* ``consolidate`` meanwhile: the averaging begins when it has ended.
+* Poisoned parameters cannot be added to, so x itself is written (:meth:`SharedState.replace`),
+  while the main thread waits at a boundary.
 """
 
 import math

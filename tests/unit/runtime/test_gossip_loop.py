@@ -1,0 +1,176 @@
+"""How the loop performs what the protocol asks when something goes wrong, without a network."""
+
+from random import Random
+
+import pytest
+import torch
+
+from gossipdp.dynamics.phase import Phase
+from gossipdp.dynamics.state import Role, Segment, State
+from gossipdp.errors import SupersededError
+from gossipdp.graph import build_graph
+from gossipdp.graph.constants import Constants
+from gossipdp.protocol.actions import Refresh, Superseded
+from gossipdp.protocol.membership import Member, Status
+from gossipdp.protocol.messages import RequestState, decode
+from gossipdp.protocol.worker import WorkerProtocol
+from gossipdp.runtime.frames import ChunkKey, FrameType
+from gossipdp.runtime.gossip_loop import GossipLoop
+from gossipdp.runtime.identity import Identity
+from gossipdp.runtime.link import Link
+from gossipdp.runtime.shared_state import SharedState
+from gossipdp.runtime.transport import Transport
+
+TIMEOUT_S = 5.0
+X = torch.arange(8.0)
+
+
+class NoTransport(Transport):
+    def __init__(self, handler) -> None: ...
+    def dial(self, peer, host, port): ...
+    def poll(self, timeout_s): ...
+    def wake(self): ...
+    def close(self): ...
+
+
+class FakeLink(Link):
+    def __init__(self, peer: int) -> None:
+        self.peer_identity = Identity(peer, 0, 1, "run", "", "", "", "", "")
+        self.said: list[object] = []
+        self.closed_for: str | None = None
+
+    def send_control(self, data):
+        self.said.append(decode(data).message)
+
+    def send_chunk(self, frame_type, key, payload): ...
+
+    def close(self, reason):
+        self.closed_for = reason
+
+    queued_chunks = queued_bytes = bytes_sent = bytes_received = 0
+    last_heard_s = 0.0
+    closed = False
+
+
+class Worker:
+    """Worker 0 of a ring of three, linked to 1 and 2, on a clock of the test's own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.segment = Segment(X.clone(), Role.TRAINED)
+        shared = SharedState(State([self.segment]), Phase(0.4, 1.0), lambda: self.now)
+        protocol = WorkerProtocol(
+            rank=0,
+            incarnation=0,
+            process_id=5,
+            host="127.0.0.1",
+            port=1,
+            constants=Constants.of(build_graph("ring", 3)),
+            method="a2cid2",
+            policy_name="fresh",
+            timeout_s=TIMEOUT_S,
+            random=Random(0),
+            num_chunks=1,
+        )
+        protocol.membership.merge_all(
+            Member(rank, 0, 7, Status.ALIVE, "127.0.0.1", 1 + rank) for rank in (1, 2)
+        )
+        self.loop = GossipLoop(protocol, shared, NoTransport, lambda: self.now)
+        self.links = {peer: FakeLink(peer) for peer in (1, 2)}
+        for link in self.links.values():
+            self.loop.link_up(link)
+        self.loop.release()
+
+    def stall(self) -> FakeLink:
+        """Stand still for longer than the time-out; whom the loop asks for parameters."""
+        self.now += TIMEOUT_S + 1
+        self.loop.turn(0.0)
+        asked = [link for link in self.links.values() if self.request(link)]
+        assert len(asked) == 1
+        return asked[0]
+
+    def request(self, link: FakeLink) -> RequestState | None:
+        return next((each for each in link.said if isinstance(each, RequestState)), None)
+
+    def give(self, link: FakeLink, values: torch.Tensor) -> None:
+        request = self.request(link)
+        assert request is not None
+        key = ChunkKey(0, 0, request.counter, 0)
+        room = self.loop.chunk_buffer(link, FrameType.STATE_CHUNK, key, values.nbytes)
+        if room is not None:
+            room[:] = memoryview(values.numpy()).cast("B")
+        self.loop.chunk(link, FrameType.STATE_CHUNK, key, room)
+
+    @property
+    def parameters(self) -> torch.Tensor:
+        return self.segment.x + self.segment.pending
+
+
+def test_a_refresh_leaves_x_to_the_main_thread_and_ends_the_momentum():
+    worker = Worker()
+    worker.segment.c.fill_(3.0)
+    link = worker.stall()
+    assert not worker.loop.pause(), "no checkpoint of half a refresh"
+    # The main thread is in the middle of a step meanwhile.
+    worker.segment.x[:4] += 0.5
+    worker.give(link, 10 * X)
+    worker.segment.x[4:] += 0.5
+    assert worker.loop.pause()
+    assert [notice.kind for notice in worker.loop.noticed.notices] == ["refreshed"]
+    # What the step had done before is lost, as all that this worker did; the rest is kept.
+    assert torch.equal(worker.parameters[:4], 10 * X[:4])
+    assert torch.equal(worker.parameters[4:], 10 * X[4:] + 0.5)
+    assert not worker.segment.c.any()
+    assert not worker.loop.protocol.refresher.is_needed
+
+
+def test_one_that_gives_nothing_is_followed_by_another():
+    worker = Worker()
+    first = worker.stall()
+    (other,) = set(worker.links.values()) - {first}
+    worker.loop.link_down(first, "lost")
+    worker.loop.dial_failed(first.peer, refused_connection=True)
+    worker.loop.turn(0.0)
+    worker.give(other, 2 * X)
+    assert torch.equal(worker.parameters, 2 * X)
+
+
+def test_parameters_that_are_loaded_meanwhile_stay():
+    worker = Worker()
+    link = worker.stall()
+    worker.loop.hold()
+    worker.segment.x.copy_(-X)
+    worker.give(link, 10 * X)
+    worker.loop.release()
+    assert torch.equal(worker.parameters, -X)
+    assert not worker.loop.protocol.refresher.is_needed, "what was loaded will do"
+    assert worker.loop.protocol.can_donate
+
+
+def test_a_poisoned_x_is_written_over_for_nothing_can_be_added_to_it():
+    worker = Worker()
+    worker.segment.x[3] = torch.nan
+    worker.loop.poison(RuntimeError("NaN"))
+    worker.loop.refresh()
+    (link,) = (link for link in worker.links.values() if worker.request(link))
+    worker.give(link, 10 * X)
+    assert torch.equal(worker.segment.x, 10 * X)
+    assert worker.loop.poisoned is None
+    assert worker.loop.protocol.can_donate
+
+
+def test_a_superseded_worker_ends_with_one_error():
+    worker = Worker()
+    with pytest.raises(SupersededError, match="rank 0"):
+        worker.loop.perform([Superseded()])
+
+
+def test_a_refresh_waits_for_a_transfer_that_is_under_way():
+    worker = Worker()
+    ended: list[object] = []
+    worker.loop.fetch_state(1, lambda chunk, values: None, ended.append, TIMEOUT_S)
+    worker.loop.perform([Refresh(2)])
+    assert worker.request(worker.links[2]) is None
+    worker.give(worker.links[1], X)
+    assert ended == [None]
+    assert worker.request(worker.links[2]) is not None
