@@ -14,7 +14,6 @@ import itertools
 import logging
 import secrets
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -37,7 +36,7 @@ _numbers = itertools.count()
 
 
 class _Reference(msgspec.Struct, frozen=True):
-    """What worker 0 publishes; its settings' tensors lie apart, compressed."""
+    """What worker 0 publishes; its settings' tensors lie apart."""
 
     run_id: str
     num_workers: int
@@ -146,6 +145,11 @@ class Rendezvous:
                 arrivals = self._gather(self._store)
         except (RefusedError, RendezvousError):
             raise
+        except msgspec.MsgspecError as error:
+            raise RendezvousError(
+                f"the store at {self.environment.store_host}:{self.environment.store_port} holds "
+                f"something else under this run's keys ({error}); give the run another port"
+            ) from error
         except RuntimeError as error:  # TCPStore's errors, all of them
             raise RendezvousError(
                 f"worker {rank} lost the store at {self.environment.store_host}:"
@@ -197,8 +201,7 @@ class Rendezvous:
             )
         if rank == 0:
             reference = self._reference(settings, secret)
-            tensors = zlib.compress(msgspec.json.encode(settings.tensors)).hex()
-            store.set(f"{self._prefix}tensors", tensors)
+            store.set(f"{self._prefix}tensors", msgspec.json.encode(settings.tensors).decode())
             self._publish(store, "reference", reference)
             return reference
         self._wait(store, {0: "reference"})
@@ -249,8 +252,7 @@ class Rendezvous:
                 return "the secret differs from worker 0's"
         tensors = settings.tensors
         if settings.model != reference.model:
-            packed = bytes.fromhex(store.get(f"{self._prefix}tensors").decode())
-            tensors = msgspec.json.decode(zlib.decompress(packed), type=Tensors)
+            tensors = msgspec.json.decode(store.get(f"{self._prefix}tensors"), type=Tensors)
         theirs = msgspec.structs.replace(reference.settings, tensors=tensors)
         return settings.difference(theirs)
 

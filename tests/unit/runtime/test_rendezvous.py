@@ -195,3 +195,11 @@ def test_ready_is_marked_under_the_launchers_key() -> None:
     store = HashStore()
     alone(environment(1), store).mark_ready()
     assert store.check([ready_key("gossipdp/default/0/", 1)])
+
+
+def test_what_is_not_ours_in_the_store_is_one_clear_error() -> None:
+    store = HashStore()
+    store.set("gossipdp/default/0/0/reference", "[1, 2")
+    (first,) = meet([environment(1, 2)], store=store)
+    assert isinstance(first, RendezvousError)
+    assert "holds something else under this run's keys" in str(first)
