@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         PoisonedError,
         RefusedError,
         RendezvousError,
+        SupersededError,
         WorkerFailedError,
     )
     from gossipdp.parallel.module import GossipDataParallel
@@ -49,6 +50,7 @@ _HOMES = {
     "GossipError": "gossipdp.errors",
     "RendezvousError": "gossipdp.errors",
     "RefusedError": "gossipdp.errors",
+    "SupersededError": "gossipdp.errors",
     "PeerLostError": "gossipdp.errors",
     "ModelChangedError": "gossipdp.errors",
     "PoisonedError": "gossipdp.errors",
@@ -65,6 +67,7 @@ __all__ = [
     "RefusedError",
     "RendezvousError",
     "Stats",
+    "SupersededError",
     "WorkerFailedError",
     "__version__",
     "large_batch_schedule",
