@@ -41,26 +41,39 @@ def main() -> int:
     columns = (TextColumn("schedules"), BarColumn(), "{task.percentage:>5.1f}%")
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn()) as bar:
         shown = bar.add_task("", total=1.0)
+        tenths = iter(range(1, 11))
+        tenth = next(tenths)
+
+        def show(share: float) -> None:
+            nonlocal tenth
+            bar.update(shown, completed=share)
+            while not bar.console.is_terminal and share >= tenth / 10:
+                print(f"{tenth * 10}% after {time.monotonic() - began:.0f} s", flush=True)
+                tenth = next(tenths, 100)
+
         outcomes = run_all(
             _run,
             tasks,
             processes=arguments.processes,
             costs=[_cost(*task) for task in tasks],
-            on_progress=lambda share: bar.update(shown, completed=share),
+            on_progress=show,
         )
-    return _report(outcomes, arguments.largest, time.monotonic() - began)
+    return _report(outcomes, time.monotonic() - began)
 
 
 def _run(task: tuple[int, int], progress: object) -> Outcome:
     seed, largest = task
-    return run_schedule(draw_schedule(seed, largest=largest))
+    outcome = run_schedule(draw_schedule(seed, largest=largest))
+    if outcome.broken:
+        _explain(outcome, largest)  # here and now, from whatever process this is
+    return outcome
 
 
 def _cost(seed: int, largest: int) -> float:
     return float(draw_schedule(seed, largest=largest).num_workers) ** 2
 
 
-def _report(outcomes: list[Outcome], largest: int, took_s: float) -> int:
+def _report(outcomes: list[Outcome], took_s: float) -> int:
     failed = [outcome for outcome in outcomes if outcome.broken]
     sizes = Counter(outcome.num_workers for outcome in outcomes)
     print(f"{len(outcomes)} schedules in {took_s:.0f} s, workers: {dict(sorted(sizes.items()))}")
@@ -70,15 +83,15 @@ def _report(outcomes: list[Outcome], largest: int, took_s: float) -> int:
         f"{sum(outcome.num_torn for outcome in outcomes)} torn, "
         f"{sum(outcome.num_refreshed for outcome in outcomes)} took over parameters"
     )
-    for outcome in failed:
-        _explain(outcome, largest)
-    print(f"{len(failed)} broke an invariant")
+    seeds = ", ".join(str(outcome.seed) for outcome in failed)
+    print(f"{len(failed)} broke an invariant{': seeds ' + seeds if seeds else ''}")
     return 1 if failed else 0
 
 
 def _explain(outcome: Outcome, largest: int) -> None:
     print(f"\nFAILED: {outcome.details}\n{draw_schedule(outcome.seed, largest=largest)}")
-    print(f"again: {sys.executable} {SCRIPT} --seed {outcome.seed} --largest {largest} --log")
+    again = f"{sys.executable} {SCRIPT} --seed {outcome.seed} --largest {largest} --log"
+    print(f"again: {again}", flush=True)
 
 
 def _replay(seed: int, largest: int, *, is_logged: bool) -> int:

@@ -19,7 +19,11 @@ from gossipdp.simulate.faults import (
     Stall,
 )
 
-SIZES = (8, 8, 8, 9, 10, 12, 12, 14, 16, 16, 20, 24, 32, 48, 64)
+SIZES = (
+    *(8, 8, 8, 8, 8, 8, 8, 9, 9, 9, 10, 10, 10, 11, 12, 12, 12, 12, 13, 14, 15),
+    *(16, 16, 16, 16, 16, 17, 20, 20, 24, 24, 24, 28, 32, 48, 64),
+)
+"""Mostly small: one schedule of 64 costs as much as dozens of 8."""
 GRAPHS = (
     "ring",
     "ring",
@@ -30,7 +34,7 @@ GRAPHS = (
     "random-regular",
     "erdos-renyi",
 )
-LARGEST_DENSE = 16
+LARGEST_DENSE = 24
 """A complete graph of 64 sends 40,000 heartbeats a second: more of the same, at a high price."""
 METHODS: tuple[Method, ...] = ("a2cid2", "a2cid2", "gossip")
 POLICIES = ("fresh", "fresh", "fresh", "fresh", "available", "poisson", "scheduled")
