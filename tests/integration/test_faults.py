@@ -284,7 +284,7 @@ def test_a_worker_that_is_started_again_takes_anothers_state_and_goes_on(
         else:
             kinds = [notice["kind"] for notice in end["noticed"] if notice["rank"] == rank]
             assert kinds == ["dead", "rejoined"]
-    assert sum(end["states_donated"] for end in ends) == 1
+    assert sum(end["states_donated"] for end in ends) >= 1
 
 
 def fail_while_giving(directory: Path, what: str) -> None:

@@ -27,6 +27,7 @@ from gossipdp.parallel.checkpoint import Captured, Counts, Resumption
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.options import GossipOptions
+from gossipdp.parallel.state_transfers import StateTransfers
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.protocol.join import first_incarnation
 from gossipdp.protocol.membership import Member, Status
@@ -52,13 +53,8 @@ TURN_WHILE_WAITING_S = 0.002
 LOOK_AT_PROGRESS_EVERY_S = 1.0
 # Ticks of a worker's clock before the share that was served is worth a warning.
 MIN_TICKS_FOR_RATE_WARNING = 100
-PAUSE_BETWEEN_ROUNDS_S = 0.1
-WAIT_WHILE_DONATING_S = 0.05
-# What a donor's encoded optimizers' state may take at most, next to this worker's own model. AdamW
-# takes twice the parameters, Shampoo and its like more.
-TRAINING_BYTES_PER_BYTE = 32
-OTHER_TRAINING_BYTES = 64 << 20
 RATE_WARNING_BELOW = 0.8
+WAIT_WHILE_DONATING_S = 0.05
 
 
 class GossipEngine(Engine):
@@ -110,8 +106,6 @@ class GossipEngine(Engine):
             start="afresh" if resumption is None else resumption.start,
         )
         self._rate_warning_due = True
-        self._donated_s = 0.0
-        self._num_donated = 0
         self._rendezvous = Rendezvous.open(environment, options.start_timeout_s)
         atexit.register(self.close)
         try:
@@ -245,6 +239,9 @@ class GossipEngine(Engine):
         # Until the loop's first turn.
         self._loop.others_samples = protocol.progress.others_samples
         self._thread = GossipThread(self._loop)
+        self._states = StateTransfers(
+            self._thread, self._loop, self._shared, self._optimizers, options
+        )
         self._thread.start()
 
     def _identity(self, host: str, run_id: str, rank: int, process_id: int) -> Identity:
@@ -296,7 +293,7 @@ class GossipEngine(Engine):
             answer.progress,
             is_joining=True,
         )
-        training = self._take_state()
+        training = self._states.take()
         training_state.restore(training_state.decode(training), self._optimizers)
         progress = self._protocol.progress
         steps = progress.worker_steps(rank)
@@ -304,83 +301,6 @@ class GossipEngine(Engine):
         self._thread.call(lambda: self._loop.serve_state((), lambda: None)).result()
         self._thread.call(self._loop.joined).result()
         logger.info("worker %d joined the run, in its life %d", rank, incarnation)
-
-    def _take_state(self) -> bytes:
-        """Take parameters and buffers of a live worker; return its encoded training state.
-
-        The training state comes first, since a donor gives it at its next step boundary, and the
-        parameters are then as fresh as can be. They may come from two donors, if the first died.
-        """
-        loop, limit_s = self._loop, self._options.start_timeout_s
-        patience_s = self._options.timeout_s
-        training: bytes | None = None
-        advanced, deadline_s = 0, time.monotonic() + limit_s
-        reason = ""
-        while True:
-            live = self._thread.call(self._protocol.membership.live).result()
-            order = donors(live, self.rank)
-            for donor in order:
-                self._thread.check()
-                try:
-                    if training is None:
-                        training = self._fetch_training(donor, patience_s)
-                    self._fetch(donor, self._shared.replace, patience_s)
-                    return training
-                except PeerLostError as error:
-                    self._thread.check()
-                    reason = str(error)
-                    logger.warning("worker %d asks another: %s", self.rank, reason)
-                if loop.transfers.num_chunks_received > advanced:
-                    advanced = loop.transfers.num_chunks_received
-                    deadline_s = time.monotonic() + limit_s
-            if not order or time.monotonic() >= deadline_s:
-                raise RendezvousError(
-                    f"worker {self.rank} could not join: no live worker gave it a state"
-                    f"{'; the last: ' if reason else ''}{reason}"
-                )
-            # A donor whose steps take longer than the time-out answers at its next one.
-            patience_s = min(2 * patience_s, limit_s)
-            time.sleep(PAUSE_BETWEEN_ROUNDS_S)
-
-    def _fetch_training(self, peer: int, timeout_s: float) -> bytes:
-        """Run one transfer of an optimizers' state to its end; raises what ended it."""
-        arrived: Future[bytes] = Future()
-        num_bytes = sum(s.x.numel() * s.x.element_size() for s in self._flat.state.segments)
-        max_bytes = OTHER_TRAINING_BYTES + TRAINING_BYTES_PER_BYTE * num_bytes
-
-        def on_end(outcome: bytes | Exception) -> None:
-            if isinstance(outcome, Exception):
-                arrived.set_exception(outcome)
-            else:
-                arrived.set_result(outcome)
-
-        self._thread.call(
-            lambda: self._loop.transfers.fetch_training(peer, max_bytes, on_end, timeout_s)
-        ).result()
-        return arrived.result()
-
-    def _donate(self) -> None:
-        """Give joiners the optimizers' state; called where no optimizer steps."""
-        if not self._loop.transfers.training_wanted:
-            return
-        started_s = time.perf_counter()
-        try:
-            data = training_state.encode(training_state.capture(self._optimizers))
-        except ValueError as error:
-            reason = str(error)
-            logger.error("worker %d cannot help another to join: %s", self.rank, reason)
-            self._thread.call(lambda: self._loop.transfers.refuse_training(reason)).result()
-            return
-        pause_s = time.perf_counter() - started_s
-        self._donated_s += pause_s
-        self._num_donated += 1
-        self._thread.call(lambda: self._loop.transfers.give_training(data))
-        logger.info(
-            "worker %d gives a joiner its optimizers' state, %d bytes; training paused for %.0f ms",
-            self.rank,
-            len(data),
-            1e3 * pause_s,
-        )
 
     def _begin(self) -> None:
         """Take rank 0's parameters, down a binary tree, and give them on; then start to exchange.
@@ -395,7 +315,7 @@ class GossipEngine(Engine):
             return
         if self.rank > 0:
             parent = (self.rank - 1) // 2
-            self._fetch(parent, self._shared.replace, self._options.start_timeout_s)
+            self._states.fetch(parent, self._shared.replace, self._options.start_timeout_s)
         served: Future[None] = Future()
         children = {2 * self.rank + 1, 2 * self.rank + 2} & set(range(self.num_workers))
         self._thread.call(
@@ -412,19 +332,6 @@ class GossipEngine(Engine):
                 f"{sorted(children)} to take the start parameters; look at their output"
             ) from None
         self._thread.call(self._loop.start_exchanging).result()
-
-    def _fetch(self, peer: int, sink: Callable[[Chunk, Tensor], None], timeout_s: float) -> None:
-        """Run one state transfer from ``peer`` to its end; raises what ended it."""
-        arrived: Future[None] = Future()
-
-        def on_end(error: Exception | None) -> None:
-            if error is None:
-                arrived.set_result(None)
-            else:
-                arrived.set_exception(error)
-
-        self._thread.call(lambda: self._loop.fetch_state(peer, sink, on_end, timeout_s)).result()
-        arrived.result()
 
     # Training.
 
@@ -452,7 +359,7 @@ class GossipEngine(Engine):
                 self._keep_pace()
             elif self._rate_warning_due:
                 self._warn_of_low_rate()
-            self._donate()
+            self._states.donate()
 
     def _keep_pace(self) -> None:
         """Wait while more than ``max_lag`` own demands are unserved and someone could serve them.
@@ -466,7 +373,7 @@ class GossipEngine(Engine):
             self._thread.check()
             time.sleep(TURN_WHILE_WAITING_S)
             self._shared.boundary(wait=True)
-            self._donate()
+            self._states.donate()
         self._waited_s += time.monotonic() - started_s
 
     def _warn_of_low_rate(self) -> None:
@@ -503,10 +410,9 @@ class GossipEngine(Engine):
             if not self._protocol.refresher.is_needed or time.monotonic() >= deadline_s:
                 raise PoisonedError(f"{poison}; and no other worker gave it its parameters")
             time.sleep(TURN_WHILE_WAITING_S)
-        others = self._thread.call(self._protocol.membership.live).result()
-        for donor in donors(others, self.rank):
+        for donor in donors(self._states.live(), self.rank):
             try:
-                data = self._fetch_training(donor, self._options.timeout_s)
+                data = self._states.fetch_training(donor, self._options.timeout_s)
             except PeerLostError as error:
                 logger.warning("worker %d asks another: %s", self.rank, error)
                 continue
@@ -657,14 +563,13 @@ class GossipEngine(Engine):
                 rooms[chunk.index].add_(values)
                 counts[chunk.index] += 1
 
-        membership = self._protocol.membership
-        for peer in self._thread.call(membership.live).result():
+        for peer in self._states.live():
             if peer == self.rank:
                 continue
             try:
-                self._fetch(peer, add, self._options.start_timeout_s)
+                self._states.fetch(peer, add, self._options.start_timeout_s)
             except PeerLostError as error:
-                if peer in self._thread.call(membership.live).result():
+                if peer in self._states.live():
                     raise
                 logger.warning("worker %d averages without worker %d: %s", self.rank, peer, error)
         for index, room in rooms.items():
@@ -709,7 +614,7 @@ class GossipEngine(Engine):
                 return ended.result(WAIT_WHILE_DONATING_S)
             except TimeoutError:
                 self._thread.check()
-                self._donate()
+                self._states.donate()
             if time.monotonic() >= line_due_s:
                 line_due_s += WAIT_LINE_EVERY_S
                 missing = self._protocol.consolidation.missing()
@@ -760,8 +665,8 @@ class GossipEngine(Engine):
             step_seconds=math.nan if step_seconds is None else step_seconds,
             recent_exchanges=recent,
             noticed=self._loop.noticed.notices,
-            states_donated=self._num_donated,
-            donation_pause_seconds=self._donated_s,
+            states_donated=self._states.num_donated,
+            donation_pause_seconds=self._states.donated_s,
         )
 
     def close(self) -> None:

@@ -336,8 +336,9 @@ class GossipLoop(LinkHandler):
         else:
             self.perform(self.protocol.peer_unreachable(peer, now))
         if refusal.field != "crossed":  # the link that it crossed with is on its way
-            error = RefusedError(f"worker {peer} refused this worker: {refusal}")
-            self.transfers.gone(peer, error)
+            # Who has another of this worker's rank may yet learn which of the two stands.
+            kind = PeerLostError if refusal.field in REFUSALS_OF_THE_LIVING else RefusedError
+            self.transfers.gone(peer, kind(f"worker {peer} refused this worker: {refusal}"))
 
     def dial_failed(self, peer: int | None, refused_connection: bool) -> None:
         if peer is None:

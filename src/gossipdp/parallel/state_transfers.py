@@ -1,0 +1,162 @@
+"""The main thread's end of state transfers: taking another worker's state, and giving one's own.
+
+Races, besides those of :mod:`gossipdp.runtime.transfers`:
+
+- The donor trains on: its main thread encodes the optimizers' state at a step boundary, or while it
+  waits for others, when no optimizer steps; its parameters are read chunk by chunk under their
+  locks. So the two are a few steps apart, as parameters and momentum of gossip always are.
+- The donor dies, stops or turns away: the next one is asked, and what came whole is kept.
+- All donors consolidate meanwhile: each says that it gives nothing; when all have left, the joiner
+  ends with an error.
+- Nothing advances for ``start_timeout_s``: the joiner ends with an error.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from gossipdp.dynamics.state import Chunk
+from gossipdp.errors import PeerLostError, RendezvousError
+from gossipdp.parallel import training_state
+from gossipdp.parallel.options import GossipOptions
+from gossipdp.runtime.gossip_loop import GossipLoop
+from gossipdp.runtime.gossip_thread import GossipThread
+from gossipdp.runtime.joining import donors
+from gossipdp.runtime.shared_state import SharedState
+
+logger = logging.getLogger("gossipdp")
+
+PAUSE_BETWEEN_ROUNDS_S = 0.1
+# What a donor's encoded optimizers' state may take at most, next to this worker's own model. AdamW
+# takes twice the parameters, Shampoo and its like more.
+TRAINING_BYTES_PER_BYTE = 32
+OTHER_TRAINING_BYTES = 64 << 20
+
+
+class StateTransfers:
+    """Takes and gives states over one gossip thread. Main thread only.
+
+    Args:
+        thread, loop: of this worker.
+        shared: its parameters.
+        optimizers: whose state is given.
+        options: its time-outs.
+
+    Attributes:
+        num_donated: optimizers' states given.
+        donated_s: time that training waited for that.
+    """
+
+    def __init__(
+        self,
+        thread: GossipThread,
+        loop: GossipLoop,
+        shared: SharedState,
+        optimizers: Sequence[torch.optim.Optimizer],
+        options: GossipOptions,
+    ) -> None:
+        self.num_donated = 0
+        self.donated_s = 0.0
+        self._rank = loop.protocol.rank
+        self._thread = thread
+        self._loop = loop
+        self._shared = shared
+        self._optimizers = optimizers
+        self._options = options
+
+    def live(self) -> tuple[int, ...]:
+        """The workers that this one believes to live, itself included where it takes part."""
+        return self._thread.call(self._loop.protocol.membership.live).result()
+
+    def fetch(self, peer: int, sink: Callable[[Chunk, Tensor], None], timeout_s: float) -> None:
+        """Run one state transfer from ``peer`` to its end; raises what ended it."""
+        arrived: Future[None] = Future()
+
+        def on_end(error: Exception | None) -> None:
+            if error is None:
+                arrived.set_result(None)
+            else:
+                arrived.set_exception(error)
+
+        self._thread.call(lambda: self._loop.fetch_state(peer, sink, on_end, timeout_s)).result()
+        arrived.result()
+
+    def take(self) -> bytes:
+        """Take parameters and buffers of a live worker; return its encoded training state.
+
+        The training state comes first, since a donor gives it at its next step boundary, and the
+        parameters are then as fresh as can be. They may come from two donors, if the first died.
+        """
+        loop, limit_s = self._loop, self._options.start_timeout_s
+        patience_s = self._options.timeout_s
+        training: bytes | None = None
+        advanced, deadline_s = 0, time.monotonic() + limit_s
+        reason = ""
+        while True:
+            order = donors(self.live(), self._rank)
+            for donor in order:
+                self._thread.check()
+                try:
+                    if training is None:
+                        training = self.fetch_training(donor, patience_s)
+                    self.fetch(donor, self._shared.replace, patience_s)
+                    return training
+                except PeerLostError as error:
+                    self._thread.check()
+                    reason = str(error)
+                    logger.warning("worker %d asks another: %s", self._rank, reason)
+                if loop.transfers.num_chunks_received > advanced:
+                    advanced = loop.transfers.num_chunks_received
+                    deadline_s = time.monotonic() + limit_s
+            if not order or time.monotonic() >= deadline_s:
+                raise RendezvousError(
+                    f"worker {self._rank} could not join: no live worker gave it a state"
+                    f"{'; the last: ' if reason else ''}{reason}"
+                )
+            # A donor whose steps take longer than the time-out answers at its next one.
+            patience_s = min(2 * patience_s, limit_s)
+            time.sleep(PAUSE_BETWEEN_ROUNDS_S)
+
+    def fetch_training(self, peer: int, timeout_s: float) -> bytes:
+        """Run one transfer of an optimizers' state to its end; raises what ended it."""
+        arrived: Future[bytes] = Future()
+        num_bytes = sum(s.x.numel() * s.x.element_size() for s in self._shared.state.segments)
+        max_bytes = OTHER_TRAINING_BYTES + TRAINING_BYTES_PER_BYTE * num_bytes
+
+        def on_end(outcome: bytes | Exception) -> None:
+            if isinstance(outcome, Exception):
+                arrived.set_exception(outcome)
+            else:
+                arrived.set_result(outcome)
+
+        self._thread.call(
+            lambda: self._loop.transfers.fetch_training(peer, max_bytes, on_end, timeout_s)
+        ).result()
+        return arrived.result()
+
+    def donate(self) -> None:
+        """Give joiners the optimizers' state; called where no optimizer steps."""
+        if not self._loop.transfers.training_wanted:
+            return
+        started_s = time.perf_counter()
+        try:
+            data = training_state.encode(training_state.capture(self._optimizers))
+        except ValueError as error:
+            reason = str(error)
+            logger.error("worker %d cannot help another to join: %s", self._rank, reason)
+            self._thread.call(lambda: self._loop.transfers.refuse_training(reason)).result()
+            return
+        pause_s = time.perf_counter() - started_s
+        self.donated_s += pause_s
+        self.num_donated += 1
+        self._thread.call(lambda: self._loop.transfers.give_training(data))
+        logger.info(
+            "worker %d gives a joiner its optimizers' state, %d bytes; training paused for %.0f ms",
+            self._rank,
+            len(data),
+            1e3 * pause_s,
+        )
