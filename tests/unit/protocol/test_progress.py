@@ -51,3 +51,15 @@ def test_a_new_incarnation_counts_from_zero_and_keeps_what_was_counted() -> None
     assert progress.total_samples == 12
     with pytest.raises(ValueError, match="from 2 to 1"):
         progress.renew(1)
+
+
+def test_samples_of_this_process_are_no_others_after_it_was_renewed() -> None:
+    progress = Progress(1, 0, 7)
+    progress.add(10)
+    progress.merge_all([ProgressEntry(0, 0, 5, 100, 1), ProgressEntry(1, 0, 6, 1000, 1)])
+    assert progress.others_samples == 1100
+    progress.renew(1)
+    progress.add(20)
+    # Another process of the same rank is another.
+    assert progress.others_samples == 1100
+    assert progress.total_samples == 1130
