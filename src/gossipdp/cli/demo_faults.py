@@ -303,10 +303,12 @@ def fault_results(injections: Sequence[Injection], run_log: RunLog) -> list[dict
         )
         kinds = ("dead",) if fault.kind == "kill" else ("stopped", "dead")
         witnesses = _witnesses(injection, injections, run_log)
-        back = _noticed_by(run_log, fault.rank, ("rejoined",), happened_s, next_s)
         detected = _noticed_by(
-            run_log, fault.rank, kinds, happened_s, min([next_s, *back.values()])
+            run_log, fault.rank, kinds, dict.fromkeys(run_log.workers, happened_s)
         )
+        detected = {rank: at_s for rank, at_s in detected.items() if at_s < next_s}
+        # Only from who saw it go: one that came back meanwhile sees all others for the first time.
+        back = _noticed_by(run_log, fault.rank, ("rejoined",), detected)
         result: dict[str, Any] = {
             "rank": fault.rank,
             "kind": fault.kind,
@@ -324,13 +326,13 @@ def fault_results(injections: Sequence[Injection], run_log: RunLog) -> list[dict
 
 
 def _noticed_by(
-    run_log: RunLog, rank: int, kinds: Collection[str], from_s: float, to_s: float
-) -> Mapping[int, float]:
-    """When each worker first noticed this of ``rank`` between two moments."""
+    run_log: RunLog, rank: int, kinds: Collection[str], since_s: Mapping[int, float]
+) -> dict[int, float]:
+    """When each worker of ``since_s`` first noticed this of ``rank``, from its time on."""
     found: dict[int, float] = {}
-    for witness, worker in run_log.workers.items():
-        for notice in worker.notices:
-            if notice.rank == rank and notice.what in kinds and from_s <= notice.at_s < to_s:
+    for witness, from_s in since_s.items():
+        for notice in run_log.workers[witness].notices:
+            if notice.rank == rank and notice.what in kinds and notice.at_s >= from_s:
                 found.setdefault(witness, notice.at_s)
     return found
 

@@ -1,0 +1,281 @@
+"""``make chaos``, second part: real worker processes under kill -9, stops, restarts and cut links.
+
+    .venv/bin/python tests/chaos/processes.py                  two minutes of faults, seed 0
+    .venv/bin/python tests/chaos/processes.py --seed 17 --seconds 40
+
+The plan of faults follows from the seed, and is printed with the command that runs it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import psutil
+
+from gossipdp.cli.demo import DemoArguments, averaged_together, prepare
+from gossipdp.cli.demo_faults import Fault, FaultInjector, fault_results
+from gossipdp.cli.demo_worker import own_average_file, read_results, train_worker
+from gossipdp.errors import WorkerFailedError
+from gossipdp.report.live import WorkerProgress
+from gossipdp.report.run_log import RunLog, RunLogTail, worker_file
+from gossipdp.runtime.crew import Failure
+from gossipdp.runtime.gossip_loop import GossipLoop
+from gossipdp.runtime.launcher import launch
+from gossipdp.workloads import make_workload
+
+NUM_WORKERS = 6
+# After the last fault, for the last restart and a little training.
+QUIET_S = 10.0
+# From the end of training to the end of the run, on a busy machine.
+PATIENCE_S = 60.0
+SCRIPT = "tests/chaos/processes.py"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Between these seconds two workers close every connection to each other."""
+
+    ranks: tuple[int, int]
+    at_s: float
+    for_s: float
+
+    def __str__(self) -> str:
+        first, second = self.ranks
+        return f"cut {first} from {second} at {self.at_s:g} s for {self.for_s:g} s"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What befalls a run; times count from its first gradient step."""
+
+    seed: int
+    faults: tuple[Fault, ...]
+    cuts: tuple[Cut, ...]
+    duration_s: float
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"{self.duration_s:g} s with {NUM_WORKERS} workers; to run it again:",
+                f"    python {SCRIPT} --seed {self.seed} --seconds {self.duration_s:g}",
+                *(f"    {fault}" for fault in (*self.faults, *self.cuts)),
+            ]
+        )
+
+
+def draw_plan(seed: int, duration_s: float) -> Plan:
+    """Faults every 2 to 4 seconds; at least half of the workers run at any moment.
+
+    Rank 0 is killed first. Everybody who is killed comes back.
+    """
+    random = Random(seed)
+    faults: list[Fault] = []
+    cuts: list[Cut] = []
+    away_until_s = dict.fromkeys(range(NUM_WORKERS), 0.0)
+    at_s = 2.0
+    while at_s < duration_s - QUIET_S:
+        present = [rank for rank, until_s in away_until_s.items() if until_s <= at_s]
+        kind = random.choice(["kill", "stop", "cut"]) if faults else "kill"
+        if kind == "cut":
+            # Neighbours on the ring, so that there is a link to cut.
+            pairs = [(rank, (rank + 1) % NUM_WORKERS) for rank in present]
+            pairs = [pair for pair in pairs if pair[1] in present]
+            if pairs:
+                cuts.append(Cut(random.choice(pairs), at_s, round(random.uniform(1, 8), 1)))
+        elif len(present) > NUM_WORKERS // 2:
+            rank = random.choice(present) if faults else 0
+            longest_s = duration_s - QUIET_S - at_s
+            for_s = 0.0 if kind == "kill" else round(min(random.uniform(1, 9), longest_s), 1)
+            faults.append(Fault(rank, "kill" if kind == "kill" else "stop", at_s, for_s))
+            away_until_s[rank] = at_s + for_s + 8
+        at_s = round(at_s + random.uniform(2, 4), 1)
+    return Plan(seed, tuple(faults), tuple(cuts), duration_s)
+
+
+def cut_file(directory: Path, cut: Cut) -> Path:
+    """Made once this cut has closed a connection."""
+    return directory / f"cut-{'-'.join(map(str, cut.ranks))}-at-{cut.at_s:g}"
+
+
+def train_with_cuts(task: Any, rank_cuts: Sequence[Cut]) -> None:
+    """The demo's worker, whose gossip thread closes links to those it is cut off from."""
+    rank = int(os.environ["RANK"])
+    log = RunLogTail(worker_file(task.directory, rank))
+    own = [cut for cut in rank_cuts if rank in cut.ranks]
+    view = WorkerProgress()
+    turn = GossipLoop.turn
+
+    def turn_and_cut(self: GossipLoop, *args: Any) -> None:
+        turn(self, *args)
+        if view.began_s is None:
+            for record in log.read_new():
+                view.take(record)
+            return
+        since_s = time.monotonic() - view.began_s
+        for cut in own:
+            peer = sum(cut.ranks) - rank
+            if cut.at_s <= since_s < cut.at_s + cut.for_s and peer in self._links:
+                self._links[peer].close("cut by the plan")
+                cut_file(task.directory, cut).touch()
+
+    if own:
+        GossipLoop.turn = turn_and_cut  # type: ignore[method-assign]
+    train_worker(task)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended; ``problems`` says what should not have come about."""
+
+    accuracy: float
+    faults: list[dict[str, Any]]
+    num_samples: int
+    seconds: float
+    problems: list[str]
+
+
+def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Outcome:
+    """Train under a plan, or undisturbed, and look at everything that is left."""
+    faults = plan.faults if plan else ()
+    cuts = plan.cuts if plan else ()
+    arguments = DemoArguments(workers=NUM_WORKERS, samples=samples, output=directory / "run")
+    _, task = prepare(arguments)
+    if plan is not None:
+        task = type(task)(**{**vars(task), "least_s": plan.duration_s})
+    task.directory.mkdir(parents=True)
+    temporary = directory / "tmp"
+    temporary.mkdir()
+    listening = _listening()
+    workers = [WorkerProgress() for _ in range(NUM_WORKERS)]
+    tails = [RunLogTail(worker_file(task.directory, rank)) for rank in range(NUM_WORKERS)]
+    injector = FaultInjector(faults, workers)
+    problems: list[str] = []
+
+    def poll() -> None:
+        for worker, tail in zip(workers, tails, strict=True):
+            for record in tail.read_new():
+                worker.take(record)
+        injector.poll()
+
+    def note(failure: Failure) -> None:
+        if not injector.ended(failure):
+            problems.append(f"worker {failure.rank} {failure.ending.reason}")
+
+    began = time.monotonic()
+    try:
+        launch(
+            train_with_cuts,
+            workers=NUM_WORKERS,
+            args=(task, cuts),
+            environment={"TMPDIR": str(temporary)},
+            timeout_s=(plan.duration_s if plan else 60.0) + PATIENCE_S,
+            on_poll=poll,
+            max_restarts=len(faults),
+            on_failure=note,
+        )
+    except WorkerFailedError as error:
+        problems.append(str(error))
+    finally:
+        injector.close()
+    seconds = time.monotonic() - began
+    problems += [
+        f"did not {each.fault}: {each.missed}" for each in injector.injections if each.missed
+    ]
+    problems += [f"did not {cut}" for cut in cuts if not cut_file(task.directory, cut).exists()]
+    run_log = RunLog.read(task.directory)
+    problems += [
+        f"worker {witness} took worker {notice.rank} for dead, which was neither killed nor stopped"
+        for witness, log in run_log.workers.items()
+        for notice in log.notices
+        if notice.what == "dead" and notice.rank not in {fault.rank for fault in faults}
+    ]
+    results = read_results(run_log)
+    together = averaged_together(results)
+    if len(together) < NUM_WORKERS or {each.num_averaged for each in together} != {NUM_WORKERS}:
+        found = [(each.rank, each.num_averaged, each.average_digest) for each in results]
+        problems.append(f"not all workers hold one average of all: {found}")
+    for log in run_log.workers.values():
+        problems += [
+            f"process {life.process_id} is left"
+            for life in log.lives
+            if psutil.pid_exists(life.process_id)
+        ]
+    if _listening() != listening:
+        problems.append(f"ports are left: {_listening() - listening}")
+    if list(temporary.iterdir()):
+        problems.append(f"files are left: {list(temporary.iterdir())}")
+    return Outcome(
+        accuracy=_accuracy(own_average_file(task.directory, together[0].rank)),
+        faults=fault_results(injector.injections, run_log),
+        num_samples=sum(each.samples for each in results),
+        seconds=seconds,
+        problems=problems,
+    )
+
+
+def _listening() -> set[int]:
+    connections = psutil.Process().net_connections(kind="tcp")
+    return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+
+
+def _accuracy(path: Path) -> float:
+    import torch
+
+    workload = make_workload("digits")
+    net = workload.make_model()
+    net.load_state_dict(torch.load(path, weights_only=True))
+    return workload.evaluate(net)
+
+
+def late_notices(faults: Sequence[dict[str, Any]], kind: str, limit_s: float) -> list[str]:
+    """Who noticed a fault later than it should, or never."""
+    return [
+        f"worker {witness} noticed after {detected_s} s that worker {fault['rank']} was gone"
+        for fault in faults
+        if fault["kind"] == kind
+        for witness, detected_s in fault["detected_s"].items()
+        if detected_s is None or detected_s > limit_s
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0, help="of the plan")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of training under faults")
+    arguments = parser.parse_args()
+    plan = draw_plan(arguments.seed, arguments.seconds)
+    print(plan, flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        undisturbed = run_plan(None, Path(temporary, "undisturbed"))
+        print(f"undisturbed: test accuracy {undisturbed.accuracy:.4f}", flush=True)
+        outcome = run_plan(plan, Path(temporary, "faults"))
+    problems = [*undisturbed.problems, *outcome.problems]
+    problems += late_notices(outcome.faults, "kill", 1.0)
+    if outcome.accuracy < undisturbed.accuracy - 0.01:
+        problems.append(f"test accuracy {outcome.accuracy:.4f}, undisturbed more by over 0.01")
+    for fault in outcome.faults:
+        print(f"    {fault}")
+    print(
+        f"with faults: test accuracy {outcome.accuracy:.4f}, {outcome.num_samples:,} samples, "
+        f"{outcome.seconds:.0f} s; {len(problems)} problems"
+    )
+    for problem in problems:
+        print(f"PROBLEM: {problem}", file=sys.stderr)
+    if problems:
+        command = [".venv/bin/python", SCRIPT, "--seed", str(plan.seed)]
+        print("again: " + shlex.join([*command, "--seconds", f"{plan.duration_s:g}"]))
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Two hosts, here network namespaces with a router between, that lose each other for a while."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gossipdp.report.run_log import BeganRecord, RunLog, RunLogTail, WorkerLog, worker_file
+
+pytestmark = pytest.mark.processes
+
+NUM_WORKERS = 4
+HALVES = ({0, 1}, {2, 3})
+TIMEOUT_S = 5.0
+CUT_AT_S, CUT_FOR_S, LEAST_S = 2.0, 10.0, 27.0
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from gossipdp.cli.demo import DemoArguments, prepare
+from gossipdp.cli.demo_worker import train_worker
+
+_, task = prepare(DemoArguments(workers=4, samples=6400, output=Path(sys.argv[1])))
+train_worker(type(task)(**{**vars(task), "least_s": float(sys.argv[2])}))
+"""
+
+VARIABLES = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("GOSSIPDP_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE"))
+}
+
+
+class Hosts:
+    """Two network namespaces and a router that can be told to drop what goes between them."""
+
+    addresses = ("10.77.1.2", "10.77.2.2")
+
+    def __init__(self) -> None:
+        mark = f"g{os.getpid() % 100_000}"
+        self.names = (f"{mark}a", f"{mark}b")
+        self.router = f"{mark}r"
+
+    def open(self) -> None:
+        """Make them."""
+        for name in (*self.names, self.router):
+            ip("netns", "add", name)
+        ip("netns", "exec", self.router, "sysctl", "-q", "-w", "net.ipv4.ip_forward=1")
+        for name, address in zip(self.names, self.addresses, strict=True):
+            gateway = address[:-1] + "1"
+            ip("link", "add", f"{name}0", "type", "veth", "peer", "name", f"{name}1")
+            for link, place, own in (
+                (f"{name}0", name, address),
+                (f"{name}1", self.router, gateway),
+            ):
+                ip("link", "set", link, "netns", place)
+                ip("-n", place, "address", "add", f"{own}/24", "dev", link)
+                ip("-n", place, "link", "set", link, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "route", "add", "default", "via", gateway)
+
+    def cut(self) -> None:
+        """Drop everything, in silence."""
+        for address in self.addresses:
+            ip("-n", self.router, "route", "add", "blackhole", f"{address}/32")
+
+    def heal(self) -> None:
+        for address in self.addresses:
+            ip("-n", self.router, "route", "del", "blackhole", f"{address}/32")
+
+    def close(self) -> None:
+        for name in (*self.names, self.router):
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the ip command")
+    made = Hosts()
+    try:
+        try:
+            made.open()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def runs(hosts: Hosts, tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    script, secret = tmp_path / "script.py", tmp_path / "secret"
+    script.write_text(SCRIPT)
+    secret.write_text("a secret of this test")
+    started = []
+    for node, name in enumerate(hosts.names):
+        options = ["-n", "2", "--nnodes", "2", "--node-rank", str(node)]
+        options += ["--rendezvous", f"{hosts.addresses[0]}:29400", "--secret-file", str(secret)]
+        command = [sys.executable, "-m", "gossipdp.cli.main", "run", *options, str(script)]
+        started.append(
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, *command, str(tmp_path / "run"), str(LEAST_S)],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=VARIABLES,
+            )
+        )
+    yield started
+    for run in started:
+        run.terminate()
+        run.wait(10)
+        assert run.stderr is not None
+        run.stderr.close()
+
+
+def wait_for_first_steps(directory: Path, runs: list[subprocess.Popen[str]]) -> None:
+    tails = [RunLogTail(worker_file(directory, rank)) for rank in range(NUM_WORKERS)]
+    deadline = time.monotonic() + 120  # fresh interpreters import torch
+    while tails:
+        assert time.monotonic() < deadline
+        assert all(run.poll() is None for run in runs), [run.communicate() for run in runs]
+        tails = [
+            tail
+            for tail in tails
+            if not any(isinstance(record, BeganRecord) for record in tail.read_new())
+        ]
+        time.sleep(0.1)
+
+
+def exchanges(log: WorkerLog, with_ranks: set[int], from_s: float, to_s: float) -> int:
+    """How many with these workers were recorded between two moments, in seconds since 1970."""
+    counts = [
+        sum(record.exchanges_by_neighbour.get(rank, 0) for rank in with_ranks)
+        for record in log.exchanges
+        if from_s <= log.start.started_at + record.time_s < to_s
+    ]
+    return counts[-1] - counts[0] if counts else 0
+
+
+@pytest.mark.timeout(300)
+def test_both_halves_go_on_and_merge_when_the_partition_heals(
+    hosts: Hosts, runs: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    wait_for_first_steps(directory, runs)
+    time.sleep(CUT_AT_S)
+    hosts.cut()
+    cut_s, cut_monotonic_s = time.time(), time.monotonic()
+    time.sleep(CUT_FOR_S)
+    healed_s, healed_monotonic_s = time.time(), time.monotonic()
+    hosts.heal()
+    outputs = [run.communicate(timeout=120)[1] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outputs
+
+    workers = RunLog.read(directory).workers
+    assert {rank: len(log.lives) for rank, log in workers.items()} == dict.fromkeys(range(4), 1)
+    ends = [log.end for log in workers.values()]
+    assert {end.num_averaged for end in ends if end} == {NUM_WORKERS}
+    assert len({end.average_digest for end in ends if end}) == 1
+    assert all(end and end.metric_before_average > 0.95 for end in ends)
+    for rank, log in workers.items():
+        own, others = HALVES if rank in HALVES[0] else HALVES[::-1]
+        # After that the news that one's own half was taken for dead may come before its answer.
+        notices = [notice for notice in log.notices if notice.at_s < healed_monotonic_s]
+        assert {notice.rank for notice in notices if notice.what == "dead"} == others, notices
+        assert not [notice for notice in notices if notice.what == "rejoined"]
+        back = {notice.rank for notice in log.notices if notice.what == "rejoined"}
+        assert back >= others, log.notices
+        died_s = [notice.at_s for notice in notices if notice.what == "dead"]
+        back_s = [
+            notice.at_s
+            for notice in log.notices
+            if notice.what == "rejoined" and notice.rank in others
+        ]
+        print(
+            f"worker {rank}: the other half taken for dead {max(died_s) - cut_monotonic_s:.1f} s "
+            f"after the cut, back {min(back_s) - healed_monotonic_s:.1f} s after it healed"
+        )
+        # Once the others are known to be away, and until they are back.
+        apart = (cut_s + TIMEOUT_S + 1, healed_s)
+        assert exchanges(log, own, *apart) > 0
+        assert exchanges(log, others, *apart) == 0
+    distances = {end.consensus_distance for end in ends if end}
+    print(f"consensus distance at the end: {distances}")
+    across = sum(
+        exchanges(log, HALVES[rank in HALVES[0]], healed_s, float("inf"))
+        for rank, log in workers.items()
+    )
+    assert across > 0
