@@ -54,6 +54,12 @@ def test_schedules_travel_and_print() -> None:
     assert all(f"{fault.at_s:.3f} s" in str(schedule) for fault in schedule.faults)
 
 
+def test_partitions_do_not_overlap() -> None:
+    halves = ((0, 1, 2, 3), (4, 5, 6, 7))
+    with pytest.raises(ValueError, match=r"a partition at 2.0 s begins before the one up to 3.0 s"):
+        FaultSchedule(seed=1, faults=(Partition(1.0, 2.0, halves), Partition(2.0, 2.0, halves)))
+
+
 def test_without_faults_all_exchange_and_consolidate() -> None:
     outcome = expect_whole(FaultSchedule(seed=1))
     assert outcome.num_torn == outcome.num_refreshed == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from random import Random
 
@@ -51,6 +52,8 @@ def draw_schedule(seed: int, *, largest: int = 64) -> FaultSchedule:
       averages. Stalls and partitions during training last into the quiet time at most.
     - Restarts and joins during consolidation: who comes when the others leave may find nobody, and
       consolidates alone. Ranks are started again up to the end of ``faulty_s``.
+    - Partitions that overlap: the simulated network knows one at a time, and what an older one
+      holds up would arrive behind what was sent after it, as on no link.
     - The crash of all. At least two of the first workers are never crashed during training.
     """
     random = Random(f"{seed} schedule")
@@ -120,7 +123,18 @@ def _draw_faults(
         else:
             first, second = random.sample(range(num_workers), 2)
             faults.append(Cut(at_s, first, second))
-    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+    faults.sort(key=lambda fault: fault.at_s)
+    return tuple(_without_overlap(faults))
+
+
+def _without_overlap(faults: list[Fault]) -> Iterator[Fault]:
+    heals_at_s = 0.0
+    for fault in faults:
+        if isinstance(fault, Partition):
+            if fault.at_s <= heals_at_s:
+                continue
+            heals_at_s = fault.at_s + fault.duration_s
+        yield fault
 
 
 def _draw_partition(random: Random, num_workers: int, at_s: float, timeout_s: float) -> Partition:
