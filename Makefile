@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types fuzz clean
+.PHONY: demo test lint types fuzz chaos clean
 
 demo: $(VENV)/base.installed
 	$(BIN)/gossipdp demo $(ARGS)
@@ -23,6 +23,13 @@ types: $(VENV)/dev.installed
 SECONDS ?= 60
 fuzz: $(VENV)/fuzz.installed
 	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) $(ARGS)
+
+# Faults: 1,000 schedules of the simulated network, then two minutes with real processes, then two
+# hosts that lose each other (root only).
+chaos: $(VENV)/dev.installed
+	$(BIN)/python tests/chaos/simulated.py
+	$(BIN)/python tests/chaos/processes.py
+	$(BIN)/python -m pytest -s tests/chaos/test_partition.py
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
