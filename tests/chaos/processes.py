@@ -193,12 +193,7 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
     ]
     problems += [f"did not {cut}" for cut in cuts if not cut_file(task.directory, cut).exists()]
     run_log = RunLog.read(task.directory)
-    problems += [
-        f"worker {witness} took worker {notice.rank} for dead, which was neither killed nor stopped"
-        for witness, log in run_log.workers.items()
-        for notice in log.notices
-        if notice.what == "dead" and notice.rank not in {fault.rank for fault in faults}
-    ]
+    problems += _taken_for_dead(run_log, {fault.rank for fault in faults})
     results = read_results(run_log)
     together = averaged_together(results)
     if len(together) < NUM_WORKERS or {each.num_averaged for each in together} != {NUM_WORKERS}:
@@ -221,6 +216,23 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
         seconds=seconds,
         problems=problems,
     )
+
+
+def _taken_for_dead(run_log: RunLog, befallen: set[int]) -> list[str]:
+    """Deaths that a worker noticed while it trained, of others to whom nothing was done.
+
+    After that processes end, and one that dials them may find them gone before it hears why.
+    """
+    since_1970_s = time.time() - time.monotonic()
+    found = []
+    for witness, log in run_log.workers.items():
+        ended_s = log.start.started_at - since_1970_s + log.steps[-1].time_s
+        found += [
+            f"worker {witness} took worker {notice.rank} for dead, to which nothing was done"
+            for notice in log.notices
+            if notice.what == "dead" and notice.rank not in befallen and notice.at_s < ended_s
+        ]
+    return found
 
 
 def _listening() -> set[int]:
