@@ -10,6 +10,8 @@ from gossipdp import logs
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger = logging.getLogger("gossipdp")
     before = logger.level, logger.propagate, list(logger.handlers)
+    # As in a new process, whatever ran in this one.
+    logger.propagate, logger.handlers = True, []
     monkeypatch.setattr(logs, "_handler", None)
     monkeypatch.delenv("GOSSIPDP_LOG", raising=False)
     monkeypatch.delenv("RANK", raising=False)

@@ -25,6 +25,7 @@ class LastCheckpoint:
 
     def __init__(self) -> None:
         self.is_asked = False
+        self._again: threading.Timer | None = None
         self._is_installed = (
             threading.current_thread() is threading.main_thread()
             and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -36,17 +37,25 @@ class LastCheckpoint:
         if self.is_asked:
             raise SystemExit(128 + number)
         self.is_asked = True
-        again = threading.Timer(LONGEST_WAIT_S, os.kill, (os.getpid(), number))
-        again.name, again.daemon = "gossipdp last checkpoint", True
-        again.start()
+        self._again = threading.Timer(LONGEST_WAIT_S, os.kill, (os.getpid(), number))
+        self._again.name, self._again.daemon = "gossipdp last checkpoint", True
+        self._again.start()
 
     def end(self) -> None:
         """End the process, as the signal asked."""
+        self._forget()
         raise SystemExit(128 + signal.SIGTERM)
 
     def close(self) -> None:
         """Let SIGTERM end the process at once again."""
+        self._forget()
         if self._is_installed and threading.current_thread() is threading.main_thread():
             self._is_installed = False
             if signal.getsignal(signal.SIGTERM) == self._handle:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _forget(self) -> None:
+        """Send the signal no second time: it would break into what unwinds the stack."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None

@@ -196,12 +196,13 @@ def test_a_handler_of_the_user_s_stays(tmp_path: Path):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_who_joins_goes_on_with_the_files_of_its_earlier_life(tmp_path: Path):
+def test_who_joins_goes_on_with_the_files_of_its_earlier_life(tmp_path: Path, request):
     def make(is_joining: bool) -> Checkpointer:
         net = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         model = GossipDataParallel(net, optimizer)
-        return Checkpointer(
+        request.addfinalizer(model.close)
+        made = Checkpointer(
             model._engine,
             [optimizer],
             DataPosition(),
@@ -212,6 +213,8 @@ def test_who_joins_goes_on_with_the_files_of_its_earlier_life(tmp_path: Path):
             resumption=None,
             is_joining=is_joining,
         )
+        request.addfinalizer(made.close)
+        return made
 
     make(is_joining=False).save(None)
     with pytest.raises(ValueError, match="checkpoints of another run"):
