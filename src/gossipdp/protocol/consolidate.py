@@ -208,7 +208,24 @@ class Consolidation:
             self._told = None
         attempt = self._attempt
         if self._is_taking_part and attempt is not None:
+            if peer == attempt.parent:
+                attempt.next_partial = None  # what was under way to it is lost
             self._repeat(attempt, peer, actions)
+        return self._settle(actions)
+
+    def repeat(self) -> Actions:
+        """Nothing has come for long: ask everybody and say everything again.
+
+        Every message may be repeated: who has heard it does nothing, or sends a chunk that is
+        dropped where it is not the next one.
+        """
+        actions: Actions = []
+        attempt = self._attempt
+        if self._is_taking_part and attempt is not None:
+            peers = {*attempt.children, attempt.parent, attempt.source, attempt.epoch.leader}
+            for peer in sorted(peers - {None, self.rank}, key=str):
+                assert peer is not None
+                self._repeat(attempt, peer, actions)
         return self._settle(actions)
 
     def accepts_partial(self, peer: int, epoch: Epoch, chunk: int) -> bool:
@@ -412,7 +429,6 @@ class Consolidation:
         if peer == attempt.source:
             self._pull_results(attempt, actions)
         if peer == attempt.parent:
-            attempt.next_partial = None
             if attempt.distance_sent is not None:
                 actions.append(Send(peer, Distance(attempt.epoch, attempt.distance_sent)))
             if attempt.is_acknowledged:

@@ -118,6 +118,8 @@ class WorkerProtocol:
         self.refresher = Refresher(timeout_s, Random(random.getrandbits(64)))
         self.rivalry = Rivalry(timeout_s)
         self._reviewed: int | None = None
+        # When consolidation last got on: it does not rely on every message arriving.
+        self._averaged_at = math.inf
         self._deferred: list[tuple[int, ConsolidationMessage]] = []
         self.exchanges_initiated = 0
         self.exchanges_answered = 0
@@ -295,12 +297,14 @@ class WorkerProtocol:
     def partial_landed(self, peer: int, epoch: Epoch, chunk: int, now: float) -> list[Action]:
         """A partial sum that consolidation accepted was added."""
         actions = self._look_at_clock(now)
+        self._averaged_at = now
         landed = self.consolidation.partial_landed(peer, epoch, chunk)
         return self._settle([*actions, *self._after_consolidation(landed, now)], now)
 
     def result_landed(self, peer: int, origin: Epoch, chunk: int, now: float) -> list[Action]:
         """A chunk of the result that consolidation accepted is here."""
         actions = self._look_at_clock(now)
+        self._averaged_at = now
         landed = self.consolidation.result_landed(peer, origin, chunk)
         return self._settle([*actions, *self._after_consolidation(landed, now)], now)
 
@@ -373,6 +377,9 @@ class WorkerProtocol:
         actions += [*self._notice_silence(now), *self._ticks(now)]
         actions += self.detector.poll(now, self._witnesses)
         actions += self.rivalry.poll(self.rank, now)
+        if now >= self._averaged_at + self.timeout_s and not self.refresher.is_needed:
+            self._averaged_at = now
+            actions += self._after_consolidation(self.consolidation.repeat(), now)
         return self._settle(actions, now)
 
     def next_deadline(self, now: float) -> float:
@@ -664,6 +671,7 @@ class WorkerProtocol:
         self, actions: Sequence[PairingAction | ConsolidationAction], now: float
     ) -> list[PairingAction | ConsolidationAction]:
         if any(isinstance(action, Prepare) for action in actions):
+            self._averaged_at = now
             actions = [*self._close("consolidation", now), *actions]
         if any(isinstance(action, Finished) for action in actions):
             self.membership.set_status(Status.LEFT)
