@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
+from gossipdp.report.progress import ProgressView
 from gossipdp.reproduce.section import Effort
 from gossipdp.simulate.batch import run_all
 from gossipdp.simulate.simulation import Progress
@@ -53,22 +54,6 @@ def _progress_bar(effort: Effort, label: str) -> Iterator[Progress]:
         yield lambda share: None
         return
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    ) as bar:
-        task = bar.add_task(label, total=1.0)
-        yield lambda share: bar.update(task, completed=share)
+    with ProgressView(label, console=Console(stderr=True)) as view:
+        yield view.advance

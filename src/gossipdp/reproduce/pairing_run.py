@@ -6,21 +6,13 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import NamedTuple, final
 
-from gossipdp.dynamics.phase import Phase
 from gossipdp.protocol.neighbours import NeighbourPolicy
 from gossipdp.protocol.pairing import Pairing
 from gossipdp.protocol.worker import Method
-from gossipdp.simulate.carried_rows import CarriedRows
-from gossipdp.simulate.conditions import Conditions
-from gossipdp.simulate.engine import Engine
-from gossipdp.simulate.links import TIMEOUT_STEPS
-from gossipdp.simulate.network import Network, make_workers
-from gossipdp.simulate.optimizers import Sgd
-from gossipdp.simulate.population import Population
-from gossipdp.simulate.recorder import Recorder
+from gossipdp.simulate.links import TIMEOUT_STEPS, run_protocols
+from gossipdp.simulate.network import make_workers
 from gossipdp.simulate.scenario import Scenario
 from gossipdp.simulate.trace import Trace
-from gossipdp.simulate.training import Training
 
 MakePolicy = Callable[[Random], NeighbourPolicy]
 
@@ -52,37 +44,10 @@ def run_watched(scenario: Scenario, method: Method, make_policy: MakePolicy) -> 
         worker.pairing = Pairing(
             rank=rank, incarnation=0, policy=policy, alpha_tilde=worker.alpha_tilde
         )
-    begun = scenario.objective.begin(scenario.num_workers, scenario.seed)
-    population = Population(begun.start, begun.num_trained, momentum=method == "a2cid2")
-    training = Training(None, Sgd(), population)
-    recorder = Recorder(scenario, method, population, None, lambda share: None)
-    eta = constants.eta if method == "a2cid2" else 0.0
-    phases = {rank: Phase(eta, constants.worker_rate(rank)) for rank in constants.workers}
-    rows = CarriedRows(population, training, phases)
-    draw_step_s = scenario.compute_time.begin(scenario.seed)
-    offsets = Random(f"{scenario.seed} offsets")
-    left = {rank: offsets.random() for rank in range(scenario.num_workers)}
-    network = Network(
-        Engine(),
-        workers,
-        constants.edges,
-        Conditions(
-            latency_s=scenario.links.latency_s,
-            transfer_s=scenario.links.begin(scenario.seed, scenario.model_bytes or 1.0),
-            step_s=lambda rank: left.pop(rank, 1.0) * draw_step_s(rank),
-        ),
-        rows,
-        keeps_records=False,
-    )
-    goes_on = True
-    while goes_on:
-        network.engine.run(until=recorder.next_s)
-        goes_on = recorder.record(
-            exchanges=network.num_exchanges, gradient_steps=sum(training.steps)
-        )
+    trace = run_protocols(scenario, method, workers, lambda share: None)
     num_repeated = sum(policy.num_repeated for policy in policies.values())
     num_followed = sum(policy.num_followed for policy in policies.values())
-    return Watched(recorder.trace, num_repeated / max(1, num_followed))
+    return Watched(trace, num_repeated / max(1, num_followed))
 
 
 @final

@@ -36,8 +36,18 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
     Raises:
         ValueError: the scenario's graph or rates are not valid.
     """
+    workers = _make_protocols(scenario, scenario.make_constants(), method)
+    return run_protocols(scenario, method, workers, on_progress)
+
+
+def run_protocols(
+    scenario: Scenario,
+    method: str,
+    workers: dict[int, WorkerProtocol],
+    on_progress: Callable[[float], None],
+) -> Trace:
+    """As :func:`run_links`, with protocols that the caller has made: one a rank, not yet run."""
     constants = scenario.make_constants()
-    workers = _make_protocols(scenario, constants, method)
     has_momentum = method in ("a2cid2", "released")
     begun = scenario.objective.begin(scenario.num_workers, scenario.seed)
     source = begun if scenario.objective.has_gradients else None
