@@ -3,6 +3,10 @@
     .venv/bin/python tests/chaos/simulated.py                     1,000 schedules
     .venv/bin/python tests/chaos/simulated.py --schedules 100 --first 5000
     .venv/bin/python tests/chaos/simulated.py --seed 17           one, shown; --log: every action
+    .venv/bin/python tests/chaos/simulated.py --ending 7          one frame of consolidation
+
+After the random ones the link, the sender and the receiver of each of the first 120 frames of
+consolidation are lost in turn.
 
 A schedule that breaks an invariant is printed with the command that runs it again.
 """
@@ -13,14 +17,19 @@ import argparse
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gossipdp.simulate.batch import run_all
 from gossipdp.simulate.fault_draws import draw_schedule
 from gossipdp.simulate.fault_run import Outcome, run_schedule
+from gossipdp.simulate.faults import EndingFault, EndingKind, FaultSchedule
 
+NUM_FRAMES = 120
 SCRIPT = Path(__file__).resolve().relative_to(Path(__file__).resolve().parents[2])
 
 
@@ -31,12 +40,26 @@ def main() -> int:
     parser.add_argument("--largest", type=int, default=64, help="most workers at first")
     parser.add_argument("--processes", type=int, help="default: one a core")
     parser.add_argument("--seed", type=int, help="run this one alone, and show it")
+    parser.add_argument("--ending", type=int, help="lose this frame of consolidation, and show it")
     parser.add_argument("--log", action="store_true", help="with --seed: show every action")
     arguments = parser.parse_args()
+    log, largest = print if arguments.log else None, arguments.largest
     if arguments.seed is not None:
-        return _replay(arguments.seed, arguments.largest, is_logged=arguments.log)
-    seeds = range(arguments.first, arguments.first + arguments.schedules)
-    tasks = [(seed, arguments.largest) for seed in seeds]
+        seeds, frames = range(arguments.seed, arguments.seed + 1), range(0)
+    elif arguments.ending is not None:
+        seeds, frames = range(0), range(arguments.ending, arguments.ending + 1)
+    else:
+        seeds = range(arguments.first, arguments.first + arguments.schedules)
+        frames = range(NUM_FRAMES)
+    tasks = [
+        *(
+            _Task(f"--seed {seed} --largest {largest}", draw_schedule(seed, largest=largest))
+            for seed in seeds
+        ),
+        *(_Task(f"--ending {frame}", schedule) for frame in frames for schedule in _lost(frame)),
+    ]
+    if len(seeds) + len(frames) == 1:
+        return max(_replay(task, log) for task in tasks)
     began = time.monotonic()
     columns = (TextColumn("schedules"), BarColumn(), "{task.percentage:>5.1f}%")
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn()) as bar:
@@ -55,22 +78,30 @@ def main() -> int:
             _run,
             tasks,
             processes=arguments.processes,
-            costs=[_cost(*task) for task in tasks],
+            costs=[float(task.schedule.num_workers) ** 2 for task in tasks],
             on_progress=show,
         )
     return _report(outcomes, time.monotonic() - began)
 
 
-def _run(task: tuple[int, int], progress: object) -> Outcome:
-    seed, largest = task
-    outcome = run_schedule(draw_schedule(seed, largest=largest))
-    if outcome.broken:
-        _explain(outcome, largest)  # here and now, from whatever process this is
+@dataclass(frozen=True)
+class _Task:
+    again: str  # the arguments that run it again
+    schedule: FaultSchedule
+
+
+def _lost(frame: int) -> list[FaultSchedule]:
+    kinds: tuple[EndingKind, ...] = get_args(EndingKind)
+    endings = [EndingFault(frame, kind) for kind in kinds]
+    return [FaultSchedule(seed=frame, faulty_s=2.0, ending=(ending,)) for ending in endings]
+
+
+def _run(task: _Task, progress: object) -> Outcome:
+    outcome = run_schedule(task.schedule)
+    if outcome.broken:  # here and now, from whatever process this is
+        print(f"\nFAILED: {outcome.details}\n{task.schedule}")
+        print(f"again: {sys.executable} {SCRIPT} {task.again} --log", flush=True)
     return outcome
-
-
-def _cost(seed: int, largest: int) -> float:
-    return float(draw_schedule(seed, largest=largest).num_workers) ** 2
 
 
 def _report(outcomes: list[Outcome], took_s: float) -> int:
@@ -81,23 +112,17 @@ def _report(outcomes: list[Outcome], took_s: float) -> int:
         f"{sum(outcome.num_inputs for outcome in outcomes)} inputs checked, "
         f"{sum(outcome.num_exchanges for outcome in outcomes)} exchanges, "
         f"{sum(outcome.num_torn for outcome in outcomes)} torn, "
-        f"{sum(outcome.num_refreshed for outcome in outcomes)} took over parameters"
+        f"{sum(outcome.num_refreshed for outcome in outcomes)} took over parameters; the hungriest "
+        f"demand waited {max(outcome.hungriest_s for outcome in outcomes):.2f} s (virtual)"
     )
     seeds = ", ".join(str(outcome.seed) for outcome in failed)
     print(f"{len(failed)} broke an invariant{': seeds ' + seeds if seeds else ''}")
     return 1 if failed else 0
 
 
-def _explain(outcome: Outcome, largest: int) -> None:
-    print(f"\nFAILED: {outcome.details}\n{draw_schedule(outcome.seed, largest=largest)}")
-    again = f"{sys.executable} {SCRIPT} --seed {outcome.seed} --largest {largest} --log"
-    print(f"again: {again}", flush=True)
-
-
-def _replay(seed: int, largest: int, *, is_logged: bool) -> int:
-    schedule = draw_schedule(seed, largest=largest)
-    print(schedule)
-    outcome = run_schedule(schedule, log=print if is_logged else None)
+def _replay(task: _Task, log: Callable[[str], None] | None) -> int:
+    print(task.schedule)
+    outcome = run_schedule(task.schedule, log=log)
     print(outcome)
     return 1 if outcome.broken else 0
 

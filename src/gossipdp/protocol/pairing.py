@@ -124,6 +124,11 @@ class Pairing:
         return self._backlog
 
     @property
+    def answers(self) -> bool:
+        """Whether it may exchange at all: see :meth:`close`."""
+        return self._answers
+
+    @property
     def available(self) -> Mapping[int, float]:
         """Neighbours that can exchange now, with their lambda."""
         return self._weights

@@ -48,6 +48,7 @@ class Outcome:
 
     Attributes:
         digest: the same for the same schedule and protocol, and for no other.
+        hungriest_s: the longest that a demand went unserved while somebody could have served it.
         broken: which invariant broke first, and how; empty for none.
     """
 
@@ -58,6 +59,7 @@ class Outcome:
     digest: str
     virtual_s: float
     well_after_s: float
+    hungriest_s: float
     num_events: int
     num_inputs: int
     num_exchanges: int
@@ -89,6 +91,7 @@ def run_schedule(schedule: FaultSchedule, log: Callable[[str], None] | None = No
         digest=run.digest(),
         virtual_s=network.engine.now,
         well_after_s=run.well_after_s,
+        hungriest_s=run.invariants.hungriest_s,
         num_events=network.engine.num_events,
         num_inputs=run.invariants.num_inputs,
         num_exchanges=network.num_exchanges,

@@ -83,6 +83,9 @@ class BrokenExchange:
     delay_s: float
 
 
+EndingKind: TypeAlias = Literal["cut", "sender crashes", "receiver crashes"]
+
+
 @dataclass(frozen=True)
 class EndingFault:
     """Something happens as consolidation sends its frame no. ``frame``, control messages included.
@@ -92,7 +95,7 @@ class EndingFault:
     """
 
     frame: int
-    kind: Literal["cut", "sender crashes", "receiver crashes"]
+    kind: EndingKind
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ at every exchange. What holds only in the end (:meth:`is_well`) is asked for now
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
@@ -37,6 +38,8 @@ class _Seen:
     num_exchanges: int = 0
     exchanged_s: float = 0.0
     """When it last finished an exchange, or began to live."""
+    hungry_since_s: float = math.inf
+    """Since when it has had a demand, somebody to exchange with, and no exchange."""
     steps_before: int = 0
     """Gradient steps of older processes of its rank."""
 
@@ -49,10 +52,19 @@ class Invariants:
         network: what is watched.
         ledger: the account of its rows.
         live_graph: the graph over any set of live workers.
+        longest_hunger_s: how long a demand may go unserved while somebody could serve it.
+
+    Attributes:
+        num_inputs: looked at so far.
+        hungriest_s: the longest that a demand went unserved.
     """
 
-    def __init__(self, network: Network, ledger: Ledger, live_graph: LiveGraph) -> None:
+    def __init__(
+        self, network: Network, ledger: Ledger, live_graph: LiveGraph, longest_hunger_s: float
+    ) -> None:
         self.num_inputs = 0
+        self.hungriest_s = 0.0
+        self._longest_hunger_s = longest_hunger_s
         self._network = network
         self._ledger = ledger
         self._live_graph = live_graph
@@ -109,9 +121,7 @@ class Invariants:
                 f"{total_steps} steps are known, {self._ledger.total_steps} were taken",
             )
             seen.total_steps = total_steps
-        num_exchanges = worker.exchanges_initiated + worker.exchanges_answered
-        if num_exchanges > seen.num_exchanges:
-            seen.num_exchanges, seen.exchanged_s = num_exchanges, network.engine.now
+        self._check_hunger(rank, worker, seen)
         state, running = worker.pairing.state, network.running(rank)
         id = state.id if isinstance(state, Exchanging) else None
         self._expect(
@@ -125,6 +135,27 @@ class Invariants:
         self.num_inputs += 1
         if self.num_inputs % ACCOUNT_EVERY == 0:
             self._ledger.check_sum(network.engine.now)
+
+    def _check_hunger(self, rank: int, worker: WorkerProtocol, seen: _Seen) -> None:
+        now, pairing = self._network.engine.now, worker.pairing
+        num_exchanges = worker.exchanges_initiated + worker.exchanges_answered
+        is_hungry = pairing.backlog > 0 and pairing.available and pairing.answers
+        if num_exchanges > seen.num_exchanges:
+            seen.num_exchanges, seen.exchanged_s = num_exchanges, now
+            is_hungry = False
+        if not is_hungry or isinstance(pairing.state, Exchanging):
+            seen.hungry_since_s = math.inf
+            return
+        seen.hungry_since_s = min(seen.hungry_since_s, now)
+        hungry_s = now - seen.hungry_since_s
+        self.hungriest_s = max(self.hungriest_s, hungry_s)
+        self._expect(
+            hungry_s <= self._longest_hunger_s,
+            "no deadlock",
+            rank,
+            f"a demand unserved for {hungry_s:.3f} s; it is {pairing.state}, open to "
+            f"{sorted(pairing.available)}",
+        )
 
     def _expect_parameters(self, rank: int, worker: WorkerProtocol) -> None:
         own = worker.membership.own.status
