@@ -28,6 +28,7 @@ from gossipdp.cli.demo_worker import own_average_file, read_results, train_worke
 from gossipdp.errors import WorkerFailedError
 from gossipdp.report.live import WorkerProgress
 from gossipdp.report.run_log import RunLog, RunLogTail, worker_file
+from gossipdp.runtime.clock import since_boot_s
 from gossipdp.runtime.crew import Failure
 from gossipdp.runtime.gossip_loop import GossipLoop
 from gossipdp.runtime.launcher import launch
@@ -121,7 +122,7 @@ def train_with_cuts(task: Any, rank_cuts: Sequence[Cut]) -> None:
             for record in log.read_new():
                 view.take(record)
             return
-        since_s = time.monotonic() - view.began_s
+        since_s = since_boot_s() - view.began_s
         for cut in own:
             peer = sum(cut.ranks) - rank
             if cut.at_s <= since_s < cut.at_s + cut.for_s and peer in self._links:
@@ -223,7 +224,7 @@ def _taken_for_dead(run_log: RunLog, befallen: set[int]) -> list[str]:
 
     After that processes end, and one that dials them may find them gone before it hears why.
     """
-    since_1970_s = time.time() - time.monotonic()
+    since_1970_s = time.time() - since_boot_s()
     found = []
     for witness, log in run_log.workers.items():
         ended_s = log.start.started_at - since_1970_s + log.steps[-1].time_s

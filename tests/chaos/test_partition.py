@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gossipdp.report.run_log import BeganRecord, RunLog, RunLogTail, WorkerLog, worker_file
+from gossipdp.runtime.clock import since_boot_s
 
 pytestmark = pytest.mark.processes
 
@@ -156,9 +157,9 @@ def test_both_halves_go_on_and_merge_when_the_partition_heals(
     wait_for_first_steps(directory, runs)
     time.sleep(CUT_AT_S)
     hosts.cut()
-    cut_s, cut_monotonic_s = time.time(), time.monotonic()
+    cut_s, cut_at_s = time.time(), since_boot_s()
     time.sleep(CUT_FOR_S)
-    healed_s, healed_monotonic_s = time.time(), time.monotonic()
+    healed_s, healed_at_s = time.time(), since_boot_s()
     hosts.heal()
     outputs = [run.communicate(timeout=120)[1] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], outputs
@@ -172,7 +173,7 @@ def test_both_halves_go_on_and_merge_when_the_partition_heals(
     for rank, log in workers.items():
         own, others = HALVES if rank in HALVES[0] else HALVES[::-1]
         # After that the news that one's own half was taken for dead may come before its answer.
-        notices = [notice for notice in log.notices if notice.at_s < healed_monotonic_s]
+        notices = [notice for notice in log.notices if notice.at_s < healed_at_s]
         assert {notice.rank for notice in notices if notice.what == "dead"} == others, notices
         assert not [notice for notice in notices if notice.what == "rejoined"]
         back = {notice.rank for notice in log.notices if notice.what == "rejoined"}
@@ -184,8 +185,8 @@ def test_both_halves_go_on_and_merge_when_the_partition_heals(
             if notice.what == "rejoined" and notice.rank in others
         ]
         print(
-            f"worker {rank}: the other half taken for dead {max(died_s) - cut_monotonic_s:.1f} s "
-            f"after the cut, back {min(back_s) - healed_monotonic_s:.1f} s after it healed"
+            f"worker {rank}: the other half taken for dead {max(died_s) - cut_at_s:.1f} s "
+            f"after the cut, back {min(back_s) - healed_at_s:.1f} s after it healed"
         )
         # Once the others are known to be away, and until they are back.
         apart = (cut_s + TIMEOUT_S + 1, healed_s)

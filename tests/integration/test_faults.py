@@ -252,6 +252,31 @@ def test_the_end_does_not_wait_for_one_that_stands_still(workers: Callable, tmp_
     assert {end["num_workers"] for end in ends} == {2}
 
 
+def sleep_with_the_machine(directory: Path) -> None:
+    """Suspend cannot be had in a test; what a worker sees of it is a clock that has run on."""
+    worker = Worker(directory)
+    worker.train_until_exchanged(3)
+    if worker.model.rank == 1:
+        read = time.clock_gettime
+        time.clock_gettime = lambda clock: read(clock) + 3600 * (clock == time.CLOCK_BOOTTIME)
+        worker.train_until(lambda: worker.noticed("refreshed"))
+        worker.train_until_exchanged()
+        (directory / "awake").touch()
+    worker.train_until((directory / "awake").exists)
+    worker.finish()
+
+
+def test_a_worker_whose_machine_slept_takes_anothers_parameters(
+    workers: Callable, tmp_path: Path
+) -> None:
+    workers(sleep_with_the_machine, 3, (tmp_path,))
+    ends = diaries(tmp_path)
+    assert [end["num_workers"] for end in ends] == [3, 3, 3]
+    # It takes nobody for silent, and to the others it was not away for long.
+    kinds = [[(notice["rank"], notice["kind"]) for notice in end["noticed"]] for end in ends]
+    assert kinds == [[], [(1, "refreshed")], []]
+
+
 def die_once(directory: Path, rank: int) -> None:
     worker = Worker(directory)
     optimizer_steps = None

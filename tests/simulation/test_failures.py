@@ -133,6 +133,19 @@ def test_a_short_stall_changes_nothing() -> None:
     check_agreement(network)
 
 
+def test_when_all_slept_all_go_on_as_they_are() -> None:
+    """The lid of a laptop on which the whole run is: nobody has anything newer to give."""
+    network = make_network()
+    network.engine.run(until=10.0)
+    for rank in network.workers:
+        network.stall(rank, 3600.0 + 0.01 * rank)
+    run_on(network, 3620.0)
+    assert network.refreshed == []
+    assert all(worker.incarnation == 0 for worker in network.workers.values())
+    check_agreement(network)
+    check_end(network)
+
+
 def test_one_bad_link_declares_nobody_dead() -> None:
     network = make_network("ring", 6)
     network.engine.run(until=5.0)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+from gossipdp.runtime.clock import since_boot_s
 
 if TYPE_CHECKING:
     from gossipdp.report.live import WorkerProgress
@@ -142,7 +143,7 @@ def _gone_until_s(fault: Fault, restart: bool) -> float:
 
 
 class Injection:
-    """One fault on its way; ``happened_s`` by ``time.monotonic``, ``missed`` why it did not."""
+    """One fault on its way; ``happened_s`` by ``since_boot_s``, ``missed`` why it did not."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
@@ -168,7 +169,7 @@ class FaultInjector:
         workers: the latest of each worker, by rank, as :class:`~gossipdp.report.live.LiveView` has.
         say: shows a line.
         send: ``os.kill``.
-        clock: ``time.monotonic``, which is the same for all processes of a machine.
+        clock: that of the workers' logs, the same for all processes of a machine.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class FaultInjector:
         say: Callable[[str], None] = lambda text: None,
         *,
         send: Callable[[int, int], None] = os.kill,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = since_boot_s,
     ) -> None:
         self.injections = [Injection(fault) for fault in faults]
         self._workers = workers

@@ -17,6 +17,7 @@ import torch
 from gossipdp import logs
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.report.run_log import ExchangeRecord, RunLog, RunLogWriter, WorkerLog, worker_file
+from gossipdp.runtime.clock import since_boot_s
 from gossipdp.workloads import BatchLoader, Workload, learning_rate_factor, make_workload
 
 LOOK_FOR_NOTICES_EVERY_S = 0.1
@@ -196,7 +197,7 @@ def _train(
     def progress() -> float:
         if not task.least_s:
             return model.progress()
-        elapsed_s = 0.0 if first_step_s is None else time.monotonic() - first_step_s
+        elapsed_s = 0.0 if first_step_s is None else since_boot_s() - first_step_s
         return min(model.progress(), elapsed_s / task.least_s)
 
     def count_exchanges(time_s: float) -> ExchangeRecord:

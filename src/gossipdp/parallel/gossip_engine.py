@@ -34,6 +34,7 @@ from gossipdp.protocol.membership import Member, Status
 from gossipdp.protocol.progress import ProgressEntry
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp.runtime.averaging import Outcome
+from gossipdp.runtime.clock import since_boot_s
 from gossipdp.runtime.environment import Environment, check_platform
 from gossipdp.runtime.gossip_loop import GossipLoop
 from gossipdp.runtime.gossip_thread import GossipThread
@@ -163,7 +164,7 @@ class GossipEngine(Engine):
         unit = Constants.of(graph)
         eta = unit.eta if options.method == "a2cid2" and rank < num_workers else 0.0
         worker_rate = unit.worker_rate(rank) if rank < num_workers else 0.0
-        self._shared = SharedState(self._flat.state, Phase(eta, worker_rate))
+        self._shared = SharedState(self._flat.state, Phase(eta, worker_rate), since_boot_s)
         self._settings = msgspec.structs.replace(
             self._settings, graph=f"{graph_name(graph)} {_digest(self._constants)}"
         )
@@ -233,8 +234,9 @@ class GossipEngine(Engine):
                 listener,
                 tls=self._tls,
                 max_bytes_per_s=options.max_bytes_per_s,
+                clock=since_boot_s,
             ),
-            time.monotonic,
+            since_boot_s,
         )
         # Until the loop's first turn.
         self._loop.others_samples = protocol.progress.others_samples

@@ -1,6 +1,5 @@
 """The progress of a run while it trains, from the logs that its workers write."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from gossipdp.report.run_log import (
     StepRecord,
     worker_file,
 )
+from gossipdp.runtime.clock import since_boot_s
 
 LINE_INTERVAL_S = 5.0
 
@@ -31,7 +31,7 @@ class WorkerProgress:
     """The latest of one worker.
 
     state: what the worker itself or, of a dead or silent one, another says last.
-    began_s: when its first process made its first gradient step, by ``time.monotonic``.
+    began_s: when its first process made its first gradient step, by ``since_boot_s``.
     """
 
     state: str = "starting"
@@ -97,7 +97,7 @@ class LiveView:
         num_workers: int,
         budget_samples: int,
         console: Console,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = since_boot_s,
         least_s: float = 0.0,
     ) -> None:
         self.workers = [WorkerProgress() for _ in range(num_workers)]

@@ -17,6 +17,8 @@ from typing import Any, Self, SupportsFloat
 
 import msgspec
 
+from gossipdp.runtime.clock import since_boot_s
+
 FILE_PATTERN = "worker-*.jsonl"
 
 
@@ -74,14 +76,14 @@ class EndRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
 
 
 class BeganRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="began"):
-    """A process of this worker made its first gradient step; at_s: its ``time.monotonic``."""
+    """A process of this worker made its first gradient step; at_s: by ``since_boot_s``."""
 
     process_id: int
     at_s: float
 
 
 class NoticeRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="notice"):
-    """What this worker noticed of worker ``rank``, such as "dead"; at_s: its ``time.monotonic``."""
+    """What this worker noticed of worker ``rank``, such as "dead"; at_s: by ``since_boot_s``."""
 
     rank: int
     what: str
@@ -114,7 +116,7 @@ class RunLogWriter:
         path: Path,
         *,
         interval_s: float = 0.2,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = since_boot_s,
         goes_on: bool = False,
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

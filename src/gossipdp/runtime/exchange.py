@@ -43,7 +43,8 @@ class CompletedExchange:
     Attributes:
         peer: with whom.
         initiated: whether this end asked for it.
-        started_s, ended_s: from the agreement to the last chunk applied here; ``time.monotonic``.
+        started_s, ended_s: from the agreement to the last chunk applied here, by
+            :func:`~gossipdp.runtime.clock.since_boot_s`.
         half_squared_distance: half the squared distance to the peer, over trained parameters.
     """
 

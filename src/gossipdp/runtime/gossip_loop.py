@@ -80,7 +80,7 @@ class GossipLoop(LinkHandler):
         protocol: this worker's protocol.
         shared: its parameters.
         transport: makes links; this loop must be its handler (:meth:`turn` polls it).
-        clock: seconds, monotonic.
+        clock: seconds, monotonic; the transport's and the shared state's is the same.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class GossipLoop(LinkHandler):
         self.traffic = Traffic()
         self.poisoned: PoisonedError | None = None
         self._shared = shared
-        self._clock = clock
+        self.clock = clock
         self._actions: deque[Action] = deque()
         self._is_performing = False
         self._links: dict[int, Link] = {}
@@ -122,14 +122,14 @@ class GossipLoop(LinkHandler):
 
     def turn(self, longest_s: float = LONGEST_TURN_S) -> None:
         """Wait for something to happen, at most ``longest_s``, and deal with it."""
-        now = self._clock()
+        now = self.clock()
         due_s = min(
             self.protocol.next_deadline(now),
             self._dialer.next_due_s(self.protocol.membership.addresses()),
             now + longest_s,
         )
         self.transport.poll(max(0.0, due_s - now))
-        now = self._clock()
+        now = self.clock()
         for peer, link in list(self._links.items()):
             # Chunks are life too, on a link that may be too busy with them for a heartbeat.
             if link.last_heard_s > self.protocol.last_heard(peer) + self._heard_every_s:
@@ -165,12 +165,12 @@ class GossipLoop(LinkHandler):
         """
         first = set(first)
         # Dialled, so that one that has died is known by its refusal.
-        self._dialer.want(first, self._clock())
+        self._dialer.want(first, self.clock())
         self.transfers.serve(first, on_served)
 
     def start_exchanging(self) -> None:
         """Link to the neighbours, and exchange from now on."""
-        self._dialer.want(self.protocol.neighbours, self._clock())
+        self._dialer.want(self.protocol.neighbours, self.clock())
         self.release()
 
     def hold(self) -> None:
@@ -178,7 +178,7 @@ class GossipLoop(LinkHandler):
 
         So is a refresh: the parameters are loaded from elsewhere, which is as good.
         """
-        now = self._clock()
+        now = self.clock()
         self.perform(self.protocol.hold(now))
         self.perform(self.protocol.abort("the parameters are being loaded", now))
         if self._refresh_end is not None and self.transfers.cancel(self._refresh_end):
@@ -187,12 +187,12 @@ class GossipLoop(LinkHandler):
 
     def pause(self) -> bool:
         """Begin no exchange until :meth:`release`; whether none, and no refresh, is under way."""
-        self.perform(self.protocol.hold(self._clock()))
+        self.perform(self.protocol.hold(self.clock()))
         return self._exchange is None and self._refresh_end is None
 
     def release(self) -> None:
         """Exchange again."""
-        now = self._clock()
+        now = self.clock()
         if self._refresh_is_void:
             self._refresh_is_void = False
             self.perform(self.protocol.refreshed(now))
@@ -200,16 +200,16 @@ class GossipLoop(LinkHandler):
 
     def joined(self) -> None:
         """Take part from now on: this worker, which was joining, has another's parameters."""
-        self.perform(self.protocol.joined(self._clock()))
+        self.perform(self.protocol.joined(self.clock()))
         # At once: the others may be backing off from where this worker lived before.
-        self._dialer.want(self.protocol.neighbours, self._clock(), at_once=True)
+        self._dialer.want(self.protocol.neighbours, self.clock(), at_once=True)
         self.release()
 
     def poison(self, error: PoisonedError) -> None:
         """Exchange no more: this worker's parameters are poisoned, as ``error`` says."""
         self.poisoned = error
         logger.error("%s", error)
-        self.perform(self.protocol.poisoned(self._clock()))
+        self.perform(self.protocol.poisoned(self.clock()))
 
     def refresh(self) -> None:
         """Take another worker's parameters in place of poisoned ones, as soon as one gives them.
@@ -217,12 +217,12 @@ class GossipLoop(LinkHandler):
         The main thread waits meanwhile: until :attr:`poisoned` is None again, or
         ``protocol.refresher.is_needed`` turns False, when nobody is left to ask.
         """
-        self.perform(self.protocol.refresh(self._clock()))
+        self.perform(self.protocol.refresh(self.clock()))
 
     def consolidate(self, on_end: Callable[[Outcome], None]) -> None:
         """Take part in consolidation; ``on_end`` is called when this worker may leave."""
         self.averaging.on_end(on_end)
-        self.perform(self.protocol.done(self._clock()))
+        self.perform(self.protocol.done(self.clock()))
 
     def bytes_moved(self) -> tuple[int, int]:
         """Bytes sent and received so far, on all links."""
@@ -258,8 +258,8 @@ class GossipLoop(LinkHandler):
 
     def _say_farewell(self) -> None:
         """After consolidation: let RELEASE and LEFT go out, so that nobody takes us for dead."""
-        deadline_s = self._clock() + FAREWELL_S
-        while self.protocol.consolidation.is_finished and self._clock() < deadline_s:
+        deadline_s = self.clock() + FAREWELL_S
+        while self.protocol.consolidation.is_finished and self.clock() < deadline_s:
             if not any(link.queued_bytes for link in self._links.values()):
                 return
             self.transport.poll(FAREWELL_S / 10)
@@ -292,7 +292,7 @@ class GossipLoop(LinkHandler):
                 self._dial_to(peer, (host, port))
             case Rebuilt():
                 self._shared.set_speed(action.eta, action.worker_rate)
-                self._dialer.want(action.neighbours | action.dead, self._clock())
+                self._dialer.want(action.neighbours | action.dead, self.clock())
             case Refresh(peer=peer):
                 self._refresh(peer)
             case Superseded():
@@ -301,12 +301,12 @@ class GossipLoop(LinkHandler):
                     "in the run, so this one ends; start one process a rank"
                 )
             case _:
-                self.averaging.perform(action, self._clock())
+                self.averaging.perform(action, self.clock())
 
     # Links.
 
     def link_up(self, link: Link) -> None:
-        now = self._clock()
+        now = self.clock()
         self._links[link.peer] = link
         self._dialer.linked(link.peer)
         self.perform(self.protocol.link_up(link.peer, now))
@@ -314,7 +314,7 @@ class GossipLoop(LinkHandler):
             link.send_control(data)
 
     def link_down(self, link: Link, reason: str) -> None:
-        now = self._clock()
+        now = self.clock()
         peer = link.peer
         self.traffic.bytes_sent += link.bytes_sent
         self.traffic.bytes_received += link.bytes_received
@@ -329,7 +329,7 @@ class GossipLoop(LinkHandler):
     def refused(self, peer: int | None, refusal: Refusal) -> None:
         if peer is None:
             return
-        now = self._clock()
+        now = self.clock()
         self._dialer.failed(peer, now)
         if refusal.field in REFUSALS_OF_THE_LIVING:
             self.perform(self.protocol.reached(peer, now))
@@ -343,7 +343,7 @@ class GossipLoop(LinkHandler):
     def dial_failed(self, peer: int | None, refused_connection: bool) -> None:
         if peer is None:
             return
-        now = self._clock()
+        now = self.clock()
         self._dialer.failed(peer, now)
         if not refused_connection:
             self.perform(self.protocol.peer_unreachable(peer, now))
@@ -364,7 +364,7 @@ class GossipLoop(LinkHandler):
     # Control messages.
 
     def control(self, link: Link, data: bytes) -> None:
-        now = self._clock()
+        now = self.clock()
         try:
             envelope = decode(data)
         except ProtocolError as error:
@@ -378,7 +378,7 @@ class GossipLoop(LinkHandler):
                 pass
 
     def _send(self, peer: int, message: TransferMessage) -> None:
-        envelope = self.protocol.wrap(peer, message, self._clock()).message
+        envelope = self.protocol.wrap(peer, message, self.clock()).message
         self._post(peer, envelope, dial=True)
 
     def _post(self, peer: int, envelope: Envelope, dial: bool = False) -> None:
@@ -387,7 +387,7 @@ class GossipLoop(LinkHandler):
             link.send_control(encode(envelope))
         elif dial or isinstance(envelope.message, DIALLED_MESSAGES):
             self._outbox.setdefault(peer, []).append(encode(envelope))
-            self._dialer.want([peer], self._clock(), at_once=True)
+            self._dialer.want([peer], self.clock(), at_once=True)
 
     # Chunks.
 
@@ -418,7 +418,7 @@ class GossipLoop(LinkHandler):
             case FrameType.STATE_CHUNK | FrameType.TRAINING_CHUNK:
                 self.transfers.landed(link, key)
             case _:
-                self.averaging.landed(link.peer, frame_type, key, self._clock())
+                self.averaging.landed(link.peer, frame_type, key, self.clock())
 
     def writable(self, link: Link) -> None:
         self._pump()
@@ -436,7 +436,7 @@ class GossipLoop(LinkHandler):
 
     def _begin(self, begin: Begin) -> None:
         link = self._links[begin.peer]
-        self._exchange_started_s = self._clock()
+        self._exchange_started_s = self.clock()
         self._exchange = Exchange(self._shared, link, begin.id, begin.alpha_tilde, self._buffers)
         self._guarded(self._exchange.pump)
 
@@ -458,10 +458,10 @@ class GossipLoop(LinkHandler):
             else:
                 self._stop_exchange()
                 exchange.link.close("its parameters hold NaN or infinity")
-                self.perform(self.protocol.failed(exchange.id, self._clock()))
+                self.perform(self.protocol.failed(exchange.id, self.clock()))
 
     def _finish(self, exchange: Exchange) -> None:
-        now = self._clock()
+        now = self.clock()
         traffic = self.traffic
         traffic.exchange_seconds += now - self._exchange_started_s
         peer = exchange.link.peer
@@ -509,7 +509,7 @@ class GossipLoop(LinkHandler):
         poisoned = self.poisoned
 
         def on_end(error: Exception | None) -> None:
-            now = self._clock()
+            now = self.clock()
             self._refresh_end = None
             if error is not None:
                 logger.warning("worker %d: no refresh: %s", self.protocol.rank, error)

@@ -3,7 +3,6 @@
 import logging
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -30,9 +29,8 @@ class GossipThread:
     :meth:`check` in the caller's thread.
     """
 
-    def __init__(self, loop: GossipLoop, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, loop: GossipLoop) -> None:
         self._loop = loop
-        self._clock = clock
         self._calls: deque[tuple[Callable[[], object], Future[object]]] = deque()
         self._steps: deque[tuple[int, float]] = deque()
         self._num_steps = 0
@@ -70,7 +68,7 @@ class GossipThread:
         No step is overlooked: the loop publishes its wish before it looks for steps a last time,
         and a step is queued here before the wish is read.
         """
-        self._steps.append((samples, self._clock()))
+        self._steps.append((samples, self._loop.clock()))
         self._num_steps += 1
         if self._num_steps >= self._wake_at_step:
             self._loop.transport.wake()

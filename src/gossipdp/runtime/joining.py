@@ -28,6 +28,7 @@ from gossipdp.protocol.messages import (
     decode,
     encode,
 )
+from gossipdp.runtime.clock import since_boot_s
 from gossipdp.runtime.frames import ChunkKey, FrameType
 from gossipdp.runtime.identity import FIRST_VISITOR_RANK, MAX_RANK, Identity, Refusal
 from gossipdp.runtime.link import Link, LinkHandler
@@ -98,7 +99,7 @@ def ask_members(
     *,
     tls: Tls | None,
     timeout_s: float,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = since_boot_s,
 ) -> Members:
     """What a worker that is about to join must know, from any worker of the run.
 

@@ -80,7 +80,7 @@ class Link(abc.ABC):
     @property
     @abc.abstractmethod
     def last_heard_s(self) -> float:
-        """When the last byte arrived, by the transport's clock (monotonic seconds)."""
+        """When the last byte arrived, by the transport's clock, in seconds."""
 
     @property
     @abc.abstractmethod

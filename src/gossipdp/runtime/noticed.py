@@ -5,13 +5,13 @@ Worked out from the membership view and the silent links alone, so it is what th
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from gossipdp.protocol.membership import Member, Status
+from gossipdp.runtime.clock import since_boot_s
 
 Kind: TypeAlias = Literal["dead", "stopped", "rejoined", "joined", "refreshed"]
 
@@ -29,7 +29,7 @@ class Notice:
             as the old one that was taken for dead; ``joined``: it takes part, and was not one of
             the run's first workers; ``refreshed``: this worker itself took over another's
             parameters.
-        at_s: ``time.monotonic``, which is the same for all processes of one machine.
+        at_s: :func:`~gossipdp.runtime.clock.since_boot_s`, the same for all of one machine.
     """
 
     rank: int
@@ -79,7 +79,7 @@ class Noticed:
             silent: linked peers that have been silent for the time-out.
             now_s: the time.
         """
-        now_s = time.monotonic() if now_s is None else now_s
+        now_s = since_boot_s() if now_s is None else now_s
         if silent or self._silent:
             for rank in sorted(set(silent) - self._silent):
                 self.note(rank, "stopped", now_s)

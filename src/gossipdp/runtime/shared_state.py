@@ -40,7 +40,6 @@ Taking over another's parameters (:meth:`SharedState.take_over`), while the main
 
 import math
 import threading
-import time
 from collections.abc import Callable
 
 import torch
@@ -49,6 +48,7 @@ from torch import Tensor
 from gossipdp.dynamics import kernels
 from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import Chunk, Role, State
+from gossipdp.runtime.clock import since_boot_s
 
 
 class SharedState:
@@ -61,7 +61,7 @@ class SharedState:
     """
 
     def __init__(
-        self, state: State, phase: Phase, clock: Callable[[], float] = time.monotonic
+        self, state: State, phase: Phase, clock: Callable[[], float] = since_boot_s
     ) -> None:
         self.state = state
         self._phase = phase

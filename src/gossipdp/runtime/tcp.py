@@ -15,7 +15,6 @@ import os
 import select
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,6 +24,7 @@ from typing import final
 import msgspec
 
 from gossipdp.runtime import crossing, fork, tcp_sockets
+from gossipdp.runtime.clock import since_boot_s
 from gossipdp.runtime.frames import run_tag
 from gossipdp.runtime.identity import Identity, Refusal
 from gossipdp.runtime.link import LinkHandler
@@ -64,7 +64,7 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
         secret: shared by all workers of the run.
         listener: from :func:`listen`; the transport closes it.
         tls: what all links go through; None: in the clear.
-        clock: monotonic seconds.
+        clock: seconds, monotonic; the handler's own, which looks at ``last_heard_s``.
         handshake_timeout_s: a connection whose handshakes take longer is closed.
         max_unauthenticated: of accepted connections beyond this many, one is closed: the oldest
             of those that have shown least.
@@ -80,7 +80,7 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
         listener: Listener,
         *,
         tls: Tls | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = since_boot_s,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
         max_unauthenticated: int = MAX_UNAUTHENTICATED,
         max_queued_chunks: int = MAX_QUEUED_CHUNKS,

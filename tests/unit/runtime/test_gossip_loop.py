@@ -5,7 +5,7 @@ from random import Random
 import pytest
 import torch
 
-from gossipdp.dynamics.phase import Phase
+from gossipdp.dynamics.phase import MAX_PERIODS, Phase
 from gossipdp.dynamics.state import Role, Segment, State
 from gossipdp.errors import SupersededError
 from gossipdp.graph import build_graph
@@ -174,3 +174,17 @@ def test_a_refresh_waits_for_a_transfer_that_is_under_way():
     worker.give(worker.links[1], X)
     assert ended == [None]
     assert worker.request(worker.links[2]) is not None
+
+
+def test_a_night_in_suspend_moves_the_phase_by_few_periods():
+    worker = Worker()
+    shared = worker.loop._shared
+    for _ in range(20):
+        worker.now += 1.0
+        shared.start_exchange()
+        shared.end_exchange()
+    before = shared.start_exchange()
+    shared.end_exchange()
+    worker.now += 8 * 3600.0
+    # eta 0.4, one mean gap a period
+    assert before < shared.start_exchange() <= before + 0.4 * MAX_PERIODS + 1e-9

@@ -1,0 +1,19 @@
+"""The one clock by which a worker judges silence and stamps what happens.
+
+``time.monotonic`` stands still while the machine is suspended (on Linux), so a worker whose laptop
+lid was closed for an hour would not know that it had been away. This clock runs on. It is the same
+for all processes of one machine, so what they stamp can be compared; never between machines.
+
+Times of this clock are compared with times of this clock alone. A wait that concerns one process
+only, such as that for a child to end, may use any.
+"""
+
+import time
+
+
+def since_boot_s() -> float:
+    """Return the seconds since this machine was started, those in suspend included.
+
+    It is ``time.clock_gettime(time.CLOCK_BOOTTIME)``, which never goes back.
+    """
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,0 +1,11 @@
+"""The clock that runs on while the machine is suspended."""
+
+import time
+
+from gossipdp.runtime.clock import since_boot_s
+
+
+def test_it_is_the_kernels_clock_that_counts_suspend_too() -> None:
+    before = time.clock_gettime(time.CLOCK_BOOTTIME)
+    now_s = since_boot_s()
+    assert before <= now_s <= time.clock_gettime(time.CLOCK_BOOTTIME)
