@@ -86,6 +86,35 @@ def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(script:
     assert last.endswith("ValueError: no good\n")
 
 
+def test_a_full_disk_under_both_streams_ends_no_worker(tmp_path: Path) -> None:
+    script, lines = tmp_path / "train.py", tmp_path / "lines"
+    lines.mkdir()
+    script.write_text(
+        "import os, sys\n"
+        "for step in range(200):\n"
+        "    print('step', step, 100 * 'x')\n"
+        "    print('step', step, 100 * 'x', file=sys.stderr)\n"
+        "open(sys.argv[1] + '/' + os.environ['RANK'], 'w').write('to the end')\n"
+    )
+    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", str(script), str(lines)]
+    with open("/dev/full", "wb") as full:
+        full_output = subprocess.run(
+            [sys.executable, *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=VARIABLES,
+            check=False,
+        )
+        both_full = subprocess.run(
+            [sys.executable, *words], stdout=full, stderr=full, env=VARIABLES, check=False
+        )
+    assert full_output.returncode == both_full.returncode == 0
+    told = b"gossipdp: standard output fails (No space left on device): lines are lost"
+    assert full_output.stderr.count(told) == 1
+    assert full_output.stderr.count(b"step 199 ") == 2
+    assert [path.read_text() for path in lines.iterdir()] == ["to the end"] * 2
+
+
 def test_nothing_is_left_when_gossipdp_run_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "stay.py"
     script.write_text("import time\nprint('here')\ntime.sleep(60)\n")

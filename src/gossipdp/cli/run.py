@@ -4,6 +4,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -123,10 +124,21 @@ def run(arguments: RunArguments) -> int:
     code = supervisor.run()
     if report := supervisor.report():
         _tell(f"\n{report}")
+    _flush_or_drop()
     if is_importing():
-        sys.stdout.flush()
         os._exit(code)
     return code
+
+
+def _flush_or_drop() -> None:
+    """Let go of what cannot be written: at exit the interpreter would fail for it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 class _JoinLine:
@@ -231,5 +243,6 @@ def _tls_variables(arguments: RunArguments) -> dict[str, str]:
 
 
 def _tell(text: str) -> None:
-    sys.stderr.write(f"gossipdp: {text}\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # a full disk under the log ends no run
+        sys.stderr.write(f"gossipdp: {text}\n")
+        sys.stderr.flush()

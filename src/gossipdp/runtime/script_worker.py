@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import IO, BinaryIO, final
 
 from gossipdp.runtime.crew import Ending, WorkerProcess, exit_reason
@@ -37,8 +38,8 @@ class ScriptWorker(WorkerProcess):
         rank: int,
         command: Sequence[str],
         environment: Mapping[str, str],
-        output: BinaryIO,
-        errors: BinaryIO,
+        output: Outlet,
+        errors: Outlet,
         *,
         label: str,
         spare: WarmSpare | None = None,
@@ -114,13 +115,48 @@ class ScriptWorker(WorkerProcess):
         return self._code
 
 
+@final
+class Outlet:
+    """A stream that takes the workers' lines. One that fails loses lines, and never ends a run.
+
+    A full disk may be the log's alone, and for a while; a reader, such as ``head``, may be gone.
+    The first failure is told to ``stream_to_tell``.
+
+    Args:
+        stream: written and flushed; it may take lines again later.
+        name: what people call it.
+        stream_to_tell: the other one; if it fails too, nobody is told.
+    """
+
+    def __init__(self, stream: BinaryIO, name: str, stream_to_tell: BinaryIO) -> None:
+        self._stream, self._name, self._stream_to_tell = stream, name, stream_to_tell
+        self.has_failed = False
+
+    def write(self, data: bytes) -> None:
+        """Pass ``data`` on, or drop it."""
+        try:
+            self._stream.write(data)
+            self._stream.flush()
+        except OSError as error:
+            if not self.has_failed:
+                self.has_failed = True
+                self._tell(error)
+
+    def _tell(self, error: OSError) -> None:
+        reason = error.strerror or error
+        text = f"gossipdp: {self._name} fails ({reason}): lines are lost, the run goes on\n"
+        with suppress(OSError):
+            self._stream_to_tell.write(text.encode())
+            self._stream_to_tell.flush()
+
+
 class Relay:
     """Passes on one stream of one worker, line by line with a prefix, and remembers its end.
 
     Of a line rewritten by carriage returns, as progress bars do, the last state is passed on.
     """
 
-    def __init__(self, pipe: IO[bytes], target: BinaryIO, prefix: bytes) -> None:
+    def __init__(self, pipe: IO[bytes], target: Outlet, prefix: bytes) -> None:
         os.set_blocking(pipe.fileno(), False)
         self.pipe = pipe
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -152,7 +188,6 @@ class Relay:
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
         self.tail.extend(line.decode(errors="replace") for line in shown)
         self._target.write(b"".join(self.prefix + line + b"\n" for line in shown))
-        self._target.flush()
 
 
 def error_tail(lines: Sequence[str], max_lines: int = 60) -> str:

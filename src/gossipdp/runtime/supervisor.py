@@ -22,7 +22,7 @@ from gossipdp.runtime.environment import check_platform, identity_variables, joi
 from gossipdp.runtime.keeper import Keeper
 from gossipdp.runtime.launcher import available_cores
 from gossipdp.runtime.restarts import Restarts
-from gossipdp.runtime.script_worker import Relay, ScriptWorker
+from gossipdp.runtime.script_worker import Outlet, Relay, ScriptWorker
 from gossipdp.runtime.team import HostingTeam, Team
 from gossipdp.runtime.warm_spare import WarmSpare, script_words
 
@@ -98,8 +98,9 @@ class Supervisor:
         self._variables = self._common_variables(
             host, os.environ if variables is None else variables
         )
-        self._output = output or sys.stdout.buffer
-        self._errors = errors or sys.stderr.buffer
+        output, errors = output or sys.stdout.buffer, errors or sys.stderr.buffer
+        self._output = Outlet(output, "standard output", errors)
+        self._errors = Outlet(errors, "standard error", output)
         self._on_addresses = on_addresses
         self._selector = selectors.DefaultSelector()
         # Crew and these dicts know a worker by its rank, or, if it is yet to get one, by a negative

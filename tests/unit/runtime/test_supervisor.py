@@ -1,3 +1,4 @@
+import errno
 import io
 import os
 import signal
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from gossipdp.errors import RendezvousError
-from gossipdp.runtime.script_worker import Relay, error_tail
+from gossipdp.runtime.script_worker import Outlet, Relay, error_tail
 from gossipdp.runtime.supervisor import Supervisor
 from gossipdp.runtime.team import HostingTeam
 
@@ -20,7 +21,8 @@ def relay(*writes: bytes) -> tuple[Relay, io.BytesIO]:
     target = io.BytesIO()
     read, write = os.pipe()
     with open(write, "wb", buffering=0) as source:
-        passed = Relay(open(read, "rb"), target, b"[3] ")  # noqa: SIM115 (closed by the test)
+        outlet = Outlet(target, "standard output", io.BytesIO())
+        passed = Relay(open(read, "rb"), outlet, b"[3] ")  # noqa: SIM115 (closed by the test)
         for data in writes:
             source.write(data)
             assert passed.take_in()
@@ -49,6 +51,34 @@ def test_the_error_tail_is_the_last_traceback_with_its_cause() -> None:
     assert error_tail(["noise", *first, "more", *second]) == "\n".join(second)
     assert error_tail(["[rank2]: " + line for line in second]) == "\n".join(second)
     assert error_tail([str(line) for line in range(50)]).split() == [str(i) for i in range(30, 50)]
+
+
+class Disk(io.BytesIO):
+    """Full at times."""
+
+    is_full = False
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data)
+
+
+def test_a_full_disk_under_the_log_loses_lines_and_says_so_once() -> None:
+    disk, other = Disk(), io.BytesIO()
+    outlet = Outlet(disk, "standard output", other)
+    for line, is_full in ((b"1\n", False), (b"2\n", True), (b"3\n", True), (b"4\n", False)):
+        disk.is_full = is_full
+        outlet.write(line)
+    assert disk.getvalue() == b"1\n4\n"
+    told = "gossipdp: standard output fails (No space left on device): lines are lost, the run goes"
+    assert other.getvalue().decode() == f"{told} on\n"
+
+
+def test_nobody_can_be_told_where_both_streams_fail() -> None:
+    disk = Disk()
+    disk.is_full = True
+    Outlet(disk, "standard error", disk).write(b"1\n")
 
 
 def supervise(code: str, n: int, **options: object) -> tuple[int, Supervisor, str]:
