@@ -21,6 +21,11 @@ class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     ``rank``, ``incarnation`` and ``process_id`` say who; ``host`` (a numeric address) and ``port``
     where it listens; the remaining fields what it runs, each a short string that a refusal can
     show: ``model`` the fingerprint of names, shapes and order, ``graph`` a digest.
+
+    ``incarnation`` is the one with which the process began, and stays when the process goes on as
+    a new life after it was taken for dead: it orders processes of one rank, of which a later one
+    begins above all that is known of the earlier. Which life stands is for membership to say, over
+    links. A hello that followed would shut out the one that must give way before it was told so.
     """
 
     rank: int

@@ -38,7 +38,7 @@ class Link(abc.ABC):
     @property
     @final
     def peer_incarnation(self) -> int:
-        """The peer's incarnation when the link was made."""
+        """The incarnation with which the peer's process began."""
         return self.peer_identity.incarnation
 
     @abc.abstractmethod

@@ -133,10 +133,6 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
         """The link to each peer that has one. ``link_up`` may still be on its way."""
         return MappingProxyType(self._links)
 
-    def set_incarnation(self, incarnation: int) -> None:
-        """Say ``incarnation`` in every handshake from now on."""
-        self.identity = msgspec.structs.replace(self.identity, incarnation=incarnation)
-
     def dial(self, peer: int | None, host: str, port: int) -> None:
         """See :class:`Transport`."""
         assert self._is_open()

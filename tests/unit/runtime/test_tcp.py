@@ -347,13 +347,6 @@ def test_another_process_of_the_same_incarnation_replaces(world: Any) -> None:
     assert node.link(new).peer_identity.process_id == 7
 
 
-def test_incarnation_can_be_raised(world: Any) -> None:
-    node, other = world.tcp(0), world.tcp(1)
-    other.transport.set_incarnation(4)
-    world.join(other, node)
-    assert node.link(other).peer_incarnation == 4
-
-
 # Strangers.
 
 
