@@ -4,14 +4,16 @@ A worker whose own loop stood still for longer than the time-out holds parameter
 have left behind; one that is poisoned holds none worth having. Both take z = x + c/2 from a live
 worker. A worker that was merely cut off does not: it kept training, and merges by exchanging.
 
-Guarantees: at most one transfer at a time, and each ``Refresh`` is answered before the next. A
-stalled worker whose every candidate fails, or that finds no link for the time-out, goes on as it
-is; a poisoned one goes on asking for as long as anybody else lives.
+Guarantees: at most one transfer at a time, and each ``Refresh`` is answered, or void, before the
+next. A stalled worker whose every candidate fails, or that finds no link for the time-out, goes on
+as it is; a poisoned one goes on asking for as long as anybody else lives.
 
 Races:
 
 - All workers stalled together (a laptop's lid): one that needs a refresh itself gives nothing
   (``WorkerProtocol.can_donate``), so all go on as they are instead of copying one another.
+- The main thread loads parameters, or copies them for a checkpoint: no search goes on meanwhile
+  (``WorkerProtocol.hold``, ``pause``), so that no transfer begins which that thread does not know.
 - The run ends meanwhile: consolidation waits until the transfer has ended here, and whoever has
   begun to consolidate gives nothing, since its state is half a sum.
 """
@@ -93,6 +95,11 @@ class Refresher:
         if self._source is not None:
             self._source = None
             self._is_needed = self._insists = False
+
+    def void(self) -> None:
+        """Parameters came from elsewhere: whatever was due or on its way no longer matters."""
+        self._source = None
+        self._is_needed = self._insists = False
 
     def failed(self, peer: int) -> None:
         """Nothing came from ``peer``."""

@@ -175,17 +175,35 @@ class WorkerProtocol:
         self.is_done = True
         self.pairing.stop_asking()
         self.clock.pause(now)
-        return self._settle(actions, now)
+        return self._settle([*actions, *self._open("pause", now)], now)
 
     def hold(self, now: float) -> list[Action]:
-        """Answer BUSY and do not ask until :meth:`release`; a running exchange goes on."""
+        """The parameters are being loaded: answer BUSY and do not ask until :meth:`release`.
+
+        A running exchange goes on. The driver gives up a ``Refresh`` that is under way, and none
+        begins: what is loaded is as good, so that with the release none is due any more.
+        """
         actions = self._look_at_clock(now)
         return self._settle([*actions, *self._close("hold", now)], now)
 
-    def release(self, now: float) -> list[Action]:
-        """Exchange again after :meth:`hold`."""
+    def pause(self, now: float) -> list[Action]:
+        """The parameters are to be copied: answer BUSY and do not ask until :meth:`release`.
+
+        A running exchange or ``Refresh`` goes on, and no other begins: one that is due waits for
+        the release. :meth:`done` and :meth:`refresh` release too, for then the main thread only
+        waits.
+        """
         actions = self._look_at_clock(now)
-        return self._settle([*actions, *self._open("hold", now)], now)
+        return self._settle([*actions, *self._close("pause", now)], now)
+
+    def release(self, now: float) -> list[Action]:
+        """Exchange again after :meth:`hold` or :meth:`pause`."""
+        actions = self._look_at_clock(now)
+        if "hold" in self._closed_for:
+            self.refresher.void()
+            actions += self._open("refresh", now)
+        actions += [*self._open("hold", now), *self._open("pause", now)]
+        return self._settle(actions, now)
 
     def abort(self, reason: str, now: float) -> list[Action]:
         """Stop the exchange that is running, if any; its link is closed."""
@@ -214,7 +232,7 @@ class WorkerProtocol:
         By choice, after :meth:`poisoned`: nothing else makes this worker exchange again.
         """
         actions = [*self._look_at_clock(now), *self._need_refresh(now, insists=True)]
-        return self._settle(actions, now)
+        return self._settle([*actions, *self._open("pause", now)], now)
 
     def refreshed(self, now: float) -> list[Action]:
         """The answer to ``Refresh``: this worker's parameters are its peer's, and c = 0."""
@@ -437,7 +455,9 @@ class WorkerProtocol:
         self._links.slept(now)
         self.detector.slept(now)
         self._look_anew()
-        if slept_s > self.timeout_s and not self._closed_for and not self._is_alone:
+        # A checkpoint that was under way when it stood still makes its parameters no fresher.
+        is_exchanging = self._closed_for <= {"pause"}
+        if slept_s > self.timeout_s and is_exchanging and not self._is_alone:
             return self._need_refresh(now, insists=False)
         return []
 
@@ -619,8 +639,12 @@ class WorkerProtocol:
         return [*closing, *self.pairing.abort("this worker stood still")]
 
     def _take_parameters(self, now: float) -> list[_Inner]:
-        """Go on with the search for parameters, or with exchanging once it is over."""
-        if "refresh" not in self._closed_for:
+        """Go on with the search for parameters, or with exchanging once it is over.
+
+        Not while the main thread reads or writes them: a transfer that began then, unknown to it,
+        would write between its passes over the chunks, and into what it has just loaded.
+        """
+        if "refresh" not in self._closed_for or self._is_held:
             return []
         candidates = {peer for peer in self.live_links if self._is_live(peer)}
         actions: list[_Inner] = list(self.refresher.poll(now, candidates, is_alone=self._is_alone))
@@ -628,6 +652,11 @@ class WorkerProtocol:
         if not self.refresher.is_needed:
             actions += self._open("refresh", now)
         return actions
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether the main thread reads or writes all of the parameters, or is about to."""
+        return not self._closed_for.isdisjoint(("hold", "pause"))
 
     def _is_live(self, peer: int) -> bool:
         member = self.membership.get(peer)
@@ -644,7 +673,7 @@ class WorkerProtocol:
             self._last_input + self.timeout_s / LOOKS_PER_TIMEOUT,
             self.detector.next_deadline(),
             self.neighbourhood.next_deadline(),
-            self.refresher.next_deadline(),
+            math.inf if self._is_held else self.refresher.next_deadline(),
             self.rivalry.next_deadline(),
         )
         self._quiet_version = self.membership.version

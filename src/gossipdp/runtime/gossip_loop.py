@@ -113,7 +113,6 @@ class GossipLoop(LinkHandler):
         self._reported_version = -1
         self._report_due_s = -math.inf
         self._refresh_end: Callable[[Exception | None], None] | None = None
-        self._refresh_is_void = False
         self._heard_every_s = protocol.timeout_s / 10
         # Until it has the start parameters this worker must not exchange its own.
         self.hold()
@@ -183,20 +182,15 @@ class GossipLoop(LinkHandler):
         self.perform(self.protocol.abort("the parameters are being loaded", now))
         if self._refresh_end is not None and self.transfers.cancel(self._refresh_end):
             self._refresh_end = None
-            self._refresh_is_void = True
 
     def pause(self) -> bool:
         """Begin no exchange until :meth:`release`; whether none, and no refresh, is under way."""
-        self.perform(self.protocol.hold(self.clock()))
+        self.perform(self.protocol.pause(self.clock()))
         return self._exchange is None and self._refresh_end is None
 
     def release(self) -> None:
         """Exchange again."""
-        now = self.clock()
-        if self._refresh_is_void:
-            self._refresh_is_void = False
-            self.perform(self.protocol.refreshed(now))
-        self.perform(self.protocol.release(now))
+        self.perform(self.protocol.release(self.clock()))
 
     def joined(self) -> None:
         """Take part from now on: this worker, which was joining, has another's parameters."""

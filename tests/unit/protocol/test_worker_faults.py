@@ -342,6 +342,58 @@ def test_who_does_not_exchange_need_not_refresh(state: str) -> None:
     assert of_type(stalled(worker), Refresh) == []
 
 
+def test_a_stall_in_a_checkpoint_is_followed_by_a_refresh_once_that_is_taken() -> None:
+    worker = make_worker(0, 2)
+    worker.pause(0.0)
+    assert of_type(stalled(worker), Refresh) == [], "not while the parameters are copied"
+    assert not worker.can_donate
+    # Nor until a time-out for it, which would be over for ever.
+    run(worker, 11.0, 11.5 + TIMEOUT_S, [0, 2])
+    assert worker.next_deadline(11.5 + TIMEOUT_S) > 11.5 + TIMEOUT_S
+    (refresh,) = of_type(worker.release(11.6 + TIMEOUT_S), Refresh)
+    assert refresh.peer in (0, 2)
+
+
+def due_without_a_source(worker: WorkerProtocol) -> None:
+    """It needs a refresh, and nobody whom it could ask is left to ask."""
+    (first,) = of_type(stalled(worker), Refresh)
+    worker.refresh_failed(first.peer, 11.0)
+    worker.refresh_failed(2 - first.peer, 11.0)
+    assert worker.refresher.is_needed
+    assert worker.refresher.source is None
+
+
+@pytest.mark.parametrize("waiting", ["hold", "pause"])
+def test_no_refresh_begins_while_the_main_thread_has_the_parameters(waiting: str) -> None:
+    worker = make_worker(0, 2)
+    due_without_a_source(worker)
+    getattr(worker, waiting)(11.1)
+    # One more to ask, which every input would find.
+    assert of_type(worker.link_up(3, 11.2), Refresh) == []
+    assert of_type(run(worker, 11.2, 11.9, [0, 2, 3]), Refresh) == []
+    assert not worker.can_donate
+    released = of_type(worker.release(12.0), Refresh)
+    released += of_type(run(worker, 12.0, 12.5, [0, 2, 3]), Refresh)
+    assert released == ([Refresh(3)] if waiting == "pause" else []), "what was loaded stands"
+    assert worker.refresher.is_needed == (waiting == "pause")
+    assert worker.can_donate == (waiting == "hold")
+    assert worker.clock.is_paused == (waiting == "pause")
+
+
+def test_what_waits_for_a_refresh_is_not_kept_waiting_by_a_checkpoint_that_came_to_nothing() -> (
+    None
+):
+    worker = make_worker(0, 2)
+    worker.pause(0.1)
+    worker.poisoned(0.2)
+    assert len(of_type(worker.refresh(0.3), Refresh)) == 1
+    other = make_worker(0, 2)
+    due_without_a_source(other)
+    other.pause(11.1)
+    other.link_up(3, 11.2)
+    assert of_type(other.done(11.3), Refresh) == [Refresh(3)]
+
+
 def test_being_cut_off_is_no_stall() -> None:
     worker = make_worker(0, 2)
     actions = run(worker, 0.0, 10 * TIMEOUT_S, [])

@@ -7,7 +7,7 @@ import torch
 
 from gossipdp.dynamics.phase import MAX_PERIODS, Phase
 from gossipdp.dynamics.state import Role, Segment, State
-from gossipdp.errors import SupersededError
+from gossipdp.errors import PeerLostError, SupersededError
 from gossipdp.graph import build_graph
 from gossipdp.graph.constants import Constants
 from gossipdp.protocol.actions import Refresh, Superseded
@@ -144,6 +144,27 @@ def test_parameters_that_are_loaded_meanwhile_stay():
     worker.loop.release()
     assert torch.equal(worker.parameters, -X)
     assert not worker.loop.protocol.refresher.is_needed, "what was loaded will do"
+    assert worker.loop.protocol.can_donate
+
+
+def test_what_is_loaded_while_nobody_gives_a_refresh_stays_too():
+    worker = Worker()
+    asked = worker.stall()
+    (other,) = set(worker.links.values()) - {asked}
+    for link in (asked, other):
+        worker.loop.transfers.gone(link.peer, PeerLostError("gone"))
+    assert worker.loop.protocol.refresher.is_needed
+    worker.loop.hold()
+    worker.segment.x.copy_(-X)
+    # A link comes up while the main thread loads: somebody to ask.
+    worker.loop.protocol.membership.merge(Member(3, 0, 7, Status.ALIVE, "127.0.0.1", 4))
+    worker.loop.link_up(newcomer := FakeLink(3))
+    worker.loop.turn(0.0)
+    assert worker.request(newcomer) is None
+    worker.loop.release()
+    worker.loop.turn(0.0)
+    assert worker.request(newcomer) is None
+    assert torch.equal(worker.parameters, -X)
     assert worker.loop.protocol.can_donate
 
 
