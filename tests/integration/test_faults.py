@@ -18,6 +18,7 @@ from torch import nn
 
 from gossipdp import GossipDataParallel
 from gossipdp.errors import PoisonedError, WorkerFailedError
+from gossipdp.runtime.transfer import StateReceiver, StateSender
 from gossipdp.runtime.transfers import Transfers
 
 pytestmark = pytest.mark.processes
@@ -435,6 +436,77 @@ def test_two_that_join_at_once_get_a_rank_each(workers: Callable, tmp_path: Path
     assert [end["rank"] for end in ends] == [0, 1, 2, 3, 4]
     assert {end["num_workers"] for end in ends} == {5}
     assert len({end["samples"] for end in ends}) == 1
+
+
+def average_without(directory: Path, what: str) -> None:
+    """Rank 0 averages, and rank 2 fails while it gives its state; nobody trains."""
+    worker = Worker(directory, method="none")
+    rank, asked = worker.model.rank, directory / "asked"
+    values = [*worker.net.parameters(), worker.net[1].running_mean]  # of two chunks
+    for value in values:
+        value.data.fill_((1.0, 2.0, 4.0)[rank])
+    (directory / f"ready-{rank}").touch()
+    wait_for(*(directory / f"ready-{other}" for other in range(3)))
+    if rank == 2:
+        (directory / "pid-2").write_text(str(os.getpid()))
+        pump = StateSender.pump
+
+        def send_one_chunk_and_fail(sender: StateSender) -> None:
+            chunks = sender._chunks
+            sender._chunks = chunks[: 0 if what == "dies when asked" else 1]
+            pump(sender)
+            sender._chunks = chunks
+            if what == "dies when asked" or asked.exists():
+                os.kill(os.getpid(), signal.SIGSTOP if what == "stops" else signal.SIGKILL)
+
+        StateSender.pump = send_one_chunk_and_fail
+        (directory / "failing").touch()
+    if rank:
+        wait_for(directory / "averaged")
+        worker.finish()
+        return
+    landed = StateReceiver.landed
+
+    def note(receiver: StateReceiver) -> None:
+        landed(receiver)
+        if receiver.peer == 2:
+            asked.touch()
+
+    StateReceiver.landed = note
+    wait_for(directory / "failing")
+    own = [value.detach().clone() for value in values]
+    began_s = time.monotonic()
+    with worker.model.averaged():
+        took_s = time.monotonic() - began_s
+        found = [value.detach().unique().tolist() for value in values]
+    assert all(map(torch.equal, own, values))
+    (directory / "averaged").touch()
+    worker.finish(found=found, took_s=took_s)
+    if what == "stops":
+        os.kill(int((directory / "pid-2").read_text()), signal.SIGKILL)
+
+
+def wait_for(*paths: Path) -> None:
+    deadline_s = time.monotonic() + LONGEST_S
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("what", ["dies when asked", "dies after one chunk", "stops"])
+def test_averaged_goes_on_without_a_worker_that_fails_meanwhile(
+    workers: Callable, tmp_path: Path, what: str
+) -> None:
+    with pytest.raises(WorkerFailedError, match=r"worker 2 was killed .*SIGKILL"):
+        workers(average_without, 3, (tmp_path, what))
+    ends = diaries(tmp_path)
+    assert [end["rank"] for end in ends] == [0, 1]
+    # What it has sent counts, and is divided by the number of those that sent it.
+    first = 1.5 if what == "dies when asked" else (1 + 2 + 4) / 3
+    *parameters, (buffer,) = ends[0]["found"]
+    assert parameters == [[pytest.approx(first)]] * 6
+    assert buffer == 1.5
+    assert ends[0]["took_s"] < SILENCE_S + 2.0
 
 
 def turn_to_nan(directory: Path, on_poison: str) -> None:

@@ -569,7 +569,7 @@ class GossipEngine(Engine):
             if peer == self.rank:
                 continue
             try:
-                self._states.fetch(peer, add, self._options.start_timeout_s)
+                self._states.fetch(peer, add, self._options.start_timeout_s, only_while_live=True)
             except PeerLostError as error:
                 if peer in self._states.live():
                     raise
