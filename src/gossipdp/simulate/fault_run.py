@@ -150,7 +150,7 @@ class _Run:
             quiet_s = max(quiet_s, fault.at_s + getattr(fault, "duration_s", 0.0))
         engine.run(until=quiet_s)
         self.network.stop_losses()
-        while (amiss := self.invariants.is_well(quiet_s)) is not None:
+        while (amiss := self.invariants.is_well(quiet_s, WELL_WITHIN_S)) is not None:
             if engine.now > quiet_s + WELL_WITHIN_S:
                 raise amiss
             engine.run(until=engine.now + LOOK_EVERY_S)

@@ -51,7 +51,13 @@ class WatchedNetwork(Network):
         live_graph: LiveGraph,
         log: Callable[[str], None] | None,
     ) -> None:
-        self.invariants = Invariants(self, ledger, live_graph, _longest_hunger_s(schedule))
+        self.invariants = Invariants(
+            self,
+            ledger,
+            live_graph,
+            step_s=schedule.step_s,
+            longest_hunger_s=_longest_hunger_s(schedule),
+        )
         self._digest = hashlib.blake2b(digest_size=8)
         self._log = log
         self._delays_s = {broken.begin: broken.delay_s for broken in schedule.broken_exchanges}
