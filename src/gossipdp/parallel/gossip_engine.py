@@ -295,8 +295,7 @@ class GossipEngine(Engine):
             answer.progress,
             is_joining=True,
         )
-        training = self._states.take()
-        training_state.restore(training_state.decode(training), self._optimizers)
+        training_state.restore(self._states.take(), self._optimizers)
         progress = self._protocol.progress
         steps = progress.worker_steps(rank)
         self._before = Counts(steps, steps, progress.worker_samples(rank))
@@ -414,11 +413,11 @@ class GossipEngine(Engine):
             time.sleep(TURN_WHILE_WAITING_S)
         for donor in donors(self._states.live(), self.rank):
             try:
-                data = self._states.fetch_training(donor, self._options.timeout_s)
+                state = self._states.fetch_training(donor, self._options.timeout_s)
             except PeerLostError as error:
                 logger.warning("worker %d asks another: %s", self.rank, error)
                 continue
-            training_state.restore(training_state.decode(data), self._optimizers)
+            training_state.restore(state, self._optimizers)
             return
         raise PoisonedError(f"{poison}; and no other worker gave it its optimizers' state")
 

@@ -5,7 +5,9 @@ Races, besides those of :mod:`gossipdp.runtime.transfers`:
 - The donor trains on: its main thread encodes the optimizers' state at a step boundary, or while it
   waits for others, when no optimizer steps; its parameters are read chunk by chunk under their
   locks. So the two are a few steps apart, as parameters and momentum of gossip always are.
-- The donor dies, stops or turns away: the next one is asked, and what came whole is kept.
+- The donor dies or stops: the next one is asked, and what came whole is kept. One that turns away
+  may be poisoned, and what it gave before is dropped.
+- NaN or infinity in parameters, buffers or optimizers' state: looked for at both ends.
 - All donors consolidate meanwhile: each says that it gives nothing; when all have left, the joiner
   ends with an error.
 - Nothing advances for ``start_timeout_s``: the joiner ends with an error.
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +31,7 @@ from gossipdp.runtime.gossip_loop import GossipLoop
 from gossipdp.runtime.gossip_thread import GossipThread
 from gossipdp.runtime.joining import donors
 from gossipdp.runtime.shared_state import SharedState
+from gossipdp.runtime.transfers import TurnedAwayError
 
 logger = logging.getLogger("gossipdp")
 
@@ -107,15 +111,16 @@ class StateTransfers:
                 self._thread.call(partial(self._loop.transfers.gone, peer, dead)).result()
         arrived.result()
 
-    def take(self) -> bytes:
-        """Take parameters and buffers of a live worker; return its encoded training state.
+    def take(self) -> Any:
+        """Take parameters and buffers of a live worker; return its optimizers' state.
 
         The training state comes first, since a donor gives it at its next step boundary, and the
         parameters are then as fresh as can be. They may come from two donors, if the first died.
         """
         loop, limit_s = self._loop, self._options.start_timeout_s
         patience_s = self._options.timeout_s
-        training: bytes | None = None
+        training: Any = None
+        giver: int | None = None
         advanced, deadline_s = 0, time.monotonic() + limit_s
         reason = ""
         while True:
@@ -125,15 +130,20 @@ class StateTransfers:
                 try:
                     if training is None:
                         training = self.fetch_training(donor, patience_s)
+                        giver = donor
                     self.fetch(donor, self._shared.replace, patience_s)
                     return training
                 except PeerLostError as error:
                     self._thread.check()
                     reason = str(error)
                     logger.warning("worker %d asks another: %s", self._rank, reason)
-                if loop.transfers.num_chunks_received > advanced:
-                    advanced = loop.transfers.num_chunks_received
+                    is_turned_away = isinstance(error, TurnedAwayError)
+                    if is_turned_away and donor == giver:
+                        training = giver = None
+                # Being turned away again and again in the middle is no progress.
+                if loop.transfers.num_chunks_received > advanced and not is_turned_away:
                     deadline_s = time.monotonic() + limit_s
+                advanced = loop.transfers.num_chunks_received
             if not order or time.monotonic() >= deadline_s:
                 raise RendezvousError(
                     f"worker {self._rank} could not join: no live worker gave it a state"
@@ -143,8 +153,12 @@ class StateTransfers:
             patience_s = min(2 * patience_s, limit_s)
             time.sleep(PAUSE_BETWEEN_ROUNDS_S)
 
-    def fetch_training(self, peer: int, timeout_s: float) -> bytes:
-        """Run one transfer of an optimizers' state to its end; raises what ended it."""
+    def fetch_training(self, peer: int, timeout_s: float) -> Any:
+        """Run one transfer of an optimizers' state to its end; raises what ended it.
+
+        Raises:
+            PeerLostError: none came, or one that is damaged or poisoned.
+        """
         arrived: Future[bytes] = Future()
         num_bytes = sum(s.x.numel() * s.x.element_size() for s in self._shared.state.segments)
         max_bytes = OTHER_TRAINING_BYTES + TRAINING_BYTES_PER_BYTE * num_bytes
@@ -158,7 +172,13 @@ class StateTransfers:
         self._thread.call(
             lambda: self._loop.transfers.fetch_training(peer, max_bytes, on_end, timeout_s)
         ).result()
-        return arrived.result()
+        data = arrived.result()
+        try:
+            state = training_state.decode(data)
+            training_state.refuse_poison(state)
+        except ValueError as error:
+            raise TurnedAwayError(f"worker {peer} cannot give its state: {error}") from error
+        return state
 
     def donate(self) -> None:
         """Give joiners the optimizers' state; called where no optimizer steps."""
@@ -166,7 +186,9 @@ class StateTransfers:
             return
         started_s = time.perf_counter()
         try:
-            data = training_state.encode(training_state.capture(self._optimizers))
+            state = training_state.capture(self._optimizers)
+            data = training_state.encode(state)
+            training_state.refuse_poison(state)
         except ValueError as error:
             reason = str(error)
             logger.error("worker %d cannot help another to join: %s", self._rank, reason)

@@ -12,12 +12,14 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
+
+from gossipdp.dynamics.kernels import is_finite
 
 FORMAT = "gossipdp training state 1"
 # A structure takes about 100 bytes a tensor: this is enough for 100,000 parameters under AdamW,
@@ -52,6 +54,20 @@ _DTYPES = frozenset(
 def capture(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """Return the optimizers' states as they are now, not copied: encode before the next step."""
     return {"optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+
+
+def refuse_poison(state: Any) -> None:
+    """Raise ValueError where a tensor that an optimizer keeps of a parameter is NaN or infinite.
+
+    A gradient that was so spoils the momentum for good, and with it whoever takes it over. Settings
+    (``param_groups``) and numbers are left alone: a limit of infinity is one.
+    """
+    optimizers = state.get("optimizers") if isinstance(state, dict) else None
+    for index, values in enumerate(optimizers if isinstance(optimizers, list) else ()):
+        kept = values.get("state") if isinstance(values, dict) else None
+        for place, tensor in _tensors(kept, f"optimizer {index}'s state"):
+            if not _is_finite(tensor):
+                raise ValueError(f"{place} holds NaN or infinity")
 
 
 def restore(state: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -168,6 +184,26 @@ def unpack(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
     if unused:
         raise ValueError(f"the structure does not refer to tensor {min(unused)!r}")
     return state
+
+
+def _tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in nested containers, with its place."""
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, dict):
+        for key, held in value.items():
+            yield from _tensors(held, f"{place}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, held in enumerate(value):
+            yield from _tensors(held, f"{place}[{index}]")
+
+
+def _is_finite(values: Tensor) -> bool:
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if not values.is_floating_point():
+        return True
+    return is_finite(values.float() if values.element_size() == 1 else values)
 
 
 class _Packer:

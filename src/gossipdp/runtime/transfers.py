@@ -41,6 +41,10 @@ TransferMessage: TypeAlias = RequestState | StateRefused | RequestTraining | Off
 OnEnd: TypeAlias = Callable[[Exception | None], None]
 
 
+class TurnedAwayError(PeerLostError):
+    """The peer answers, but its state is not to be had, or not worth having."""
+
+
 @dataclass
 class _Fetch:
     """A state on its way to this worker, or waiting for its turn."""
@@ -220,7 +224,7 @@ class Transfers:
             case StateRefused(counter=counter, reason=reason):
                 if first is not None and first.receiver.counter == counter:
                     self._end_first(
-                        PeerLostError(f"worker {link.peer} cannot give its state: {reason}")
+                        TurnedAwayError(f"worker {link.peer} cannot give its state: {reason}")
                     )
             case OfferTraining(counter=counter):
                 if (
@@ -265,7 +269,7 @@ class Transfers:
         try:
             fetch.receiver.landed()
         except ValueError as error:
-            self._end_first(PeerLostError(f"worker {link.peer} cannot give its state: {error}"))
+            self._end_first(TurnedAwayError(f"worker {link.peer} cannot give its state: {error}"))
             return
         self.num_chunks_received += 1
         fetch.deadline_s = self._clock() + fetch.timeout_s

@@ -1,6 +1,7 @@
 """Training state: every bit comes back, nothing else is accepted, and nothing is unpickled."""
 
 import json
+import math
 from collections import Counter, OrderedDict
 from typing import Any
 
@@ -262,3 +263,34 @@ def test_the_state_of_other_optimizers_is_refused() -> None:
     wrong = {"optimizers": [{"state": {}, "param_groups": [{"params": [[], [], [], []]}]}]}
     with pytest.raises(ValueError, match="does not fit optimizer 0, a SGD"):
         restore(wrong, [optimizer])
+
+
+def of_optimizer(**state: Any) -> dict[str, Any]:
+    return {
+        "optimizers": [{"state": {0: state}, "param_groups": [{"params": [0], "max": math.inf}]}]
+    }
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_poison_is_found_wherever_an_optimizer_keeps_it(dtype, poison):
+    sound = torch.ones(5, dtype=dtype)
+    training_state.refuse_poison(of_optimizer(mean=sound, step=torch.tensor(7), best=math.inf))
+    poisoned = sound.clone()
+    poisoned[-1] = poison
+    with pytest.raises(ValueError, match=r"optimizer 0's state\[0\]\['old'\]\[1\] holds NaN"):
+        training_state.refuse_poison(of_optimizer(mean=sound, old=[sound, poisoned]))
+
+
+def test_poison_is_found_in_eight_bits_and_sums_that_overflow_are_none():
+    eight = torch.tensor([1.0, math.nan]).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="holds NaN"):
+        training_state.refuse_poison(of_optimizer(mean=eight))
+    training_state.refuse_poison(of_optimizer(mean=torch.full((9,), 3e38)))
+
+
+@pytest.mark.parametrize("state", [None, 3, {"optimizers": 5}, {"optimizers": [None, {}]}])
+def test_what_is_no_state_is_left_to_whoever_restores_it(state):
+    training_state.refuse_poison(state)
