@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gossipdp.dynamics.kernels import is_finite
 from gossipdp.dynamics.phase import Phase
-from gossipdp.dynamics.state import Chunk, Role
+from gossipdp.dynamics.state import Chunk
 from gossipdp.errors import PeerLostError, PoisonedError, RendezvousError, SupersededError
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph, graph_name
@@ -478,10 +478,10 @@ class GossipEngine(Engine):
         """The flat tensors that hold something, by kind."""
         segments = self._flat.state.segments
         for segment in segments:
-            if segment.role is Role.TRAINED and not is_finite(segment.x):
+            if segment.role.is_exchanged and not is_finite(segment.x):
                 raise PoisonedError(
-                    f"the parameters of worker {self.rank} hold NaN or infinity: they are not "
-                    "saved, and the checkpoints written before are kept"
+                    f"the parameters or buffers of worker {self.rank} hold NaN or infinity: they "
+                    "are not saved, and the checkpoints written before are kept"
                 )
         return {
             "model": [segment.x for segment in segments],
@@ -626,12 +626,12 @@ class GossipEngine(Engine):
         if self._loop.poisoned is None and all(
             is_finite(segment.x)
             for segment in self._flat.state.segments
-            if segment.role is Role.TRAINED
+            if segment.role.is_exchanged
         ):
             return
         poison = self._loop.poisoned or PoisonedError(
-            f"the parameters of worker {self.rank} hold NaN or infinity: they are not averaged "
-            "with the others'. Lower the learning rate or clip gradients"
+            f"the parameters or buffers of worker {self.rank} hold NaN or infinity: they are not "
+            "averaged with the others'. Lower the learning rate or clip gradients"
         )
         if self._options.on_poison != "refresh":
             self.close()

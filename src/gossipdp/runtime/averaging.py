@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gossipdp.dynamics.kernels import is_finite
 from gossipdp.dynamics.state import Chunk
 from gossipdp.protocol.consolidation_actions import (
     Commit,
@@ -157,13 +158,20 @@ class Averaging:
         return tensor_bytes(room)[:length]
 
     def landed(self, peer: int, frame_type: FrameType, key: ChunkKey, now_s: float) -> None:
-        """Add the partial sum, or keep the result, that has just landed, if still awaited."""
+        """Add the partial sum, or keep the result, that has just landed, if still awaited.
+
+        One that holds NaN or infinity is not let in: its link is closed, and what it stood for is
+        asked for again. A worker looks for poison in its own values before it consolidates.
+        """
         if not self._accepts(peer, frame_type, key):
             return
         chunk = self._chunks[key.index]
         dtype, num_elements = self._layout(chunk)
         values = self._landings[peer][: num_elements * dtype.itemsize].view(dtype)
         epoch = _epoch(key)
+        if chunk.role.is_exchanged and not is_finite(values):
+            self._links[peer].close("what it sent to be averaged holds NaN or infinity")
+            return
         if frame_type is FrameType.PARTIAL_CHUNK:
             chunk.pending.add_(values)
             self._perform(self._protocol.partial_landed(peer, epoch, key.index, now_s))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from gossipdp.dynamics.kernels import is_finite
-from gossipdp.dynamics.state import Chunk, Role
+from gossipdp.dynamics.state import Chunk
 from gossipdp.protocol.messages import RequestState
 from gossipdp.runtime.frames import ChunkKey, FrameType
 from gossipdp.runtime.link import Link
@@ -109,7 +109,7 @@ class StateReceiver:
         """Pass on the chunk that has just arrived; raises ValueError if it is poisoned."""
         chunk = self._chunks[self.num_received]
         values = self._buffers.tensor(0, chunk)
-        if chunk.role is Role.TRAINED and not is_finite(values):
-            raise ValueError("its parameters hold NaN or infinity")
+        if chunk.role.is_exchanged and not is_finite(values):
+            raise ValueError("its parameters or buffers hold NaN or infinity")
         self._sink(chunk, values)
         self.num_received += 1

@@ -336,6 +336,17 @@ def test_poison_is_not_saved(run, tmp_path, caplog):
     assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [0]
 
 
+def test_poisoned_buffers_are_neither_saved_nor_averaged(tmp_path):
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    model = GossipDataParallel(net, torch.optim.SGD(net.parameters(), 0.1), checkpoint_dir=tmp_path)
+    net[1].running_var[1] = float("inf")
+    with pytest.raises(PoisonedError, match="are not saved"):
+        model.save_checkpoint()
+    with pytest.raises(PoisonedError, match="are not averaged"):
+        model.consolidate()
+    assert saved_by(tmp_path, 0) == []
+
+
 def test_a_state_that_cannot_be_saved_is_one_clear_error(run, tmp_path):
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)

@@ -47,6 +47,7 @@ class End:
         generator = torch.Generator().manual_seed(rank)
         segments = [
             Segment(torch.randn(1000, generator=generator), Role.TRAINED, chunk_bytes=1024),
+            Segment(torch.full((7,), float(rank)), Role.BUFFER),
             Segment(torch.arange(5) + rank, Role.COPIED),
         ]
         self.shared = SharedState(State(segments), Phase(0.4, 1.0), lambda: 0.0)
@@ -203,16 +204,17 @@ def test_who_has_nothing_to_give_says_so(ends):
     assert "encoded" in str(taker.ended[-1])
 
 
-def test_poisoned_parameters_are_not_taken(ends):
+@pytest.mark.parametrize("segment", [0, 1])
+def test_poisoned_parameters_and_buffers_are_not_taken(ends, segment):
     giver, taker = ends
     giver.transfers.serve([], lambda: None)
-    giver.values[0][999] = torch.inf
-    before = taker.values[0][-100:].clone()
+    giver.values[segment][-1] = torch.inf
+    before = taker.values[segment][-5:].clone()
     taker.fetch(0)
     deliver(giver, taker)
     (error,) = taker.ended
     assert "NaN or infinity" in str(error)
-    assert torch.equal(taker.values[0][-100:], before)
+    assert torch.equal(taker.values[segment][-5:], before)
 
 
 def test_one_after_the_other(ends):
