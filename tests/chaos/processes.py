@@ -37,6 +37,8 @@ from gossipdp.workloads import make_workload
 NUM_WORKERS = 6
 # After the last fault, for the last restart and a little training.
 QUIET_S = 10.0
+# The time-out, and a second.
+NOTICED_AFTER_S = 6.0
 # From the end of training to the end of the run, on a busy machine.
 PATIENCE_S = 60.0
 SCRIPT = "tests/chaos/processes.py"
@@ -261,6 +263,25 @@ def late_notices(faults: Sequence[dict[str, Any]], kind: str, limit_s: float) ->
     ]
 
 
+def late_stops(plan: Plan, results: Sequence[dict[str, Any]]) -> list[str]:
+    """Who noticed later than a second after the time-out that a worker stood still, or never."""
+    long_enough = [
+        result
+        for fault, result in zip(plan.faults, results, strict=True)
+        if fault.kind == "stop" and fault.for_s >= NOTICED_AFTER_S + 0.5
+    ]
+    return late_notices(long_enough, "stop", NOTICED_AFTER_S)
+
+
+def not_back(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Who was killed and did not come back, and whose return nobody noticed."""
+    return [
+        f"worker {result['rank']}, killed at {result['at_s']} s, was not seen again"
+        for result in results
+        if result["kind"] == "kill" and result["rejoined_s"] is None
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="of the plan")
@@ -274,6 +295,7 @@ def main() -> int:
         outcome = run_plan(plan, Path(temporary, "faults"))
     problems = [*undisturbed.problems, *outcome.problems]
     problems += late_notices(outcome.faults, "kill", 1.0)
+    problems += late_stops(plan, outcome.faults) + not_back(outcome.faults)
     if outcome.accuracy < undisturbed.accuracy - 0.01:
         problems.append(f"test accuracy {outcome.accuracy:.4f}, undisturbed more by over 0.01")
     for fault in outcome.faults:

@@ -10,6 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.processes
 
+# With the undisturbed run 45 seconds in all; make chaos runs for two minutes.
 SEED, SECONDS = 7, 28.0
 
 
@@ -51,5 +52,5 @@ def test_workers_are_killed_stopped_started_again_and_cut_off(tmp_path: Path) ->
     outcome = processes.run_plan(plan, tmp_path / "faults")
     assert undisturbed.problems + outcome.problems == [], str(plan)
     assert processes.late_notices(outcome.faults, "kill", 1.0) == []
-    assert all(fault["rejoined_s"] for fault in outcome.faults if fault["kind"] == "kill")
+    assert processes.not_back(outcome.faults) == []
     assert outcome.accuracy >= undisturbed.accuracy - 0.01
