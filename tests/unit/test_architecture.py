@@ -28,7 +28,7 @@ EVERYONE_MAY = {"errors", "logs"}
 # Top-level third-party imports of the pure layers.
 LIBRARIES = {
     "graph": {"networkx", "numpy", "scipy"},
-    "dynamics": {"torch"},
+    "dynamics": {"torch", "numba", "numpy"},  # numba is optional: only numba_* files import it
     "protocol": {"msgspec"},
     "workloads": {"torch", "numpy", "sklearn"},
 }

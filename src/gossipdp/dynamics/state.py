@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics import kernels
+from gossipdp.dynamics.arithmetic import Arithmetic
 
 DEFAULT_CHUNK_BYTES = 1 << 20
 
@@ -67,19 +68,23 @@ class Chunk:
 
     def flow_to(self, theta: float) -> None:
         """Flow up to the phase ``theta``, into ``pending``. The phase never goes back."""
-        if theta <= self.theta:
-            return
-        if self._has_momentum and self.c is not None:
-            kernels.flow_(self.pending, self.c, math.exp(-2.0 * (theta - self.theta)))
+        decay = self._decay(theta)
+        if decay != 1.0 and self.c is not None:
+            kernels.flow_(self.pending, self.c, decay)
             self._has_pending = True
-            if theta == math.inf:
-                self._has_momentum = False
-        if theta < math.inf:
-            self.theta = theta
+        self._flowed_to(theta)
 
     def snapshot(self, out: Tensor) -> None:
         """Write x + pending to ``out``, in ``out``'s precision."""
         kernels.snapshot_(out, self.x, self.pending)
+
+    def snapshot_at(self, theta: float, out: Tensor, arithmetic: Arithmetic) -> bool:
+        """Write x + pending as they are at the phase ``theta``; return whether all is finite.
+
+        Nothing else is written: the flow itself is done by whoever next writes the chunk, be it
+        :meth:`exchange` or a boundary. That changes no snapshot, as theta stands still meanwhile.
+        """
+        return arithmetic.snapshot(self, out, self._decay(theta))
 
     def snapshot_flowed(self, out: Tensor) -> None:
         """Write x + pending + c/2 to ``out``: what takes over from this worker starts there."""
@@ -88,27 +93,61 @@ class Chunk:
         else:
             kernels.snapshot_flowed_(out, self.x, self.pending, self.c)
 
-    def exchange(self, mine: Tensor, peers: Tensor, alpha_tilde: float, scratch: Tensor) -> float:
-        """Apply one exchange from both ends' snapshots; return the squared norm of delta.
+    def exchange(
+        self, theta: float, mine: Tensor, peers: Tensor, alpha_tilde: float, arithmetic: Arithmetic
+    ) -> float:
+        """Flow to ``theta`` and apply one exchange; return the squared norm of delta.
 
         Both ends compute delta from the same two (rounded) snapshots, never from a live value,
         so their deltas are exact negatives and the mean of x + c/2 is conserved. A delta that is
-        not finite is not applied; the norm returned is then not finite either.
+        not finite is not applied, nor is the flow; the norm returned is then not finite either.
+
+        Args:
+            theta: the phase at which ``mine`` was taken.
+            mine: what :meth:`snapshot_at` wrote.
+            peers: the peer's.
+            alpha_tilde: the gain of the exchange on x_tilde.
+            arithmetic: the calling thread's.
         """
-        squared_norm = kernels.difference_(scratch, mine, peers)
-        if not math.isfinite(squared_norm):
-            return squared_norm
-        kernels.exchange_(self.pending, self.c, scratch, alpha_tilde)
-        self._has_pending = True
-        self._has_momentum = self.c is not None
+        squared_norm = arithmetic.exchange(self, mine, peers, self._decay(theta), alpha_tilde)
+        self._exchanged(squared_norm, theta)
         return squared_norm
 
-    def boundary(self, theta: float, scratch: Tensor) -> None:
+    def snapshot_and_exchange(
+        self, theta: float, out: Tensor, peers: Tensor, alpha_tilde: float, arithmetic: Arithmetic
+    ) -> float:
+        """:meth:`snapshot_at` and :meth:`exchange` at once, where ``peers`` is there already."""
+        squared_norm = arithmetic.snapshot_and_exchange(
+            self, out, peers, self._decay(theta), alpha_tilde
+        )
+        self._exchanged(squared_norm, theta)
+        return squared_norm
+
+    def boundary(self, theta: float, arithmetic: Arithmetic) -> None:
         """At a step boundary: flow to ``theta``, then x += pending."""
-        self.flow_to(theta)
-        if self._has_pending:
-            kernels.add_pending_(self.x, self.pending, scratch)
+        decay = self._decay(theta)
+        if self._has_pending or decay != 1.0:
+            arithmetic.boundary(self, decay)
             self._has_pending = False
+        self._flowed_to(theta)
+
+    def _decay(self, theta: float) -> float:
+        """What the flow to ``theta`` leaves of c; 1 where there is nothing to flow."""
+        if theta <= self.theta or not self._has_momentum:
+            return 1.0
+        return math.exp(-2.0 * (theta - self.theta))
+
+    def _flowed_to(self, theta: float) -> None:
+        if theta == math.inf:
+            self._has_momentum = False
+        else:
+            self.theta = max(self.theta, theta)
+
+    def _exchanged(self, squared_norm: float, theta: float) -> None:
+        if math.isfinite(squared_norm):
+            self._flowed_to(theta)
+            self._has_pending = True
+            self._has_momentum = self.c is not None
 
     def restored(self) -> None:
         """Take note that x, pending and c were set to what a checkpoint holds, at phase 0."""

@@ -8,14 +8,16 @@ Who may do what, and why nothing is lost:
   gossip thread reads x for a snapshot without stopping the optimizer: a snapshot torn by a
   running step is harmless, because both ends of the exchange use that same snapshot.
 * ``pending``, ``c`` and a chunk's ``theta`` are written under that chunk's lock: by the gossip
-  thread when it flows, snapshots or applies, by the main thread at a boundary.
+  thread when it applies, by the main thread at a boundary.
 * The boundary only *tries* the lock. A chunk in use keeps its pending for the next boundary, so
   training never waits for a thread of lower priority.
 * A lock is held for one pass over one chunk, never across I/O and never two at a time. So there
   is no order to respect and nothing to deadlock.
 * Between a chunk's snapshot and the arrival of the peer's chunk the lock is free, and a boundary
-  may move pending into x. That changes neither x + pending nor delta, which is computed from the
-  stored snapshots.
+  may flow the chunk and move pending into x. That changes neither x + pending at the phase of the
+  exchange nor delta, which is computed from the stored snapshots. The snapshot itself writes
+  nothing: each chunk remembers the phase it has been flowed to, so the flow is done once, by the
+  boundary or with the exchange, whichever comes first.
 * ``phase`` is read and changed under ``_phase_lock``. An exchange freezes theta at or after every
   value that a boundary has read; a boundary that read an older value finds the chunk's theta ahead
   of it and flows nothing. So every chunk sees the same flow between two exchanges.
@@ -38,26 +40,40 @@ Taking over another's parameters (:meth:`SharedState.take_over`), while the main
   while the main thread waits at a boundary.
 """
 
+import logging
 import math
+import os
 import threading
+import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from gossipdp.dynamics import kernels
+from gossipdp.dynamics.arithmetic import choose_arithmetic
 from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import Chunk, Role, State
 from gossipdp.runtime.clock import since_boot_s
+from gossipdp.runtime.workbench import Workbench
+
+logger = logging.getLogger(__name__)
 
 
 class SharedState:
     """The (x, c) state with its locks; see the module's text for the rules.
 
+    What computes the exchanges is chosen here, once: numba's compiled loops where numba is
+    installed and the model is large enough to gain by them, else torch; the variable
+    GOSSIPDP_KERNELS (auto, numba or torch) decides otherwise. Compiling, or loading what an
+    earlier process has compiled, is done here too, so that no step is ever delayed by it.
+
     Args:
         state: the chunks.
         phase: this worker's phase.
         clock: seconds, monotonic.
+
+    Raises:
+        ValueError: GOSSIPDP_KERNELS is none of those, or numba and that is not installed.
     """
 
     def __init__(
@@ -68,8 +84,31 @@ class SharedState:
         self._clock = clock
         self._phase_lock = threading.Lock()
         self._locks = [threading.Lock() for _ in state.chunks]
-        self._main_scratch = _Scratch(state)
-        self._gossip_scratch = _Scratch(state)
+        self._exchange_theta = 0.0
+        num_values = sum(chunk.num_elements for chunk in state.chunks)
+        name = choose_arithmetic(os.environ.get("GOSSIPDP_KERNELS", "auto"), num_values)
+        self._main = Workbench(state, name)
+        self._gossip = Workbench(state, name)
+        self.prepare()
+
+    @property
+    def kernels(self) -> str:
+        """What computes the exchanges: ``numba``, ``torch``, or both with a comma between."""
+        return ", ".join(sorted(self._gossip.names))
+
+    def prepare(self, wire: torch.dtype | None = None) -> None:
+        """Compile for snapshots of the precision ``wire``; by default that of the parameters.
+
+        Only for another precision does anyone need to call this; before training, as it takes a
+        second or two where numba computes.
+        """
+        started_s = time.perf_counter()
+        self._gossip.prepare(wire)
+        logger.debug(
+            "exchanges are computed by %s, ready after %.2f s",
+            self.kernels or "nothing",
+            time.perf_counter() - started_s,
+        )
 
     # Either thread's part.
 
@@ -107,7 +146,7 @@ class SharedState:
                     skipped += 1
                     continue
                 try:
-                    chunk.boundary(theta, self._main_scratch.of(chunk))
+                    chunk.boundary(theta, self._main.of(chunk))
                 finally:
                     lock.release()
         return skipped
@@ -135,7 +174,8 @@ class SharedState:
     def start_exchange(self) -> float:
         """Freeze the phase for one exchange and return it."""
         with self._phase_lock:
-            return self._phase.start_exchange(self._clock())
+            self._exchange_theta = self._phase.start_exchange(self._clock())
+            return self._exchange_theta
 
     def end_exchange(self) -> None:
         """Let the phase go on."""
@@ -147,11 +187,10 @@ class SharedState:
         with self._phase_lock:
             self._phase.set_speed(eta, worker_rate, self._clock())
 
-    def snapshot(self, chunk: Chunk, theta: float, out: Tensor) -> None:
-        """Flow one chunk to ``theta`` and write x + pending to ``out``."""
+    def snapshot(self, chunk: Chunk, theta: float, out: Tensor) -> bool:
+        """Write x + pending of one chunk at the phase ``theta``; return whether all is finite."""
         with self._locks[chunk.index]:
-            chunk.flow_to(theta)
-            chunk.snapshot(out)
+            return chunk.snapshot_at(theta, out, self._gossip.of(chunk))
 
     def take_over(self, chunk: Chunk, values: Tensor) -> None:
         """Make x + pending of one chunk ``values``, and c zero, while the main thread trains on.
@@ -177,10 +216,28 @@ class SharedState:
             chunk.x.copy_(values)
 
     def exchange(self, chunk: Chunk, mine: Tensor, peers: Tensor, alpha_tilde: float) -> float:
-        """Apply one exchanged chunk; return the squared norm of the difference."""
-        scratch = self._gossip_scratch.of(chunk)
+        """Apply one exchanged chunk; return the squared norm of the difference.
+
+        ``mine`` was taken at the phase of the exchange under way. A norm that is not finite says
+        that the difference was not, and that nothing was applied.
+        """
+        theta = self._exchange_theta
         with self._locks[chunk.index]:
-            return chunk.exchange(mine, peers, alpha_tilde, scratch)
+            return chunk.exchange(theta, mine, peers, alpha_tilde, self._gossip.of(chunk))
+
+    def snapshot_and_exchange(
+        self, chunk: Chunk, out: Tensor, peers: Tensor, alpha_tilde: float
+    ) -> float:
+        """Write the snapshot of one chunk and apply the exchange, in one pass over memory.
+
+        For a chunk whose peer's half was there before ours was taken. Returned as by
+        :meth:`exchange`; ``out`` is written whole in either case, to tell whose poison it was.
+        """
+        theta = self._exchange_theta
+        with self._locks[chunk.index]:
+            return chunk.snapshot_and_exchange(
+                theta, out, peers, alpha_tilde, self._gossip.of(chunk)
+            )
 
     # The gossip thread's part while the main thread waits.
 
@@ -198,27 +255,10 @@ class SharedState:
         total = 0.0
         for chunk in self.state.chunks:
             if chunk.role is Role.TRAINED:
-                scratch = self._gossip_scratch.of(chunk)
-                total += kernels.difference_(scratch, chunk.x, chunk.pending)
+                total += self._gossip.of(chunk).squared_distance(chunk.x, chunk.pending)
         return total
 
     def adopt_pending(self) -> None:
         """X = pending, which holds the result; it stays there for who may yet ask for it."""
         for chunk in self.state.chunks:
             chunk.x.copy_(chunk.pending)
-
-
-class _Scratch:
-    """One thread's preallocated room for one chunk, per working precision and device."""
-
-    def __init__(self, state: State) -> None:
-        self._tensors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        for chunk in state.chunks:
-            key = (chunk.pending.dtype, chunk.pending.device)
-            held = self._tensors.get(key)
-            if held is None or held.numel() < chunk.num_elements:
-                self._tensors[key] = torch.empty_like(chunk.pending)
-
-    def of(self, chunk: Chunk) -> Tensor:
-        """Return a tensor like the chunk's pending."""
-        return self._tensors[chunk.pending.dtype, chunk.pending.device][: chunk.num_elements]
