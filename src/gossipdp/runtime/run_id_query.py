@@ -55,8 +55,8 @@ def _ask(address: tuple[str, int], tls: Tls | None, timeout_s: float) -> str:
     try:
         if tls is not None:
             stream = tls.wrap(plain, server_side=False)
+            connection = stream.connection  # it owns the descriptor from here on
             stream.do_handshake()
-            connection = stream.connection
         connection.sendall(handshake.take_output())
         while handshake.num_wanted and handshake.refusal is None:
             data = connection.recv(handshake.num_wanted)

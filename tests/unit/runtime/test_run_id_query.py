@@ -2,6 +2,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.runtime.handshake import Handshake
 from gossipdp.runtime.identity import Identity
 from gossipdp.runtime.run_id_query import ask_run_id
+from gossipdp.runtime.tls import Tls
 
 
 def answer_as_a_worker(connection: socket.socket) -> None:
@@ -73,3 +75,14 @@ def test_another_reason_to_refuse_is_passed_on() -> None:
 
     with listening(refuse) as address, pytest.raises(RefusedError, match="TLS is off at the other"):
         ask_run_id([address])
+
+
+def test_no_connection_is_left_where_tls_comes_to_nothing(
+    authority: Any, open_descriptors: Callable[[], set[tuple[str, str]]]
+) -> None:
+    tls = Tls(authority.issue())
+    before = open_descriptors()
+    with listening(lambda connection: connection.sendall(b"no TLS")) as address:
+        with pytest.raises(RendezvousError) as raised:
+            ask_run_id([address], tls)
+    assert open_descriptors() == before, raised  # which would keep a socket alive
