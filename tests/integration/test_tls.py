@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ import torch
 
 from gossipdp import GossipDataParallel
 from gossipdp.cli.main import main
+from gossipdp.errors import RefusedError, RendezvousError
+from gossipdp.runtime.environment import read_addresses
+from gossipdp.runtime.run_id_query import ask_run_id
+from gossipdp.runtime.tls import Tls, TlsFiles, TlsStream
 
 SCRIPT = """
 import torch
@@ -126,3 +131,60 @@ def test_a_worker_without_tls_among_others(workers: Callable[..., Any], authorit
     files = authority.issue()
     found = workers(refuse_plain, 2, args=(str(files.cert), str(files.key), str(files.ca)))
     assert any("RefusedError" in text and "TLS is o" in text for text in found), found
+
+
+def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
+    """Of three processes the first two are the run, and the last joins it."""
+    address = directory / "address"
+    joins = os.environ["RANK"] == "2"
+    os.environ["WORLD_SIZE"] = "2"
+    if joins:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+        wait_until(address.exists)
+        os.environ["GOSSIPDP_JOIN"] = address.read_text()
+        known = read_addresses("GOSSIPDP_JOIN", address.read_text())
+        with pytest.raises(RefusedError, match="TLS is on at the other worker and off here"):
+            ask_run_id(known)
+        with pytest.raises(RendezvousError, match="no worker to join answers"):
+            ask_run_id(known, Tls(stranger))
+        os.environ["GOSSIPDP_RUN_ID"] = ask_run_id(known, Tls(files))
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    paths = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.ca}
+    model = GossipDataParallel(net, optimizer, start_timeout_s=30, **paths)
+    transport = model._engine._loop.transport
+    if model.rank == 0:
+        address.with_suffix(".new").write_text(f"127.0.0.1:{transport.identity.port}")
+        address.with_suffix(".new").rename(address)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 2)).square().mean().backward()
+        optimizer.step()
+
+    wait_until(lambda: joins or "joined" in [n.kind for n in model.stats().noticed], step)
+    wanted = model.stats().exchanges + 3
+    wait_until(lambda: model.stats().exchanges >= wanted, step)
+    links = list(transport.links.values())
+    secured = [isinstance(link.stream, TlsStream) and link.stream.is_secured for link in links]
+    num_workers = model.consolidate().num_workers
+    return f"{secured} of {num_workers}: {[value.tolist() for value in net.parameters()]}"
+
+
+def wait_until(condition: Callable[[], bool], step: Callable[[], None] = lambda: None) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        step()
+        time.sleep(0.005)
+
+
+@pytest.mark.processes
+def test_a_worker_joins_a_run_over_tls(
+    workers: Callable[..., Any], authority: Any, new_authority: Any, tmp_path: Path
+) -> None:
+    files, stranger = authority.issue(), new_authority("another authority").issue()
+    found = workers(join_over_tls, 3, args=(tmp_path, files, stranger))
+    assert len(set(found)) == 1, "the same bits on all"
+    assert found[0].startswith("[True, True] of 3: "), found
