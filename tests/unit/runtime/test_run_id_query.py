@@ -82,7 +82,9 @@ def test_no_connection_is_left_where_tls_comes_to_nothing(
 ) -> None:
     tls = Tls(authority.issue())
     before = open_descriptors()
-    with listening(lambda connection: connection.sendall(b"no TLS")) as address:
-        with pytest.raises(RendezvousError) as raised:
-            ask_run_id([address], tls)
+    with (
+        listening(lambda connection: connection.sendall(b"no TLS")) as address,
+        pytest.raises(RendezvousError) as raised,
+    ):
+        ask_run_id([address], tls)
     assert open_descriptors() == before, raised  # which would keep a socket alive
