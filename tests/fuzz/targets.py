@@ -45,7 +45,9 @@ from gossipdp.protocol.messages import (
 from gossipdp.protocol.progress import ProgressEntry
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp.runtime.frames import (
+    BARE_TYPES,
     HEADER_BYTES,
+    KEYLESS_TYPES,
     MAX_CHUNK_BYTES,
     MAX_CONTROL_BYTES,
     ChunkKey,
@@ -83,17 +85,33 @@ def frame_header(data: bytes) -> None:
     except FrameError:
         return
     bound = MAX_CONTROL_BYTES if header.key is None else MAX_CHUNK_BYTES
-    assert 0 < header.length <= bound
+    assert (header.frame_type not in BARE_TYPES) <= header.length <= bound
     key = None if header.key is None else pack_key(header.key)
-    assert pack_header(TAG, header.frame_type, 0, header.length, key) == data[:HEADER_BYTES]
+    again = pack_header(
+        TAG,
+        header.frame_type,
+        0,
+        header.length,
+        key,
+        num_read=header.num_read,
+        segment=header.segment,
+        offset=header.offset,
+    )
+    assert again == data[:HEADER_BYTES]
 
 
 def frame_header_seeds() -> list[bytes]:
     """One of each type."""
     key = pack_key(ChunkKey(1, 2, 3, 4))
     return [
-        pack_header(TAG, kind, 0, 1000, None if kind is FrameType.CONTROL else key)
-        for kind in FrameType
+        pack_header(TAG, FrameType.SEGMENT_READY, 0, 0, segment=3),
+        pack_header(TAG, FrameType.ACKNOWLEDGEMENT, 0, 0, num_read=7),
+        pack_header(TAG, FrameType.EXCHANGE_CHUNK, 0, 1000, key, segment=3, offset=1024),
+        *(
+            pack_header(TAG, kind, 0, 1000, None if kind in KEYLESS_TYPES else key)
+            for kind in FrameType
+            if kind not in BARE_TYPES
+        ),
     ]
 
 
@@ -381,11 +399,13 @@ class _Owner(LinkOwner):
         self.max_queued_chunks = 4
         self.clock = lambda: 0.0
         self.scratch = memoryview(bytearray(4096))
+        self.segment = None
         self.ended: list[str] = []
 
     def link_has_output(self, link: TcpLink) -> None: ...
     def link_has_input(self, link: TcpLink) -> None: ...
     def link_broken(self, link: TcpLink, reason: str) -> None: ...
+    def link_left_unread(self, link: TcpLink) -> None: ...
 
     def link_ended(self, link: TcpLink, reason: str) -> None:
         self.ended.append(reason)
@@ -395,6 +415,7 @@ def link_stream(data: bytes) -> None:
     """A link ends exactly once, whatever comes, and tells its handler only what is allowed."""
     owner = _Owner()
     link = TcpLink(owner, _Bytes(data), identity(1), link_id=b"", dialler=0)
+    link.map(1, memoryview(bytes(4096)))
     while not link.closed:
         link.can_read = True
         link.read_some()
@@ -413,6 +434,11 @@ def link_stream_seeds() -> list[bytes]:
         frames.append(
             pack_header(TAG, FrameType.EXCHANGE_CHUNK, number, len(payload), key) + payload
         )
+    frames += [
+        pack_header(TAG, FrameType.EXCHANGE_CHUNK, 10, 900, key, segment=1, offset=64),
+        pack_header(TAG, FrameType.ACKNOWLEDGEMENT, 11, 0),
+        pack_header(TAG, FrameType.EXCHANGE_CHUNK, 12, 901, key, segment=1, offset=4032),
+    ]
     return [b"".join(frames[:count]) for count in range(1, len(frames) + 1)]
 
 

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossipdp.runtime.frames import (
+    BARE_TYPES,
     HEADER_BYTES,
+    KEYLESS_TYPES,
     MAX_CHUNK_BYTES,
     ChunkKey,
     FrameError,
@@ -40,16 +42,31 @@ def unsigned(bits: int) -> st.SearchStrategy[int]:
 
 
 keys = st.builds(ChunkKey, unsigned(32), unsigned(32), unsigned(64), unsigned(32))
-chunk_types = st.sampled_from([kind for kind in FrameType if kind is not FrameType.CONTROL])
+chunk_types = st.sampled_from([kind for kind in FrameType if kind not in KEYLESS_TYPES])
 
 
-@given(chunk_types, unsigned(40), st.integers(1, MAX_CHUNK_BYTES), keys)
+@given(chunk_types, unsigned(40), st.integers(1, MAX_CHUNK_BYTES), keys, unsigned(40))
 def test_headers_round_trip(
-    frame_type: FrameType, sequence: int, length: int, key: ChunkKey
+    frame_type: FrameType, sequence: int, length: int, key: ChunkKey, num_read: int
 ) -> None:
-    data = pack_header(TAG, frame_type, sequence, length, pack_key(key))
+    data = pack_header(TAG, frame_type, sequence, length, pack_key(key), num_read=num_read)
     header = parse_header(data, TAG, sequence)
     assert (header.frame_type, header.length, header.key) == (frame_type, length, key)
+    assert header.num_read == num_read % 2**32
+    assert (header.segment, header.offset) == (0, 0)
+
+
+@given(st.integers(1, MAX_CHUNK_BYTES), keys, st.integers(1, 2**16 - 1), unsigned(58))
+def test_headers_of_chunks_read_in_place_round_trip(
+    length: int, key: ChunkKey, segment: int, place: int
+) -> None:
+    offset = 64 * place
+    data = pack_header(
+        TAG, FrameType.EXCHANGE_CHUNK, 0, length, pack_key(key), segment=segment, offset=offset
+    )
+    header = parse_header(data, TAG, 0)
+    assert (header.length, header.key) == (length, key)
+    assert (header.segment, header.offset) == (segment, offset)
 
 
 @given(st.binary(max_size=2 * HEADER_BYTES))
@@ -77,9 +94,9 @@ def test_a_changed_byte_is_an_error_or_another_valid_chunk(
         header = parse_header(data, TAG, 7)
     except FrameError:
         return
-    assert 0 < header.length <= MAX_CHUNK_BYTES
+    assert (header.frame_type not in BARE_TYPES) <= header.length <= MAX_CHUNK_BYTES
     assert header.sequence == 7
-    assert (header.key is None) == (header.frame_type is FrameType.CONTROL)
+    assert (header.key is None) == (header.frame_type in KEYLESS_TYPES)
 
 
 def take(machine: Handshake, data: bytes) -> None:

@@ -9,7 +9,7 @@ Guarantees, which the conformance suite in ``tests/unit/runtime`` checks:
   where it was this side that called :meth:`Link.close`; after :meth:`Link.close` nothing but
   ``link_down``. At most one link to a peer is up: an old one goes down before the new one is up.
 - From ``link_down`` on (and from the return of ``close()``) the transport touches neither a
-  queued payload nor a landing buffer of that link.
+  queued payload nor a landing buffer of that link. (The peer may: see ``Transport.allocate``.)
 - Frames arrive in the order in which they were started. Control frames overtake chunks that have
   not been started; chunks keep their order among themselves.
 - A handler may call any method of any link, also ``close()`` of the very link that called. An
@@ -55,6 +55,9 @@ class Link(abc.ABC):
         It must stay unchanged until the chunk has left, that is, until ``queued_chunks`` no
         longer counts it; chunks leave in the order in which they were queued. On a closed link it
         does nothing.
+
+        A payload from :meth:`.Transport.allocate` may be read by the peer where it lies: see
+        :attr:`is_shared`. Such a chunk has left when the peer has read it.
         """
 
     @property
@@ -70,12 +73,27 @@ class Link(abc.ABC):
     @property
     @abc.abstractmethod
     def bytes_sent(self) -> int:
-        """Bytes that have left, headers included."""
+        """Bytes that have left over the network, headers included."""
 
     @property
     @abc.abstractmethod
     def bytes_received(self) -> int:
-        """Bytes that have arrived, headers included."""
+        """Bytes that have arrived over the network, headers included."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the peer reads exchange chunks in what ``allocate`` gives now, without a copy."""
+        return False
+
+    @property
+    def shared_bytes_sent(self) -> int:
+        """Bytes of chunks that were handed to the peer to be read in place."""
+        return 0
+
+    @property
+    def shared_bytes_received(self) -> int:
+        """Bytes of chunks that the peer handed over to be read in place."""
+        return 0
 
     @property
     @abc.abstractmethod
@@ -127,8 +145,9 @@ class LinkHandler(abc.ABC):
     ) -> None:
         """A chunk arrived whole: ``payload`` is the buffer from ``chunk_buffer``, now filled.
 
-        None: it was dropped, as ``chunk_buffer`` wished. (A transport that reads the peer's
-        memory in place passes that memory, which is valid until this method returns.)
+        None: it was dropped, as ``chunk_buffer`` wished. An exchange chunk may be passed where
+        the peer holds it instead. That is valid until this method returns, and a write there
+        would end the process.
         """
 
     @abc.abstractmethod

@@ -11,6 +11,8 @@ A connection begins as an :class:`~.tcp_openings.Opening` and, once its handshak
 import errno
 import ipaddress
 import logging
+import math
+import mmap
 import os
 import select
 import socket
@@ -19,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import final
+from typing import Literal, final
 
 import msgspec
 
@@ -29,6 +31,8 @@ from gossipdp.runtime.frames import run_tag
 from gossipdp.runtime.identity import Identity, Refusal
 from gossipdp.runtime.link import LinkHandler
 from gossipdp.runtime.once_log import OnceLog
+from gossipdp.runtime.shared_memory import Segment
+from gossipdp.runtime.shared_offers import Offers
 from gossipdp.runtime.tcp_link import LinkOwner, TcpLink
 from gossipdp.runtime.tcp_openings import (
     CROSSED,
@@ -43,6 +47,8 @@ from gossipdp.runtime.tls import Tls
 from gossipdp.runtime.transport import Transport
 
 __all__ = ["TcpTransport", "listen"]
+
+SharedMemory = Literal["auto", "off"]
 
 MAX_QUEUED_CHUNKS = 4
 SCRATCH_BYTES = 256 << 10
@@ -70,6 +76,12 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
             of those that have shown least.
         max_queued_chunks: ``writable`` is called while a link has fewer chunks queued.
         max_bytes_per_s: what each link sends at most; None for no cap.
+        shared_memory: "auto": workers of one host read each other's exchange chunks in place,
+            where the system has what it takes; "off": all chunks are sent. With a cap on what a
+            link sends there is none either.
+
+    Attributes:
+        segment: what peers of this host may read; None: nothing.
     """
 
     def __init__(
@@ -85,6 +97,7 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
         max_unauthenticated: int = MAX_UNAUTHENTICATED,
         max_queued_chunks: int = MAX_QUEUED_CHUNKS,
         max_bytes_per_s: float | None = None,
+        shared_memory: SharedMemory = "auto",
     ) -> None:
         self._closed = True  # until there is something to close
         bound_host, bound_port = listener.getsockname()[:2]
@@ -95,6 +108,14 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
         self.clock = clock
         self.max_queued_chunks = max_queued_chunks
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self.segment: Segment | None = None
+        self._memory: memoryview | None = None
+        self._num_segments = 0
+        self._may_share = shared_memory == "auto" and max_bytes_per_s is None
+        self._offers: Offers | None = None
+        self._offers_due = False
+        self._secret = secret
+        self._handshake_timeout_s = handshake_timeout_s
         self._polling = False
         self._links: dict[int, TcpLink] = {}
         self._last_links: dict[int, bytes] = {}
@@ -133,6 +154,63 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
         """The link to each peer that has one. ``link_up`` may still be on its way."""
         return MappingProxyType(self._links)
 
+    def allocate(self, num_bytes: int) -> memoryview:
+        """See :class:`Transport`."""
+        assert self._is_open()
+        if self._memory is not None and len(self._memory) == num_bytes:
+            return self._memory
+        self._memory = self._allocate_shared(num_bytes)
+        if self._memory is None:
+            private = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory = memoryview(private)
+        return self._memory
+
+    def _allocate_shared(self, num_bytes: int) -> memoryview | None:
+        """A fresh segment, offered to the peers of this host; None: none can be had."""
+        self.segment = None
+        if not self._may_share:
+            return None
+        try:
+            if self._offers is None:
+                self._offers = Offers(
+                    self.identity,
+                    self._secret,
+                    epoll=self._epoll,
+                    clock=self.clock,
+                    timeout_s=self._handshake_timeout_s,
+                    log=self._log,
+                )
+            self.segment = Segment(num_bytes, self._num_segments + 1)
+        except (OSError, AttributeError) as error:  # AttributeError: not on this system
+            self._may_share = False
+            text = "no memory is shared with workers of this host: %s"
+            self._log.warn_once("memory", "none", text, error)
+            return None
+        self._num_segments += 1
+        for link in self._links.values():
+            if link.is_local or link.dialler == self.identity.rank:
+                self._offer(link)
+        return self.segment.memory
+
+    def _offer(self, link: TcpLink) -> None:
+        """Offer our segment to the peer of ``link``, unless it has been."""
+        segment = self.segment
+        if self._offers is None or segment is None or link.was_offered == segment.number:
+            return
+        if self._offers.send(segment, link.peer_identity, link.link_id):
+            link.offered(segment.number)
+
+    def _take_offers(self) -> None:
+        assert self._offers is not None
+        self._offers_due = False
+        for offer in self._offers.take():
+            link = self._links.get(offer.rank)
+            # Else the link was replaced; the new one has its own.
+            if link is not None and link.link_id == offer.link_id:
+                link.map(offer.number, offer.memory)
+                self._offer(link)
+        self._offers_due = self._offers.is_due
+
     def dial(self, peer: int | None, host: str, port: int) -> None:
         """See :class:`Transport`."""
         assert self._is_open()
@@ -166,7 +244,7 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
         assert not self._polling, "poll() called from a handler"
         self._polling = True
         try:
-            if self._write() | self._tell():
+            if self._write(acknowledge=True) | self._tell():
                 timeout_s = 0.0  # the caller may have waited for just that
             if not self._is_open():
                 return
@@ -174,11 +252,14 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
             if self._accept_due:
                 self._accept_due = False
                 self._accept()
+            if self._offers_due:
+                self._take_offers()
             self._read()
             if not self._is_open():
                 return
             self._openings.expire()
-            self._write()
+            # What is owed may yet ride on what the caller sends next.
+            self._write(acknowledge=False)
             self._tell()
         finally:
             self._polling = False
@@ -212,11 +293,14 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
             for connection in self._connections():
                 connection.close()
             self._listener.close()
+            if self._offers is not None:
+                self._offers.close()
             self._epoll.close()
             os.close(self._wake_descriptor)
         for link in list(self._links.values()):
             link.end("this worker closed its transport")
         self._links.clear()
+        self.segment = self._memory = None
         self._openings.clear()
         self._by_descriptor.clear()
         self._to_read.clear()
@@ -234,6 +318,8 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
         self._closed = True
         for connection in self._connections():
             fork.close_descriptor(connection.detach())
+        if self._offers is not None:
+            self._offers.close_in_child()
         self._epoll.close()
         fork.close_descriptor(self._wake_descriptor)
 
@@ -253,6 +339,15 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
         """See :class:`LinkOwner`."""
         who = f"rank {link.peer} at {link.peer_identity.host}"
         self._log.warn_once("broken", who, "ended the link to %s: %s", who, reason)
+
+    def link_left_unread(self, link: TcpLink) -> None:
+        """See :class:`LinkOwner`.
+
+        The peer may be in the middle of a read, stopped there perhaps, and apply what it reads
+        when it goes on. So nothing is written there any more: the next exchange gets another
+        segment, and this one ends when the peer has let go of it too.
+        """
+        self.segment = self._memory = None
 
     def link_ended(self, link: TcpLink, reason: str) -> None:
         """See :class:`LinkOwner`."""
@@ -285,13 +380,13 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
             self._notices.popleft()()
         return told
 
-    def _write(self) -> bool:
+    def _write(self, acknowledge: bool) -> bool:
         """Write on every link that has output and room. Whether there was one."""
         had_output = any(link.has_output for link in self._to_write)
         for link in list(self._to_write):
             # Removed only afterwards: should the handler raise, the rest is written next time.
-            link.write_some()
-            if not link.has_output:
+            link.write_some(acknowledge)
+            if not (link.has_output or link.owes):
                 self._to_write.pop(link, None)
         return had_output
 
@@ -311,7 +406,9 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
         deadline_s = self._openings.next_deadline_s()
         if deadline_s is not None:
             timeout_s = min(timeout_s, deadline_s - now)
-        if self._to_read or self._to_write or self._accept_due:
+        if self._offers is not None and self._offers.next_deadline_s is not None:
+            timeout_s = min(timeout_s, self._offers.next_deadline_s - now)
+        if self._to_read or self._to_write or self._accept_due or self._offers_due:
             timeout_s = 0.0
         for descriptor, mask in self._epoll.poll(max(0.0, timeout_s)):
             if descriptor == self._listener.fileno():
@@ -326,10 +423,14 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
                     self._to_read[source] = None
                 if either or mask & select.EPOLLOUT:
                     source.can_write = True
-                    if source.has_output:
+                    if source.has_output or source.owes:
                         self._to_write[source] = None
             elif source is not None:
                 self._to_read[source] = None
+            elif self._offers is not None and self._offers.owns(descriptor):
+                self._offers_due = True
+        if self._offers is not None and (self._offers.next_deadline_s or math.inf) <= self.clock():
+            self._offers_due = True
 
     def _read(self) -> None:
         for source in list(self._to_read):
@@ -459,3 +560,5 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
         self._by_descriptor[link.connection.fileno()] = link
         self._to_read[link] = None
         self._notices.append(partial(self.handler.link_up, link))
+        if handshake.dialler:
+            self._offer(link)

@@ -3,16 +3,23 @@
 Reads go straight into the landing buffer that the handler named, with the next header behind it
 in one call; writes hand header and payload to the kernel together. So a chunk costs few system
 calls, each of which gives up the interpreter lock and has to win it back from the training loop.
+
+A chunk that lies in memory which the peer has mapped goes as a header alone and is read there
+(:mod:`.shared_chunks`). That it was read is said in the next header that goes the other way, or,
+if none has gone by the next turn, in a frame of its own.
 """
 
 import abc
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import final
+from typing import NamedTuple, final
 
 from gossipdp.runtime.frames import (
+    BARE_TYPES,
     HEADER_BYTES,
+    SEGMENT_ALIGNMENT_BYTES,
+    SHARED_TYPES,
     ChunkKey,
     FrameError,
     FrameType,
@@ -24,6 +31,8 @@ from gossipdp.runtime.frames import (
 )
 from gossipdp.runtime.identity import Identity
 from gossipdp.runtime.link import Link, LinkHandler
+from gossipdp.runtime.shared_chunks import SharedChunks
+from gossipdp.runtime.shared_memory import Segment
 from gossipdp.runtime.tcp_stream import Stream
 
 # One turn of the loop moves at most this much per link and direction, so that no link starves
@@ -35,6 +44,16 @@ CONTROL_BATCH_BYTES = 64 << 10
 MAX_QUEUED_CONTROL_BYTES = 4 << 20
 
 
+class _Queued(NamedTuple):
+    """A chunk that waits; with a ``segment`` its payload stays where it is."""
+
+    frame_type: FrameType
+    packed_key: bytes
+    payload: memoryview
+    segment: int = 0
+    offset: int = 0
+
+
 class LinkOwner(abc.ABC):
     """What a link needs of its transport."""
 
@@ -43,6 +62,7 @@ class LinkOwner(abc.ABC):
     max_queued_chunks: int
     clock: Callable[[], float]
     scratch: memoryview  # where payloads land that nobody wants
+    segment: Segment | None  # our memory that peers may read
 
     @abc.abstractmethod
     def link_has_output(self, link: "TcpLink") -> None:
@@ -55,6 +75,10 @@ class LinkOwner(abc.ABC):
     @abc.abstractmethod
     def link_broken(self, link: "TcpLink", reason: str) -> None:
         """The peer, authenticated as it is, sent what no worker sends; ``link`` is ended next."""
+
+    @abc.abstractmethod
+    def link_left_unread(self, link: "TcpLink") -> None:
+        """``link`` is ending, and its peer may still be reading ``segment``."""
 
     @abc.abstractmethod
     def link_ended(self, link: "TcpLink", reason: str) -> None:
@@ -71,6 +95,9 @@ class TcpLink(Link):
         peer_identity: as proved by the handshake.
         link_id: names the link at both ends.
         dialler: rank of the end that dialled.
+
+    Attributes:
+        is_local: whether the peer was found to be on this host.
     """
 
     def __init__(
@@ -106,11 +133,16 @@ class TcpLink(Link):
 
         self._controls: deque[bytes] = deque()
         self._queued_control_bytes = 0
-        self._chunks: deque[tuple[FrameType, bytes, memoryview]] = deque()
+        self._chunks: deque[_Queued] = deque()
         self._sending: list[memoryview] = []
         self._sending_chunk = False
         self._queued_bytes = 0
         self._next_sent = 0
+
+        self._shared = SharedChunks()
+        self.is_local = False
+        self._segments_to_confirm: list[int] = []
+        self._writable_due = False
 
     @property
     def connection(self) -> socket.socket:
@@ -120,7 +152,7 @@ class TcpLink(Link):
     @property
     def queued_chunks(self) -> int:
         """See :class:`Link`."""
-        return len(self._chunks) + self._sending_chunk
+        return len(self._chunks) + self._sending_chunk + self._shared.num_unread
 
     @property
     def queued_bytes(self) -> int:
@@ -136,6 +168,22 @@ class TcpLink(Link):
     def bytes_received(self) -> int:
         """See :class:`Link`."""
         return self._bytes_received
+
+    @property
+    def is_shared(self) -> bool:
+        """See :class:`Link`."""
+        segment = self._owner.segment
+        return segment is not None and segment.number == self._shared.ready
+
+    @property
+    def shared_bytes_sent(self) -> int:
+        """See :class:`Link`."""
+        return self._shared.bytes_sent
+
+    @property
+    def shared_bytes_received(self) -> int:
+        """See :class:`Link`."""
+        return self._shared.bytes_received
 
     @property
     def last_heard_s(self) -> float:
@@ -168,9 +216,34 @@ class TcpLink(Link):
         packed_key = pack_key(key)
         if self._closed:
             return
-        self._chunks.append((frame_type, packed_key, payload.cast("B")))
-        self._queued_bytes += payload.nbytes
+        offset = None
+        if self.is_shared and frame_type in SHARED_TYPES:
+            assert self._owner.segment is not None
+            offset = self._owner.segment.offset_of(payload)
+        chunk = _Queued(frame_type, packed_key, payload.cast("B"))
+        if offset is not None and offset % SEGMENT_ALIGNMENT_BYTES == 0:
+            chunk = chunk._replace(segment=self._shared.ready, offset=offset)
+        else:
+            self._queued_bytes += payload.nbytes
+        self._chunks.append(chunk)
         self._owner.link_has_output(self)
+
+    def offered(self, number: int) -> None:
+        """The peer was offered our segment ``number``; it will say when it has mapped it."""
+        self._shared.offered = number
+        self.is_local = True
+
+    @property
+    def was_offered(self) -> int:
+        """Number of the segment that the peer was offered last; 0: none."""
+        return self._shared.offered
+
+    def map(self, number: int, memory: memoryview) -> None:
+        """``memory`` is the peer's segment ``number``; tell it so."""
+        self.is_local = True
+        if not self._closed and self._shared.map(number, memory):
+            self._segments_to_confirm.append(number)
+            self._owner.link_has_output(self)
 
     def close(self, reason: str) -> None:
         """See :class:`Link`."""
@@ -190,6 +263,9 @@ class TcpLink(Link):
         if self._closed:
             return
         self._closed = True
+        if self._shared.is_in_doubt:
+            self._owner.link_left_unread(self)
+        self._shared.end()
         self._controls.clear()
         self._chunks.clear()
         self._sending.clear()
@@ -206,6 +282,14 @@ class TcpLink(Link):
         """
         budget = TURN_BYTES
         while budget > 0 and not self._closed:
+            if self._writable_due:
+                self._writable_due = False
+                self._owner.handler.writable(self)
+                continue
+            if self._frame is not None and self._frame.segment:
+                budget -= self._frame.length
+                self._read_in_place()
+                continue
             if self._header_filled == HEADER_BYTES:
                 self._start_frame()
                 continue
@@ -233,10 +317,13 @@ class TcpLink(Link):
         if not self.can_read and self._write_error is not None:
             self.end(self._write_error)
 
-    def write_some(self) -> None:
-        """Write what the kernel takes, up to the turn's share; report chunks that left."""
+    def write_some(self, acknowledge: bool) -> None:
+        """Write what the kernel takes, up to the turn's share; report chunks that left.
+
+        ``acknowledge``: say what was read, although no frame goes out that could.
+        """
         queued_before = self.queued_chunks
-        self._send(TURN_BYTES)
+        self._send(TURN_BYTES, acknowledge)
         if not self._closed and self.queued_chunks < min(
             queued_before, self._owner.max_queued_chunks
         ):
@@ -245,13 +332,19 @@ class TcpLink(Link):
     @property
     def has_input(self) -> bool:
         """Whether ``read_some`` could do anything now."""
-        return self.can_read and not self._closed
+        is_told_later = self._frame is not None and bool(self._frame.segment)
+        return (self.can_read or self._writable_due or is_told_later) and not self._closed
 
     @property
     def has_output(self) -> bool:
-        """Whether ``write_some`` could do anything now."""
-        waiting = bool(self._sending or self._controls or self._chunks)
-        return waiting and self.can_write and not self._closed
+        """Whether ``write_some`` could send something now, acknowledgements aside."""
+        waiting = self._sending or self._controls or self._chunks or self._segments_to_confirm
+        return bool(waiting) and self.can_write and not self._closed
+
+    @property
+    def owes(self) -> bool:
+        """Whether ``write_some`` could send an acknowledgement now."""
+        return self._shared.owes and self.can_write and not self._closed
 
     def _room(self) -> list[memoryview]:
         """Where the next bytes belong: the rest of the payload, then the next header."""
@@ -283,17 +376,28 @@ class TcpLink(Link):
 
     def _start_frame(self) -> None:
         self._header_filled = 0
+        queued_before = self.queued_chunks
         try:
             frame = parse_header(self._header, self._owner.tag, self._next_received)
+            if self._shared.confirm(frame.num_read):
+                bound = min(queued_before, self._owner.max_queued_chunks)
+                self._writable_due = self.queued_chunks < bound
+            if frame.frame_type is FrameType.SEGMENT_READY:
+                self._shared.confirm_segment(frame.segment)
+            in_place = self._shared.find(frame) if frame.key and frame.segment else None
         except FrameError as error:
             self._end_broken(f"the peer broke the protocol: {error}")
             return
         self._next_received += 1
+        if frame.frame_type in BARE_TYPES:
+            return
         self._frame = frame
-        self._payload_rest = frame.length
         if frame.key is None:
+            self._payload_rest = frame.length
             self._landing = memoryview(bytearray(frame.length))
             return
+        if in_place is None:
+            self._payload_rest = frame.length
         # Should the handler raise here, the payload is dropped and the stream stays in step.
         landing = self._owner.handler.chunk_buffer(self, frame.frame_type, frame.key, frame.length)
         if landing is None or self._closed:
@@ -301,14 +405,28 @@ class TcpLink(Link):
         if landing.nbytes != frame.length:
             self._end_broken(f"the peer sent a chunk of {frame.length} bytes, not {landing.nbytes}")
             return
-        self._landing = landing.cast("B")
+        self._landing = landing.cast("B") if in_place is None else in_place
+
+    def _read_in_place(self) -> None:
+        """Let the handler read a chunk where the peer holds it, and owe the peer word of it."""
+        frame, memory = self._frame, self._landing
+        assert frame is not None
+        assert frame.key is not None
+        self._frame = self._landing = None
+        try:
+            self._owner.handler.chunk(self, frame.frame_type, frame.key, memory)
+        finally:
+            # Only now: the peer may write there again as soon as it hears.
+            self._shared.read()
+            if not self._closed:
+                self._owner.link_has_output(self)
 
     def _end_broken(self, reason: str) -> None:
         self._owner.link_broken(self, reason)
         self.end(reason)
 
-    def _send(self, budget: int) -> None:
-        while self.has_output and budget > 0:
+    def _send(self, budget: int, acknowledge: bool = False) -> None:
+        while budget > 0 and (self.has_output or (acknowledge and self.owes)):
             if not self._sending:
                 self._start_sending()
             try:
@@ -333,26 +451,60 @@ class TcpLink(Link):
                     self._sending[0] = self._sending[0][count:]
                     break
                 count -= len(self._sending.pop(0))
-            self._sending_chunk = self._sending_chunk and bool(self._sending)
+            if self._sending_chunk and not self._sending:
+                self._sending_chunk = False
+                self._shared.sent_as_bytes()
 
     def _start_sending(self) -> None:
-        """Number the next frames and lay them out; all waiting control frames go first."""
-        tag = self._owner.tag
+        """Number the next frames and lay them out: first all that are small, in one part."""
         parts: list[bytes] = []
         size = 0
+        while self._segments_to_confirm:
+            number = self._segments_to_confirm.pop(0)
+            parts.append(self._header_of(FrameType.SEGMENT_READY, 0, segment=number))
         while self._controls and size < CONTROL_BATCH_BYTES:
             data = self._controls.popleft()
             self._queued_control_bytes -= len(data)
-            parts += (pack_header(tag, FrameType.CONTROL, self._next_sent, len(data)), data)
-            self._next_sent += 1
+            self._queued_bytes -= len(data)
+            parts += (self._header_of(FrameType.CONTROL, len(data)), data)
             size += HEADER_BYTES + len(data)
+        while self._chunks and self._chunks[0].segment and not self._controls:
+            chunk = self._chunks.popleft()
+            parts.append(self._header_of_chunk(chunk))
+            self._shared.sent(len(chunk.payload))
+        if not parts and not self._chunks:
+            parts.append(self._header_of(FrameType.ACKNOWLEDGEMENT, 0))
         if parts:
-            self._queued_bytes += HEADER_BYTES * (len(parts) // 2)
             self._sending = [memoryview(b"".join(parts))]
+            self._queued_bytes += len(self._sending[0])
             return
-        frame_type, packed_key, payload = self._chunks.popleft()
-        header = pack_header(tag, frame_type, self._next_sent, len(payload), packed_key)
-        self._next_sent += 1
+        chunk = self._chunks.popleft()
+        self._sending = [memoryview(self._header_of_chunk(chunk)), chunk.payload]
         self._queued_bytes += HEADER_BYTES
-        self._sending = [memoryview(header), payload]
         self._sending_chunk = True
+
+    def _header_of_chunk(self, chunk: _Queued) -> bytes:
+        place = (chunk.segment, chunk.offset)
+        return self._header_of(chunk.frame_type, len(chunk.payload), chunk.packed_key, *place)
+
+    def _header_of(
+        self,
+        frame_type: FrameType,
+        length: int,
+        packed_key: bytes | None = None,
+        segment: int = 0,
+        offset: int = 0,
+    ) -> bytes:
+        """The next header; it tells how many chunks were read."""
+        header = pack_header(
+            self._owner.tag,
+            frame_type,
+            self._next_sent,
+            length,
+            packed_key,
+            num_read=self._shared.say(),
+            segment=segment,
+            offset=offset,
+        )
+        self._next_sent += 1
+        return header

@@ -10,6 +10,17 @@ class Transport(abc.ABC):
     """
 
     @abc.abstractmethod
+    def allocate(self, num_bytes: int) -> memoryview:
+        """Memory for the slots of one exchange: ``num_bytes`` from the start of a page.
+
+        To be asked for before each exchange and never in the middle of one. It is the same as
+        before, unless the peer of a link that broke may still be reading that: then it is fresh,
+        and what was given before stays as it is for as long as somebody reads it.
+
+        Where peers can read it in place (:attr:`.Link.is_shared`) its chunks are not copied.
+        """
+
+    @abc.abstractmethod
     def dial(self, peer: int | None, host: str, port: int) -> None:
         """Start a link to ``peer`` (None: to whoever listens there) at a numeric address.
 

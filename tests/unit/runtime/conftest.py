@@ -91,6 +91,18 @@ class Node:
     host: str
     port: int
     rank: int
+    memory: memoryview | None = None
+    num_used: int = 0
+
+    def payload(self, data: bytes) -> memoryview:
+        """``data`` to be sent: where peers can read it in place, if this worker has such memory."""
+        if self.memory is None:
+            return memoryview(data)
+        start = self.num_used
+        self.num_used += -(-len(data) // 64) * 64
+        room = self.memory[start : start + len(data)]
+        room[:] = data
+        return room
 
     def dial(self, other: "Node", peer: int | None = -1) -> None:
         self.transport.dial(other.rank if peer == -1 else peer, other.host, other.port)
@@ -122,6 +134,7 @@ class World:
                 "handshake_timeout_s",
                 "max_unauthenticated",
                 "max_bytes_per_s",
+                "shared_memory",
             )
             if name in changes
         }
@@ -140,6 +153,12 @@ class World:
         if rank not in self._tls:
             self._tls[rank] = Tls(self._authority.issue())
         return self.tcp(rank, **{"tls": self._tls[rank], **changes})
+
+    def shared(self, rank: int, num_bytes: int = 10 << 20, **changes: Any) -> Node:
+        """As ``tcp``, with memory that peers read in place."""
+        node = self.tcp(rank, **changes)
+        node.memory = node.transport.allocate(num_bytes)
+        return node
 
     def until(self, condition: Callable[[], object], *only: Node, timeout_s: float = 10.0) -> None:
         """Turn all loops, or ``only`` some, until ``condition()`` holds."""
@@ -165,7 +184,10 @@ class World:
         self.until(
             lambda: second.rank in first.handler.links and first.rank in second.handler.links
         )
-        return first.link(second), second.link(first)
+        there, back = first.link(second), second.link(first)
+        if first.memory and second.memory:
+            self.until(lambda: there.is_shared and back.is_shared)
+        return there, back
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ KEY = ChunkKey(initiator=3, incarnation=1, counter=2**40, index=7)
 
 def test_control_header_round_trip() -> None:
     data = pack_header(TAG, FrameType.CONTROL, 5, 100)
-    assert len(data) == HEADER_BYTES == 44
+    assert len(data) == HEADER_BYTES == 56
     header = parse_header(data, TAG, 5)
     assert (header.frame_type, header.sequence, header.length) == (FrameType.CONTROL, 5, 100)
     assert header.key is None
@@ -43,10 +43,11 @@ def test_sequence_wraps() -> None:
     ("offset", "replacement", "message"),
     [
         (0, b"HTTP", "starts with"),
-        (4, b"\x02", "version 2"),
+        (4, b"\x01", "version 1"),
         (5, b"\x00", "unknown frame type 0"),
-        (5, b"\x07", "unknown frame type 7"),
-        (6, b"\x01", "flags"),
+        (5, b"\x1f", "unknown frame type 31"),
+        (6, b"\x01", "CONTROL frame that names 0 of segment 1"),
+        (48, b"\x40", "CONTROL frame that names 64 of segment 0"),
         (8, b"\xff", "another run"),
         (16, b"\x06", "frame 6 came where 5 was due"),
         (20, b"\x00", "of 0 bytes"),
@@ -76,5 +77,5 @@ def test_a_key_that_does_not_fit_is_an_error_of_the_sender() -> None:
 
 
 def test_a_header_cut_short() -> None:
-    with pytest.raises(FrameError, match="44 bytes"):
+    with pytest.raises(FrameError, match="56 bytes"):
         parse_header(b"GDP1", TAG, 0)

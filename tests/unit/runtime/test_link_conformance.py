@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from gossipdp.runtime.frames import MAX_CONTROL_BYTES, ChunkKey, FrameError, FrameType
+from gossipdp.runtime.frames import (
+    HEADER_BYTES,
+    MAX_CONTROL_BYTES,
+    ChunkKey,
+    FrameError,
+    FrameType,
+)
 from gossipdp.runtime.link import Link
 
 EXCHANGE = FrameType.EXCHANGE_CHUNK
@@ -19,7 +25,7 @@ def key(index: int) -> ChunkKey:
     return ChunkKey(0, 0, 1, index)
 
 
-@pytest.fixture(params=["tcp", "tls"])
+@pytest.fixture(params=["tcp", "tls", "shared"])
 def make(request: pytest.FixtureRequest, world: Any) -> Callable[..., Any]:
     """A factory of workers on the transport under test."""
     return getattr(world, request.param)
@@ -56,8 +62,8 @@ def test_chunks_both_ways_at_once(pair: Any, world: Any) -> None:
     first, second, there, back = pair
     payloads = [bytes([number]) * (MEGABYTE + number) for number in range(8)]
     for number, payload in enumerate(payloads):
-        there.send_chunk(EXCHANGE, key(number), memoryview(payload))
-        back.send_chunk(FrameType.STATE_CHUNK, key(number), memoryview(payload))
+        there.send_chunk(EXCHANGE, key(number), first.payload(payload))
+        back.send_chunk(FrameType.STATE_CHUNK, key(number), second.payload(payload))
     assert there.queued_chunks == 8
     world.until(lambda: all(len(node.handler.of("chunk")) == 8 for node in (first, second)))
     expected = [(key(number), payload) for number, payload in enumerate(payloads)]
@@ -65,12 +71,16 @@ def test_chunks_both_ways_at_once(pair: Any, world: Any) -> None:
     assert [event[2:] for event in first.handler.of("chunk")] == expected
     assert {event[1] for event in first.handler.of("chunk")} == {FrameType.STATE_CHUNK}
     assert there.queued_chunks == back.queued_chunks == 0
-    assert there.bytes_sent == back.bytes_received > 8 * MEGABYTE
+    assert there.bytes_sent == back.bytes_received
+    assert back.bytes_sent > 8 * MEGABYTE
+    num_bytes = sum(map(len, payloads))
+    assert there.shared_bytes_sent == back.shared_bytes_received == num_bytes * there.is_shared
+    assert there.bytes_sent - 8 * HEADER_BYTES >= num_bytes * (not there.is_shared)
 
 
 def test_payloads_of_any_format_are_bytes(pair: Any, world: Any) -> None:
-    _, second, there, _ = pair
-    floats = memoryview(b"".join(bytes([byte]) for byte in range(80))).cast("d")
+    first, second, there, _ = pair
+    floats = first.payload(b"".join(bytes([byte]) for byte in range(80))).cast("d")
     there.send_chunk(EXCHANGE, key(0), floats)
     world.until(lambda: second.handler.of("chunk"))
     assert second.handler.of("chunk")[0][3] == floats.tobytes()
@@ -78,34 +88,36 @@ def test_payloads_of_any_format_are_bytes(pair: Any, world: Any) -> None:
 
 def test_controls_overtake_chunks_that_were_not_started(pair: Any, world: Any) -> None:
     first, second, there, _ = pair
-    payload = memoryview(bytes(4 * MEGABYTE))
+    payload = first.payload(bytes(4 * MEGABYTE))
     for number in range(8):
         there.send_chunk(EXCHANGE, key(number), payload)
     first.transport.poll(0.0)  # some of the first chunks leave
     there.send_control(b"urgent")
     world.until(lambda: len(second.handler.of("chunk")) == 8)
     names = second.handler.names()
-    assert names.index("control") < len(names) - 3
+    if not there.is_shared:  # in place all of them are started at once
+        assert names.index("control") < len(names) - 3
     assert there.queued_bytes == 0
 
 
 def test_landing_in_the_buffer_that_the_handler_names(pair: Any, world: Any) -> None:
-    _, second, there, _ = pair
+    first, second, there, _ = pair
     landed = bytearray(MEGABYTE)
     second.handler.hooks["chunk_buffer"] = lambda *_: memoryview(landed).cast("I")
-    there.send_chunk(EXCHANGE, key(3), memoryview(b"\x05" * MEGABYTE))
+    there.send_chunk(EXCHANGE, key(3), first.payload(b"\x05" * MEGABYTE))
     world.until(lambda: second.handler.of("chunk"))
-    assert landed == b"\x05" * MEGABYTE
+    assert second.handler.of("chunk")[0][3] == b"\x05" * MEGABYTE
+    assert landed == (bytes(MEGABYTE) if there.is_shared else b"\x05" * MEGABYTE)
     assert second.handler.of("chunk_buffer")[0][1:] == (EXCHANGE, key(3), MEGABYTE)
 
 
 def test_chunks_without_a_buffer_are_dropped_and_the_stream_goes_on(pair: Any, world: Any) -> None:
-    _, second, there, _ = pair
+    first, second, there, _ = pair
     second.handler.hooks["chunk_buffer"] = lambda link, kind, name, length: (
         None if name.index % 2 else memoryview(bytearray(length))
     )
     for number in range(4):
-        there.send_chunk(EXCHANGE, key(number), memoryview(bytes(700_001)))
+        there.send_chunk(EXCHANGE, key(number), first.payload(bytes(700_001)))
     there.send_control(b"end")
     world.until(lambda: len(second.handler.of("chunk")) == 4)
     assert [event[3] is None for event in second.handler.of("chunk")] == [False, True] * 2
@@ -114,7 +126,7 @@ def test_chunks_without_a_buffer_are_dropped_and_the_stream_goes_on(pair: Any, w
 def test_a_buffer_of_another_size_ends_the_link(pair: Any, world: Any) -> None:
     first, second, there, _ = pair
     second.handler.hooks["chunk_buffer"] = lambda *_: memoryview(bytearray(10))
-    there.send_chunk(EXCHANGE, key(0), memoryview(bytes(11)))
+    there.send_chunk(EXCHANGE, key(0), first.payload(bytes(11)))
     world.until(lambda: second.handler.of("link_down") and first.handler.of("link_down"))
     assert second.handler.of("link_down")[0][1] == "the peer sent a chunk of 11 bytes, not 10"
 
@@ -122,11 +134,12 @@ def test_a_buffer_of_another_size_ends_the_link(pair: Any, world: Any) -> None:
 def test_writable_when_the_queue_falls_under_its_bound(pair: Any, world: Any) -> None:
     first, second, there, _ = pair
     rest = list(range(40))
+    payload = first.payload(bytes(MEGABYTE))
 
     def refill(link: Link) -> None:
         assert link.queued_chunks < 4
         while rest and link.queued_chunks < 4:
-            link.send_chunk(EXCHANGE, key(rest.pop(0)), memoryview(bytes(MEGABYTE)))
+            link.send_chunk(EXCHANGE, key(rest.pop(0)), payload)
 
     first.handler.hooks["writable"] = refill
     refill(there)
@@ -188,8 +201,8 @@ def test_closing_the_link_that_called(make: Any, world: Any, method: str) -> Non
     for link in first.handler.links.values():
         link.send_control(b"one")
         link.send_control(b"two")
-        link.send_chunk(EXCHANGE, key(0), memoryview(bytes(8)))
-        link.send_chunk(EXCHANGE, key(1), memoryview(bytes(8)))
+        link.send_chunk(EXCHANGE, key(0), first.payload(bytes(8)))
+        link.send_chunk(EXCHANGE, key(1), first.payload(bytes(8)))
     world.until(lambda: second.handler.of("link_down"))
     world.settle()
     assert second.handler.of("link_down")[0][1] == f"during {method}"
@@ -221,7 +234,7 @@ def test_an_exception_leaves_poll_and_loses_only_its_call(
     there = first.link(second)
     for number in range(3):
         there.send_control(b"%d" % number)
-        there.send_chunk(EXCHANGE, key(number), memoryview(bytes(MEGABYTE)))
+        there.send_chunk(EXCHANGE, key(number), first.payload(bytes(MEGABYTE)))
     turn(lambda: len(second.handler.of("chunk")) == 3)
     assert [data for _, data in second.handler.of("control")] == [b"0", b"1", b"2"]
     there.close("end")
