@@ -1,0 +1,86 @@
+"""What a network between namespaces does, measured by plain sockets before it is relied on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import statistics
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from networks.namespaces import Hosts, enter
+
+PORT = 29_399
+WARM_UP_S, MEASURED_S = 0.7, 1.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """mbits_per_s: of payload, one TCP connection after its slow start. round_trip_ms: median."""
+
+    mbits_per_s: float
+    round_trip_ms: float
+
+
+def measure(hosts: Hosts) -> Measured:
+    """Between the first two hosts, one way."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    server = context.Process(target=_serve, args=(hosts.names[0], hosts.addresses[0], theirs))
+    client = context.Process(target=_send, args=(hosts.names[1], hosts.addresses[0], theirs))
+    server.start()
+    try:
+        if not ours.poll(30):
+            raise RuntimeError("the probe of the network did not start; its error is above")
+        ours.recv()
+        client.start()
+        values = {}
+        for _ in range(2):
+            if not ours.poll(30):
+                raise RuntimeError("the probe of the network gave no result; its error is above")
+            values.update(ours.recv())
+        client.join(30)
+        server.join(30)
+    finally:
+        for process in (server, client):
+            if process.is_alive():
+                process.kill()
+    return Measured(values["mbits_per_s"], values["round_trip_ms"])
+
+
+def _serve(namespace: str, address: str, results: Connection) -> None:
+    enter(namespace)
+    with socket.create_server((address, PORT)) as listener:
+        listener.settimeout(30)
+        results.send("listens")
+        connection, _ = listener.accept()
+        with connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while (byte := connection.recv(1)) == b"p":
+                connection.sendall(byte)
+            began_s, counted, room = time.monotonic(), 0, bytearray(1 << 20)
+            from_s = began_s + WARM_UP_S
+            last_s = from_s
+            while num_bytes := connection.recv_into(room):
+                last_s = time.monotonic()
+                if last_s >= from_s:
+                    counted += num_bytes
+    results.send({"mbits_per_s": counted * 8e-6 / (last_s - from_s)})
+
+
+def _send(namespace: str, address: str, results: Connection) -> None:
+    enter(namespace)
+    with socket.create_connection((address, PORT), timeout=30) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        trips = []
+        for _ in range(11):
+            sent_s = time.monotonic()
+            connection.sendall(b"p")
+            connection.recv(1)
+            trips.append(time.monotonic() - sent_s)
+        results.send({"round_trip_ms": 1e3 * statistics.median(trips)})
+        connection.sendall(b"b")
+        data, until_s = bytes(1 << 18), time.monotonic() + WARM_UP_S + MEASURED_S
+        while time.monotonic() < until_s:
+            connection.sendall(data)

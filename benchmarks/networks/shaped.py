@@ -1,0 +1,40 @@
+"""Hosts on a switch, each by a veth cable that the kernel's token bucket (tbf) holds to a rate."""
+
+from __future__ import annotations
+
+import subprocess
+
+from networks.namespaces import Hosts, run
+
+# A bucket of 128 kB takes the largest packets that the kernel hands down (64 kB, cut later).
+BURST, LONGEST_WAIT = "128kb", "20ms"
+
+
+class ShapedHosts(Hosts):
+    """Each host sends and receives at ``mbits_per_s`` at most, at the same time; no added delay."""
+
+    def __init__(self, num_hosts: int, mbits_per_s: int) -> None:
+        super().__init__(num_hosts)
+        self.mbits_per_s = mbits_per_s
+        self.switch = f"{self.mark}s"
+
+    def connect(self) -> None:
+        """See :class:`Hosts`: a bridge in a namespace of its own, and a cable to every host."""
+        run("ip", "netns", "add", self.switch)
+        run("ip", "-n", self.switch, "link", "add", "bridge0", "type", "bridge")
+        run("ip", "-n", self.switch, "link", "set", "bridge0", "up")
+        for rank, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+            port = f"port{rank}"
+            veth = ("type", "veth", "peer", "name", self.interface, "netns", name)
+            run("ip", "-n", self.switch, "link", "add", port, *veth)
+            run("ip", "-n", self.switch, "link", "set", port, "master", "bridge0", "up")
+            run("ip", "-n", name, "address", "add", f"{address}/24", "dev", self.interface)
+            run("ip", "-n", name, "link", "set", self.interface, "up")
+            for place, device in ((name, self.interface), (self.switch, port)):
+                shape = ("tbf", "rate", f"{self.mbits_per_s}mbit", "burst", BURST)
+                wait = ("latency", LONGEST_WAIT)
+                run("tc", "-n", place, "qdisc", "add", "dev", device, "root", *shape, *wait)
+
+    def disconnect(self) -> None:
+        """See :class:`Hosts`."""
+        subprocess.run(["ip", "netns", "del", self.switch], check=False, capture_output=True)
