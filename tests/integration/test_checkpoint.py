@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from gossipdp import GossipDataParallel
 from gossipdp.errors import WorkerFailedError
+from gossipdp.parallel import outlived
 from gossipdp.parallel.checkpoint import saved_in
 
 pytestmark = pytest.mark.processes
@@ -178,6 +180,37 @@ def test_one_without_a_file_starts_from_the_average(workers: Callable, directory
     mean = sum(z_of(files[each], "0.weight") for each in (0, 2, 3)) / 3
     assert torch.equal(starts[1]["model/0.weight"], mean.float())
     assert torch.equal(starts[2]["model/0.weight"], files[2]["model/0.weight"])
+
+
+def outlive(directory: str) -> Any:
+    """Rank 1 saves and dies; rank 0 goes on for longer than the time of grace, here none."""
+    outlived.GRACE_S = 0.0
+    model, optimizer = make_model(directory, timeout_s=2.0)
+    train(model, optimizer, 10)
+    if model.rank == 1:
+        model.save_checkpoint()
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not any(notice.kind == "dead" for notice in model.stats().noticed):
+        train(model, optimizer, 1)
+    train(model, optimizer, 100)
+    model.save_checkpoint()
+    model.close()
+
+
+def test_a_dead_workers_old_checkpoint_does_not_throw_the_run_back(
+    workers: Callable, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerFailedError, match="worker 1"):
+        workers(outlive, 2, (str(tmp_path),))
+    files = saved_in(tmp_path)
+    assert files[1][0].facts.steps == 10
+    assert files[0][0].facts.steps > 110
+    assert files[0][0].facts.ended == ((1, 0),)
+    survivor = tensors_of(tmp_path, 0)
+    results = workers(resume_and_look, 2, (str(tmp_path),))
+    assert torch.equal(results[0][0]["model/0.weight"], survivor["model/0.weight"])
+    assert torch.equal(results[1][0]["model/0.weight"], z_of(survivor, "0.weight").float())
+    assert results[0][3].gradient_steps == files[0][0].facts.steps + 10
 
 
 def mix(directory: str) -> None:

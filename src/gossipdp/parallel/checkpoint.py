@@ -4,14 +4,14 @@
 
 A file holds ``model/NAME`` (the module's parameters and persistent buffers), ``c/NAME`` (the
 momentum), ``pending/NAME`` (what exchanges brought and the next step adds, where there is any),
-and the tensors of the training state; in its metadata the facts below and the structure of the
-training state.
+and the tensors of the training state; in its metadata its facts and the structure of the training
+state.
 """
 
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from gossipdp.parallel import training_state
+from gossipdp.parallel.checkpoint_facts import Facts
 from gossipdp.parallel.checkpoint_files import DamagedFileError, read_metadata, read_tensors
+from gossipdp.parallel.outlived import BEFORE_THIS_RUN, EndedLife, outlived
 from gossipdp.protocol.progress import ProgressEntry
 
 logger = logging.getLogger("gossipdp")
@@ -35,26 +37,6 @@ _DIRECTORY_NAME = re.compile(r"worker-(\d+)")
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
-class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint says of itself, as JSON in its metadata.
-
-    ``generation`` counts the numbers of workers that the run has had: files of a lower one were
-    merged into those of the next. ``step`` numbers this worker's gradient steps and names the
-    file; ``steps`` and ``samples`` are what this worker has done itself, in all of its lives.
-    ``progress`` holds every life that it knew of, which together make the progress of the run.
-    """
-
-    rank: int
-    num_workers: int
-    generation: int
-    method: str
-    step: int
-    steps: int
-    samples: int
-    progress: tuple[ProgressEntry, ...]
-    gossipdp: str
-
-
 @dataclass(frozen=True)
 class Captured:
     """One worker's part of a checkpoint, copied between two exchanges; see :class:`Facts`."""
@@ -64,6 +46,9 @@ class Captured:
     steps: int
     samples: int
     progress: tuple[ProgressEntry, ...]
+    run_id: str = ""
+    incarnation: int = 0
+    ended: tuple[EndedLife, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,6 +137,9 @@ class Resumption:
     state is that of file r, or r mod the number that saved: what a joiner takes from a donor. A
     fresh one would not do: AdamW's first steps are as large as the learning rate in every element.
 
+    Of a worker that died long before the others saved last (:func:`~gossipdp.parallel.outlived`)
+    only the progress counts: its file is of a point that the run has left behind.
+
     Args:
         directory: of the checkpoints.
         rank, num_workers: of this worker, and of the run that starts now.
@@ -166,6 +154,7 @@ class Resumption:
         tensors: by ``model/``, ``c/`` and ``pending/`` names.
         is_own: whether this worker goes on with its own share of the data.
         training: the training state.
+        ended: for what this run saves: the lives of earlier runs that have ended.
 
     Raises:
         ValueError: there is no checkpoint, or it is of another model or method.
@@ -192,9 +181,19 @@ class Resumption:
                 "differ: method='allreduce' cannot go on from them. Start it from the average "
                 "that save_averaged() writes"
             )
+        left_behind: set[int] = set()
         if synchronous:
             by_rank = _of_one_step(by_rank)
-        missing = set(range(self.num_saved)) - by_rank.keys()
+        else:
+            left_behind = outlived({each: saved[0].facts for each, saved in by_rank.items()})
+        for each in sorted(left_behind):
+            logger.warning(
+                "worker %d: %s is passed over: its worker died while the others went on",
+                rank,
+                by_rank[each][0].path,
+            )
+        self.ended = tuple((each, BEFORE_THIS_RUN) for each in sorted(left_behind))
+        missing = set(range(self.num_saved)) - (by_rank.keys() - left_behind)
         if missing and (rank in missing or not self._is_same_number):
             logger.warning(
                 "worker %d: of the %d workers whose checkpoints are in %s there is none of %s; "
@@ -204,14 +203,16 @@ class Resumption:
                 directory,
                 ", ".join(map(str, sorted(missing))),
             )
-        self._take(by_rank, synchronous)
+        self._take(by_rank, by_rank.keys() - left_behind, synchronous)
 
-    def _take(self, by_rank: Mapping[int, Sequence[Saved]], synchronous: bool) -> None:
+    def _take(
+        self, by_rank: Mapping[int, Sequence[Saved]], usable: Collection[int], synchronous: bool
+    ) -> None:
         rank, num_workers = self._rank, self._num_workers
-        ranks = sorted(by_rank)
+        ranks = sorted(usable)
         turn = rank % len(ranks)
         # Its own, or that of rank modulo how many there are, or the next that is whole.
-        order = ([rank] if rank in by_rank else []) + ranks[turn:] + ranks[:turn]
+        order = ([rank] if rank in usable else []) + ranks[turn:] + ranks[:turn]
         read = ((each, self._newest_good(by_rank[each])) for each in dict.fromkeys(order))
         base, good = next(((each, good) for each, good in read if good is not None), (-1, None))
         if good is None:
@@ -223,7 +224,7 @@ class Resumption:
         self.samples = saved.facts.samples if base == rank else 0
         group = [each for each in ranks if each % num_workers == rank]
         # Under allreduce each worker carries its own part of the sum that all of them make.
-        counted = group if synchronous else ranks
+        counted = group if synchronous else sorted(by_rank)
         known = {each: by_rank[each][0].facts for each in counted}
         if base in known:
             known[base] = saved.facts
@@ -232,8 +233,9 @@ class Resumption:
             self.tensors = tensors
         else:
             if base != rank:
-                self.step = max(by_rank[each][0].facts.step for each in ranks)
-            self.tensors = self._mean_of_z(by_rank, group, base, tensors)
+                self.step = max(saved[0].facts.step for saved in by_rank.values())
+            files = {each: by_rank[each] for each in ranks}
+            self.tensors = self._mean_of_z(files, group, base, tensors)
         logger.info("worker %d resumes from %s", rank, saved.path)
 
     @torch.no_grad()

@@ -18,11 +18,11 @@ from gossipdp.parallel.checkpoint import (
     FORMAT,
     TRAINING_PREFIX,
     Captured,
-    Facts,
     Resumption,
     saved_by,
     saved_in,
 )
+from gossipdp.parallel.checkpoint_facts import Facts
 from gossipdp.parallel.checkpoint_files import GivenUpError
 from gossipdp.parallel.checkpoint_writer import CheckpointWriter, Draft
 from gossipdp.parallel.data_position import (
@@ -101,6 +101,7 @@ class Checkpointer:
         self._every = every
         self._keep = keep
         self._generation = 1 if resumption is None else resumption.generation
+        self._ended = () if resumption is None else resumption.ended
         self._known_directories: set[Path] = set()
         self._has_waited = False
         self._has_looked = False
@@ -296,6 +297,9 @@ class Checkpointer:
             samples=captured.samples,
             progress=captured.progress,
             gossipdp=gossipdp.__version__,
+            run_id=captured.run_id,
+            incarnation=captured.incarnation,
+            ended=(*self._ended, *captured.ended),
         )
 
     def _check_directory(self, directory: Path) -> None:

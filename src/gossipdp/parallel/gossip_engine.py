@@ -27,6 +27,7 @@ from gossipdp.parallel.checkpoint import Captured, Counts, Resumption
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.options import GossipOptions
+from gossipdp.parallel.outlived import ended_lives
 from gossipdp.parallel.state_transfers import StateTransfers
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.protocol.join import first_incarnation
@@ -205,6 +206,7 @@ class GossipEngine(Engine):
     ) -> None:
         """Build this worker's protocol and loop, and start its thread; ``run``: id and secret."""
         options, (run_id, secret) = self._options, run
+        self._run_id = run_id
         process_id = secrets.randbits(62)
         self._protocol = protocol = WorkerProtocol(
             rank=self.rank,
@@ -461,7 +463,10 @@ class GossipEngine(Engine):
         self._thread.check()
         # Every chunk at one phase, which is therefore 0 for whoever resumes.
         self._shared.flow_to_now()
-        progress, _ = self._thread.call(self._protocol.progress.news).result()
+        protocol = self._protocol
+        (progress, _), members = self._thread.call(
+            lambda: (protocol.progress.news(), protocol.membership.members())
+        ).result()
         return Captured(
             tensors={
                 f"{kind}/{name}": values.clone(memory_format=torch.contiguous_format)
@@ -472,6 +477,9 @@ class GossipEngine(Engine):
             steps=self._before.steps + self._gradient_steps,
             samples=self._before.samples + self._samples,
             progress=progress,
+            run_id=self._run_id,
+            incarnation=protocol.incarnation,
+            ended=ended_lives(members, self._loop.noticed.notices, self._loop.clock()),
         )
 
     def _flats(self) -> dict[str, list[Tensor | None]]:
