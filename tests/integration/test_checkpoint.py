@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gossipdp import GossipDataParallel
 from gossipdp.errors import WorkerFailedError
-from gossipdp.parallel import outlived
+from gossipdp.parallel import checkpoint_files, outlived
 from gossipdp.parallel.checkpoint import saved_in
 
 pytestmark = pytest.mark.processes
@@ -192,7 +192,7 @@ def outlive(directory: str) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     while not any(notice.kind == "dead" for notice in model.stats().noticed):
         train(model, optimizer, 1)
-    train(model, optimizer, 100)
+    train(model, optimizer, 10)
     model.save_checkpoint()
     model.close()
 
@@ -204,13 +204,56 @@ def test_a_dead_workers_old_checkpoint_does_not_throw_the_run_back(
         workers(outlive, 2, (str(tmp_path),))
     files = saved_in(tmp_path)
     assert files[1][0].facts.steps == 10
-    assert files[0][0].facts.steps > 110
+    assert files[0][0].facts.steps > 20
     assert files[0][0].facts.ended == ((1, 0),)
     survivor = tensors_of(tmp_path, 0)
     results = workers(resume_and_look, 2, (str(tmp_path),))
     assert torch.equal(results[0][0]["model/0.weight"], survivor["model/0.weight"])
     assert torch.equal(results[1][0]["model/0.weight"], z_of(survivor, "0.weight").float())
     assert results[0][3].gradient_steps == files[0][0].facts.steps + 10
+
+
+def die_in_mid_write(directory: str) -> None:
+    """Every worker is killed half way through the largest tensor of its third checkpoint."""
+    model, optimizer = make_model(directory, checkpoint_every=4, keep_checkpoints=5)
+    write = checkpoint_files._write
+
+    def write_half_and_die(file: Any, piece: memoryview) -> None:
+        if "step-00000012" in file.name and len(piece) > 1_000_000:
+            write(file, piece[: len(piece) // 2])
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(file, piece)
+
+    checkpoint_files._write = write_half_and_die
+    while True:
+        train(model, optimizer, 1)
+        model._checkpointer._wait_for_writer()  # steps are shorter than a write here
+
+
+def test_all_killed_in_the_middle_of_a_write_go_on_from_the_checkpoint_before_it(
+    workers: Callable, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerFailedError, match="SIGKILL"):
+        workers(die_in_mid_write, 2, (str(tmp_path),))
+    files = []
+    for rank in range(2):
+        own = tmp_path / f"worker-{rank}"
+        assert sorted(path.name[:13] for path in own.glob("step-*")) == [
+            "step-00000004",
+            "step-00000008",
+        ]
+        (half,) = own.glob(".*")
+        assert half.stat().st_size > 1_000_000
+        files.append(tensors_of(tmp_path, rank))
+    results = workers(resume_and_look, 2, (str(tmp_path), 5, True))
+    for rank, (start, _, own, result, _) in enumerate(results):
+        assert own.gradient_steps == 8
+        for name, tensor in files[rank].items():
+            if not name.startswith("training/"):
+                assert torch.equal(start[name], tensor), name
+        assert result.gradient_steps >= 2 * (8 + 5)
+        assert list((tmp_path / f"worker-{rank}").glob(".*")) == []
 
 
 def mix(directory: str) -> None:
