@@ -169,15 +169,17 @@ class GossipDataParallel(nn.Module):
         optimizers = _optimizers(optimizer)
         environment = Environment.read()
         directory = None if checkpoint_dir is None else Path(checkpoint_dir)
-        resumption = find_resumption(
-            # One that comes into a run that goes on takes a live worker's state.
-            None if environment.is_joining else resume,
-            directory,
-            rank=environment.rank,
-            num_workers=environment.num_workers,
-            method=method,
-            layout=layout_of(named_tensors(module)),
-        )
+        resumption = None
+        # One that comes into a run that goes on takes a live worker's state, and writes beside it.
+        if not environment.is_joining:
+            resumption = find_resumption(
+                resume,
+                directory,
+                rank=environment.rank,
+                num_workers=environment.num_workers,
+                method=method,
+                layout=layout_of(named_tensors(module)),
+            )
         if resumption is not None:
             training_state.restore(resumption.training, optimizers)
         self.module = module
