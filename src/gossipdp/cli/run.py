@@ -91,7 +91,6 @@ def run(arguments: RunArguments) -> int:
     """Start the workers, wait for all, say at the end who failed and why; the exit code."""
     from gossipdp.runtime.crew import Failure, shown_rank
     from gossipdp.runtime.restarts import Restarts
-    from gossipdp.runtime.store import is_importing
     from gossipdp.runtime.supervisor import Supervisor, check_num_workers
 
     # What can be wrong is told before a port is taken.
@@ -125,7 +124,8 @@ def run(arguments: RunArguments) -> int:
     if report := supervisor.report():
         _tell(f"\n{report}")
     _flush_or_drop()
-    if is_importing():
+    if "torch" in sys.modules:
+        # Nothing is left to do, and without torch's own end, or that of its import, it is quick.
         os._exit(code)
     return code
 

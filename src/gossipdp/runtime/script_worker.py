@@ -12,6 +12,7 @@ from typing import IO, BinaryIO, final
 
 from gossipdp.runtime.crew import Ending, WorkerProcess, exit_reason
 from gossipdp.runtime.parent_death import end_with
+from gossipdp.runtime.relayed_output import relay_variables
 from gossipdp.runtime.reports import ReportChannel, report_variables
 from gossipdp.runtime.warm_spare import WarmSpare
 
@@ -48,18 +49,27 @@ class ScriptWorker(WorkerProcess):
         self._process: subprocess.Popen[bytes] | None = None
         self._code: int | None = None
         self.reports = ReportChannel()
-        output_end, output_start = os.pipe()
-        errors_end, errors_start = os.pipe()
+        pipes: list[int] = []
+        try:
+            pipes += os.pipe()
+            pipes += os.pipe()
+        except OSError:
+            for number in pipes:
+                os.close(number)
+            self.reports.close()
+            raise
+        output_end, output_start, errors_end, errors_start = pipes
         report = self.reports.sender.fileno()
+        variables = {**environment, **relay_variables(output_start, errors_start)}
         try:
             pid = None
             if spare is not None:
-                pid = spare.start_worker(environment, output_start, errors_start, report)
+                pid = spare.start_worker(variables, output_start, errors_start, report)
             self.is_warm = pid is not None
             if pid is None:
                 self._process = subprocess.Popen(
                     command,
-                    env={**environment, **report_variables(self.reports.sender)},
+                    env={**variables, **report_variables(self.reports.sender)},
                     stdin=subprocess.DEVNULL,
                     stdout=output_start,
                     stderr=errors_start,

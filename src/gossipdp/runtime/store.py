@@ -33,15 +33,6 @@ NOTICE_S = 10.0
 THREAD_NAME = "gossipdp store"
 
 
-def is_importing() -> bool:
-    """Whether a thread of a store that was closed is not done: it still imports ``torch``.
-
-    A process that ends in this state is to use ``os._exit``: the interpreter's own end would break
-    the import off somewhere in C++.
-    """
-    return any(thread.name == THREAD_NAME for thread in threading.enumerate())
-
-
 def ready_key(environment_prefix: str, rank: int) -> str:
     """The key that says that worker ``rank`` has met the others and begins to train."""
     return f"{environment_prefix}ready/{rank}"
@@ -133,7 +124,7 @@ class HostedStore:
         """The value of ``key``; None if it has not been set."""
         if self._store is None or not self._store.check([key]):
             return None
-        return self._store.get(key).decode()
+        return self._store.get(key).decode(errors="replace")
 
     def put(self, key: str, text: str) -> None:
         """Set ``key``; lost if the store is not open yet, and with it whoever could read it."""

@@ -36,6 +36,7 @@ NOT_INHERITED = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "GOSSIPDP_JOIN",
+    "GOSSIPDP_RELAYED",
     "GOSSIPDP_RESTARTS",
     "GOSSIPDP_REPORT",
     "GOSSIPDP_RUN_ID",
@@ -255,7 +256,8 @@ class Supervisor:
         """Forget a life that has ended; something that it started may still hold its output."""
         self._release(worker.pid)
         for stream in (worker.standard_output, worker.standard_error):
-            if stream.pipe.fileno() in self._selector.get_map():
+            # Closed already where the life after this one could not be started.
+            if not stream.pipe.closed and stream.pipe.fileno() in self._selector.get_map():
                 self._selector.unregister(stream.pipe)
         worker.close()
 

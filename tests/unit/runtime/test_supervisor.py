@@ -1,4 +1,5 @@
 import errno
+import importlib
 import io
 import os
 import signal
@@ -91,6 +92,7 @@ def supervise(code: str, n: int, **options: object) -> tuple[int, Supervisor, st
 
 @pytest.mark.processes
 def test_output_variables_and_success() -> None:
+    importlib.import_module("torch")  # else the store's thread may still do so at the end
     code = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)"
     status, supervisor, output = supervise(code, 3)
     assert status == 0

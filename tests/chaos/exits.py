@@ -1,0 +1,226 @@
+"""``make chaos``: however a run that trains ends, nothing of it is left but its checkpoints.
+
+    .venv/bin/python -m pytest tests/chaos/exits.py
+
+Some of these ends are also in ``make test``: ``tests/integration/test_exit_training.py``.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gossipdp.parallel.checkpoint import saved_in
+
+pytestmark = pytest.mark.processes
+
+LIMIT_S = 3.0
+EVERY = 10  # steps from one checkpoint to the next
+
+# A model, a loader process, checkpoints, and much output: at any moment a line is being printed.
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from gossipdp import GossipDataParallel
+
+directory, ending = Path(sys.argv[1]), sys.argv[2]
+rank = int(os.environ["RANK"])
+torch.manual_seed(rank)
+data = TensorDataset(torch.randn(80, 16), torch.randint(0, 4, (80,)))
+loader = DataLoader(data, 8, num_workers=1, persistent_workers=True)
+net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+model = GossipDataParallel(
+    net, optimizer, checkpoint_dir=directory / "checkpoints", checkpoint_every=10, resume="auto"
+)
+note = os.open(directory / f"steps-{rank}", os.O_WRONLY | os.O_CREAT)
+number = 0
+while not (directory / "go").exists():
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        number += 1
+        for part in range(20):
+            print("step", number, "part", part)
+            time.sleep(0.001)
+        os.pwrite(note, b"%9d" % model.stats().gradient_steps, 0)
+        if number == 15:
+            (directory / f"{rank}-{os.getpid()}.here").touch()
+if ending == "exception":
+    (directory / f"ends-{rank}").touch()
+    raise ValueError("no good")
+model.save_averaged(directory / f"average-{rank}.pt")
+model.consolidate()
+(directory / f"ends-{rank}").touch()
+"""
+
+VARIABLES = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("GOSSIPDP_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE"))
+}
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class TrainingRun:
+    """A ``gossipdp run`` of two workers; :meth:`look` notes all that is to be gone at its end."""
+
+    def __init__(self, directory: Path, ending: str, *options: str) -> None:
+        self.directory = directory / "run"
+        self.directory.mkdir()
+        self.temporary = directory / "tmp"
+        self.temporary.mkdir()
+        script = directory / "train.py"
+        script.write_text(SCRIPT)
+        self.output = (directory / "output").open("wb")
+        words = ["run", "-n", "2", *options, str(script), str(self.directory), ending]
+        self.supervisor = psutil.Popen(
+            [sys.executable, "-m", "gossipdp.cli.main", *words],
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            env={**VARIABLES, "TMPDIR": str(self.temporary)},
+        )
+        self.processes: list[psutil.Process] = []
+        self.ports: set[int] = set()
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 90
+        while not condition():
+            assert self.supervisor.poll() is None, self.shown()
+            assert time.monotonic() < deadline, self.shown()
+            time.sleep(0.02)
+
+    def shown(self) -> str:
+        lines = Path(self.output.name).read_text().splitlines()
+        return "\n".join([line for line in lines if "part" not in line] + lines[-20:])
+
+    def workers(self) -> dict[int, int]:
+        """Process id by rank, of those that run and have trained for a while."""
+        marks = [path.stem.split("-") for path in self.directory.glob("*.here")]
+        return {int(rank): int(pid) for rank, pid in marks if runs(int(pid))}
+
+    def wait_until_all_train(self) -> None:
+        self.wait_until(lambda: self.workers().keys() == {0, 1})
+        self.wait_until(lambda: all(self.saved(rank) for rank in (0, 1)))
+
+    def saved(self, rank: int) -> list[int]:
+        """The steps at which there are checkpoints, the newest first."""
+        directory = self.directory / "checkpoints"
+        found = saved_in(directory) if directory.exists() else {}
+        return [file.facts.steps for file in found.get(rank, ())]
+
+    def steps(self, rank: int) -> int:
+        """How many it has made, all its lives together."""
+        return int((self.directory / f"steps-{rank}").read_bytes())
+
+    def look(self) -> None:
+        self.processes = [self.supervisor, *self.supervisor.children(recursive=True)]
+        loaders = [psutil.Process(pid).children() for pid in self.workers().values()]
+        assert all(loaders), loaders
+        for process in self.processes:
+            for connection in process.net_connections(kind="tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    self.ports.add(connection.laddr.port)
+        assert len(self.ports) >= 3  # the store's, and one of each worker
+
+    def assert_nothing_is_left(self, since_s: float) -> None:
+        for process in self.processes:
+            while runs(process.pid):
+                assert time.monotonic() - since_s < LIMIT_S, process
+                if process.pid == self.supervisor.pid:
+                    self.supervisor.poll()
+                time.sleep(0.02)
+        for port in self.ports:
+            with socket.create_server(("127.0.0.1", port)):
+                pass
+        shared = [path.name for path in Path("/dev/shm").glob("*")]
+        pids = {str(process.pid) for process in self.processes}
+        assert not [name for name in shared if pids & set(name.split("_"))], shared
+        assert list((self.directory / "checkpoints").rglob("*.tmp*")) == []
+
+    def close(self) -> None:
+        started = self.supervisor.children(recursive=True) if runs(self.supervisor.pid) else []
+        for process in (*self.processes, *started, self.supervisor):
+            if process.is_running():
+                process.kill()
+        self.supervisor.wait()
+        self.output.close()
+
+
+def check_the_end(directory: Path, ending: str, *, from_spare: bool) -> None:
+    """One run to the end named, with worker 1 taken from the warm spare or not."""
+    options = ("--max-restarts", "3") if from_spare else ()
+    run = TrainingRun(directory, ending, *options)
+    try:
+        run.wait_until_all_train()
+        if from_spare:
+            kill_until_it_comes_from_the_spare(run, 1)
+        run.look()
+        if ending.startswith("SIG"):
+            run.supervisor.send_signal(signal.Signals[ending])
+        else:
+            (run.directory / "go").touch()
+            run.wait_until(lambda: len(list(run.directory.glob("ends-*"))) == 2)
+        since_s = time.monotonic()
+        run.assert_nothing_is_left(since_s)
+        expected = {"end": 0, "exception": 1, "SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}
+        assert run.supervisor.wait() == expected[ending], run.shown()
+        for rank in (0, 1):
+            newest = run.saved(rank)[0]
+            if ending in ("SIGTERM", "SIGKILL"):
+                assert newest == run.steps(rank), run.shown()
+            else:
+                assert newest >= run.steps(rank) - 2 * EVERY
+            average = run.directory / f"average-{rank}.pt"
+            assert average.exists() == (ending == "end")
+    finally:
+        run.close()
+
+
+def kill_until_it_comes_from_the_spare(run: TrainingRun, rank: int) -> None:
+    """Once the spare is ready, a worker that is started again is a fork of it."""
+    run.wait_until(lambda: spare_is_ready(run.supervisor))
+    before = run.workers()[rank]
+    os.kill(before, signal.SIGKILL)
+    run.wait_until(lambda: run.workers().get(rank, before) != before)
+    assert is_from_spare(run.workers()[rank])
+
+
+def spare_is_ready(supervisor: psutil.Process) -> bool:
+    """Whether it has imported all that it wants to, and waits."""
+    for child in supervisor.children():
+        try:
+            if "warm_server" in " ".join(child.cmdline()):
+                maps = Path(f"/proc/{child.pid}/maps").read_text()
+                return "libtorch_python" in maps and child.cpu_percent(0.2) == 0.0
+        except psutil.Error:  # one that has just ended
+            continue
+    return False
+
+
+def is_from_spare(pid: int) -> bool:
+    """Whether a worker shows in its environment at exec that it began as something else."""
+    return b"RANK=" not in Path(f"/proc/{pid}/environ").read_bytes().replace(b"_RANK=", b"")
+
+
+@pytest.mark.parametrize("ending", ["end", "exception", "SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("from_spare", [False, True])
+def test_nothing_is_left(tmp_path: Path, ending: str, from_spare: bool) -> None:
+    check_the_end(tmp_path, ending, from_spare=from_spare)
