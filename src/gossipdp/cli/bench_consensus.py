@@ -1,148 +1,348 @@
-"""What each worker process of ``gossipdp bench consensus`` does: it mixes, and never learns."""
+"""``gossipdp bench consensus``: how fast real workers come to agree, beside simulated ones."""
 
+from __future__ import annotations
+
+import json
+import math
+import os
 import time
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import numpy as np
-import torch
-from torch import nn
+from tyro.conf import Positional
 
-from gossipdp import logs
-from gossipdp.parallel.module import GossipDataParallel
-from gossipdp.runtime.environment import Environment
-from gossipdp.runtime.store import connect
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
-NUM_OBSERVED = 1_000
-# From the last worker's arrival to the first step, so that all know of it in time.
-START_MARGIN_S = 0.3
-MEET_TIMEOUT_S = 120.0
+    from gossipdp.cli.bench_consensus import ConsensusTask
+    from gossipdp.cli.bench_series import Outcome
 
-
-@dataclass(frozen=True)
-class ConsensusTask:
-    """One run, the same for all workers.
-
-    num_steps: "gradient steps" of each worker, each a wait of ``step_s`` that changes nothing.
-    num_floats: length of the vector that each worker holds.
-    max_bytes_per_s: what each link sends at most; None for no cap.
-    """
-
-    graph: str
-    method: Literal["a2cid2", "gossip"]
-    comm_rate: float
-    neighbour_policy: str
-    step_s: float
-    num_steps: int
-    num_floats: int
-    seed: int
-    max_bytes_per_s: float | None
+BenchmarkName = Literal["consensus"]
+MethodName = Literal["a2cid2", "gossip"]
+# A run that starves its workers of cores must not be given up too early.
+LEAST_RUN_LIMIT_S, RUN_LIMIT_IN_RUNS = 120.0, 10.0
+SIMULATIONS_PER_RUN = 4
+SEEDS_APART = 1_000_000
 
 
 @dataclass(frozen=True)
-class WorkerSeries:
-    """What one worker saw at its start and after each of its steps, ``time.monotonic`` seconds.
+class BenchArguments:
+    """Measure with real processes how fast workers agree, and simulate the same.
 
-    times_s, initiated: (num_steps + 1,); exchanges that it asked for and completed.
-    values: the observed coordinates of its parameters; (num_steps + 1, observed) float32.
-    exchange_s: the durations of its exchanges, asked for or answered.
+    Each worker begins with a random vector and only exchanges; a timed wait stands for a gradient
+    step. The simulator runs the same protocol with exchange durations drawn from those measured.
     """
 
-    rank: int
-    times_s: np.ndarray[Any, np.dtype[np.float64]]
-    initiated: np.ndarray[Any, np.dtype[np.int64]]
-    values: np.ndarray[Any, np.dtype[np.float32]]
-    exchange_s: list[float]
-    num_failed: int
+    benchmark: Positional[BenchmarkName] = "consensus"
+    """What to measure."""
+
+    workers: int = 16
+    """Worker processes."""
+
+    graph: str = "ring"
+    """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
+
+    method: MethodName = "a2cid2"
+    """a2cid2: accelerated gossip; gossip: plain pairwise averaging."""
+
+    comm_rate: float = 1.0
+    """Exchanges per worker per gradient step."""
+
+    neighbour_policy: str = "fresh"
+    """Whom a worker asks: fresh, poisson, available or scheduled."""
+
+    step_ms: float = 50.0
+    """How long a gradient step lasts, in milliseconds."""
+
+    steps: int = 400
+    """Gradient steps of each worker in each run."""
+
+    floats: int = 100_000
+    """Length of each worker's vector."""
+
+    seeds: str = "0,1,2,3,4"
+    """One run for each: a list such as 0,1,2, or how many."""
+
+    link_mbytes: float | None = None
+    """Cap on what each link sends, in MB/s; by default none."""
+
+    json: Path | None = None
+    """Also write the results to this file."""
 
 
-class _Vector(nn.Module):
-    def __init__(self, values: torch.Tensor) -> None:
-        super().__init__()
-        self.values = nn.Parameter(values)
+def run(arguments: BenchArguments) -> int:
+    """Measure, simulate, show both and write the file; returns the exit status.
 
+    Raises ValueError for bad input, before any process starts.
+    """
+    seeds = check(arguments)
 
-def run_worker(task: ConsensusTask) -> WorkerSeries:
-    """Exchange with the others while waiting; return what was seen."""
-    logs.configure()
-    torch.set_num_threads(1)
-    vector = _Vector(torch.zeros(task.num_floats))
-    optimizer = torch.optim.SGD(vector.parameters(), lr=0.0)  # no gradient: it changes nothing
-    model = GossipDataParallel(
-        vector,
-        optimizer,
-        graph=task.graph,
-        comm_rate=task.comm_rate,
-        method=task.method,
-        neighbour_policy=task.neighbour_policy,
-        seed=task.seed,
-        samples_per_step=1,
-        max_bytes_per_s=task.max_bytes_per_s,
-    )
-    # Wrapping gave all of them rank 0's vector. No worker asks for an exchange before its fifth
-    # step, and none steps before all have met again: so all begin from vectors of their own.
-    model.load_state_dict({"values": start_vector(task, model.rank)})
-    start_s = _agree_on_start(task)
-    # Spread over a step, so that the workers of one machine do not all wake at once.
-    start_s += task.step_s * model.rank / model.num_workers
-    series = _run(task, model, optimizer, vector.values.detach(), start_s)
-    model.consolidate()
-    return series
+    from gossipdp.runtime.launcher import start_fork_server
 
+    start_fork_server()  # it imports torch while this process does so too
+    from rich.console import Console
 
-def start_vector(task: ConsensusTask, rank: int) -> torch.Tensor:
-    """The standard normal vector with which a worker begins."""
-    generator = torch.Generator().manual_seed(task.seed * 1_000_003 + rank)
-    return torch.randn(task.num_floats, generator=generator)
+    from gossipdp.cli.bench_series import quantiles, summarize
 
-
-def _agree_on_start(task: ConsensusTask) -> float:
-    """A moment soon after the last worker is ready, on the clock that all processes share."""
-    environment = Environment.read()
-    if environment.store_host is None:
-        return time.monotonic()
-    store = connect(environment, MEET_TIMEOUT_S)
-    prefix = f"{environment.key_prefix}bench/"
-    store.set(f"{prefix}{environment.rank}", "ready")
-    ready = [f"{prefix}{rank}" for rank in range(environment.num_workers)]
-    if environment.rank == 0:
-        store.wait(ready, timedelta(seconds=MEET_TIMEOUT_S))
-        store.set(f"{prefix}start", repr(time.monotonic() + START_MARGIN_S))
-    store.wait([f"{prefix}start"], timedelta(seconds=MEET_TIMEOUT_S))
-    return float(store.get(f"{prefix}start"))
-
-
-def _run(
-    task: ConsensusTask,
-    model: GossipDataParallel,
-    optimizer: torch.optim.Optimizer,
-    values: torch.Tensor,
-    start_s: float,
-) -> WorkerSeries:
-    """Take the steps; ``values`` is written at each step's end, by the wrapper alone."""
-    observed = values[:: max(1, task.num_floats // NUM_OBSERVED)][:NUM_OBSERVED]
-    num_records = task.num_steps + 1
-    seen = np.empty((num_records, len(observed)), dtype=np.float32)
-    times_s, initiated = np.empty(num_records), np.zeros(num_records, dtype=np.int64)
+    console = Console()
+    tasks = [make_task(arguments, seed) for seed in seeds]
+    console.print(_opening(arguments, seeds), highlight=False, soft_wrap=True)
     exchange_s: list[float] = []
-    last_ended_s = 0.0
-    _sleep_until(start_s)
-    times_s[0], seen[0] = time.monotonic(), observed.numpy()
-    for step in range(1, num_records):
-        time.sleep(task.step_s)
-        optimizer.step()
-        stats = model.stats()
-        times_s[step], initiated[step] = time.monotonic(), stats.exchanges_initiated
-        seen[step] = observed.numpy()
-        for exchange in stats.recent_exchanges:
-            if exchange.ended_s > last_ended_s:
-                last_ended_s = exchange.ended_s
-                exchange_s.append(exchange.ended_s - exchange.started_s)
-    failed = model.stats().exchanges_failed
-    return WorkerSeries(model.rank, times_s, initiated, seen, exchange_s, failed)
+    measured: list[Outcome] = []
+    num_failed = 0
+    for task in tasks:
+        with _bar(console, f"measured, seed {task.seed}") as advance:
+            outcome, durations_s, failed = measure(task, arguments.workers, advance)
+        measured.append(outcome)
+        exchange_s += durations_s
+        num_failed += failed
+        _tell(console, "measured", task.seed, outcome)
+    simulated: list[Outcome] = []
+    for task in tasks:
+        with _bar(console, f"simulated, seed {task.seed}") as advance:
+            outcomes = simulate_task(task, arguments.workers, exchange_s, advance)
+        for outcome in outcomes:
+            _tell(console, "simulated", task.seed, outcome)
+        simulated += outcomes
+    summary: dict[str, Any] = {
+        "measured": {
+            **summarize(measured),
+            "exchange_s": quantiles(exchange_s),
+            "exchanges": len(exchange_s) // 2,
+            "failed_exchanges": num_failed,
+        },
+        "simulated": summarize(simulated),
+        "configuration": configuration(arguments, seeds),
+    }
+    console.print(_table(summary))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(summary, indent=2) + "\n", "utf-8")
+        console.print(f"results: {arguments.json}", highlight=False, soft_wrap=True, markup=False)
+    return 0
 
 
-def _sleep_until(moment_s: float) -> None:
-    while (left_s := moment_s - time.monotonic()) > 0:
-        time.sleep(left_s)
+def check(arguments: BenchArguments) -> list[int]:
+    """The seeds; raises ValueError for what cannot be meant. Quick, without torch."""
+    for option, value, known in (
+        ("benchmark", arguments.benchmark, get_args(BenchmarkName)),
+        ("method", arguments.method, get_args(MethodName)),
+    ):
+        if value not in known:
+            raise ValueError(f"there is no {option} {value!r}; choose one of {', '.join(known)}")
+    for option, number, least in (
+        ("--workers", arguments.workers, 2),
+        ("--steps", arguments.steps, 20),
+        ("--floats", arguments.floats, 1),
+    ):
+        if number < least:
+            raise ValueError(f"{option} is {number}; it must be at least {least}")
+    for option, quantity in (
+        ("--comm-rate", arguments.comm_rate),
+        ("--step-ms", arguments.step_ms),
+        ("--link-mbytes", arguments.link_mbytes),
+    ):
+        if quantity is not None and not (math.isfinite(quantity) and quantity > 0):
+            raise ValueError(f"{option} is {quantity}; it must be a positive number")
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise ValueError(f"--json {arguments.json}: the directory to write it to does not exist")
+    seeds = parse_seeds(arguments.seeds)
+
+    from gossipdp.graph import build_graph
+    from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
+    from gossipdp.runtime.tcp_sockets import check_pacing
+
+    if arguments.neighbour_policy not in NEIGHBOUR_POLICIES:
+        raise ValueError(
+            f"there is no neighbour policy {arguments.neighbour_policy!r}; choose one of "
+            f"{', '.join(NEIGHBOUR_POLICIES)}"
+        )
+    if arguments.link_mbytes is not None:
+        check_pacing(arguments.link_mbytes * 1e6)
+    build_graph(arguments.graph, arguments.workers, seed=seeds[0])
+    return seeds
+
+
+def parse_seeds(text: str) -> list[int]:
+    """The seeds of a list, or as many from 0 as a single number says.
+
+    >>> parse_seeds("4,7"), parse_seeds("3"), parse_seeds("5,")
+    ([4, 7], [0, 1, 2], [5])
+    """
+    words = text.split(",")
+    numbers = [word.strip() for word in (words[:-1] if words[-1].strip() == "" else words)]
+    if not numbers or not all(number.isdecimal() for number in numbers):
+        raise ValueError(f"--seeds is {text!r}; write a list such as 0,1,2, or how many, such as 3")
+    seeds = [int(number) for number in numbers]
+    if len(words) == 1:
+        seeds = list(range(seeds[0]))
+    if not seeds:
+        raise ValueError(f"--seeds is {text!r}: at least one run is needed")
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds is {text!r}: each seed may stand there once")
+    return seeds
+
+
+def make_task(arguments: BenchArguments, seed: int) -> ConsensusTask:
+    """What the workers of one run are told."""
+    from gossipdp.cli.bench_consensus import ConsensusTask
+
+    return ConsensusTask(
+        graph=arguments.graph,
+        method=arguments.method,
+        comm_rate=arguments.comm_rate,
+        neighbour_policy=arguments.neighbour_policy,
+        step_s=arguments.step_ms / 1e3,
+        num_steps=arguments.steps,
+        num_floats=arguments.floats,
+        seed=seed,
+        max_bytes_per_s=None if arguments.link_mbytes is None else arguments.link_mbytes * 1e6,
+    )
+
+
+def measure(
+    task: ConsensusTask, num_workers: int, advance: Callable[[float], None]
+) -> tuple[Outcome, list[float], int]:
+    """One run of real processes: its figures, the durations of all exchanges, how many failed."""
+    from gossipdp.cli.bench_consensus import run_worker
+    from gossipdp.cli.bench_series import NetworkSeries
+    from gossipdp.runtime.launcher import launch
+
+    expected_s = task.num_steps * task.step_s
+    started_s = time.monotonic()
+    workers = launch(
+        run_worker,
+        workers=num_workers,
+        args=(task,),
+        environment={
+            # The arithmetic of one chunk gains nothing from threads, and the cores are few.
+            "OMP_NUM_THREADS": "1",
+            # The table tells the achieved rate: no warning of each worker that it is low.
+            "GOSSIPDP_LOG": os.environ.get("GOSSIPDP_LOG", "error"),
+        },
+        timeout_s=max(LEAST_RUN_LIMIT_S, RUN_LIMIT_IN_RUNS * expected_s),
+        on_poll=lambda: advance(min(1.0, (time.monotonic() - started_s) / expected_s)),
+    )
+    outcome = NetworkSeries.of_workers(workers, task.step_s).outcome()
+    durations_s = [duration_s for worker in workers for duration_s in worker.exchange_s]
+    return outcome, durations_s, sum(worker.num_failed for worker in workers)
+
+
+def simulate_task(
+    task: ConsensusTask,
+    num_workers: int,
+    exchange_s: list[float],
+    advance: Callable[[float], None],
+) -> list[Outcome]:
+    """The same run in the simulator, whose exchanges last as long as measured ones.
+
+    Simulated several times, first with the run's own seed: it costs little, and of the two figures
+    that are compared one is then nearly free of chance.
+    """
+    from gossipdp.cli.bench_consensus import NUM_OBSERVED
+    from gossipdp.cli.bench_series import NetworkSeries
+    from gossipdp.simulate.compute_time import ConstantTime
+    from gossipdp.simulate.consensus import Consensus
+    from gossipdp.simulate.link_model import LinkModel
+    from gossipdp.simulate.scenario import Scenario
+    from gossipdp.simulate.simulation import simulate
+
+    scenario = Scenario(
+        graph=task.graph,
+        graph_seed=task.seed,
+        num_workers=num_workers,
+        objective=Consensus(min(NUM_OBSERVED, task.num_floats)),
+        comm_rate=task.comm_rate,
+        fidelity="links",
+        neighbour_policy=task.neighbour_policy,
+        compute_time=ConstantTime(task.step_s),
+        links=LinkModel(durations_s=tuple(exchange_s)),
+        num_steps=task.num_steps,
+        num_records=task.num_steps,
+    )
+    outcomes = []
+    for repeat in range(SIMULATIONS_PER_RUN):
+        seed = task.seed + repeat * SEEDS_APART
+
+        def advance_all(share: float, done: int = repeat) -> None:
+            advance((done + share) / SIMULATIONS_PER_RUN)
+
+        trace = simulate(replace(scenario, seed=seed), task.method, advance_all)
+        outcomes.append(NetworkSeries.of_trace(trace).outcome())
+    return outcomes
+
+
+def configuration(arguments: BenchArguments, seeds: list[int]) -> dict[str, Any]:
+    """What was asked for."""
+    asked = asdict(arguments) | {"seeds": seeds}
+    del asked["json"]
+    return asked
+
+
+@contextmanager
+def _bar(console: Console, text: str) -> Iterator[Callable[[float], None]]:
+    """A bar on a terminal, told the share that is done; elsewhere nothing."""
+    from rich.progress import Progress
+
+    with Progress(
+        console=console, auto_refresh=False, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(text, total=1.0)
+
+        def advance(share: float) -> None:
+            progress.update(task, completed=share, refresh=True)
+
+        yield advance
+
+
+def _opening(arguments: BenchArguments, seeds: list[int]) -> str:
+    text = (
+        f"consensus: {arguments.workers} workers, graph {arguments.graph}, method "
+        f"{arguments.method}, comm rate {arguments.comm_rate:g}, policy "
+        f"{arguments.neighbour_policy}, {arguments.steps} steps of {arguments.step_ms:g} ms, "
+        f"{arguments.floats:,} floats"
+    )
+    if arguments.link_mbytes is not None:
+        text += f", links of {arguments.link_mbytes:g} MB/s"
+    return f"{text}, seeds {', '.join(map(str, seeds))}"
+
+
+def _tell(console: Console, half: str, seed: int, outcome: Outcome) -> None:
+    from gossipdp.cli.bench_series import LOWEST_SHARE
+
+    line = (
+        f"{half}, seed {seed}: decay per exchange {outcome.decay_per_exchange:.4g}, achieved comm "
+        f"rate {outcome.achieved_comm_rate:.3f}"
+    )
+    if not outcome.is_long_enough:
+        line += (
+            f" (short: the consensus distance fell to {outcome.lowest_share:.2g} of its first "
+            f"value, and the slope should be taken down to {LOWEST_SHARE:g}; give more --steps)"
+        )
+    console.print(line, highlight=False, soft_wrap=True)
+
+
+def _table(summary: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    measured, simulated = summary["measured"], summary["simulated"]
+    table = Table()
+    for heading in ("", "measured", "simulated", "ratio"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name in ("decay_per_exchange", "achieved_comm_rate"):
+        table.add_row(
+            name.replace("_", " "),
+            *(f"{half[name]:.4g} ± {half[f'{name}_spread']:.2g}" for half in (measured, simulated)),
+            f"{simulated[name] / measured[name]:.3f}",
+        )
+    times = measured["exchange_s"]
+    table.add_row(
+        "exchange (ms)",
+        f"{1e3 * times['median']:.2f} ({1e3 * times['p10']:.2f} to {1e3 * times['p90']:.2f})",
+        "drawn from those",
+        "",
+    )
+    return table

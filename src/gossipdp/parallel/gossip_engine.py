@@ -104,7 +104,7 @@ class GossipEngine(Engine):
             method=options.method,
             graph="",
             comm_rate=f"{options.comm_rate:g}",
-            wire_format="as the parameters",
+            wire_format=options.wire_format,
             start="afresh" if resumption is None else resumption.start,
         )
         self._rate_warning_due = True
@@ -239,6 +239,7 @@ class GossipEngine(Engine):
                 clock=since_boot_s,
             ),
             since_boot_s,
+            options.wire_format,
         )
         # Until the loop's first turn.
         self._loop.others_samples = protocol.progress.others_samples
@@ -673,6 +674,8 @@ class GossipEngine(Engine):
             else math.nan,
             step_seconds=math.nan if step_seconds is None else step_seconds,
             recent_exchanges=recent,
+            chunks_exchanged=traffic.chunks_exchanged,
+            chunks_repeated=traffic.chunks_repeated,
             noticed=self._loop.noticed.notices,
             states_donated=self._states.num_donated,
             donation_pause_seconds=self._states.donated_s,

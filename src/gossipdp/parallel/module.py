@@ -84,11 +84,14 @@ class GossipDataParallel(nn.Module):
             sends: ``stop`` exchanges no more and makes each ``optimizer.step()`` raise
             PoisonedError; ``refresh`` takes parameters and optimizer state of a live worker and
             goes on; ``exit`` leaves the run and raises PoisonedError.
+        wire_format: how parameters travel in exchanges: ``parameters`` (as they are), ``bfloat16``
+            (half the bytes) or ``lattice8`` (a quarter; a code of the difference to the peer).
+            The same on all workers; what is held and averaged at the end stays exact.
 
     Raises:
         ValueError: an argument is wrong.
         RendezvousError: a worker did not arrive, or a port is in use.
-        RefusedError: model, method, graph, rate or secret differ from the other workers'.
+        RefusedError: model, method, graph, rate, wire format or secret differ from the others'.
 
     Example:
         >>> net = nn.Linear(4, 2)
@@ -135,6 +138,7 @@ class GossipDataParallel(nn.Module):
         keep_checkpoints: int = 3,
         resume: str | os.PathLike[str] | None = None,
         on_poison: Literal["stop", "refresh", "exit"] = "stop",
+        wire_format: Literal["parameters", "bfloat16", "lattice8"] = "parameters",
     ) -> None:
         super().__init__()
         logs.configure()  # GOSSIPDP_LOG, under whichever launcher
@@ -165,6 +169,7 @@ class GossipDataParallel(nn.Module):
             keep_checkpoints=keep_checkpoints,
             resume=resume,
             on_poison=on_poison,
+            wire_format=wire_format,
         )
         optimizers = _optimizers(optimizer)
         environment = Environment.read()

@@ -40,17 +40,20 @@ class GossipOptions:
     keep_checkpoints: int = 3
     resume: str | os.PathLike[str] | None = None
     on_poison: str = "stop"
+    wire_format: str = "parameters"
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first value that cannot be meant."""
         from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
         from gossipdp.runtime.tcp_sockets import check_pacing
         from gossipdp.runtime.tls import tls_files
+        from gossipdp.runtime.wire_formats import WIRE_FORMATS
 
         for name, value, known in (
             ("method", self.method, METHODS),
             ("pace", self.pace, PACES),
             ("on_poison", self.on_poison, ON_POISON),
+            ("wire_format", self.wire_format, WIRE_FORMATS),
             ("neighbour_policy", self.neighbour_policy, tuple(NEIGHBOUR_POLICIES)),
         ):
             if value not in known:
@@ -72,6 +75,11 @@ class GossipOptions:
                     "leave it None"
                 )
             check_pacing(self.max_bytes_per_s)
+        if self.wire_format != "parameters" and self.method == "allreduce":
+            raise ValueError(
+                f"wire_format {self.wire_format!r} is of the exchanges of gossip, and "
+                "method='allreduce' has none: leave it 'parameters'"
+            )
         if self.checkpoint_every is not None and self.checkpoint_every < 1:
             raise ValueError(
                 f"checkpoint_every is at least 1 gradient step, or None, not "

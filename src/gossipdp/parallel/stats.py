@@ -22,6 +22,8 @@ class Stats:
             expectation. NaN before the first step.
         bytes_sent, bytes_received: on this worker's links, headers included.
         exchange_seconds: time with an exchange under way, in the background.
+        chunks_exchanged: chunks of about 1 MB in completed exchanges.
+        chunks_repeated: those of them sent again in bfloat16, under ``wire_format="lattice8"``.
         waited_seconds: time that training waited for others: ``pace="strict"``, or the part of
             an all-reduce that the backward pass did not hide.
         exchanges_by_neighbour: completed exchanges per neighbour.
@@ -50,6 +52,8 @@ class Stats:
     bytes_sent: int = 0
     bytes_received: int = 0
     exchange_seconds: float = 0.0
+    chunks_exchanged: int = 0
+    chunks_repeated: int = 0
     waited_seconds: float = 0.0
     exchanges_by_neighbour: dict[int, int] = field(default_factory=dict)
     edge_distance: float = float("nan")

@@ -1,31 +1,40 @@
-"""One exchange: snapshots out, the peer's snapshots in, each chunk applied as soon as both exist.
+"""One exchange, as the gossip loop sees it; how the parameters travel is the wire format's matter.
 
-Full duplex and in order. A chunk is flowed to the exchange's phase, copied to a slot, sent; when
-the peer's chunk of the same index has arrived whole, delta is computed from the two snapshots and
-applied. At most ``WINDOW`` chunks are between snapshot and application, so the extra memory is the
-window's. Nothing is applied before the peer's first chunk, which confirms the exchange at the end
-that was asked. Driven by the gossip thread alone.
+Full duplex and in order, a window of chunks at a time, so the extra memory is the window's. Nothing
+is applied before the peer's first frame, which confirms the exchange at the end that was asked.
+Driven by the gossip thread alone. :mod:`~gossipdp.runtime.plain_exchange` sends values,
+:mod:`~gossipdp.runtime.lattice_exchange` a code of 8 bits.
 """
 
+import abc
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import final
 
-from gossipdp.dynamics import kernels
-from gossipdp.dynamics.state import Role
+from torch import Tensor
+
+from gossipdp.dynamics.state import Chunk, Role
 from gossipdp.protocol.messages import ExchangeId
 from gossipdp.runtime.frames import ChunkKey, FrameType
 from gossipdp.runtime.link import Link
 from gossipdp.runtime.shared_state import SharedState
 from gossipdp.runtime.wire_buffers import WireBuffers
 
-WINDOW = 4
-
 
 class ExchangeBuffers(WireBuffers):
-    """The slots of the window, and one more for the chunk that is arriving."""
+    """The slots of the window, and one more, the last, for the chunk that is arriving.
 
-    def __init__(self, shared: SharedState) -> None:
-        super().__init__(shared.state, WINDOW + 1)
+    To be :meth:`renewed <renew>` before each exchange: see ``Transport.allocate``.
+    """
+
+    def __init__(
+        self,
+        shared: SharedState,
+        window: int,
+        allocate: Callable[[int], memoryview] | None = None,
+    ) -> None:
+        super().__init__(shared.state, window + 1, allocate)
 
 
 class PoisonFound(Exception):
@@ -43,8 +52,7 @@ class CompletedExchange:
     Attributes:
         peer: with whom.
         initiated: whether this end asked for it.
-        started_s, ended_s: from the agreement to the last chunk applied here, by
-            :func:`~gossipdp.runtime.clock.since_boot_s`.
+        started_s, ended_s: from the agreement to the last chunk applied here; ``time.monotonic``.
         half_squared_distance: half the squared distance to the peer, over trained parameters.
     """
 
@@ -55,7 +63,7 @@ class CompletedExchange:
     half_squared_distance: float
 
 
-class Exchange:
+class Exchange(abc.ABC):
     """The data side of one exchange that the pairing has agreed on.
 
     Construction freezes the phase; :meth:`end` must be called once, however it ends.
@@ -65,97 +73,75 @@ class Exchange:
         link: to the peer.
         id: travels with every chunk; chunks with another are not ours.
         alpha_tilde: the gain both ends agreed on.
-        buffers: reused from exchange to exchange.
+
+    Attributes:
+        num_applied, num_repeated: chunks, so far; those that were sent a second time, in bfloat16.
+        squared_distance: to the peer, over the trained parameters applied so far.
     """
 
-    def __init__(
-        self,
-        shared: SharedState,
-        link: Link,
-        id: ExchangeId,
-        alpha_tilde: float,
-        buffers: ExchangeBuffers,
-    ) -> None:
+    def __init__(self, shared: SharedState, link: Link, id: ExchangeId, alpha_tilde: float) -> None:
         self.link = link
         self.id = id
         self.squared_distance = 0.0
         self.num_applied = 0
+        self.num_repeated = 0
         self._shared = shared
         self._alpha_tilde = alpha_tilde
-        self._buffers = buffers
         self._chunks = shared.state.chunks
-        self._num_taken = 0
-        self._num_sent = 0
         self._theta = shared.start_exchange()
 
     @property
+    @abc.abstractmethod
     def is_finished(self) -> bool:
-        """Whether every chunk was applied here and handed to the kernel for the peer."""
-        total = len(self._chunks)
-        return self.num_applied == self._num_sent == total and self.link.queued_chunks == 0
+        """Whether every chunk was applied here and all the peer needs was handed to the kernel."""
 
+    @abc.abstractmethod
     def pump(self) -> None:
         """Take and send snapshots as far as the window and the link's queue allow.
 
         Raises:
             PoisonFound: a snapshot holds NaN or infinity; it was not sent.
         """
-        limit = min(self.num_applied + WINDOW, len(self._chunks))
-        while self._num_sent < limit and self.link.queued_chunks < WINDOW:
-            index = self._num_sent
-            self._take(index)
-            chunk = self._chunks[index]
-            key = ChunkKey(self.id.initiator, self.id.incarnation, self.id.counter, index)
-            payload = self._buffers.bytes(index % WINDOW, chunk)
-            self._num_sent += 1
-            self.link.send_chunk(FrameType.EXCHANGE_CHUNK, key, payload)
 
-    def _take(self, index: int) -> None:
-        """Take the snapshot of chunk ``index`` unless it was taken already.
+    @abc.abstractmethod
+    def landing(self, frame_type: FrameType, key: ChunkKey, length: int) -> memoryview | None:
+        """Return where a frame of the peer's goes, or None if it is not one expected now."""
 
-        Its slot is free. Chunk ``index - WINDOW`` was applied here, or ``index`` would be outside
-        our window; and it has left for the peer: ``pump`` stops at a queue of ``WINDOW`` chunks,
-        and a peer that is ahead of us has applied that chunk, or ``index`` would be outside its.
-        """
-        if index < self._num_taken:
-            return
-        chunk = self._chunks[index]
-        snapshot = self._buffers.tensor(index % WINDOW, chunk)
-        self._shared.snapshot(chunk, self._theta, snapshot)
-        if not kernels.is_finite(snapshot):
-            raise PoisonFound(ours=True)
-        self._num_taken = index + 1
+    @abc.abstractmethod
+    def landed(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
+        """Deal with a frame that is :meth:`expected <expects>` and has arrived whole.
 
-    def landing(self, key: ChunkKey, length: int) -> memoryview | None:
-        """Return where the peer's chunk goes, or None if it is not the one expected next."""
-        if not self.expects(key) or key.index >= len(self._chunks):
-            return None
-        room = self._buffers.bytes(WINDOW, self._chunks[key.index])
-        return room if len(room) == length else None
-
-    def expects(self, key: ChunkKey) -> bool:
-        """Whether a chunk that has landed is still the one expected next."""
-        id = (self.id.initiator, self.id.incarnation, self.id.counter)
-        return key.id == id and key.index == self.num_applied
-
-    def landed(self) -> None:
-        """Apply the peer's chunk that has just arrived whole in its landing place.
+        ``payload`` may be the landing place or the peer's own memory; it is read before this
+        returns.
 
         Raises:
             PoisonFound: the difference is not finite; nothing was applied.
         """
-        index = self.num_applied
-        chunk = self._chunks[index]
-        self._take(index)
-        mine = self._buffers.tensor(index % WINDOW, chunk)
-        peers = self._buffers.tensor(WINDOW, chunk)
+
+    @abc.abstractmethod
+    def expects(self, frame_type: FrameType, key: ChunkKey) -> bool:
+        """Whether a frame belongs to this exchange and may come now."""
+
+    @final
+    def end(self) -> None:
+        """Let the phase go on: the exchange finished or was stopped."""
+        self._shared.end_exchange()
+
+    @final
+    def _is_ours(self, key: ChunkKey) -> bool:
+        return key.id == (self.id.initiator, self.id.incarnation, self.id.counter)
+
+    @final
+    def _send(self, frame_type: FrameType, index: int, payload: memoryview) -> None:
+        key = ChunkKey(self.id.initiator, self.id.incarnation, self.id.counter, index)
+        self.link.send_chunk(frame_type, key, payload)
+
+    @final
+    def _apply(self, chunk: Chunk, mine: Tensor, peers: Tensor) -> None:
+        """Apply the difference of two snapshots, or of what both ends take for them."""
         squared_norm = self._shared.exchange(chunk, mine, peers, self._alpha_tilde)
         if not math.isfinite(squared_norm):
             raise PoisonFound(ours=False)
         if chunk.role is Role.TRAINED:
             self.squared_distance += squared_norm
         self.num_applied += 1
-
-    def end(self) -> None:
-        """Let the phase go on: the exchange finished or was stopped."""
-        self._shared.end_exchange()

@@ -40,7 +40,7 @@ from gossipdp.protocol.messages import (
 from gossipdp.protocol.worker import Action, WorkerProtocol
 from gossipdp.runtime.averaging import Averaging, Outcome
 from gossipdp.runtime.dialer import Dialer
-from gossipdp.runtime.exchange import CompletedExchange, Exchange, ExchangeBuffers, PoisonFound
+from gossipdp.runtime.exchange import CompletedExchange, Exchange, PoisonFound
 from gossipdp.runtime.frames import ChunkKey, FrameType
 from gossipdp.runtime.identity import Refusal
 from gossipdp.runtime.link import Link, LinkHandler
@@ -49,6 +49,7 @@ from gossipdp.runtime.reports import Report, send_report
 from gossipdp.runtime.shared_state import SharedState
 from gossipdp.runtime.transfers import TransferMessage, Transfers
 from gossipdp.runtime.transport import Transport
+from gossipdp.runtime.wire_formats import wire_format
 
 logger = logging.getLogger("gossipdp.runtime")
 
@@ -66,6 +67,8 @@ class Traffic:
 
     exchanges_by_neighbour: dict[int, int] = field(default_factory=dict)
     exchange_seconds: float = 0.0
+    chunks_exchanged: int = 0
+    chunks_repeated: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     recent_exchanges: deque[CompletedExchange] = field(
@@ -81,6 +84,7 @@ class GossipLoop(LinkHandler):
         shared: its parameters.
         transport: makes links; this loop must be its handler (:meth:`turn` polls it).
         clock: seconds, monotonic; the transport's and the shared state's is the same.
+        wire_format_name: in which form parameters travel in exchanges.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class GossipLoop(LinkHandler):
         shared: SharedState,
         make_transport: Callable[[LinkHandler], Transport],
         clock: Callable[[], float],
+        wire_format_name: str = "parameters",
     ) -> None:
         self.protocol = protocol
         self.transport = make_transport(self)
@@ -104,7 +109,7 @@ class GossipLoop(LinkHandler):
         self._dialer = Dialer(protocol.rank, Random(protocol.rank))
         self._exchange: Exchange | None = None
         self._exchange_started_s = 0.0
-        self._buffers = ExchangeBuffers(shared)
+        self._wire_format = wire_format(wire_format_name, shared, self.transport.allocate)
         self.transfers = Transfers(shared, self._links, self._send, self._refusal_to_give, clock)
         self.averaging = Averaging(shared, protocol, self._links, self.perform)
         self.others_samples = 0
@@ -325,7 +330,9 @@ class GossipLoop(LinkHandler):
             return
         now = self.clock()
         self._dialer.failed(peer, now)
-        if refusal.field in REFUSALS_OF_THE_LIVING:
+        if refusal.field == "incarnation":
+            self.perform(self.protocol.outdated(peer, now))
+        elif refusal.field in REFUSALS_OF_THE_LIVING:
             self.perform(self.protocol.reached(peer, now))
         else:
             self.perform(self.protocol.peer_unreachable(peer, now))
@@ -389,15 +396,15 @@ class GossipLoop(LinkHandler):
         self, link: Link, frame_type: FrameType, key: ChunkKey, length: int
     ) -> memoryview | None:
         match frame_type:
-            case FrameType.EXCHANGE_CHUNK:
+            case FrameType.STATE_CHUNK | FrameType.TRAINING_CHUNK:
+                return self.transfers.landing(link, frame_type, key, length)
+            case FrameType.PARTIAL_CHUNK | FrameType.RESULT_CHUNK:
+                return self.averaging.landing(link.peer, frame_type, key, length)
+            case _:
                 exchange = self._exchange
                 if exchange is None or exchange.link is not link:
                     return None
-                return exchange.landing(key, length)
-            case FrameType.STATE_CHUNK | FrameType.TRAINING_CHUNK:
-                return self.transfers.landing(link, frame_type, key, length)
-            case _:
-                return self.averaging.landing(link.peer, frame_type, key, length)
+                return exchange.landing(frame_type, key, length)
 
     def chunk(
         self, link: Link, frame_type: FrameType, key: ChunkKey, payload: memoryview | None
@@ -405,14 +412,15 @@ class GossipLoop(LinkHandler):
         if payload is None:
             return
         match frame_type:
-            case FrameType.EXCHANGE_CHUNK:
-                # The exchange may have been stopped while its chunk was arriving.
-                if self._exchange is not None and self._exchange.expects(key):
-                    self._guarded(self._exchange.landed)
             case FrameType.STATE_CHUNK | FrameType.TRAINING_CHUNK:
                 self.transfers.landed(link, key)
-            case _:
+            case FrameType.PARTIAL_CHUNK | FrameType.RESULT_CHUNK:
                 self.averaging.landed(link.peer, frame_type, key, self.clock())
+            case _:
+                exchange = self._exchange
+                # It may have been stopped while its chunk was arriving.
+                if exchange is not None and exchange.expects(frame_type, key):
+                    self._guarded(lambda: exchange.landed(frame_type, key, payload))
 
     def writable(self, link: Link) -> None:
         self._pump()
@@ -431,7 +439,7 @@ class GossipLoop(LinkHandler):
     def _begin(self, begin: Begin) -> None:
         link = self._links[begin.peer]
         self._exchange_started_s = self.clock()
-        self._exchange = Exchange(self._shared, link, begin.id, begin.alpha_tilde, self._buffers)
+        self._exchange = self._wire_format.start(link, begin.id, begin.alpha_tilde)
         self._guarded(self._exchange.pump)
 
     def _guarded(self, step: Callable[[], None]) -> None:
@@ -458,6 +466,8 @@ class GossipLoop(LinkHandler):
         now = self.clock()
         traffic = self.traffic
         traffic.exchange_seconds += now - self._exchange_started_s
+        traffic.chunks_exchanged += exchange.num_applied
+        traffic.chunks_repeated += exchange.num_repeated
         peer = exchange.link.peer
         traffic.recent_exchanges.append(
             CompletedExchange(

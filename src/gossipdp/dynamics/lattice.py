@@ -1,0 +1,119 @@
+"""An 8-bit code for the difference of two vectors whose holders know that they are near.
+
+Both ends round their values to points of one lattice, k = round(x / s), with a step s for each
+block of values. What travels is k modulo 256. The receiver, who holds y, takes the number
+congruent to it that is nearest to its own round(y / s): the sender's k as long as, of every value,
+
+    |x - y| < 127 s.
+
+Both then know the same difference s (k_x - k_y), one the negative of the other, off by s at most:
+with s following the distance (:mod:`~gossipdp.dynamics.lattice_steps`) the error shrinks as the two
+agree, where a code of the values themselves would stop at its own resolution. Values that are
+equal stay so, since the step is the same at both ends.
+
+All of it is exact: s is a power of two, so x / s is not rounded, k is a whole number of the
+integers' range, and |k_x - k_y| <= 128. Whether decoding found the sender's k is told by a
+checksum over what of k did not travel, its part above the lowest byte (in float32 16 bits of it:
+the step is no finer than the values' rounding, so nothing real is 2**24 steps off).
+
+The idea: Davies, Gurunathan, Moshrefi, Ashkboos, Alistarh, "New Bounds for Distributed Mean
+Estimation and Variance Reduction", ICLR 2021; for gossip: Nadiradze et al., "Asynchronous
+Decentralized SGD with Quantized and Local Updates" (SwarmSGD), NeurIPS 2021. Departures: a step
+for each block in place of a random rotation; a checksum in place of an assumed distance; rounding
+to the nearest point without dither. A shared dither would make the expected difference that of x
+and y, but near agreement it adds as much noise as it takes away bias: on a ring of 8, without
+gradients, both end where float32 rounding ends; with gradients whose size varies 100-fold within a
+block, the consensus distance is 1.11 times the exact exchange's without dither, 1.34 with it.
+"""
+
+import zlib
+
+import torch
+from torch import Tensor
+
+BLOCK = 512
+"""Values that share a step. Half and a quarter of it change error and failures little."""
+
+# Of each precision: the type of k, that of its part above the lowest byte, the bound on |k|.
+_INTEGERS = {
+    torch.float32: (torch.int32, torch.int16, 2.0**30),
+    torch.float64: (torch.int64, torch.int64, 2.0**62),
+}
+
+
+def num_blocks(num_elements: int) -> int:
+    """Blocks that hold ``num_elements`` values, the last one filled up with zeros."""
+    return -(-num_elements // BLOCK)
+
+
+def power_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """2**exponents for -126 to 127, exact since it is put together from bits; shape (blocks, 1)."""
+    return ((exponents.to(torch.int32) + 127) << 23).view(torch.float32).to(dtype).unsqueeze(1)
+
+
+def largest(values: Tensor) -> Tensor:
+    """The largest absolute value of each block, NaN where it holds one; shape (blocks,)."""
+    return values.abs().amax(dim=1)
+
+
+class Lattice:
+    """Codes and decodes values of one precision; holds the scratch memory.
+
+    Shapes: ``values`` and ``near`` (blocks, BLOCK), finite and of ``dtype``; codes the same and
+    uint8; differences the same and int8; ``exponents``, of the steps, (blocks,) and int8.
+
+    >>> lattice = Lattice(1, torch.float32)
+    >>> x, step = torch.full((1, BLOCK), 3.03), torch.tensor([-4], dtype=torch.int8)
+    >>> codes = torch.empty(1, BLOCK, dtype=torch.uint8)
+    >>> differences = torch.empty(1, BLOCK, dtype=torch.int8)
+    >>> checksum = lattice.encode(x, step, codes)
+    >>> checksum == lattice.decode(codes, step, torch.full((1, BLOCK), -2.0), differences)
+    True
+    >>> float(lattice.difference(differences, step, torch.empty(1, BLOCK))[0, 0])
+    -5.0
+    """
+
+    def __init__(self, most_blocks: int, dtype: torch.dtype) -> None:
+        integer, upper, self._bound = _INTEGERS[dtype]
+        self._points = torch.empty(most_blocks, BLOCK, dtype=dtype)
+        self._k = torch.empty(most_blocks, BLOCK, dtype=integer)
+        self._other = torch.empty(most_blocks, BLOCK, dtype=integer)
+        self._upper = torch.empty(most_blocks, BLOCK, dtype=upper)
+        self._low = torch.empty(most_blocks, BLOCK, dtype=torch.uint8)
+
+    def fits(self, largest: Tensor, exponents: Tensor) -> bool:
+        """Whether values with these largest ones can be coded: |k| is within the integers."""
+        points = largest.unsqueeze(1) * power_of_two(-exponents, largest.dtype)
+        return bool((points < self._bound).all())
+
+    def encode(self, values: Tensor, exponents: Tensor, codes: Tensor) -> int:
+        """Write the codes of ``values``, which fit; return the checksum."""
+        k = self._rounded(values, exponents)
+        codes.copy_(k)  # modulo 256
+        return self._checksum(k)
+
+    def decode(self, codes: Tensor, exponents: Tensor, near: Tensor, differences: Tensor) -> int:
+        """Write k of ``near``, which fits, minus k of the codes; return the latter's checksum.
+
+        The differences are right if and, but for 1 case in 2**32, only if the checksum is the
+        sender's.
+        """
+        k = self._rounded(near, exponents)
+        low = self._low[: len(near)].copy_(k)
+        # From -128 to 127: the shorter way round the circle of 256.
+        torch.sub(low, codes, out=differences.view(torch.uint8))
+        k -= self._other[: len(near)].copy_(differences)
+        return self._checksum(k)
+
+    def difference(self, differences: Tensor, exponents: Tensor, out: Tensor) -> Tensor:
+        """Write s times the whole ``differences`` to ``out``, of ``dtype``; return it."""
+        return out.copy_(differences).mul_(power_of_two(exponents, out.dtype))
+
+    def _rounded(self, values: Tensor, exponents: Tensor) -> Tensor:
+        points = self._points[: len(values)]
+        torch.mul(values, power_of_two(-exponents, values.dtype), out=points)
+        return self._k[: len(values)].copy_(points.round_())
+
+    def _checksum(self, k: Tensor) -> int:
+        above = torch.bitwise_right_shift(k, 8, out=self._other[: len(k)])
+        return zlib.crc32(self._upper[: len(k)].copy_(above).numpy().data)

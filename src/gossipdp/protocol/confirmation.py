@@ -1,0 +1,148 @@
+"""When a chunk that travels in a code may be applied: one end of one exchange.
+
+A code is decoded against what the receiver holds, and that may fail. So each end tells the other
+of each chunk whether it decoded (its *verdict*), and a chunk is applied only where both did. Where
+either failed, both send it again in a form that always can be read (the *repeat*), from the same
+snapshots, and apply that. So both ends always apply the same difference::
+
+    code out, code in  →  verdict out
+    both verdicts yes  →  apply                      closed
+    either verdict no  →  repeat out, repeat in  →  apply   closed
+
+Some chunks travel so that they can always be read; they have no verdict and close with the
+arrival of the code.
+
+A chunk may be opened while it is less than ``window`` behind the first one that is not closed.
+No end ever waits for more than what the other sends without waiting for it, so there is no
+deadlock: a code needs the window alone, a verdict the other's code, a repeat both verdicts.
+
+What arrives in order (a link keeps frames in order) arrives in time:
+
+- a repeat comes after both verdicts are known here: the peer sends it after its own verdict, and
+  when it has ours;
+- code ``i + window`` comes after chunk ``i`` is closed here: the peer has closed it by then, so it
+  has sent its verdict and its repeat before, and has ours. So ``window`` slots hold all chunks.
+
+A link lost between the two ends' closing of a chunk leaves it applied at one end alone, as any
+chunk that was on its way when the link was lost.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Decision(Enum):
+    """What to do with a chunk now."""
+
+    WAIT = "wait"
+    APPLY = "apply"
+    REPEAT = "repeat"
+
+
+@dataclass(slots=True)
+class _Verdicts:
+    """Whether we decoded the peer's code, and whether it decoded ours; None: not known yet."""
+
+    ours: bool | None = None
+    peers: bool | None = None
+    is_closed: bool = False
+
+    @property
+    def decision(self) -> Decision:
+        if self.is_closed or self.ours is None or self.peers is None:
+            return Decision.WAIT
+        return Decision.APPLY if self.ours and self.peers else Decision.REPEAT
+
+
+class Confirmation:
+    """The chunks of one exchange, from code to application.
+
+    Args:
+        is_certain: for each chunk, whether it needs no verdict.
+        window: chunks between the first that is not closed and the last that is open.
+
+    Attributes:
+        num_sent, num_received: codes, in order.
+        num_closed: chunks that were applied here.
+    """
+
+    def __init__(self, is_certain: Sequence[bool], window: int) -> None:
+        self.num_sent = 0
+        self.num_received = 0
+        self.num_closed = 0
+        self._first_open = 0
+        self._is_certain = is_certain
+        self._window = window
+        self._chunks = [_Verdicts() for _ in is_certain]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every chunk was sent, and is closed."""
+        return self.num_closed == self.num_sent == len(self._chunks)
+
+    @property
+    def may_send(self) -> bool:
+        """Whether the code of chunk ``num_sent`` may be sent."""
+        return self.num_sent < self._end_of_window
+
+    @property
+    def _end_of_window(self) -> int:
+        return min(self._first_open + self._window, len(self._chunks))
+
+    def sent(self) -> None:
+        """The code of chunk ``num_sent`` was sent."""
+        assert self.may_send
+        self.num_sent += 1
+
+    def expects_code(self, index: int) -> bool:
+        """Whether the peer's code of this chunk is the next one."""
+        return index == self.num_received < self._end_of_window
+
+    def expects_verdict(self, index: int) -> bool:
+        """Whether the peer may tell now whether it decoded our code of this chunk."""
+        return (
+            index < self.num_sent
+            and not self._is_certain[index]
+            and self._chunks[index].peers is None
+        )
+
+    def expects_repeat(self, index: int) -> bool:
+        """Whether the peer repeats this chunk."""
+        return index < self.num_sent and self._chunks[index].decision is Decision.REPEAT
+
+    def code(self, index: int, decoded: bool) -> Decision:
+        """The peer's code has come; unless the chunk is certain, send ``decoded`` as our verdict.
+
+        Then follow the decision.
+        """
+        assert self.expects_code(index)
+        self.num_received += 1
+        chunk = self._chunks[index]
+        chunk.ours = decoded
+        if self._is_certain[index]:
+            chunk.peers = True
+        return self._decide(index)
+
+    def verdict(self, index: int, decoded: bool) -> Decision:
+        """The peer's verdict has come; follow the decision."""
+        assert self.expects_verdict(index)
+        self._chunks[index].peers = decoded
+        return self._decide(index)
+
+    def repeat(self, index: int) -> None:
+        """The peer's repeat has come: apply it."""
+        assert self.expects_repeat(index)
+        self._close(index)
+
+    def _decide(self, index: int) -> Decision:
+        decision = self._chunks[index].decision
+        if decision is Decision.APPLY:
+            self._close(index)
+        return decision
+
+    def _close(self, index: int) -> None:
+        self._chunks[index].is_closed = True
+        self.num_closed += 1
+        while self._first_open < len(self._chunks) and self._chunks[self._first_open].is_closed:
+            self._first_open += 1
