@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gossipdp.cli.bench import BenchArguments, make_task
-from gossipdp.cli.bench_consensus import NUM_OBSERVED, run_worker, start_vector
+from gossipdp.cli.bench_consensus import ConsensusBenchmark, make_task
+from gossipdp.cli.bench_consensus_worker import NUM_OBSERVED, run_worker, start_vector
 from gossipdp.cli.bench_series import NetworkSeries
 from gossipdp.cli.main import main
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.processes
 def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(
     workers: Callable, method: str
 ) -> None:
-    arguments = BenchArguments(method=method, comm_rate=2, steps=80, step_ms=10, floats=3_000)
+    arguments = ConsensusBenchmark(method=method, comm_rate=2, steps=80, step_ms=10, floats=3_000)
     task = make_task(arguments, seed=5)
     series = workers(run_worker, 4, (task,))
     starts = np.stack([start_vector(task, rank).numpy()[::3] for rank in range(4)])

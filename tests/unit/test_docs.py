@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import gossipdp
+from gossipdp.cli.bench import BENCHMARKS
 from gossipdp.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +76,7 @@ def test_commands_and_their_options_exist(page: Path):
         if words[0] in ("--version", "--help", "COMMAND"):
             continue
         assert words[0] in COMMANDS, words
-        options = help_of(words[0])
+        options = help_of(*words[: 2 if words[0] == "bench" else 1])
         for word in words[1:]:
             if word.endswith(".py") or word == "-m":  # what follows belongs to the script
                 break
@@ -85,9 +86,12 @@ def test_commands_and_their_options_exist(page: Path):
 
 def test_the_command_line_page_names_every_option():
     text = (ROOT / "docs" / "cli.md").read_text()
-    for command in COMMANDS:
-        section = text.split(f"## `gossipdp {command}`")[1].split("\n## ")[0]
-        for option in re.findall(r"^│ .*?(--[a-z-]+)", help_of(command), re.M):
+    commands = [(name,) for name in COMMANDS] + [("bench", name) for name in BENCHMARKS]
+    for command in commands:
+        level = "#" * (1 + len(command))
+        section = text.split(f"\n{level} `gossipdp {' '.join(command)}`")[1]
+        section = re.split(rf"^#{{2,{len(level)}}} ", section, flags=re.M)[0]
+        for option in re.findall(r"^│ .*?(--[a-z-]+)", help_of(*command), re.M):
             assert option in (section if option not in ("--help", "--log-level") else text), option
 
 

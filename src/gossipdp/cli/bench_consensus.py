@@ -12,16 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tyro.conf import Positional
-
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from gossipdp.cli.bench_consensus import ConsensusTask
+    from gossipdp.cli.bench_consensus_worker import ConsensusTask
     from gossipdp.cli.bench_series import Outcome
 
-BenchmarkName = Literal["consensus"]
 MethodName = Literal["a2cid2", "gossip"]
 # A run that starves its workers of cores must not be given up too early.
 LEAST_RUN_LIMIT_S, RUN_LIMIT_IN_RUNS = 120.0, 10.0
@@ -30,15 +27,12 @@ SEEDS_APART = 1_000_000
 
 
 @dataclass(frozen=True)
-class BenchArguments:
+class ConsensusBenchmark:
     """Measure with real processes how fast workers agree, and simulate the same.
 
     Each worker begins with a random vector and only exchanges; a timed wait stands for a gradient
     step. The simulator runs the same protocol with exchange durations drawn from those measured.
     """
-
-    benchmark: Positional[BenchmarkName] = "consensus"
-    """What to measure."""
 
     workers: int = 16
     """Worker processes."""
@@ -74,7 +68,7 @@ class BenchArguments:
     """Also write the results to this file."""
 
 
-def run(arguments: BenchArguments) -> int:
+def run(arguments: ConsensusBenchmark) -> int:
     """Measure, simulate, show both and write the file; returns the exit status.
 
     Raises ValueError for bad input, before any process starts.
@@ -125,14 +119,13 @@ def run(arguments: BenchArguments) -> int:
     return 0
 
 
-def check(arguments: BenchArguments) -> list[int]:
+def check(arguments: ConsensusBenchmark) -> list[int]:
     """The seeds; raises ValueError for what cannot be meant. Quick, without torch."""
-    for option, value, known in (
-        ("benchmark", arguments.benchmark, get_args(BenchmarkName)),
-        ("method", arguments.method, get_args(MethodName)),
-    ):
-        if value not in known:
-            raise ValueError(f"there is no {option} {value!r}; choose one of {', '.join(known)}")
+    if arguments.method not in get_args(MethodName):
+        raise ValueError(
+            f"there is no method {arguments.method!r}; choose one of "
+            f"{', '.join(get_args(MethodName))}"
+        )
     for option, number, least in (
         ("--workers", arguments.workers, 2),
         ("--steps", arguments.steps, 20),
@@ -186,9 +179,9 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def make_task(arguments: BenchArguments, seed: int) -> ConsensusTask:
+def make_task(arguments: ConsensusBenchmark, seed: int) -> ConsensusTask:
     """What the workers of one run are told."""
-    from gossipdp.cli.bench_consensus import ConsensusTask
+    from gossipdp.cli.bench_consensus_worker import ConsensusTask
 
     return ConsensusTask(
         graph=arguments.graph,
@@ -207,7 +200,7 @@ def measure(
     task: ConsensusTask, num_workers: int, advance: Callable[[float], None]
 ) -> tuple[Outcome, list[float], int]:
     """One run of real processes: its figures, the durations of all exchanges, how many failed."""
-    from gossipdp.cli.bench_consensus import run_worker
+    from gossipdp.cli.bench_consensus_worker import run_worker
     from gossipdp.cli.bench_series import NetworkSeries
     from gossipdp.runtime.launcher import launch
 
@@ -242,7 +235,7 @@ def simulate_task(
     Simulated several times, first with the run's own seed: it costs little, and of the two figures
     that are compared one is then nearly free of chance.
     """
-    from gossipdp.cli.bench_consensus import NUM_OBSERVED
+    from gossipdp.cli.bench_consensus_worker import NUM_OBSERVED
     from gossipdp.cli.bench_series import NetworkSeries
     from gossipdp.simulate.compute_time import ConstantTime
     from gossipdp.simulate.consensus import Consensus
@@ -275,7 +268,7 @@ def simulate_task(
     return outcomes
 
 
-def configuration(arguments: BenchArguments, seeds: list[int]) -> dict[str, Any]:
+def configuration(arguments: ConsensusBenchmark, seeds: list[int]) -> dict[str, Any]:
     """What was asked for."""
     asked = asdict(arguments) | {"seeds": seeds}
     del asked["json"]
@@ -298,7 +291,7 @@ def _bar(console: Console, text: str) -> Iterator[Callable[[float], None]]:
         yield advance
 
 
-def _opening(arguments: BenchArguments, seeds: list[int]) -> str:
+def _opening(arguments: ConsensusBenchmark, seeds: list[int]) -> str:
     text = (
         f"consensus: {arguments.workers} workers, graph {arguments.graph}, method "
         f"{arguments.method}, comm rate {arguments.comm_rate:g}, policy "

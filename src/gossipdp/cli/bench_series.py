@@ -11,7 +11,7 @@ import numpy as np
 from gossipdp.simulate.trace import MIN_DECAY_RECORDS
 
 if TYPE_CHECKING:
-    from gossipdp.cli.bench_consensus import WorkerSeries
+    from gossipdp.cli.bench_consensus_worker import WorkerSeries
     from gossipdp.simulate.trace import Trace
 
 Series: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]

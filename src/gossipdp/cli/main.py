@@ -31,8 +31,13 @@ COMMANDS = (
 )
 
 DESCRIPTION = "Asynchronous, decentralized data-parallel training for PyTorch."
-# No "None" among the choices, no --no-FLAG.
-STYLE = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
+# No "None" among the choices, no --no-FLAG; common options may follow the name of a benchmark.
+STYLE = (
+    tyro.conf.DisallowNone,
+    tyro.conf.FlagCreatePairsOff,
+    tyro.conf.CascadeSubcommandArgs,
+    tyro.conf.OmitSubcommandPrefixes,
+)
 USAGE, FAILED, INTERRUPTED = 2, 1, 128 + signal.SIGINT
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gossipdp.cli.bench import parse_seeds
+from gossipdp.cli.bench_consensus import parse_seeds
 from gossipdp.cli.simulate_tasks import make_objective, make_optimizer
 from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
 from gossipdp.simulate.batch import Job

@@ -59,6 +59,11 @@ from gossipdp.runtime.workbench import Workbench
 logger = logging.getLogger(__name__)
 
 
+def requested_kernels() -> str:
+    """Return what the user asked to compute with."""
+    return os.environ.get("GOSSIPDP_KERNELS") or "auto"
+
+
 class SharedState:
     """The (x, c) state with its locks; see the module's text for the rules.
 
@@ -71,13 +76,18 @@ class SharedState:
         state: the chunks.
         phase: this worker's phase.
         clock: seconds, monotonic.
+        kernels: what computes, instead of what GOSSIPDP_KERNELS says.
 
     Raises:
         ValueError: GOSSIPDP_KERNELS is none of those, or numba and that is not installed.
     """
 
     def __init__(
-        self, state: State, phase: Phase, clock: Callable[[], float] = since_boot_s
+        self,
+        state: State,
+        phase: Phase,
+        clock: Callable[[], float] = since_boot_s,
+        kernels: str | None = None,
     ) -> None:
         self.state = state
         self._phase = phase
@@ -86,7 +96,7 @@ class SharedState:
         self._locks = [threading.Lock() for _ in state.chunks]
         self._exchange_theta = 0.0
         num_values = sum(chunk.num_elements for chunk in state.chunks)
-        name = choose_arithmetic(os.environ.get("GOSSIPDP_KERNELS", "auto"), num_values)
+        name = choose_arithmetic(kernels or requested_kernels(), num_values)
         self._main = Workbench(state, name)
         self._gossip = Workbench(state, name)
         self.prepare()

@@ -1,4 +1,4 @@
-"""``gossipdp bench``: its arguments, and how two figures come out of what workers saw."""
+"""``gossipdp bench consensus``: its arguments, and how two figures come out of what workers saw."""
 
 import json
 import math
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gossipdp.cli import bench
-from gossipdp.cli.bench import BenchArguments, make_task, parse_seeds, run
-from gossipdp.cli.bench_consensus import WorkerSeries, start_vector
+from gossipdp.cli import bench_consensus as bench
+from gossipdp.cli.bench_consensus import ConsensusBenchmark, make_task, parse_seeds, run
+from gossipdp.cli.bench_consensus_worker import WorkerSeries, start_vector
 from gossipdp.cli.bench_series import NetworkSeries, Outcome, quantiles, summarize
 from gossipdp.simulate.trace import decay_per_exchange
 
@@ -19,7 +19,6 @@ from gossipdp.simulate.trace import decay_per_exchange
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"benchmark": "speed"}, "no benchmark 'speed'; choose one of consensus"),
         ({"method": "allreduce"}, "no method 'allreduce'; choose one of a2cid2, gossip"),
         ({"graph": "circle"}, "circle"),
         ({"workers": 1}, "--workers is 1"),
@@ -42,7 +41,7 @@ def test_bad_input_is_refused_before_any_process_starts(
 
     monkeypatch.setattr("gossipdp.runtime.launcher.launch", fail)
     with pytest.raises(ValueError, match=message):
-        run(replace(BenchArguments(), **changes))
+        run(replace(ConsensusBenchmark(), **changes))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_seeds_that_cannot_be_meant(text: str) -> None:
 
 
 def test_each_worker_and_each_seed_has_a_vector_of_its_own() -> None:
-    tasks = [make_task(BenchArguments(floats=100), seed) for seed in (0, 1)]
+    tasks = [make_task(ConsensusBenchmark(floats=100), seed) for seed in (0, 1)]
     vectors = [start_vector(task, rank) for task in tasks for rank in (0, 1)]
     assert len({tuple(vector.tolist()) for vector in vectors}) == 4
     assert all(vector.shape == (100,) for vector in vectors)
@@ -176,7 +175,7 @@ def test_the_command_measures_each_seed_and_simulates_from_the_durations(
     monkeypatch.setattr(bench, "measure", measure)
     monkeypatch.setattr(bench, "simulate_task", simulate_task)
     path = tmp_path / "bench.json"
-    assert run(BenchArguments(workers=8, seeds="0,4", json=path)) == 0
+    assert run(ConsensusBenchmark(workers=8, seeds="0,4", json=path)) == 0
     durations_s = [0.001, 0.004, 0.005, 0.004]
     assert drawn_from == [(0, 8, durations_s), (4, 8, durations_s)]
     written = json.loads(path.read_text())
