@@ -8,6 +8,10 @@ Guarantees: a worker gives way only to a process that has shown to live, at its 
 only after the time-out, within which a ghost is usually found out. A rival that cannot be reached
 for the time-out is declared dead, and this worker takes the next incarnation.
 
+A worker that was replaced while its machine slept may never hear so: whoever has a link to its
+successor refuses the older process, before any news passes. Such a refusal is as good a sign of
+life; a second one, after the time-out and with no link in between, makes it give way.
+
 Races: both processes live but are cut off from each other. Then each outbids the other whenever
 it hears of it, once per time-out, until they can reach one another; incarnations rise meanwhile,
 and nothing else happens.
@@ -43,6 +47,7 @@ class Rivalry:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._rival: _Rival | None = None
+        self._refused_since = math.inf
         self._has_given_way = False
 
     def review(self, own: Member, known: Member, now: float) -> list[RivalryAction]:
@@ -63,6 +68,15 @@ class Rivalry:
         """The rival's address answered: it lives."""
         if self._rival is not None:
             self._rival.has_answered = True
+
+    def refused(self, now: float) -> list[RivalryAction]:
+        """A worker linked to a later process of this rank turned this one away."""
+        self._refused_since = min(now, self._refused_since)
+        return self._give_way() if now >= self._refused_since + self.timeout_s else []
+
+    def linked(self) -> None:
+        """Somebody let this process in: what is to be known of its rank will be heard."""
+        self._refused_since = math.inf
 
     def poll(self, rank: int, now: float) -> list[RivalryAction]:
         """Decide, once the time-out is over."""

@@ -340,6 +340,7 @@ class WorkerProtocol:
         if peer in self._links:
             actions += self._drop_link(peer)
         self._links.up(peer, now)
+        self.rivalry.linked()
         self._unreachable.discard(peer)
         self._look_anew()
         actions += self.detector.heard(peer, now)
@@ -353,6 +354,11 @@ class WorkerProtocol:
     def heard(self, peer: int, now: float) -> list[Action]:
         """Any byte came from ``peer``: a sign of life."""
         return self._settle([*self._look_at_clock(now), *self._note_life(peer, now)], now)
+
+    def outdated(self, peer: int, now: float) -> list[Action]:
+        """``peer`` turned us away: it is linked to a later process of this worker's rank."""
+        actions = [*self._look_at_clock(now), *self._note_life(peer, now)]
+        return self._settle([*actions, *self.rivalry.refused(now)], now)
 
     def reached(self, peer: int, now: float) -> list[Action]:
         """The address of ``peer`` answered, though it did not come to a link: it lives."""

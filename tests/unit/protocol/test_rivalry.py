@@ -56,3 +56,19 @@ def test_a_joiner_gives_way_at_once() -> None:
     rivalry = Rivalry(5.0)
     assert rivalry.review(joiner, RIVAL, 10.0) == [Superseded()]
     assert rivalry.review(joiner, RIVAL, 10.1) == []
+
+
+def test_refused_by_those_who_know_its_successor_it_gives_way_after_the_time_out() -> None:
+    rivalry = Rivalry(5.0)
+    assert rivalry.refused(10.0) == []
+    assert rivalry.refused(14.9) == []
+    assert rivalry.refused(15.0) == [Superseded()]
+    assert rivalry.refused(16.0) == [], "said once"
+
+
+def test_a_link_in_between_shows_that_it_is_still_wanted() -> None:
+    rivalry = Rivalry(5.0)
+    rivalry.refused(10.0)
+    rivalry.linked()
+    assert rivalry.refused(15.0) == []
+    assert rivalry.refused(20.0) == [Superseded()]

@@ -16,7 +16,7 @@ from gossipdp.protocol.messages import RequestState, decode
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp.runtime.frames import ChunkKey, FrameType
 from gossipdp.runtime.gossip_loop import GossipLoop
-from gossipdp.runtime.identity import Identity
+from gossipdp.runtime.identity import Identity, Refusal
 from gossipdp.runtime.link import Link
 from gossipdp.runtime.shared_state import SharedState
 from gossipdp.runtime.transport import Transport
@@ -212,3 +212,16 @@ def test_a_night_in_suspend_moves_the_phase_by_few_periods():
     worker.now += 8 * 3600.0
     # eta 0.4, one mean gap a period
     assert before < shared.start_exchange() <= before + 0.4 * MAX_PERIODS + 1e-9
+
+
+def test_a_worker_whose_successor_is_linked_everywhere_is_told_so_by_refusals():
+    """It slept while it was replaced: no news reaches it, since nobody lets it in."""
+    worker = Worker()
+    for link in worker.links.values():
+        worker.loop.link_down(link, "closed by the peer")
+    refusal = Refusal("incarnation", "1", "0")
+    worker.loop.refused(1, refusal)
+    worker.loop.refused(2, refusal)
+    worker.now += TIMEOUT_S
+    with pytest.raises(SupersededError):
+        worker.loop.refused(1, refusal)
