@@ -166,9 +166,11 @@ class RemoteStore:
         self._awaited: list[str] = []
         self._ends = threading.Event()
         self._wake = threading.Event()
+        self._is_connected = threading.Event()
         self._thread: threading.Thread | None = None
         # Each written by one thread and then only read by the other, whole.
         self.has_all = False
+        self.is_gone = False
         self.noticed: str | None = None
         self._own_notice: str | None = None
         self._error: BaseException | None = None
@@ -207,6 +209,7 @@ class RemoteStore:
     def _watch(self) -> None:
         try:
             store = self._connect()
+            self._is_connected.set()
             while store is not None and not self.has_all:
                 if self._own_notice is not None:
                     store.set(self._notice_key, self._own_notice)
@@ -219,6 +222,7 @@ class RemoteStore:
                 self.has_all = bool(store.check(self._awaited))
                 self._wake.wait(WATCH_EVERY_S)
         except RuntimeError as error:
+            self.is_gone = True
             # Who still needs the store are the workers that have not met, and they say so.
             logger.info("the store at %s:%d is gone: %s", self.host, self.port, error)
         except BaseException as error:

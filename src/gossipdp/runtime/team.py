@@ -8,6 +8,7 @@ Team (the seam) ← HostingTeam    this supervisor hosts the store: one host, or
 from __future__ import annotations
 
 import abc
+import logging
 import secrets
 from collections.abc import Sequence
 from typing import final
@@ -17,6 +18,8 @@ import msgspec
 from gossipdp.errors import RendezvousError
 from gossipdp.runtime.environment import identity_variables, join_variables, worker_variables
 from gossipdp.runtime.store import HostedStore, RemoteStore, arrival_key, ready_key
+
+logger = logging.getLogger("gossipdp.runtime")
 
 
 class Team(abc.ABC):
@@ -160,6 +163,7 @@ class HostingTeam(_StoreTeam):
         self.run_id = secrets.token_hex(8) if alone else None
         self.secret = secret or (secrets.token_hex(16) if alone else None)
         self._store = HostedStore(host, port)
+        self._has_begun = False
 
     @property
     def _address(self) -> tuple[str, int]:
@@ -178,13 +182,23 @@ class HostingTeam(_StoreTeam):
         self._store.close()
 
     def has_begun(self, begun: set[int]) -> bool:
-        """See the base class."""
-        return len(begun) == self._num_workers or self._store.have_set(self._ready_keys())
+        """See the base class; once it is so it stays, whatever becomes of the store."""
+        self._has_begun = (
+            self._has_begun
+            or len(begun) == self._num_workers
+            or self._store.have_set(self._ready_keys())
+        )
+        return self._has_begun
 
     def check(self) -> str | None:
-        """See the base class."""
+        """See the base class; nothing is asked of the store, or heard, once the run has begun.
+
+        Whoever reaches the store may write there that the run ended.
+        """
         self._store.raise_error()
-        return self._store.text(self._failed_key) if self.others_elsewhere else None
+        if not self.others_elsewhere or self.has_begun(set()):
+            return None
+        return self._store.text(self._failed_key)
 
     def tell_failed(self, reason: str) -> None:
         """See the base class."""
@@ -194,15 +208,20 @@ class HostingTeam(_StoreTeam):
     def begin_anew(self) -> None:
         """See the base class: a new round's keys are new."""
         self._round += 1
+        self._has_begun = False
 
     def published_addresses(self) -> dict[int, tuple[str, int]]:
         """See the base class."""
         found = {}
         for rank in range(self._num_workers):
-            text = self._store.text(arrival_key(self._prefix, 0, rank))
-            if text is not None:
-                arrival = msgspec.json.decode(text, type=_Arrival)
-                found[rank] = (arrival.host, arrival.port)
+            try:
+                text = self._store.text(arrival_key(self._prefix, 0, rank))
+                if text is not None:
+                    arrival = msgspec.json.decode(text, type=_Arrival)
+                    found[rank] = (arrival.host, arrival.port)
+            except (RuntimeError, msgspec.MsgspecError) as error:
+                # Not needed where the workers' own reports have come.
+                logger.warning("no address of worker %d in the store: %s", rank, error)
         return {rank: address for rank, address in found.items() if address[1]}
 
 
@@ -238,8 +257,11 @@ class RemoteTeam(_StoreTeam):
         self._store.close()
 
     def has_begun(self, begun: set[int]) -> bool:
-        """See the base class."""
-        return self._store.has_all
+        """See the base class.
+
+        The store may go, with its host, after the last worker began and before we saw it.
+        """
+        return self._store.has_all or (self._store.is_gone and len(begun) == self._num_local)
 
     def check(self) -> str | None:
         """See the base class."""
