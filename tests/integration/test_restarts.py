@@ -111,3 +111,37 @@ def test_from_a_warm_spare_within_a_second(tmp_path: Path) -> None:
         assert min(delays) < 1.0, delays
     assert "worker 2 was killed by signal 9 (SIGKILL); it is started again in 0.1 s (" in errors
     assert errors.splitlines()[-1].endswith("in 0.2 s (restart 3 of 3)")
+
+
+def test_where_nobody_can_be_started_the_others_go_on(tmp_path: Path) -> None:
+    script, end, errors = tmp_path / "script.py", tmp_path / "end", tmp_path / "errors"
+    script.write_text(SCRIPT)
+    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", "--max-restarts", "6"]
+    with (
+        errors.open("wb") as stream,
+        subprocess.Popen(
+            [sys.executable, *words, str(script), str(end)],
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            text=True,
+            env=VARIABLES,
+        ) as run,
+    ):
+        watchdog = threading.Timer(60, run.kill)
+        watchdog.start()
+        lines = Lines(run)
+        lives = {rank: pid for rank, _, _, pid, _ in (lines.next_life() for _ in range(2))}
+        wait_for(lambda: spare_is_ready(run))  # and the store is open
+        supervisor = psutil.Process(run.pid)
+        limit = supervisor.rlimit(psutil.RLIMIT_NOFILE)
+        supervisor.rlimit(psutil.RLIMIT_NOFILE, (3, limit[1]))
+        os.kill(lives[1], signal.SIGKILL)
+        wait_for(lambda: errors.read_text().count("could not be started") == 2)
+        assert psutil.pid_exists(lives[0])
+        supervisor.rlimit(psutil.RLIMIT_NOFILE, limit)
+        rank, restarts, _, _, _ = lines.next_life()
+        assert rank == 1
+        assert restarts >= 3
+        end.touch()
+        assert run.wait(30) == 0, errors.read_text()
+        watchdog.cancel()

@@ -119,7 +119,8 @@ class Crew:
         has_begun: whether all workers have met and train; asked only after a failure.
         on_failure: called once for each failure, with whether the others go on.
         restarts: the budget; by default nobody is started again.
-        start_again: starts the worker of a rank; the flag says that all do, to meet anew.
+        start_again: starts the worker of a rank; the flag says that all do, to meet anew. What it
+            raises counts as a life that failed.
         others_elsewhere: workers of this run may live where this crew does not see them, so that
             there may always be one to join.
         clock: seconds, monotonic.
@@ -225,15 +226,19 @@ class Crew:
         if not ending.failed:
             self._one_ended_well = True
             return
+        self._fail(worker.rank, ending, now)
+
+    def _fail(self, rank: int, ending: Ending, now: float) -> None:
+        """A life of this worker failed, or could not begin."""
         self._begun = self._begun or self._has_begun()
         due = None
         if self._begun and self._start_again is not None:
-            due = self._restarts.due_after_death(worker.rank, now)
-        failure = Failure(worker.rank, ending, None if due is None else due - now)
+            due = self._restarts.due_after_death(rank, now)
+        failure = Failure(rank, ending, None if due is None else due - now)
         if due is None:
             self.failures.append(failure)
         else:
-            self._waiting[worker.rank] = (due, failure)
+            self._waiting[rank] = (due, failure)
         self._on_failure(failure, self._begun)
         if not self._begun and self._end_at is None:
             self._end_at = now + GRACE_S
@@ -252,7 +257,14 @@ class Crew:
         for rank in due:
             del self._waiting[rank]
             assert self._start_again is not None
-            self._watch_over(self._start_again(rank, anew))
+            try:
+                worker = self._start_again(rank, anew)
+            except Exception as error:  # no process or descriptor left: the others are healthy
+                self._restarts.started(rank, now)
+                reason = f"could not be started ({type(error).__name__}: {error})"
+                self._fail(rank, Ending(True, reason), now)
+            else:
+                self._watch_over(worker)
 
     def _give_up_waiting(self) -> None:
         self.failures += [

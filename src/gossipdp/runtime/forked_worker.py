@@ -82,7 +82,9 @@ class ForkedWorker(WorkerProcess):
         return self._result
 
     def close(self) -> None:
-        """Release the pipe and the ended process."""
+        """Release the pipe and the ended process; a second call does nothing."""
+        if self._reader.closed:
+            return
         self._reader.close()
         self._reports.close()
         self._process.join()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import final
@@ -21,9 +23,12 @@ from gossipdp.runtime.reports import VARIABLE
 from gossipdp.runtime.script_main import import_directory
 from gossipdp.runtime.warm_server import GO, LENGTH, READY
 
+logger = logging.getLogger("gossipdp.runtime")
+
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 # From a request to the worker's answer; a spare that needs longer is stuck.
 ANSWER_S = 2.0
+RETRY_S = 10.0
 
 # torch._dynamo: what the first optimizer of each worker would import.
 MODULES = ("torch", "torch._dynamo", "torch.distributed", "torch.utils.data")
@@ -78,6 +83,7 @@ class WarmSpare:
         self._was_subreaper = previous.value
         self._prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._is_ready = False
+        self._not_before_s = 0.0
         self._requests, self._process = self._start()
 
     @property
@@ -93,12 +99,20 @@ class WarmSpare:
         return self._is_ready and self._process.poll() is None
 
     def keep_alive(self) -> bool:
-        """Replace the spare if it has died; whether it was. One that never was ready is not."""
-        if self.is_ready() or not self._is_ready:
+        """Replace the spare if it has died; whether it was. One that never was ready is not.
+
+        Where none can be started, workers start cold, and it is tried again after RETRY_S.
+        """
+        if self.is_ready() or not self._is_ready or time.monotonic() < self._not_before_s:
             return False
         self._end()
+        try:
+            self._requests, self._process = self._start()
+        except OSError as error:
+            logger.warning("no warm spare can be started (%s): restarts take longer", error)
+            self._not_before_s = time.monotonic() + RETRY_S
+            return False
         self._is_ready = False
-        self._requests, self._process = self._start()
         return True
 
     def start_worker(
@@ -154,16 +168,20 @@ class WarmSpare:
         # Room for the script's words, which a worker shows in place of these.
         room = sum(len(os.fsencode(word)) + 1 for word in self._command)
         with theirs:
-            process = subprocess.Popen(
-                [*program, " " * room],
-                env=self._variables,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                process_group=0,
-                pass_fds=[theirs.fileno()],
-                preexec_fn=end_with(os.getpid()),  # noqa: PLW1509 (see there)
-            )
+            try:
+                process = subprocess.Popen(
+                    [*program, " " * room],
+                    env=self._variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    process_group=0,
+                    pass_fds=[theirs.fileno()],
+                    preexec_fn=end_with(os.getpid()),  # noqa: PLW1509 (see there)
+                )
+            except BaseException:
+                requests.close()
+                raise
         return requests, process
 
     def _end(self) -> None:

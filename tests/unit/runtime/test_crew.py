@@ -1,3 +1,5 @@
+import errno
+import os
 import signal
 
 import pytest
@@ -46,6 +48,7 @@ class Setting:
         self.workers = [Scripted(rank, self.sent) for rank in (1, 2, 3)]
         self.begun = begun
         self.restarted: list[tuple[int, bool, float]] = []
+        self.num_start_failures = 0
         self.crew = Crew(
             lambda: self.begun,
             on_failure=lambda failure, go_on: self.told.append((failure.rank, go_on)),
@@ -59,6 +62,9 @@ class Setting:
 
     def start_again(self, rank: int, anew: bool) -> Scripted:
         self.restarted.append((rank, anew, self.now))
+        if self.num_start_failures:
+            self.num_start_failures -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         self.workers[rank - 1] = Scripted(rank, self.sent)
         return self.workers[rank - 1]
 
@@ -217,3 +223,31 @@ def test_who_waits_for_a_restart_when_all_end_stays_away(monkeypatch: pytest.Mon
     setting.workers[1].how = setting.workers[2].how = Ending(True, "was told to")
     assert not setting.watch(20)
     assert setting.restarted == []
+
+
+def test_a_worker_that_cannot_be_started_again_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setting = Setting(monkeypatch, begun=True, max_restarts=3)
+    setting.num_start_failures = 2
+    setting.workers[0].how = CRASH
+    for now in (1.0, 1.15, 1.4, 2.0):
+        assert setting.watch(now)
+    # Each attempt is one of the restarts, later than the one before.
+    assert setting.restarted == [(1, False, 1.15), (1, False, 1.4), (1, False, 2.0)]
+    assert setting.crew.running.keys() == {1, 2, 3}
+    assert setting.signalled(signal.SIGTERM) | setting.signalled(signal.SIGKILL) == {-1}
+    assert setting.crew.failures == []
+
+
+def test_one_that_can_never_be_started_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting(monkeypatch, begun=True, max_restarts=1)
+    setting.num_start_failures = 9
+    setting.workers[0].how = CRASH
+    for now in (1.0, 2.0, 3.0):
+        assert setting.watch(now)
+    assert setting.crew.running.keys() == {2, 3}
+    (failure,) = setting.crew.failures
+    assert failure.ending.reason == (
+        "could not be started (OSError: [Errno 24] Too many open files)"
+    )
