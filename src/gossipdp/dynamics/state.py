@@ -21,7 +21,8 @@ class Role(enum.Enum):
     BUFFER = "buffer"
     """Float buffers, such as BatchNorm's statistics: exchanged by plain averaging, without c."""
     COPIED = "copied"
-    """Integer buffers: never averaged; at the end all take those of the lowest rank."""
+    """Integer buffers, and float ones with infinities from the start, such as attention masks:
+    never averaged; at the end all take those of the lowest rank."""
     FROZEN = "frozen"
     """Parameters that nobody changes: sent once, at the start."""
 

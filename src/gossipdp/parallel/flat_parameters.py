@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gossipdp.dynamics.kernels import is_finite
 from gossipdp.dynamics.state import DEFAULT_CHUNK_BYTES, Role, Segment, State
 from gossipdp.errors import ModelChangedError
 
@@ -288,7 +289,9 @@ def _check_device(views: Sequence[_View]) -> None:
 
 def _role(name: str, tensor: Tensor, is_optimized: bool, exchange_frozen: bool) -> Role:
     if not isinstance(tensor, nn.Parameter):
-        return Role.BUFFER if tensor.is_floating_point() else Role.COPIED
+        # A mask of infinities, say, is a constant: its average would be none.
+        is_averaged = tensor.is_floating_point() and is_finite(tensor)
+        return Role.BUFFER if is_averaged else Role.COPIED
     if not (exchange_frozen or (tensor.requires_grad and is_optimized)):
         return Role.FROZEN
     if not tensor.is_floating_point():

@@ -68,6 +68,17 @@ def test_roles():
     }
 
 
+def test_a_mask_of_infinities_is_copied_and_not_averaged():
+    module = nn.Linear(2, 2)
+    module.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+    module.register_buffer("mean", torch.zeros(3))
+    state = flatten(module).state
+    roles = {segment.role: segment for segment in state.segments}
+    assert torch.equal(roles[Role.COPIED].x[:9].view(3, 3), module.mask)
+    assert roles[Role.BUFFER].x.isfinite().all()
+    assert module.mask.isneginf().any()
+
+
 def test_channels_last_stays_and_is_part_of_the_description():
     plain, last = Net(), Net().to(memory_format=torch.channels_last)
     plain_lines, last_lines = flatten(plain).description(), flatten(last).description()
