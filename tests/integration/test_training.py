@@ -100,6 +100,11 @@ def test_all_start_from_rank_0_and_end_with_the_same_bits(workers: Callable, cas
         asked = sum(exchange.initiated for exchange in each.recent_exchanges)
         assert asked <= each.exchanges_initiated
         assert len(starts) - asked <= each.exchanges_answered
+        free_s = -math.inf
+        for exchange in each.recent_exchanges:
+            assert (exchange.asked_s is not None) == exchange.initiated
+            assert exchange.asked_s is None or free_s <= exchange.asked_s <= exchange.started_s
+            free_s = exchange.ended_s
 
 
 def average_in_mid_training() -> Any:

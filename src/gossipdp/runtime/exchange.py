@@ -52,12 +52,14 @@ class CompletedExchange:
     Attributes:
         peer: with whom.
         initiated: whether this end asked for it.
+        asked_s: when this end sent the proposal that was accepted; None where the peer asked.
         started_s, ended_s: from the agreement to the last chunk applied here; ``time.monotonic``.
         half_squared_distance: half the squared distance to the peer, over trained parameters.
     """
 
     peer: int
     initiated: bool
+    asked_s: float | None
     started_s: float
     ended_s: float
     half_squared_distance: float

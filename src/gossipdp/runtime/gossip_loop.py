@@ -30,6 +30,7 @@ from gossipdp.protocol.messages import (
     DIALLED_MESSAGES,
     Envelope,
     OfferTraining,
+    Propose,
     ProtocolError,
     RequestState,
     RequestTraining,
@@ -108,7 +109,7 @@ class GossipLoop(LinkHandler):
         self._dialled: dict[int, tuple[str, int]] = {}
         self._dialer = Dialer(protocol.rank, Random(protocol.rank))
         self._exchange: Exchange | None = None
-        self._exchange_started_s = 0.0
+        self._asked_s = self._exchange_started_s = 0.0
         self._wire_format = wire_format(wire_format_name, shared, self.transport.allocate)
         self.transfers = Transfers(shared, self._links, self._send, self._refusal_to_give, clock)
         self.averaging = Averaging(shared, protocol, self._links, self.perform)
@@ -278,6 +279,8 @@ class GossipLoop(LinkHandler):
     def _perform_next(self, action: Action) -> None:
         match action:
             case Send(peer=peer, message=envelope):
+                if isinstance(envelope.message, Propose):
+                    self._asked_s = self.clock()
                 self._post(peer, envelope)
             case Begin():
                 self._begin(action)
@@ -469,10 +472,12 @@ class GossipLoop(LinkHandler):
         traffic.chunks_exchanged += exchange.num_applied
         traffic.chunks_repeated += exchange.num_repeated
         peer = exchange.link.peer
+        initiated = exchange.id.initiator == self.protocol.rank
         traffic.recent_exchanges.append(
             CompletedExchange(
                 peer=peer,
-                initiated=exchange.id.initiator == self.protocol.rank,
+                initiated=initiated,
+                asked_s=self._asked_s if initiated else None,
                 started_s=self._exchange_started_s,
                 ended_s=now,
                 half_squared_distance=0.5 * exchange.squared_distance,
