@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from gossipdp.cli.demo_faults import Fault, Injection
     from gossipdp.cli.demo_worker import DemoTask, WorkerResult
+    from gossipdp.runtime.crew import Failure
     from gossipdp.workloads import Workload
 
 WorkloadName = Literal["digits", "pystdlib"]
@@ -96,7 +98,6 @@ def run(arguments: DemoArguments) -> int:
     from gossipdp.errors import WorkerFailedError
     from gossipdp.report.live import LiveView
     from gossipdp.report.run_log import RunLog
-    from gossipdp.runtime.crew import Failure
 
     workload, task = prepare(arguments)
     faults = _faults(arguments)
@@ -155,6 +156,9 @@ def run(arguments: DemoArguments) -> int:
         arguments.json.write_text(json.dumps(summary, indent=2) + "\n", "utf-8")
     _write_reports(console, arguments, task)
     problems = _problems(injector.injections, results, averaged)
+    problems += _crashes(surprises)
+    if arguments.restart:
+        problems += _not_back(summary.get("faults", ()))
     for problem in problems:
         console.print(f"[bold red]{problem}[/bold red]", highlight=False, soft_wrap=True)
     return 1 if problems else 0
@@ -383,6 +387,20 @@ def _problems(
             f"worker {', '.join(apart)} came too late for the average and holds another one"
         )
     return problems
+
+
+def _crashes(failures: Sequence[Failure]) -> list[str]:
+    """Workers that died though nobody killed them, and perhaps came back."""
+    return [f"worker {failure.rank} {failure.ending.reason}, by itself" for failure in failures]
+
+
+def _not_back(faults: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Workers that were to be started again, and did not take part again."""
+    return [
+        f"worker {fault['rank']}, killed at {fault['at_s']:.1f} s, did not come back"
+        for fault in faults
+        if fault["kind"] == "kill" and "missed" not in fault and fault["rejoined_s"] is None
+    ]
 
 
 def _table(workload: Workload, results: list[WorkerResult]) -> Table:

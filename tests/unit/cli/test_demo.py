@@ -12,6 +12,7 @@ from gossipdp.cli.demo import (
     DemoArguments,
     MethodName,
     WorkloadName,
+    _not_back,
     averaged_together,
     parse_slow_worker,
     prepare,
@@ -184,3 +185,10 @@ def test_the_results_say_how_a_worker_was_slowed() -> None:
 def test_the_arguments_are_read_without_importing_torch() -> None:
     code = "import sys, gossipdp.cli.demo; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_who_was_to_come_back_and_did_not_is_told() -> None:
+    fault = {"rank": 2, "kind": "kill", "at_s": 5.04, "detected_s": {}, "rejoined_s": None}
+    assert _not_back([fault]) == ["worker 2, killed at 5.0 s, did not come back"]
+    others = {**fault, "rejoined_s": 1.0}, {**fault, "kind": "stop"}, {**fault, "missed": "no"}
+    assert _not_back(others) == []
