@@ -136,7 +136,7 @@ def _table(result: dict[str, Any]) -> Table:
 
     table = Table()
     for heading in ("", "median (ms)", "least to largest", "over the copy bound"):
-        table.add_column(heading, justify="right" if heading else "left")
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=not heading)
     for row in result["rows"]:
         table.add_row(
             row["name"],

@@ -19,6 +19,7 @@ from torch import Tensor
 from gossipdp.dynamics.arithmetic import ARITHMETICS, ArithmeticName, choose_arithmetic, has_numba
 from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import Role, Segment, State, working_dtype
+from gossipdp.runtime.plain_exchange import WINDOW
 from gossipdp.runtime.shared_state import SharedState, requested_kernels
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class UpdateRuns:
             worker = _Worker(self._random(), name, self._snapshots, self._peers)
             yield f"{name}: one pass", worker.one_pass
             yield f"{name}: two passes", worker.two_passes
+            yield f"{name}: as in an exchange", worker.in_the_window
             yield f"{name}: boundary", worker.boundary
         yield "released code's sequence", Released(self._random(), self._peers).exchange
 
@@ -150,6 +152,21 @@ class _Worker:
         for chunk, snapshot, peers in self._chunks:
             self._shared.exchange(chunk, snapshot, peers, ALPHA_TILDE)
         self._shared.end_exchange()
+
+    def in_the_window(self) -> None:
+        """Snapshots run ahead by an exchange's window and go to its slots, over and over."""
+        theta = self._start()
+        num_taken = 0
+        for index, (chunk, _, peers) in enumerate(self._chunks):
+            while num_taken < min(index + WINDOW, len(self._chunks)):
+                ahead, slot = self._chunks[num_taken][0], self._slot(num_taken)
+                self._shared.snapshot(ahead, theta, slot)
+                num_taken += 1
+            self._shared.exchange(chunk, self._slot(index), peers, ALPHA_TILDE)
+        self._shared.end_exchange()
+
+    def _slot(self, index: int) -> Tensor:
+        return self._chunks[index % WINDOW][1][: self._chunks[index][0].num_elements]
 
     def boundary(self) -> None:
         """With momentum to flow."""
