@@ -154,7 +154,7 @@ class World:
             self._tls[rank] = Tls(self._authority.issue())
         return self.tcp(rank, **{"tls": self._tls[rank], **changes})
 
-    def shared(self, rank: int, num_bytes: int = 10 << 20, **changes: Any) -> Node:
+    def shared(self, rank: int, num_bytes: int = 1 << 16, **changes: Any) -> Node:
         """As ``tcp``, with memory that peers read in place."""
         node = self.tcp(rank, **changes)
         node.memory = node.transport.allocate(num_bytes)

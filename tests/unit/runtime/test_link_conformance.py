@@ -1,6 +1,7 @@
 """The guarantees of :mod:`gossipdp.runtime.link`, checked on every transport there is."""
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ def key(index: int) -> ChunkKey:
 @pytest.fixture(params=["tcp", "tls", "shared"])
 def make(request: pytest.FixtureRequest, world: Any) -> Callable[..., Any]:
     """A factory of workers on the transport under test."""
+    if request.param == "shared":
+        return functools.partial(world.shared, num_bytes=10 * MEGABYTE)
     return getattr(world, request.param)
 
 
@@ -296,8 +299,8 @@ def test_wake_from_another_thread(pair: Any) -> None:
     first = pair[0]
     first.transport.poll(0.0)
     timer = threading.Timer(0.05, first.transport.wake)
-    timer.start()
     started_s = time.monotonic()
+    timer.start()
     while time.monotonic() - started_s < 0.04:
         first.transport.poll(30.0)
     timer.join()
