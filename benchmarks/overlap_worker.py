@@ -1,0 +1,213 @@
+"""What each worker process of overlap.py does: the same training loop, in turn with and without.
+
+All ways to train (the *arms*) live in one process, each with a model of its own, and take turns of
+a second or two. So they meet the same core, the same memory and the same neighbours on the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from meeting import Meeting
+from models import RESNET_PARAMETERS, LaunchBound, ResNet18
+from torch import Tensor, nn
+
+from gossipdp import GossipDataParallel
+
+ARMS = ("plain", "none", "a2cid2")
+"""No wrapper; the wrapper without exchanges; and with them, at comm rate 1."""
+
+NUM_LAYERS = 600
+SETTLE_S = 0.25  # for what an arm's exchanges still have to do when its turn is over
+
+
+@dataclass(frozen=True)
+class OverlapTask:
+    """One setting, the same for both workers.
+
+    workload: ``resnet18``, ``launch-bound`` or ``launch-bound-large``.
+    shares_cores: both workers compute, each on a core that its gossip thread shares. Otherwise
+        worker 0 computes on a core of its own, and worker 1's compute is a timed wait: the other
+        core is there for both gossip threads.
+    turn_s: how long an arm's turn lasts.
+    gossip_nice: of the gossip threads.
+    """
+
+    workload: str
+    shares_cores: bool
+    batch_size: int
+    turn_s: float
+    num_rounds: int
+    arms: tuple[str, ...]
+    meeting: Path
+    gossip_nice: int = 0
+
+
+@dataclass
+class ArmTimes:
+    """What one worker measured of one arm.
+
+    step_s: seconds of each step, by round; the first of a turn is left out.
+    boundary_s: of each boundary: without anything to add, with flow alone, and with what
+        exchanges have brought.
+    """
+
+    step_s: list[list[float]] = field(default_factory=list)
+    boundary_s: dict[str, list[float]] = field(
+        default_factory=lambda: {"nothing": [], "flow": [], "pending": []}
+    )
+    num_steps: int = 0
+    exchanges: int = 0
+    exchanges_initiated: int = 0
+    exchange_s: float = 0.0
+
+
+def run_worker(task: OverlapTask) -> dict[str, ArmTimes]:
+    """Take turns with the other worker; return this one's times by arm."""
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    meeting = Meeting(task.meeting, rank)
+    cores = sorted(os.sched_getaffinity(0))
+    own_core = cores[rank % len(cores)]
+    waits = rank == 1 and not task.shares_cores
+    if waits or task.shares_cores:
+        os.sched_setaffinity(0, {own_core})  # the gossip thread, started below, has the same
+    arms = {name: _Arm(name, task, rank) for name in task.arms}
+    # Of the calling thread alone: the gossip thread, which runs already, keeps all cores.
+    os.sched_setaffinity(0, {own_core})
+    if not waits:
+        meeting.say(min(arm.step() for arm in arms.values() for _ in range(2)))
+    meeting.meet()
+    wait_s = meeting.heard(0) if waits else None
+    for round_number in range(-1, task.num_rounds):
+        first = round_number % len(task.arms)
+        for name in (*task.arms[first:], *task.arms[:first]):
+            meeting.meet()
+            time.sleep(SETTLE_S)
+            meeting.meet()
+            durations_s = arms[name].take_turn(task.turn_s, wait_s)
+            if round_number >= 0:
+                arms[name].times.step_s.append(durations_s)
+            else:
+                arms[name].times.boundary_s = ArmTimes().boundary_s  # of the warm-up
+    meeting.meet()
+    for arm in arms.values():
+        arm.close()
+    return {name: arm.times for name, arm in arms.items()}
+
+
+class _Arm:
+    """One way to train, with its own model and optimizer."""
+
+    def __init__(self, name: str, task: OverlapTask, rank: int) -> None:
+        torch.manual_seed(rank)
+        self.times = ArmTimes()
+        self._forward: nn.Module
+        self._inputs: Tensor
+        if task.workload == "resnet18":
+            net: nn.Module = ResNet18()
+            self._inputs = torch.randn(task.batch_size, 3, 32, 32)
+            self._labels = torch.randint(10, (task.batch_size,))
+        else:
+            large = task.workload == "launch-bound-large"
+            net = LaunchBound(NUM_LAYERS, RESNET_PARAMETERS if large else 1_000_000)
+            self._inputs = torch.randn(task.batch_size, 16)
+        self._is_resnet = task.workload == "resnet18"
+        self._optimizer = torch.optim.SGD(
+            net.parameters(), 1e-3, momentum=0.9, foreach=self._is_resnet
+        )
+        self._forward = net
+        self._wrapped: GossipDataParallel | None = None
+        if name != "plain":
+            self._wrap(net, name, task)
+
+    def _wrap(self, net: nn.Module, name: str, task: OverlapTask) -> None:
+        with _alone() if name == "none" else _nothing():
+            self._forward = self._wrapped = GossipDataParallel(
+                net,
+                self._optimizer,
+                method=name,  # type: ignore[arg-type]
+                samples_per_step=task.batch_size,
+            )
+        if task.gossip_nice and name != "none":
+            for thread in threading.enumerate():
+                if thread.name.startswith("gossipdp-"):
+                    os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, task.gossip_nice)
+        engine = self._wrapped._engine
+        chunks = engine._flat.state.chunks  # type: ignore[attr-defined]
+        boundary = engine.boundary
+
+        def timed(optimizer_index: int, samples: int) -> None:
+            kind = "nothing"
+            if any(chunk._has_momentum for chunk in chunks):
+                kind = "flow"
+            if any(chunk._has_pending for chunk in chunks):
+                kind = "pending"
+            began_s = time.perf_counter()
+            boundary(optimizer_index, samples)
+            self.times.boundary_s[kind].append(time.perf_counter() - began_s)
+
+        engine.boundary = timed  # type: ignore[method-assign]
+
+    def step(self, wait_s: float | None = None) -> float:
+        """One gradient step, or a timed wait and the optimizer's step; its duration in seconds."""
+        began_s = time.perf_counter()
+        if wait_s is not None:
+            time.sleep(wait_s)
+            self._optimizer.step()  # no gradient: nothing but the boundary
+            return time.perf_counter() - began_s
+        self._optimizer.zero_grad()
+        outputs = self._forward(self._inputs)
+        if self._is_resnet:
+            loss = nn.functional.cross_entropy(outputs, self._labels)
+        else:
+            loss = outputs.square().mean()
+        loss.backward()
+        self._optimizer.step()
+        return time.perf_counter() - began_s
+
+    def take_turn(self, turn_s: float, wait_s: float | None) -> list[float]:
+        """Steps for so long; their durations without the first."""
+        ends_s = time.perf_counter() + turn_s
+        durations_s = []
+        while time.perf_counter() < ends_s:
+            durations_s.append(self.step(wait_s))
+        return durations_s[1:]
+
+    def close(self) -> None:
+        """Take note of the exchanges, and end them."""
+        if self._wrapped is not None:
+            stats = self._wrapped.stats()
+            self.times.num_steps = stats.gradient_steps
+            self.times.exchanges = stats.exchanges
+            self.times.exchanges_initiated = stats.exchanges_initiated
+            self.times.exchange_s = stats.exchange_seconds
+            self._wrapped.close()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Without a launcher's variables, so that what is wrapped meanwhile is a run of its own."""
+    kept = dict(os.environ)
+    for name in kept:
+        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR") or (
+            name.startswith(("MASTER_PORT", "GOSSIPDP_", "TORCHELASTIC_"))
+            and name != "GOSSIPDP_KERNELS"
+        ):
+            del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
