@@ -12,15 +12,11 @@ EMULATOR = Path(__file__).with_name("emulator.py")
 
 
 class EmulatedHosts(Hosts):
-    """Each host sends and receives at ``mbits_per_s``, ``delay_ms`` away from every other.
-
-    account: what the emulator says at its end: packets dropped, CPU time.
-    """
+    """Each host sends and receives at ``mbits_per_s``, ``delay_ms`` away from every other."""
 
     def __init__(self, num_hosts: int, mbits_per_s: float, delay_ms: float) -> None:
         super().__init__(num_hosts)
         self.mbits_per_s, self.delay_ms = mbits_per_s, delay_ms
-        self.account = ""
         self._emulator: subprocess.Popen[str] | None = None
 
     def connect(self) -> None:
@@ -40,4 +36,4 @@ class EmulatedHosts(Hosts):
     def disconnect(self) -> None:
         """See :class:`Hosts`."""
         if self._emulator is not None:
-            self.account = self._emulator.communicate(timeout=20)[0].strip()
+            self.account = f"the emulator {self._emulator.communicate(timeout=20)[0].strip()}"

@@ -178,7 +178,7 @@ def main() -> None:
     os.nice(-10)  # woken late it would be another network
     print("ready", flush=True)
     forward(descriptors, switch, sys.stdin.fileno())
-    print(f"dropped {switch.num_dropped} packets, {time.process_time():.1f} s of CPU", flush=True)
+    print(f"dropped {switch.num_dropped} packets, took {time.process_time():.1f} s of CPU")
 
 
 if __name__ == "__main__":

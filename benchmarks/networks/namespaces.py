@@ -67,10 +67,12 @@ class Hosts:
     names: of the namespaces, by rank.
     addresses: IPv4, by rank.
     interface: by which every host reaches the others.
+    account: what there is to say of the network after its end.
     """
 
     network = "10.78.0"
     interface = "link0"
+    account = ""
 
     def __init__(self, num_hosts: int) -> None:
         self.mark = f"b{os.getpid() % 100_000}"

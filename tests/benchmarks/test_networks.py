@@ -1,0 +1,110 @@
+"""The emulated links that the benchmarks run on."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from networks.emulated import EmulatedHosts
+from networks.emulator import QUEUE_BYTES, Line, Switch
+from networks.measure import measure
+from networks.namespaces import missing
+from networks.shaped import ShapedHosts
+
+RATE, DELAY_S = 1_000_000.0, 0.020
+ADDRESSES = [bytes([10, 0, 0, number]) for number in range(3)]
+
+
+def packet(source: int, target: int, num_bytes: int) -> bytes:
+    header = bytes([0x45, *[0] * 11]) + ADDRESSES[source] + ADDRESSES[target]
+    return header.ljust(num_bytes, b"\0")
+
+
+class Arrivals:
+    """A switch between three hosts, and what has arrived where and when."""
+
+    def __init__(self) -> None:
+        hosts = {address: number for number, address in enumerate(ADDRESSES)}
+        self.now_s = 0.0
+        self.arrived: list[tuple[float, int, int]] = []
+        self.switch = Switch(
+            hosts,
+            RATE,
+            DELAY_S,
+            lambda host, data: self.arrived.append((self.now_s, host, len(data))),
+        )
+
+    def run(self) -> None:
+        while self.switch.next_s() < float("inf"):
+            self.now_s = self.switch.next_s()
+            self.switch.advance(self.now_s)
+
+
+def test_a_packet_takes_both_cables_and_the_delay() -> None:
+    net = Arrivals()
+    net.switch.take(0, packet(0, 2, 1000), 5.0)
+    net.run()
+    assert net.arrived == [(pytest.approx(5.0 + 0.001 + DELAY_S + 0.001), 2, 1000)]
+
+
+def test_hosts_do_not_share_cables_but_one_host_does() -> None:
+    net = Arrivals()
+    net.switch.take(0, packet(0, 1, 1000), 0.0)
+    net.switch.take(1, packet(1, 0, 1000), 0.0)  # the other way: at the same time
+    net.switch.take(2, packet(2, 0, 1000), 0.0)  # to the same host: after it
+    net.run()
+    at_s = [DELAY_S + 0.002, DELAY_S + 0.002, DELAY_S + 0.003]
+    assert [arrival[0] for arrival in net.arrived] == pytest.approx(at_s)
+    assert sorted(arrival[1] for arrival in net.arrived) == [0, 0, 1]
+
+
+def test_what_is_for_nobody_or_not_ipv4_goes_nowhere() -> None:
+    net = Arrivals()
+    net.switch.take(0, packet(0, 1, 40)[:16] + b"\x0a\x09\x09\x09", 0.0)
+    net.switch.take(0, b"\x60" + packet(0, 1, 40)[1:], 0.0)
+    net.switch.take(0, b"\x45", 0.0)
+    net.run()
+    assert not net.arrived
+
+
+def test_the_switch_drops_what_its_queue_cannot_hold() -> None:
+    net = Arrivals()
+    size, count = 9000, 80
+    for source in (0, 1):
+        for _ in range(count):
+            net.switch.take(source, packet(source, 2, size), 0.0)
+    net.run()
+    # Twice the rate comes in, so half of it gathers, less what the queue holds.
+    assert net.switch.num_dropped == pytest.approx(count - QUEUE_BYTES / size, abs=2)
+    assert len(net.arrived) + net.switch.num_dropped == 2 * count
+
+
+@given(st.lists(st.tuples(st.floats(0, 0.01), st.integers(20, 9000)), min_size=2, max_size=50))
+def test_a_line_is_never_faster_than_its_rate_and_never_idle_with_work(
+    packets: list[tuple[float, int]],
+) -> None:
+    line, now_s, left_s, work_s = Line(RATE), 0.0, 0.0, 0.0
+    for gap_s, num_bytes in packets:
+        now_s += gap_s
+        work_s = max(work_s, now_s) + num_bytes / RATE
+        sent_s = line.send(now_s, num_bytes)
+        assert sent_s is not None
+        assert sent_s >= left_s + num_bytes / RATE - 1e-12
+        assert sent_s == pytest.approx(work_s)
+        left_s = sent_s
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("hosts", "most_mbits_per_s", "least_round_trip_ms"),
+    [(EmulatedHosts(2, 40, 10), 40.0, 20.0), (ShapedHosts(2, 200), 200.0, 0.0)],
+    ids=["emulated", "shaped"],
+)
+def test_a_real_network_is_never_better_than_it_says(
+    hosts: EmulatedHosts | ShapedHosts, most_mbits_per_s: float, least_round_trip_ms: float
+) -> None:
+    if (reason := missing("tc")) is not None:
+        pytest.skip(reason)
+    with hosts:
+        measured = measure(hosts, warm_up_s=0.2, measured_s=0.4)
+    assert most_mbits_per_s / 8 < measured.mbits_per_s < 1.05 * most_mbits_per_s
+    assert measured.round_trip_ms >= least_round_trip_ms
+    assert missing("tc") is None
