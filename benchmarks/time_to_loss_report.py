@@ -9,16 +9,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from demo_runs import RESULTS
+from common import RESULTS, Spread, Table, Target
 from time_to_loss_rows import ROWS
-from time_to_loss_task import NUM_CURVE, Clusters, evaluate
+from time_to_loss_task import DESCRIPTION, NUM_CURVE, Clusters, evaluate, make_model
 from time_to_loss_worker import WorkerResult, averages_at_marks
 
 from gossipdp.report.figures import OKABE_ITO
 
-Results = Mapping[str, Sequence["RoundRow"]]
+Rounds = Sequence["RoundRow"]
+Results = Mapping[str, Rounds]
 
 ACCURACY_POINTS = 0.5
+EASY_BELOW = 3.0
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class RoundRow:
     comm_rate: exchanges (or all-reduces, or averages) per worker and gradient step.
     consensus_distance: (1/n) Σ ‖x_i − mean‖² before averaging.
     waiting: share of the training time that is not the device's: others, and everything else.
-    ended_s: with the averaging at the end. cpu: share of the machine's two cores or more, each 1.
+    ended_s: with the averaging at the end. cpu: cores that the workers used, the mean.
     sent_mb: by a worker's interface, the mean; None without a namespace.
     """
 
@@ -126,101 +128,117 @@ def _check_link(exchanges: float, sent_bytes: int, num_parameters: int) -> None:
         )
 
 
-def table_lines(results: Results, reasons: Mapping[str, str], target_loss: float) -> list[str]:
+def measured_tables(results: Results, target_loss: float) -> list[Table]:
     """Medians over the rounds, with the least and the most; one line a row."""
-    columns = {
-        "samples/s": (lambda r: r.samples_per_s, "{:.0f}"),
-        f"s to loss {target_loss:g}": (lambda r: r.time_to(target_loss), "{:.1f}"),
-        "accuracy of the average, %": (lambda r: 100 * r.accuracy, "{:.2f}"),
-        "of a worker before, %": (lambda r: 100 * r.accuracy_before, "{:.1f}"),
-        "loss of the average": (lambda r: r.loss, "{:.3f}"),
-        "comm rate": (lambda r: r.comm_rate, "{:.2f}"),
-        "consensus distance before": (lambda r: r.consensus_distance, "{:.2g}"),
-        "not computing, %": (lambda r: 100 * r.waiting, "{:.1f}"),
-        "end, s": (lambda r: r.ended_s, "{:.1f}"),
-        "cores used": (lambda r: r.cpu, "{:.2f}"),
-    }
-    if any(one.sent_mb is not None for many in results.values() for one in many):
-        columns["MB sent a worker"] = (lambda r: r.sent_mb, "{:.0f}")
-    lines = [f"| row | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for row, rounds in results.items():
-        if row in reasons:
-            lines.append(
-                f"| {ROWS[row][0]} | missing: {reasons[row]} |" + " |" * (len(columns) - 1)
+    ideal = results.get("none", [])
+
+    def of_ideal(row: str) -> str:
+        pairs = zip(results[row], ideal, strict=False)
+        ratios = [one.samples_per_s / free.samples_per_s for one, free in pairs]
+        return Spread.of(ratios).text() if ratios else "-"
+
+    speed = Table(
+        "Speed",
+        (
+            "row",
+            "samples/s",
+            "of the ideal",
+            f"s to loss {target_loss:g}",
+            "end, s",
+            "not computing, %",
+            "cores used",
+        ),
+        [
+            (
+                ROWS[row][0],
+                _text(many, lambda one: one.samples_per_s, ".0f"),
+                of_ideal(row),
+                _text(many, lambda one: one.time_to(target_loss), ".1f"),
+                _text(many, lambda one: one.ended_s, ".1f"),
+                _text(many, lambda one: 100 * one.waiting, ".1f"),
+                _text(many, lambda one: one.cpu, ".2f"),
             )
-            continue
-        cells = [_spread([value(one) for one in rounds], form) for value, form in columns.values()]
-        lines.append(f"| {ROWS[row][0]} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "samples/s: the sum of the workers' own speeds; that of the row without exchange is the "
-        "ideal. The curve behind the time to loss is that of the workers' average, copied at fixed "
-        "times and scored afterwards. Not computing: the share of the training time that is not "
-        "the timed compute of a step: waiting for others, and everything else (the row without "
-        "exchange shows that part). Comm rate: exchanges, all-reduces or averages per worker and "
-        "gradient step.",
+            for row, many in results.items()
+        ],
+        "samples/s: the sum of the workers' own speeds; the ideal is that of the row without "
+        "exchange. Time to loss: of the workers' average, from copies taken at fixed times and "
+        "scored afterwards. Not computing: the share of the training time that is not the timed "
+        "compute of a step: waiting for others, and all else (which the row without exchange has "
+        "too).",
+    )
+    outcome = Table(
+        "Outcome",
+        (
+            "row",
+            "accuracy of the average, %",
+            "loss of the average",
+            "accuracy of a worker before, %",
+            "consensus distance before",
+            "comm rate",
+            "MB sent a worker",
+        ),
+        [
+            (
+                ROWS[row][0],
+                _text(many, lambda one: 100 * one.accuracy, ".2f"),
+                _text(many, lambda one: one.loss, ".3f"),
+                _text(many, lambda one: 100 * one.accuracy_before, ".2f"),
+                _text(many, lambda one: one.consensus_distance, ".2g"),
+                _text(many, lambda one: one.comm_rate, ".2f"),
+                "-"
+                if any(one.sent_mb is None for one in many)
+                else _text(many, lambda one: one.sent_mb or 0.0, ".0f"),
+            )
+            for row, many in results.items()
+        ],
+        "Comm rate: exchanges, all-reduces or averages per worker and gradient step. MB sent: by "
+        "a namespace's interface during training, all headers included.",
+    )
+    return [speed, outcome]
+
+
+def settings_table(facts: Mapping[str, str]) -> Table:
+    """What the figures were measured with."""
+    num_parameters = sum(parameter.numel() for parameter in make_model(0).parameters())
+    rows = [
+        ("task", DESCRIPTION),
+        ("parameters", f"{num_parameters:,} in float32"),
+        *facts.items(),
     ]
-    return lines
+    return Table("Settings", ("", ""), rows)
 
 
-def claims(table: str, results: Results, target_loss: float) -> list[str]:
-    """The comparisons that this table is for, paired by round: median (least to most)."""
-    lines: list[str] = []
+def targets(table: str, results: Results, target_loss: float) -> list[Target]:
+    """What this table is to show; medians of ratios and differences within a round."""
     gossip, ddp, none = (results.get(row, []) for row in ("a2cid2", "ddp", "none"))
+    found: list[Target] = []
 
-    def compare(
-        text: str,
-        values: list[float],
-        holds: Callable[[float], bool],
-    ) -> None:
+    def compare(text: str, values: list[float], limit: float, *, at_most: bool = False) -> None:
         if values:
-            verdict = "met" if holds(statistics.median(values)) else "NOT met"
-            lines.append(f"- {text}: {_spread(values, '{:.2f}')}: {verdict}")
+            found.append(Target(text, Spread.of(values).median, limit, at_most))
 
-    def ratios(above: Sequence[RoundRow], below: Sequence[RoundRow], value: Any) -> list[float]:
-        pairs = zip(above, below, strict=False)
-        return [value(a) / value(b) if math.isfinite(value(b)) else math.nan for a, b in pairs]
-
-    def reached_s(one: RoundRow) -> float:
-        return one.time_to(target_loss)
-
-    def speed(one: RoundRow) -> float:
-        return one.samples_per_s
+    def ratios(above: Rounds, below: Rounds, value: Callable[[RoundRow], float]) -> list[float]:
+        return [_ratio(value(a), value(b)) for a, b in zip(above, below, strict=False)]
 
     least_speed = {"slow": 3.0, "slow_link": 5.0}.get(table)
     if least_speed is not None:
-        compare(
-            f"samples/s of a2cid2 over DDP's, at least {least_speed:g}",
-            ratios(gossip, ddp, speed),
-            lambda ratio: ratio >= least_speed,
-        )
+        speeds = ratios(gossip, ddp, lambda one: one.samples_per_s)
+        compare("samples/s, a2cid2 over DDP", speeds, least_speed)
     if table == "slow":
-        compare(
-            "samples/s of a2cid2 over the ideal, at least 0.95",
-            ratios(gossip, none, speed),
-            lambda ratio: ratio >= 0.95,
-        )
+        speeds = ratios(gossip, none, lambda one: one.samples_per_s)
+        compare("samples/s, a2cid2 over the ideal", speeds, 0.95)
     most_time = {"equal": 1.0, "slow_link": 0.5}.get(table)
     if most_time is not None:
-        compare(
-            f"time to loss {target_loss:g} of a2cid2 over DDP's, at most {most_time:g}",
-            ratios(gossip, ddp, reached_s),
-            lambda ratio: ratio <= most_time,
-        )
-    compare(
-        f"accuracy of a2cid2 less DDP's, in points, at least -{ACCURACY_POINTS:g}",
-        [100 * (a.accuracy - b.accuracy) for a, b in zip(gossip, ddp, strict=False)],
-        lambda points: points >= -ACCURACY_POINTS,
-    )
-    compare(
-        "loss without exchange over that of a2cid2, at least 3 (else the task is too easy)",
-        ratios(none, gossip, lambda one: one.loss),
-        lambda ratio: ratio >= 3,
-    )
-    return lines
+        times = ratios(gossip, ddp, lambda one: one.time_to(target_loss))
+        compare(f"time to loss {target_loss:g}, a2cid2 over DDP", times, most_time, at_most=True)
+    points = [100 * (b.accuracy - a.accuracy) for a, b in zip(gossip, ddp, strict=False)]
+    compare("points of accuracy, DDP less a2cid2", points, ACCURACY_POINTS, at_most=True)
+    losses = ratios(none, gossip, lambda one: one.loss)
+    compare("final loss, no exchange over a2cid2 (else too easy a task)", losses, EASY_BELOW)
+    return found
 
 
-def draw(table: str, condition: str, results: Results, target_loss: float) -> None:
+def draw(name: str, condition: str, results: Results, target_loss: float) -> None:
     """Write a PNG: validation loss of the workers' average over time, a line a run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -241,16 +259,20 @@ def draw(table: str, condition: str, results: Results, target_loss: float) -> No
     if axes.lines:
         axes.legend(fontsize="small")
     RESULTS.mkdir(exist_ok=True)
-    figure.savefig(RESULTS / f"time_to_loss_{table}.png", dpi=110)
+    figure.savefig(RESULTS / f"{name}.png", dpi=110)
 
 
-def _spread(values: Sequence[float], form: str) -> str:
-    middle = statistics.median(values)
-    if not math.isfinite(middle):
-        return "never"
-    if len(values) == 1:
-        return form.format(middle)
-    return f"{form.format(middle)} ({form.format(min(values))} to {form.format(max(values))})"
+def _ratio(above: float, below: float) -> float:
+    """NaN, which meets no target, where either never came."""
+    return above / below if math.isfinite(above) and math.isfinite(below) else math.nan
+
+
+def _text(rounds: Rounds, value: Callable[[RoundRow], float], form: str) -> str:
+    spread = Spread.of(map(value, rounds))
+    if not math.isfinite(spread.greatest):
+        reached = sum(math.isfinite(one) for one in spread.values)
+        return f"reached in {reached} of {len(spread.values)}" if reached else "never"
+    return spread.text(form)
 
 
 def _seconds(value: float) -> str:

@@ -213,10 +213,10 @@ class DecentDP(Row):
 ROWS: dict[str, tuple[str, type[Row]]] = {
     "a2cid2": ("gossipdp, a2cid2", Gossip),
     "gossip": ("gossipdp, gossip", Gossip),
-    "ddp": ("DistributedDataParallel (gloo)", DistributedDataParallel),
-    "periodic": ("periodic averaging (PostLocalSGDOptimizer)", PeriodicAveraging),
-    "decent": ("Decent-DP (ring)", DecentDP),
-    "none": ("no exchange, one average at the end", Gossip),
+    "ddp": ("DDP (gloo)", DistributedDataParallel),
+    "periodic": ("periodic averaging", PeriodicAveraging),
+    "decent": ("Decent-DP", DecentDP),
+    "none": ("no exchange", Gossip),
 }
 """By the name that the command takes: the name in tables, and what runs."""
 

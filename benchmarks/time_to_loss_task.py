@@ -1,8 +1,8 @@
 """What is trained in time_to_loss: clusters, a perceptron of 1M parameters, a timed compute.
 
 The data are 200 Gaussian clusters in 64 dimensions, 20 of them at random for each of ten classes.
-Half of a worker's samples come from its own quarter of the clusters, half from all: the shards are
-disjoint and uneven. Validation samples come from all clusters alike.
+Most of a worker's samples come from its own quarter of the clusters, the others from all: the
+shards are disjoint and uneven. Validation samples come from all clusters alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gossipdp.workloads import BatchLoader
 
 NUM_FEATURES, NUM_CLASSES, CLUSTERS_A_CLASS = 64, 10, 20
-CENTRE_SPREAD, OWN_SHARE = 1.4, 0.5
+CENTRE_SPREAD, OWN_SHARE = 1.6, 0.6
 SAMPLES_A_WORKER, NUM_VALIDATION, NUM_CURVE = 8_192, 8_000, 2_000
 WIDTH, NUM_LAYERS = 704, 4
 BATCH_SIZE, PEAK_RATE, MOMENTUM, WEIGHT_DECAY = 32, 0.1, 0.9, 1e-4

@@ -40,11 +40,12 @@ Mark = tuple[int, float, Tensor]
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One run. compute: how long each worker's steps take."""
+    """One run. compute: how long each worker's steps take. pins: a worker to one core, in turn."""
 
     row: RowPlan
     compute: ComputeTime
     timeout_s: float
+    pins: bool = False
 
 
 @dataclass
@@ -176,6 +177,9 @@ def _work(rank: int, plan: RunPlan, meeting: _Meeting, pipe: Connection, file: P
             GLOO_SOCKET_IFNAME=meeting.interface,
         )
         torch.set_num_threads(1)
+        if plan.pins:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[rank % len(cores)]})
         result = _train(rank, plan, pipe, meeting.interface if is_alone else None)
         torch.save(vars(result), file)
         pipe.send("done")
