@@ -25,12 +25,13 @@ fuzz: $(VENV)/fuzz.installed
 	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) $(ARGS)
 
 # Faults: 1,000 schedules of the simulated network, then two minutes with real processes, then two
-# hosts that lose each other (root only), and all the ways in which a run may end.
+# hosts that lose each other (root only), then restarts and joins by gossipdp run,
+# and all the ways in which a run may end.
 chaos: $(VENV)/dev.installed
 	$(BIN)/python tests/chaos/simulated.py
 	$(BIN)/python tests/chaos/processes.py
 	$(BIN)/python -m pytest -s tests/chaos/test_partition.py
-	$(BIN)/python -m pytest tests/chaos/exits.py
+	$(BIN)/python -m pytest -s tests/chaos/rejoining.py tests/chaos/exits.py
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
