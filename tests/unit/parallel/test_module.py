@@ -352,6 +352,8 @@ def test_a_dropped_model_does_not_hold_its_optimizer_back(wrap):
         ({"max_bytes_per_s": 0}, "max_bytes_per_s"),
         ({"max_bytes_per_s": math.nan}, "max_bytes_per_s"),
         ({"max_bytes_per_s": 1e6, "method": "allreduce"}, "caps the links of gossip"),
+        ({"wire_format": "float8"}, "parameters, bfloat16, lattice8"),
+        ({"wire_format": "bfloat16", "method": "allreduce"}, "of the exchanges of gossip"),
     ],
 )
 def test_bad_arguments_are_one_clear_error(arguments, message):
