@@ -40,6 +40,9 @@ ARITHMETICS: tuple[ArithmeticName, ...] = get_args(ArithmeticName)
 LEAST_COMPILED_VALUES = 1_000_000
 """With fewer values to exchange, loading compiled kernels costs more than they ever save."""
 
+COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+"""Of the parameters and snapshots that compiled kernels compute with, in host memory."""
+
 
 class Arithmetic(ABC):
     """Computes events on chunks of one precision and device, for one thread at a time.
@@ -174,7 +177,7 @@ def choose_arithmetic(requested: str, num_values: int) -> ArithmeticName:
 def make_arithmetic(name: ArithmeticName, x: Tensor, scratch: Tensor) -> Arithmetic:
     """Make the arithmetic called ``name``, or torch's where that cannot compute with such tensors.
 
-    Compiled kernels know float32 and bfloat16 parameters in host memory.
+    Compiled kernels know parameters of :data:`COMPILED_DTYPES` in host memory.
 
     Args:
         name: what was chosen.
@@ -184,7 +187,7 @@ def make_arithmetic(name: ArithmeticName, x: Tensor, scratch: Tensor) -> Arithme
     if (
         name == "numba"
         and x.device.type == "cpu"
-        and x.dtype in (torch.float32, torch.bfloat16)
+        and x.dtype in COMPILED_DTYPES
         and scratch.dtype == torch.float32
     ):
         from gossipdp.dynamics.numba_arithmetic import NumbaArithmetic

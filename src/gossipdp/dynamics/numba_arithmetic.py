@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics import numba_kernels
-from gossipdp.dynamics.arithmetic import Arithmetic
+from gossipdp.dynamics.arithmetic import COMPILED_DTYPES, Arithmetic
 from gossipdp.dynamics.state import Chunk, Role
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ class NumbaArithmetic(Arithmetic):
 
     def prepare(self, x: torch.dtype, wire: torch.dtype) -> None:
         """See :meth:`Arithmetic.prepare`; an empty call of each loop compiles it."""
+        if wire not in COMPILED_DTYPES:
+            return  # that of other chunks, which are not computed here
         pending, snapshot = torch.empty(0), torch.empty(0, dtype=wire)
         chunk = Chunk(Role.TRAINED, torch.empty(0, dtype=x), pending, pending)
         self.snapshot(chunk, snapshot, 1.0)

@@ -22,6 +22,8 @@ import abc
 from collections.abc import Callable
 from typing import final
 
+import torch
+
 from gossipdp.protocol.messages import ExchangeId
 from gossipdp.runtime import lattice_exchange, plain_exchange
 from gossipdp.runtime.exchange import Exchange, ExchangeBuffers
@@ -66,6 +68,8 @@ class _Plain(WireFormat):
         self._buffers = ExchangeBuffers(shared, plain_exchange.WINDOW, allocate)
         dtype_of = in_bfloat16 if name == "bfloat16" else as_it_is
         self._dtypes = [dtype_of(chunk) for chunk in shared.state.chunks]
+        for dtype in set(self._dtypes):
+            shared.prepare(dtype)
 
     def start(self, link: Link, id: ExchangeId, alpha_tilde: float) -> Exchange:
         self._buffers.renew()
@@ -80,6 +84,8 @@ class _Lattice(WireFormat):
         self._shared = shared
         self._buffers = ExchangeBuffers(shared, lattice_exchange.WINDOW, allocate)
         self._codec = LatticeCodec(shared, lattice_exchange.WINDOW)
+        for dtype in (torch.float32, torch.bfloat16):  # what the code stands for; what is repeated
+            shared.prepare(dtype)
 
     def start(self, link: Link, id: ExchangeId, alpha_tilde: float) -> Exchange:
         self._buffers.renew()

@@ -37,6 +37,9 @@ def test_the_variable_decides_and_what_runs_is_visible(monkeypatch: pytest.Monke
     monkeypatch.setenv("GOSSIPDP_KERNELS", "numba")
     assert make_shared(torch.float32).kernels == "numba"
     assert make_shared(torch.float32, torch.float64).kernels == "numba, torch"
+    mixed = make_shared(torch.float32, torch.float16, torch.bfloat16)
+    for wire in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        mixed.prepare(wire)
     monkeypatch.setenv("GOSSIPDP_KERNELS", "fast")
     with pytest.raises(ValueError, match="GOSSIPDP_KERNELS is 'fast'"):
         make_shared(torch.float32)
