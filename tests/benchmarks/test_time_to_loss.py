@@ -172,9 +172,8 @@ def test_a_run_trains_the_budget_and_ends_with_the_average() -> None:
     results = run(plan("periodic", 10), None)
     assert [one.steps for one in results] == [10, 10]
     assert results[0].account == {"exchanges": 1 + 9 / 3}
-    assert (
-        not torch.equal(results[0].parameters, results[1].parameters) or results[0].steps % 3 == 1
-    )
+    # The last average came after 8 steps; since then each has gone its own way.
+    assert not torch.equal(results[0].parameters, results[1].parameters)
     average = results[0].average
     assert average is not None
     mean = torch.stack([one.parameters for one in results]).mean(dim=0)
