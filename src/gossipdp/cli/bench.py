@@ -13,6 +13,7 @@ import tyro
 # (its docstring is the help) and run(benchmark) -> exit code, and imports nothing slow by itself.
 BENCHMARKS = (
     "consensus",
+    "exchange",
     "update",
 )
 
