@@ -32,8 +32,8 @@ def main() -> None:
             ("", "GB/s each way", "CPU ms"),
             rows,
             f"Medians of {options.rounds} interleaved rounds (least to greatest), one more "
-            "uncounted; GB/s over the wall time of the slower process, CPU time of that process. What every "
-            "round brought was verified.",
+            "uncounted; GB/s over the wall time of the slower process, CPU time of that process. "
+            "What every round brought was verified.",
         )
     )
     gloo, updated = result["gloo_gbps"], result["gloo_with_update_gbps"]
