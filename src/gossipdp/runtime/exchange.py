@@ -141,7 +141,11 @@ class Exchange(abc.ABC):
     @final
     def _apply(self, chunk: Chunk, mine: Tensor, peers: Tensor) -> None:
         """Apply the difference of two snapshots, or of what both ends take for them."""
-        squared_norm = self._shared.exchange(chunk, mine, peers, self._alpha_tilde)
+        self._applied(chunk, self._shared.exchange(chunk, mine, peers, self._alpha_tilde))
+
+    @final
+    def _applied(self, chunk: Chunk, squared_norm: float) -> None:
+        """Take note of a chunk that was applied, unless its difference was not finite."""
         if not math.isfinite(squared_norm):
             raise PoisonFound(ours=False)
         if chunk.role is Role.TRAINED:

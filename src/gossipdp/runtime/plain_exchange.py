@@ -6,6 +6,7 @@ parameters' precision travels, the snapshots are rounded to it as they are taken
 the same two; the parameters themselves are not rounded.
 """
 
+import math
 from typing import final
 
 import torch
@@ -75,21 +76,20 @@ class PlainExchange(Exchange):
             self._num_sent += 1
             self._send(FrameType.EXCHANGE_CHUNK, index, payload)
 
-    def _take(self, index: int) -> Tensor:
-        """Return the snapshot of chunk ``index``, taken now unless it was taken already.
+    def _take(self, index: int) -> None:
+        """Take the snapshot of chunk ``index`` unless it was taken already.
 
         Its slot is free. Chunk ``index - WINDOW`` was applied here, or ``index`` would be outside
         our window; and it has left for the peer: ``pump`` stops at a queue of ``WINDOW`` chunks,
         and a peer that is ahead of us has applied that chunk, or ``index`` would be outside its.
         """
-        chunk = self._chunks[index]
-        snapshot = self._buffers.tensor(index % WINDOW, chunk, self._dtypes[index])
         if index == self._num_taken:
-            self._shared.snapshot(chunk, self._theta, snapshot)
-            if not kernels.is_finite(snapshot):
+            if not self._shared.snapshot(self._chunks[index], self._theta, self._slot(index)):
                 raise PoisonFound(ours=True)
             self._num_taken += 1
-        return snapshot
+
+    def _slot(self, index: int) -> Tensor:
+        return self._buffers.tensor(index % WINDOW, self._chunks[index], self._dtypes[index])
 
     def landing(self, frame_type: FrameType, key: ChunkKey, length: int) -> memoryview | None:
         """See :class:`Exchange`."""
@@ -104,7 +104,14 @@ class PlainExchange(Exchange):
         return is_next and frame_type is FrameType.EXCHANGE_CHUNK and self._is_ours(key)
 
     def landed(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
-        """See :class:`Exchange`."""
-        mine = self._take(key.index)
+        """See :class:`Exchange`. A chunk of which there is no snapshot yet is passed over once."""
+        chunk, mine = self._chunks[key.index], self._slot(key.index)
         peers = torch.frombuffer(payload, dtype=self._dtypes[key.index])
-        self._apply(self._chunks[key.index], mine, peers)
+        if key.index < self._num_taken:
+            self._apply(chunk, mine, peers)
+            return
+        squared_norm = self._shared.snapshot_and_exchange(chunk, mine, peers, self._alpha_tilde)
+        if not math.isfinite(squared_norm) and not kernels.is_finite(mine):
+            raise PoisonFound(ours=True)
+        self._num_taken += 1
+        self._applied(chunk, squared_norm)
