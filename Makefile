@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types fuzz chaos clean
+.PHONY: demo test lint types fuzz chaos bench clean
 
 demo: $(VENV)/base.installed
 	$(BIN)/gossipdp demo $(ARGS)
@@ -32,6 +32,10 @@ chaos: $(VENV)/dev.installed
 	$(BIN)/python tests/chaos/processes.py
 	$(BIN)/python -m pytest -s tests/chaos/test_partition.py
 	$(BIN)/python -m pytest -s tests/chaos/rejoining.py tests/chaos/exits.py
+
+# All benchmarks, in less than 20 minutes on two cores; ARGS="scale overlap" for some of them.
+bench: $(VENV)/dev.installed
+	$(BIN)/python benchmarks/run_all.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -154,11 +154,8 @@ class Report:
             f"{processor()}; load average {self._load:.1f} when it began, "
             f"{busy:.2f} cores busy while it ran"
         )
-        console = Console()
-        if not console.is_terminal:
-            console.width = WIDTH
         for table in self.tables:
-            console.print(table.rich(), table.note, "", markup=False, highlight=False)
+            print_table(table)
         lines = [
             f"# {self.title}",
             f"`{by.command}`, commit {by.commit}, {by.hardware}; {machine}; {seconds:.0f} s.",
@@ -168,11 +165,11 @@ class Report:
         lines += [table.markdown() for table in self.tables]
         if self.targets:
             targets = self._targets()
-            console.print(targets.rich())
+            print_table(targets)
             lines.append(targets.markdown())
         for row in self.missing:
             lines.append(f"Missing: {row.row}: {row.why}.")
-            console.print(lines[-1], markup=False, highlight=False, soft_wrap=True)
+            print(lines[-1])
         stored = {
             "benchmark": self.name,
             "quick": self.quick,
@@ -187,7 +184,7 @@ class Report:
         path = RESULTS / f"{self.name}.json"
         path.write_bytes(encoded + b"\n")
         path.with_suffix(".md").write_text("\n\n".join(lines) + "\n", "utf-8")
-        console.print(f"written: {path.name}, {path.stem}.md", markup=False, highlight=False)
+        print(f"written: {path.name}, {path.stem}.md", flush=True)
 
     def _targets(self) -> Table:
         rows = [
@@ -200,6 +197,15 @@ class Report:
             for target in self.targets
         ]
         return Table("Targets", ("target", "measured", "wanted", ""), rows)
+
+
+def print_table(table: Table) -> None:
+    """Show it on the terminal, its note below."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    console.print(table.rich())
+    console.print(table.note, "", markup=False, highlight=False)
 
 
 def command() -> str:

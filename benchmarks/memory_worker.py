@@ -28,7 +28,6 @@ class MemoryTask:
     """arm: ``plain``, ``a2cid2``, ``gossip``, ``ddp`` or ``ddp-bucket-view``."""
 
     arm: str
-    compiled: bool
     meeting: Path
 
 
@@ -55,12 +54,10 @@ class Memory:
 class Added:
     """What one worker measured.
 
-    libraries: memory that numba and the kernels' code took, as part of ``memory``.
     bucket_bytes: of DDP's buckets, which Python cannot reach unless gradients are views of them.
     """
 
     memory: Memory
-    libraries: int
     bucket_bytes: int
     num_parameters: int
     num_buffer_values: int
@@ -83,9 +80,6 @@ def run_worker(task: MemoryTask) -> Added:
     if task.arm.startswith("ddp"):
         dist.init_process_group("gloo")  # gloo's own memory is not DDP's
     before = look(libc, net)
-    libraries = 0
-    if task.compiled:
-        libraries = _load_kernels(libc, net, before)
     model, num_exchanges = _wrap(task.arm, net, optimizer)
     for step in range(MOST_STEPS):
         _step(model, net, optimizer, batch)
@@ -103,7 +97,6 @@ def run_worker(task: MemoryTask) -> Added:
         dist.destroy_process_group()
     return Added(
         added,
-        libraries,
         bucket_bytes,
         sum(parameter.numel() for parameter in net.parameters()),
         sum(buffer.numel() for buffer in net.buffers() if buffer.is_floating_point()),
@@ -165,12 +158,11 @@ def _is_tensor(thing: object) -> bool:
     return issubclass(type(thing), Tensor) and thing.device.type == "cpu"  # type: ignore[attr-defined]
 
 
-def _load_kernels(libc: Any, net: nn.Module, before: Memory) -> int:
-    """Load the compiled kernels, as wrapping would; the bytes that it took."""
+def load_kernels() -> None:
+    """Compile the kernels, unless an earlier process has; what compiling takes is not held."""
     from gossipdp.dynamics.numba_arithmetic import NumbaArithmetic
 
     NumbaArithmetic(torch.empty(1)).prepare(torch.float32, torch.float32)
-    return look(libc, net).since(before).pss
 
 
 def _bucket_bytes(model: nn.Module) -> int:

@@ -123,10 +123,15 @@ def main() -> None:
     parser.add_argument("--graph", default="ring")
     parser.add_argument("--step-ms", type=float, default=100.0)
     parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.steps = 1, 20
     numbers = [int(word) for word in arguments.workers.split(",")]
     options = Options(arguments.graph, arguments.step_ms, arguments.steps, arguments.hidden)
-    report = Report("scale", "Does gossip keep its pace with many workers on one machine?")
+    report = Report(
+        "scale", "Does gossip keep its pace with many workers on one machine?", arguments.quick
+    )
     runs = interleaved(numbers, arguments.rounds, options.run)
     found = [summary(runs[number]) for number in numbers]
     report.tables.append(table(found, options))

@@ -1,0 +1,169 @@
+"""All benchmarks, one after the other: what `make bench` runs.
+
+    python benchmarks/run_all.py [NAME ...] [--minutes 20] [--quick]
+
+Each is a script of its own, with the settings that fit it into the time; figures to be quoted want
+the script's own defaults and a machine that does nothing else. What does not fit is left out and
+said. Ends with a line for each benchmark, and with the rows that are missing and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import RESULTS, Missing, Table, print_table
+
+FOLDER = Path(__file__).parent
+BUSY_LOAD_PER_CORE = 0.3
+PATIENCE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A script and its arguments; seconds: what it takes on two quiet cores."""
+
+    script: str
+    arguments: tuple[str, ...]
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """As it is chosen and shown."""
+        return " ".join([self.script, *(word for word in self.arguments if word.isidentifier())])
+
+
+BENCHMARKS = (
+    Benchmark("update", (), 20),
+    Benchmark("exchange", (), 40),
+    Benchmark("overlap", ("--rounds", "3"), 170),
+    Benchmark("memory", ("--rounds", "1"), 50),
+    Benchmark("scale", ("--rounds", "2"), 100),
+    Benchmark("wire_formats", (), 130),
+    # The tables in the order in which they matter, should time run out.
+    Benchmark("time_to_loss", ("slow_link",), 180),
+    Benchmark("time_to_loss", ("slow",), 130),
+    Benchmark("time_to_loss", ("equal",), 110),
+    Benchmark("time_to_loss", ("gigabit",), 120),
+    Benchmark("time_to_loss", ("jitter",), 120),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one benchmark ended; targets: how many were met, of how many."""
+
+    name: str
+    seconds: float
+    status: str
+    targets: str
+    missing: tuple[Missing, ...]
+
+
+def run(benchmark: Benchmark, quick: bool) -> Outcome:
+    """Run one, its output to ours; then read what it wrote."""
+    extra = ("--quick",) if quick else ()
+    script = FOLDER / f"{benchmark.script}.py"
+    print(f"\n=== {benchmark.name}", flush=True)
+    started_s, started_ns = time.monotonic(), time.time_ns()
+    limit_s = 120 + 3 * benchmark.seconds
+    with subprocess.Popen([sys.executable, str(script), *benchmark.arguments, *extra]) as process:
+        try:
+            code = process.wait(limit_s)
+            status = "done" if code == 0 else f"failed, exit status {code}"
+        except subprocess.TimeoutExpired:
+            status = f"stopped after {limit_s:.0f} s"
+            stop(process)
+    written = [
+        json.loads(path.read_text("utf-8"))
+        for path in RESULTS.glob("*.json")
+        if path.stat().st_mtime_ns >= started_ns
+    ]
+    targets = [target for result in written for target in result["targets"]]
+    missing = [
+        Missing(f"{result['benchmark']}: {row['row']}", row["why"])
+        for result in written
+        for row in result["missing"]
+    ]
+    if status != "done":
+        missing.append(Missing(benchmark.name, status))
+    met = f"{sum(target['met'] for target in targets)} of {len(targets)}" if targets else ""
+    return Outcome(benchmark.name, time.monotonic() - started_s, status, met, tuple(missing))
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End it as Ctrl+C does, so that it ends its workers and networks; kill it if it does not."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def left_out(benchmark: Benchmark, why: str) -> Outcome:
+    """One that did not run."""
+    return Outcome(benchmark.name, 0.0, "not run", "", (Missing(benchmark.name, why),))
+
+
+def without_device() -> list[Missing]:
+    """The rows that need a device this machine has not."""
+    import torch
+
+    if torch.cuda.is_available():
+        return []
+    return [Missing("parameters on CUDA", "this machine has no CUDA device")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    scripts = sorted({benchmark.script for benchmark in BENCHMARKS})
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(scripts))
+    parser.add_argument("--minutes", type=float, default=20.0, help="for all together")
+    parser.add_argument("--quick", action="store_true", help="tiny, to see that all works")
+    options = parser.parse_args()
+    for name in options.names:
+        if name not in scripts:
+            parser.error(f"there is no benchmark {name!r}; choose from {', '.join(scripts)}")
+    load, num_cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > BUSY_LOAD_PER_CORE * num_cores:
+        print(f"This machine is busy (load average {load:.1f}): the figures will show it.")
+    started_s = time.monotonic()
+    outcomes = []
+    for benchmark in BENCHMARKS:
+        if options.names and benchmark.script not in options.names:
+            continue
+        left_s = 60 * options.minutes - (time.monotonic() - started_s)
+        if left_s < benchmark.seconds and not options.quick:
+            why = f"no time was left of {options.minutes:g} minutes"
+            outcomes.append(left_out(benchmark, why))
+        else:
+            outcomes.append(run(benchmark, options.quick))
+    rows = [(each.name, each.status, each.targets, f"{each.seconds:.0f}") for each in outcomes]
+    minutes = (time.monotonic() - started_s) / 60
+    print_table(
+        Table(
+            f"All benchmarks, {minutes:.1f} minutes",
+            ("benchmark", "", "targets met", "seconds"),
+            rows,
+            f"Results are in {os.path.relpath(RESULTS)}.",
+        )
+    )
+    missing = [row for each in outcomes for row in each.missing] + without_device()
+    print("Rows that are missing:")
+    for row in missing:
+        print(f"  {row.row}: {row.why}")
+    if not missing:
+        print("  none")
+    if any(each.status not in ("done", "not run") for each in outcomes):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
