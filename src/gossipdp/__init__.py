@@ -15,7 +15,7 @@ reproduce   the paper's results by the simulator, as a page
 cli         the command line
 
 The way of a parameter: optimizer.step → parallel/gossip_engine (boundary) → runtime/shared_state
-→ dynamics/state ← runtime/exchange → runtime/tcp_link → the neighbour, and back the same way.
+→ dynamics/state ← runtime/plain_exchange → runtime/tcp_link → the neighbour, and back the same way.
 """
 
 from importlib import import_module
