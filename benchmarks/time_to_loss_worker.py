@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import resource
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -184,8 +185,8 @@ def _work(rank: int, plan: RunPlan, meeting: _Meeting, pipe: Connection, file: P
         torch.save(vars(result), file)
         pipe.send("done")
     except BaseException as error:
-        pipe.send("".join(traceback.format_exception(error)))
-        raise
+        pipe.send("".join(traceback.format_exception(error)))  # the parent says it, once
+        sys.exit(1)
 
 
 def _train(rank: int, plan: RunPlan, pipe: Connection, interface: str | None) -> WorkerResult:
