@@ -237,6 +237,7 @@ class GossipEngine(Engine):
                 tls=self._tls,
                 max_bytes_per_s=options.max_bytes_per_s,
                 clock=since_boot_s,
+                shared_memory=options.shared_memory,  # type: ignore[arg-type]
             ),
             since_boot_s,
             options.wire_format,
@@ -654,6 +655,7 @@ class GossipEngine(Engine):
         recent = tuple(traffic.recent_exchanges)
         steps = self._gradient_steps
         sent, received = self._loop.bytes_moved()
+        shared_sent, shared_received = self._loop.bytes_shared()
         step_seconds = protocol.clock.step_seconds
         return Stats(
             rank=self.rank,
@@ -666,6 +668,9 @@ class GossipEngine(Engine):
             achieved_comm_rate=2 * protocol.exchanges_initiated / steps if steps else math.nan,
             bytes_sent=sent,
             bytes_received=received,
+            shared_bytes_sent=shared_sent,
+            shared_bytes_received=shared_received,
+            kernels=self._shared.kernels,
             exchange_seconds=traffic.exchange_seconds,
             waited_seconds=self._waited_s,
             exchanges_by_neighbour=dict(traffic.exchanges_by_neighbour),

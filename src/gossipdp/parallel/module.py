@@ -87,6 +87,8 @@ class GossipDataParallel(nn.Module):
         wire_format: how parameters travel in exchanges: ``parameters`` (as they are), ``bfloat16``
             (half the bytes) or ``lattice8`` (a quarter; a code of the difference to the peer).
             The same on all workers; what is held and averaged at the end stays exact.
+        shared_memory: ``auto``: neighbours on one host read each other's parameters in place
+            where the system allows it; ``off``: all goes through sockets.
 
     Raises:
         ValueError: an argument is wrong.
@@ -139,6 +141,7 @@ class GossipDataParallel(nn.Module):
         resume: str | os.PathLike[str] | None = None,
         on_poison: Literal["stop", "refresh", "exit"] = "stop",
         wire_format: Literal["parameters", "bfloat16", "lattice8"] = "parameters",
+        shared_memory: Literal["auto", "off"] = "auto",
     ) -> None:
         super().__init__()
         logs.configure()  # GOSSIPDP_LOG, under whichever launcher
@@ -170,6 +173,7 @@ class GossipDataParallel(nn.Module):
             resume=resume,
             on_poison=on_poison,
             wire_format=wire_format,
+            shared_memory=shared_memory,
         )
         optimizers = _optimizers(optimizer)
         environment = Environment.read()

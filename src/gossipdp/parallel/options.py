@@ -8,6 +8,7 @@ from typing import Any
 METHODS = ("a2cid2", "gossip", "allreduce", "none")
 PACES = ("free", "strict")
 ON_POISON = ("stop", "refresh", "exit")
+SHARED_MEMORY = ("auto", "off")
 NO_TLS = (
     "TLS protects the links of gossip, and method='allreduce' has none: torch.distributed would "
     "send everything in the clear. Give no tls_cert, tls_key, tls_ca"
@@ -41,6 +42,7 @@ class GossipOptions:
     resume: str | os.PathLike[str] | None = None
     on_poison: str = "stop"
     wire_format: str = "parameters"
+    shared_memory: str = "auto"
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first value that cannot be meant."""
@@ -54,6 +56,7 @@ class GossipOptions:
             ("pace", self.pace, PACES),
             ("on_poison", self.on_poison, ON_POISON),
             ("wire_format", self.wire_format, WIRE_FORMATS),
+            ("shared_memory", self.shared_memory, SHARED_MEMORY),
             ("neighbour_policy", self.neighbour_policy, tuple(NEIGHBOUR_POLICIES)),
         ):
             if value not in known:

@@ -21,6 +21,8 @@ class Stats:
         achieved_comm_rate: 2 * exchanges_initiated / gradient_steps; the nominal rate in
             expectation. NaN before the first step.
         bytes_sent, bytes_received: on this worker's links, headers included.
+        shared_bytes_sent, shared_bytes_received: of chunks that went by shared memory instead:
+            read in place by neighbours of the same host, and theirs by this worker.
         exchange_seconds: time with an exchange under way, in the background.
         chunks_exchanged: chunks of about 1 MB in completed exchanges.
         chunks_repeated: those of them sent again in bfloat16, under ``wire_format="lattice8"``.
@@ -30,6 +32,7 @@ class Stats:
         edge_distance: half the mean squared distance to the partner over the last 16 exchanges;
             free, but far smaller than the consensus distance on sparse graphs. NaN before the
             first.
+        kernels: what computes exchanges: ``numba`` (compiled), ``torch``, or both.
         step_seconds: running median of the duration of a gradient step. NaN before it exists.
         recent_exchanges: the last 16 that were completed here, oldest first, with their times.
         noticed: what this worker has noticed of others' deaths and returns, the oldest first, and
@@ -51,12 +54,15 @@ class Stats:
     achieved_comm_rate: float = float("nan")
     bytes_sent: int = 0
     bytes_received: int = 0
+    shared_bytes_sent: int = 0
+    shared_bytes_received: int = 0
     exchange_seconds: float = 0.0
     chunks_exchanged: int = 0
     chunks_repeated: int = 0
     waited_seconds: float = 0.0
     exchanges_by_neighbour: dict[int, int] = field(default_factory=dict)
     edge_distance: float = float("nan")
+    kernels: str = ""
     step_seconds: float = float("nan")
     recent_exchanges: tuple[CompletedExchange, ...] = ()
     noticed: tuple[Notice, ...] = ()

@@ -72,6 +72,8 @@ class Traffic:
     chunks_repeated: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    shared_bytes_sent: int = 0
+    shared_bytes_received: int = 0
     recent_exchanges: deque[CompletedExchange] = field(
         default_factory=lambda: deque(maxlen=RECENT_EXCHANGES)
     )
@@ -232,6 +234,14 @@ class GossipLoop(LinkHandler):
             self.traffic.bytes_received + sum(link.bytes_received for link in links),
         )
 
+    def bytes_shared(self) -> tuple[int, int]:
+        """Bytes of own memory that neighbours read in place so far, and of theirs read here."""
+        links = list(self._links.values())
+        return (
+            self.traffic.shared_bytes_sent + sum(link.shared_bytes_sent for link in links),
+            self.traffic.shared_bytes_received + sum(link.shared_bytes_received for link in links),
+        )
+
     def fetch_state(
         self,
         peer: int,
@@ -320,6 +330,8 @@ class GossipLoop(LinkHandler):
         peer = link.peer
         self.traffic.bytes_sent += link.bytes_sent
         self.traffic.bytes_received += link.bytes_received
+        self.traffic.shared_bytes_sent += link.shared_bytes_sent
+        self.traffic.shared_bytes_received += link.shared_bytes_received
         self._links.pop(peer, None)
         self._dialer.unlinked(peer, now)
         self.averaging.link_lost(peer)
