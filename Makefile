@@ -24,14 +24,13 @@ SECONDS ?= 60
 fuzz: $(VENV)/fuzz.installed
 	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) $(ARGS)
 
-# Faults: 1,000 schedules of the simulated network, then two minutes with real processes, then two
-# hosts that lose each other (root only), then restarts and joins by gossipdp run,
-# and all the ways in which a run may end.
+# Faults: 1,000 schedules of the simulated network, two minutes with real processes, two hosts that
+# lose each other (root only), the demo, restarts and joins by gossipdp run, and all the ways in
+# which a run may end.
 chaos: $(VENV)/dev.installed
 	$(BIN)/python tests/chaos/simulated.py
 	$(BIN)/python tests/chaos/processes.py
-	$(BIN)/python -m pytest -s tests/chaos/test_partition.py
-	$(BIN)/python -m pytest -s tests/chaos/rejoining.py tests/chaos/exits.py
+	$(BIN)/python -m pytest -s $(addprefix tests/chaos/,partition.py demo.py rejoining.py exits.py)
 
 # All benchmarks, in less than 20 minutes on two cores; ARGS="scale overlap" for some of them.
 bench: $(VENV)/dev.installed

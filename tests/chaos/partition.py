@@ -15,8 +15,8 @@ from gossipdp.runtime.clock import since_boot_s
 
 pytestmark = pytest.mark.processes
 
-NUM_WORKERS = 4
-HALVES = ({0, 1}, {2, 3})
+NUM_WORKERS = 6
+HALVES = ({0, 1, 2}, {3, 4, 5})
 TIMEOUT_S = 5.0
 CUT_AT_S, CUT_FOR_S, LEAST_S = 2.0, 10.0, 27.0
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from gossipdp.cli.demo import DemoArguments, prepare
 from gossipdp.cli.demo_worker import train_worker
 
-_, task = prepare(DemoArguments(workers=4, samples=6400, output=Path(sys.argv[1])))
+_, task = prepare(DemoArguments(workers=6, samples=6400, output=Path(sys.argv[1])))
 train_worker(type(task)(**{**vars(task), "least_s": float(sys.argv[2])}))
 """
 
@@ -105,7 +105,7 @@ def runs(hosts: Hosts, tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
     secret.write_text("a secret of this test")
     started = []
     for node, name in enumerate(hosts.names):
-        options = ["-n", "2", "--nnodes", "2", "--node-rank", str(node)]
+        options = ["-n", "3", "--nnodes", "2", "--node-rank", str(node)]
         options += ["--rendezvous", f"{hosts.addresses[0]}:29400", "--secret-file", str(secret)]
         command = [sys.executable, "-m", "gossipdp.cli.main", "run", *options, str(script)]
         started.append(
@@ -165,7 +165,9 @@ def test_both_halves_go_on_and_merge_when_the_partition_heals(
     assert [run.returncode for run in runs] == [0, 0], outputs
 
     workers = RunLog.read(directory).workers
-    assert {rank: len(log.lives) for rank, log in workers.items()} == dict.fromkeys(range(4), 1)
+    assert {rank: len(log.lives) for rank, log in workers.items()} == dict.fromkeys(
+        range(NUM_WORKERS), 1
+    )
     ends = [log.end for log in workers.values()]
     assert {end.num_averaged for end in ends if end} == {NUM_WORKERS}
     assert len({end.average_digest for end in ends if end}) == 1

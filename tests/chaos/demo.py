@@ -1,0 +1,29 @@
+"""``make chaos``: the demo with faults, as docs/faults.md gives it.
+
+.venv/bin/python -m pytest -s tests/chaos/demo.py
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_outlives_two_kills_and_a_stop(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    faults = ["--kill", "0@5s,3@9s", "--stop", "4@5s:8s", "--restart"]
+    command = [sys.executable, "-m", "gossipdp.cli.main", "demo", "--workers", "6", *faults]
+    command += ["--output", str(tmp_path / "run"), "--json", str(results)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=280)
+    found = json.loads(results.read_text())
+    print(f"test accuracy {found['test_accuracy']}", *found["faults"], sep="\n    ")
+    assert found["test_accuracy"] >= 0.97
+    for fault in found["faults"]:
+        limit_s = 1.0 if fault["kind"] == "kill" else 6.0
+        assert max(fault["detected_s"].values()) < limit_s
+        assert fault["rejoined_s"] is not None
