@@ -1,8 +1,9 @@
 """One established link: frames in and out of a non-blocking stream.
 
 Reads go straight into the landing buffer that the handler named, with the next header behind it
-in one call; writes hand header and payload to the kernel together. So a chunk costs few system
-calls, each of which gives up the interpreter lock and has to win it back from the training loop.
+in one call, and small frames several at once; writes hand header and payload to the kernel
+together. So a chunk costs few system calls, each of which gives up the interpreter lock and has to
+win it back from the training loop.
 
 A chunk that lies in memory which the peer has mapped goes as a header alone and is read there
 (:mod:`.shared_chunks`). That it was read is said in the next header that goes the other way, or,
@@ -40,6 +41,8 @@ from gossipdp.runtime.tcp_stream import Stream
 TURN_BYTES = 4 << 20
 # Control frames that wait together leave in one call.
 CONTROL_BATCH_BYTES = 64 << 10
+# Read behind a header that comes first: what is small arrives in one call.
+READ_AHEAD_BYTES = 1024
 # A peer that reads nothing for this long a list of messages is as good as gone.
 MAX_QUEUED_CONTROL_BYTES = 4 << 20
 
@@ -126,6 +129,8 @@ class TcpLink(Link):
 
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._header_filled = 0
+        self._spare = memoryview(bytearray(READ_AHEAD_BYTES))
+        self._ahead = self._spare[:0]
         self._frame: Header | None = None
         self._landing: memoryview | None = None
         self._payload_rest = 0
@@ -293,9 +298,14 @@ class TcpLink(Link):
             if self._header_filled == HEADER_BYTES:
                 self._start_frame()
                 continue
+            room = self._room()
+            if self._ahead:
+                self._take(self._take_ahead(room))
+                continue
             if not self.can_read:
                 break
-            room = self._room()
+            if self._payload_rest == 0:
+                room.append(self._spare)
             try:
                 count = self.stream.receive_into(room)
             except BlockingIOError:
@@ -313,8 +323,12 @@ class TcpLink(Link):
             # A short read has emptied the socket; only an end is then still to be read.
             short = count < sum(map(len, room))
             self.can_read = not short or self.hung_up or self.stream.has_more
+            if self._payload_rest == 0:
+                num_ahead = max(0, count - (HEADER_BYTES - self._header_filled))
+                self._ahead = self._spare[:num_ahead]
+                count -= num_ahead
             self._take(count)
-        if not self.can_read and self._write_error is not None:
+        if self._write_error is not None and not self.has_input:
             self.end(self._write_error)
 
     def write_some(self, acknowledge: bool) -> None:
@@ -332,8 +346,11 @@ class TcpLink(Link):
     @property
     def has_input(self) -> bool:
         """Whether ``read_some`` could do anything now."""
-        is_told_later = self._frame is not None and bool(self._frame.segment)
-        return (self.can_read or self._writable_due or is_told_later) and not self._closed
+        is_begun = self._header_filled == HEADER_BYTES or (
+            self._frame is not None and self._frame.segment != 0
+        )
+        waits = self.can_read or self._writable_due or is_begun or len(self._ahead) > 0
+        return waits and not self._closed
 
     @property
     def has_output(self) -> bool:
@@ -358,6 +375,16 @@ class TcpLink(Link):
         if rest > len(scratch):
             return [scratch]
         return [scratch[:rest], header_rest]
+
+    def _take_ahead(self, rooms: list[memoryview]) -> int:
+        """Fill ``rooms`` from what was read ahead; how many bytes."""
+        total = 0
+        for room in rooms:
+            part = self._ahead[: len(room)]
+            room[: len(part)] = part
+            self._ahead = self._ahead[len(part) :]
+            total += len(part)
+        return total
 
     def _take(self, count: int) -> None:
         """Account for ``count`` bytes that were read into ``_room()``."""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from gossipdp.runtime import shared_memory, shared_offers
+from gossipdp.runtime import shared_memory, shared_offers, tcp_link
 from gossipdp.runtime.frames import ChunkKey, FrameType, pack_header, pack_key, run_tag
 from gossipdp.runtime.shared_memory import Segment, map_peers_segment
 
@@ -184,6 +184,24 @@ def test_a_chunk_counts_until_the_peer_has_read_it(world: Any) -> None:
     assert first.handler.of("writable") == [(there,)]
     world.settle()
     assert there.bytes_received == received + 56 + len(b"thanks")
+
+
+def test_a_turn_that_ends_between_frames_read_at_once(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No event tells of what was read ahead."""
+    monkeypatch.setattr(tcp_link, "TURN_BYTES", 150)
+    first, second = world.shared(0), world.shared(1)
+    there, back = world.join(first, second)
+    payload = first.payload(bytes(100))
+    for index in range(8):
+        there.send_chunk(EXCHANGE, key(index), payload)
+        there.send_control(b"%d" % index)
+    world.settle(first)
+    world.until(lambda: len(second.handler.of("chunk")) == 8, second)
+    assert [data for _, data in second.handler.of("control")] == [b"%d" % n for n in range(8)]
+    world.until(lambda: there.queued_chunks == 0)
+    assert back.bytes_received == there.bytes_sent
 
 
 def test_memory_that_a_lost_peer_may_still_read_is_written_no_more(world: Any) -> None:
