@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="interleaved repetitions")
     parser.add_argument("--rows", default=",".join(ROWS), help="which rows, with commas")
     parser.add_argument("--samples", type=int, help="of a run, instead of the table's own")
-    parser.add_argument("--target-loss", type=float, default=0.1, help="validation loss timed")
+    parser.add_argument("--target-loss", type=float, default=0.05, help="validation loss timed")
     parser.add_argument("--comm-rate", type=float, help="of gossipdp, instead of the table's own")
     parser.add_argument("--wire-format", help="of gossipdp, instead of the table's own")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds a run may take")
