@@ -228,6 +228,22 @@ def test_memory_that_a_lost_peer_may_still_read_is_written_no_more(world: Any) -
     assert other.shared_bytes_sent == 11
 
 
+def test_memory_given_up_ends_when_both_have_let_go_of_it(world: Any) -> None:
+    before = num_mapped()
+    first, second = world.shared(0), world.shared(1)
+    there, _ = world.join(first, second)
+    assert num_mapped() == before + 4
+    there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
+    first.transport.poll(0.0)
+    there.close("it is silent")
+    world.settle(first)
+    first.memory = first.transport.allocate(len(first.memory))
+    # Its own: the second's is unmapped, the given up is the second's alone; and the fresh one.
+    assert num_mapped() == before + 3
+    world.until(lambda: second.handler.of("link_down"), second)
+    assert num_mapped() == before + 2
+
+
 def test_memory_is_kept_where_the_lost_peer_had_read_all(world: Any) -> None:
     first, second = world.shared(0), world.shared(1)
     there, _ = world.join(first, second)
