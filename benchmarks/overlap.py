@@ -62,8 +62,8 @@ SETTINGS = {
         "ResNet-18 on both workers, each on one core with its gossip thread",
         "resnet18",
         True,
-        4,
-        6.0,
+        8,
+        8.0,
         ("none", "a2cid2"),
     ),
 }
@@ -127,6 +127,9 @@ def summary(setting: Setting, workers: list[dict[str, ArmTimes]]) -> dict[str, A
             "exchange_ms": 1e3 * sum(worker[arm].exchange_s for worker in workers) / exchanges
             if exchanges
             else None,
+            "gossip_cpu_ms": 1e3 * sum(worker[arm].gossip_cpu_s for worker in workers) / exchanges
+            if exchanges
+            else None,
             "boundary_ms": {
                 kind: {"median": quantile(each, 0.5), "p99": quantile(each, 0.99), "num": len(each)}
                 for kind, each in boundary_ms.items()
@@ -158,7 +161,8 @@ def tables(setting: Setting, found: dict[str, Any]) -> list[Table]:
             f"{arms[arm]['num_steps']}",
             f"{arms[arm]['boundary_share']:.1%}",
             f"{arms[arm]['achieved_comm_rate']:.2f}" if arm == "a2cid2" else "",
-            f"{arms[arm]['exchange_ms']:.1f}" if arms[arm]["exchange_ms"] is not None else "",
+            f"{arms[arm]['exchange_ms']:.1f}" if arm == "a2cid2" else "",
+            f"{arms[arm]['gossip_cpu_ms']:.1f}" if arm == "a2cid2" else "",
         )
         for arm in setting.arms
     ]
@@ -189,6 +193,7 @@ def tables(setting: Setting, found: dict[str, Any]) -> list[Table]:
         "in the boundary",
         "comm rate",
         "exchange, ms",
+        "its CPU, ms",
     )
     return [
         Table(setting.title, head, steps, note),

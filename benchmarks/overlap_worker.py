@@ -24,7 +24,7 @@ from gossipdp import GossipDataParallel
 ARMS = ("plain", "none", "a2cid2")
 """No wrapper; the wrapper without exchanges; and with them, at comm rate 1."""
 
-NUM_LAYERS = 600
+WARM_UP_TURNS, LEAST_WARM_UP_S = 0.4, 2.0
 SETTLE_S = 0.25  # for what an arm's exchanges still have to do when its turn is over
 
 
@@ -57,6 +57,9 @@ class ArmTimes:
     step_s: seconds of each step, by round; the first of a turn is left out.
     boundary_s: of each boundary: without anything to add, with flow alone, and with what
         exchanges have brought.
+    num_steps: of the wrapper, those left out included; so are the exchanges.
+    exchange_s: wall time with an exchange under way.
+    gossip_cpu_s: CPU time of the gossip thread.
     """
 
     step_s: list[list[float]] = field(default_factory=list)
@@ -67,6 +70,7 @@ class ArmTimes:
     exchanges: int = 0
     exchanges_initiated: int = 0
     exchange_s: float = 0.0
+    gossip_cpu_s: float = 0.0
 
 
 def run_worker(task: OverlapTask) -> dict[str, ArmTimes]:
@@ -92,11 +96,14 @@ def run_worker(task: OverlapTask) -> dict[str, ArmTimes]:
             meeting.meet()
             time.sleep(SETTLE_S)
             meeting.meet()
-            durations_s = arms[name].take_turn(task.turn_s, wait_s)
+            turn_s = task.turn_s
+            if round_number < 0:
+                turn_s = max(LEAST_WARM_UP_S, WARM_UP_TURNS * turn_s)
+            durations_s = arms[name].take_turn(turn_s, wait_s)
             if round_number >= 0:
                 arms[name].times.step_s.append(durations_s)
             else:
-                arms[name].times.boundary_s = ArmTimes().boundary_s  # of the warm-up
+                arms[name].start_over()
     meeting.meet()
     for arm in arms.values():
         arm.close()
@@ -117,7 +124,7 @@ class _Arm:
             self._labels = torch.randint(10, (task.batch_size,))
         else:
             large = task.workload == "launch-bound-large"
-            net = LaunchBound(NUM_LAYERS, RESNET_PARAMETERS if large else 1_000_000)
+            net = LaunchBound(num_parameters=RESNET_PARAMETERS if large else 1_000_000)
             self._inputs = torch.randn(task.batch_size, 16)
         self._is_resnet = task.workload == "resnet18"
         self._optimizer = torch.optim.SGD(
@@ -129,6 +136,7 @@ class _Arm:
             self._wrap(net, name, task)
 
     def _wrap(self, net: nn.Module, name: str, task: OverlapTask) -> None:
+        before = threading.enumerate()
         with _alone() if name == "none" else _nothing():
             self._forward = self._wrapped = GossipDataParallel(
                 net,
@@ -136,10 +144,13 @@ class _Arm:
                 method=name,  # type: ignore[arg-type]
                 samples_per_step=task.batch_size,
             )
-        if task.gossip_nice and name != "none":
-            for thread in threading.enumerate():
-                if thread.name.startswith("gossipdp-"):
-                    os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, task.gossip_nice)
+        (thread,) = (
+            each
+            for each in threading.enumerate()
+            if each.name.startswith("gossipdp-") and each not in before
+        )
+        os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, task.gossip_nice)
+        self._gossip_clock = time.pthread_getcpuclockid(thread.ident or 0)
         engine = self._wrapped._engine
         chunks = engine._flat.state.chunks  # type: ignore[attr-defined]
         boundary = engine.boundary
@@ -181,15 +192,26 @@ class _Arm:
             durations_s.append(self.step(wait_s))
         return durations_s[1:]
 
+    def start_over(self) -> None:
+        """Forget what was measured so far: the warm-up."""
+        self.times = ArmTimes()
+        self._count(-1)
+
     def close(self) -> None:
         """Take note of the exchanges, and end them."""
+        self._count(1)
         if self._wrapped is not None:
-            stats = self._wrapped.stats()
-            self.times.num_steps = stats.gradient_steps
-            self.times.exchanges = stats.exchanges
-            self.times.exchanges_initiated = stats.exchanges_initiated
-            self.times.exchange_s = stats.exchange_seconds
             self._wrapped.close()
+
+    def _count(self, sign: int) -> None:
+        if self._wrapped is None:
+            return
+        stats, times = self._wrapped.stats(), self.times
+        times.num_steps += sign * stats.gradient_steps
+        times.exchanges += sign * stats.exchanges
+        times.exchanges_initiated += sign * stats.exchanges_initiated
+        times.exchange_s += sign * stats.exchange_seconds
+        times.gossip_cpu_s += sign * time.clock_gettime(self._gossip_clock)
 
 
 @contextmanager
