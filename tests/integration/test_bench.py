@@ -34,7 +34,8 @@ def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(
         assert min(each.exchange_s) > 0
         assert each.num_failed == 0
     ended = sum(each.initiated[-1] for each in series)
-    assert sum(len(each.exchange_s) for each in series) >= 2 * ended - 4 > 50
+    # Both ends count an exchange, but for those after the last step of the one that ends first.
+    assert sum(len(each.exchange_s) for each in series) >= 1.8 * ended > 50
     network = NetworkSeries.of_workers(series, task.step_s)
     assert network.distances[-1] < 1e-6 * network.distances[0]
     # Exchanges and flow conserve the mean of x + c/2, and c goes where the differences go.
