@@ -13,8 +13,8 @@ equal stay so, since the step is the same at both ends.
 
 All of it is exact: s is a power of two, so x / s is not rounded, k is a whole number of the
 integers' range, and |k_x - k_y| <= 128. Whether decoding found the sender's k is told by a
-checksum over what of k did not travel, its part above the lowest byte (in float32 16 bits of it:
-the step is no finer than the values' rounding, so nothing real is 2**24 steps off).
+checksum over what of k did not travel, its part above the lowest byte. All of it: where two have
+agreed to the last bit and one then turns a weight of 1/2 to -1/2, they are just 2**24 steps apart.
 
 The idea: Davies, Gurunathan, Moshrefi, Ashkboos, Alistarh, "New Bounds for Distributed Mean
 Estimation and Variance Reduction", ICLR 2021; for gossip: Nadiradze et al., "Asynchronous
@@ -34,10 +34,10 @@ from torch import Tensor
 BLOCK = 512
 """Values that share a step. Half and a quarter of it change error and failures little."""
 
-# Of each precision: the type of k, that of its part above the lowest byte, the bound on |k|.
+# Of each precision: the type of k, and the bound on |k|.
 _INTEGERS = {
-    torch.float32: (torch.int32, torch.int16, 2.0**30),
-    torch.float64: (torch.int64, torch.int64, 2.0**62),
+    torch.float32: (torch.int32, 2.0**30),
+    torch.float64: (torch.int64, 2.0**62),
 }
 
 
@@ -74,11 +74,10 @@ class Lattice:
     """
 
     def __init__(self, most_blocks: int, dtype: torch.dtype) -> None:
-        integer, upper, self._bound = _INTEGERS[dtype]
+        integer, self._bound = _INTEGERS[dtype]
         self._points = torch.empty(most_blocks, BLOCK, dtype=dtype)
         self._k = torch.empty(most_blocks, BLOCK, dtype=integer)
         self._other = torch.empty(most_blocks, BLOCK, dtype=integer)
-        self._upper = torch.empty(most_blocks, BLOCK, dtype=upper)
         self._low = torch.empty(most_blocks, BLOCK, dtype=torch.uint8)
 
     def fits(self, largest: Tensor, exponents: Tensor) -> bool:
@@ -116,4 +115,4 @@ class Lattice:
 
     def _checksum(self, k: Tensor) -> int:
         above = torch.bitwise_right_shift(k, 8, out=self._other[: len(k)])
-        return zlib.crc32(self._upper[: len(k)].copy_(above).numpy().data)
+        return zlib.crc32(above.numpy().data)

@@ -62,9 +62,22 @@ def test_one_value_beyond_reach_is_found_out(dtype, steps_off):
     x = y.clone()
     x[1, 17] += steps_off / 8
     _, agrees = code(dtype, x, y, exponents)
-    # What is off by a multiple of 2**24 steps in float32 looks the same: the checksum is of 16 bits
-    # of each k. Nothing has such values: a step is no finer than the values' own rounding.
-    assert not agrees or (dtype is torch.float32 and steps_off == 65536 * 256)
+    assert not agrees
+
+
+@pytest.mark.parametrize(("old", "x", "y"), [(0.5, 0.5, -0.5), (0.9, 1.0, 0.0), (0.1, 1.0, 0.0)])
+def test_a_weight_that_changes_after_all_agreed_is_found_out(old, x, y):
+    """The step is then the values' own rounding, and they are 2**24 steps apart or more."""
+    steps = LatticeSteps(1, torch.float32)
+    values = torch.full((1, BLOCK), old)
+    for _ in range(60):
+        steps.decoded(torch.zeros(1, BLOCK), largest(values))
+    ours, theirs = values.clone(), values.clone()
+    ours[0, :7], theirs[0, :7] = x, y
+    exponents = steps.exponents()
+    assert Lattice(1, torch.float32).fits(torch.maximum(largest(ours), largest(theirs)), exponents)
+    _, agrees = code(torch.float32, ours, theirs, exponents)
+    assert not agrees
 
 
 def test_what_does_not_fit_is_said():
