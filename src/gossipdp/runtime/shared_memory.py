@@ -24,6 +24,7 @@ import os
 from typing import Any, final
 
 from gossipdp.runtime import fork
+from gossipdp.runtime.frames import MAX_SEGMENT
 
 # A bound on what is mapped for a peer; slots are a few chunks.
 MAX_SEGMENT_BYTES = 1 << 30
@@ -98,7 +99,8 @@ class Segment(fork.DescriptorOwner):
         descriptor: what a peer maps; valid while the segment lives.
 
     Raises:
-        OSError: The system has no memfd that can be sealed so, or not that much memory.
+        OSError: The system has no memfd that can be sealed so, or not that much memory;
+            or the numbers are used up.
     """
 
     def __init__(self, num_bytes: int, number: int) -> None:
@@ -106,6 +108,8 @@ class Segment(fork.DescriptorOwner):
         self.descriptor = -1
         if not 0 < num_bytes <= MAX_SEGMENT_BYTES:
             raise OSError(errno.ENOMEM, f"a segment of {num_bytes} bytes")
+        if not 0 < number <= MAX_SEGMENT:
+            raise OSError(errno.EMFILE, f"there have been {number - 1} segments")
         with fork.descriptors_guard:
             self.descriptor = os.memfd_create("gossipdp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             fork.register(self)

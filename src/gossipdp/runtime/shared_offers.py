@@ -32,15 +32,16 @@ from typing import final
 import msgspec
 
 from gossipdp.runtime import fork
+from gossipdp.runtime.frames import MAX_SEGMENT
 from gossipdp.runtime.identity import Identity
 from gossipdp.runtime.once_log import OnceLog
 from gossipdp.runtime.shared_memory import Segment, map_peers_segment
 
 # All workers of a host may offer at once.
 BACKLOG = 1024
-ACCEPTS_PER_TURN = 64
-# Connections that have not said anything yet; the oldest goes first.
-MAX_STRANGERS = 16
+# Connections that have not said anything yet; the oldest goes first. As many are accepted a turn,
+# so that none is dropped before it was looked at, though all neighbours offer at once.
+MAX_STRANGERS = 64
 
 _EVENTS = select.EPOLLIN | select.EPOLLET
 _OFFER = struct.Struct("<8s16sIIQ32s")
@@ -168,7 +169,7 @@ class Offers:
 
     def _accept(self) -> None:
         self.is_due = False
-        for _ in range(ACCEPTS_PER_TURN):
+        for _ in range(MAX_STRANGERS):
             with fork.descriptors_guard:
                 try:
                     connection, _ = self._listener.accept()
@@ -219,6 +220,8 @@ class Offers:
                 due = self._prove(link_id, rank, number, num_bytes)
                 if not hmac.compare_digest(proof, due):
                     raise ValueError("an offer without proof of the secret")
+                if not 0 < number <= MAX_SEGMENT:
+                    raise ValueError(f"an offer of segment {number}")
                 return Offer(link_id, rank, number, map_peers_segment(descriptors[0], num_bytes))
             finally:
                 for descriptor in descriptors:

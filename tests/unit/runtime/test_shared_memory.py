@@ -18,7 +18,14 @@ import pytest
 import torch
 
 from gossipdp.runtime import shared_memory, shared_offers, tcp_link
-from gossipdp.runtime.frames import ChunkKey, FrameType, pack_header, pack_key, run_tag
+from gossipdp.runtime.frames import (
+    MAX_SEGMENT,
+    ChunkKey,
+    FrameType,
+    pack_header,
+    pack_key,
+    run_tag,
+)
 from gossipdp.runtime.shared_memory import Segment, map_peers_segment
 
 EXCHANGE = FrameType.EXCHANGE_CHUNK
@@ -380,6 +387,43 @@ def test_silent_strangers_are_bounded_and_timed(world: Any, guests: list[socket.
     now[0] = 5.1
     world.settle(first, turns=2)
     assert all(map(has_ended, guests))
+
+
+def test_all_neighbours_may_offer_at_once(world: Any) -> None:
+    first = world.shared(0)
+    others = [world.shared(rank) for rank in range(1, 41)]
+    for other in others:
+        other.dial(first)
+    world.until(lambda: len(first.handler.links) == len(others))
+    world.until(lambda: all(first.link(other).is_shared for other in others))
+    world.until(lambda: all(other.link(first).is_shared for other in others))
+
+
+def test_a_number_that_no_frame_can_name_is_no_offer(world: Any) -> None:
+    first, second = world.shared(0), world.shared(1)
+    there, _ = world.join(first, second)
+    segment = Segment(PAGE, MAX_SEGMENT)
+    segment.number += 1
+    before = num_mapped()
+    link_id = second.transport.links[0].link_id
+    assert second.transport._offers.send(segment, first.transport.identity, link_id)
+    world.settle()
+    assert num_mapped() == before
+    assert there.is_shared
+
+
+def test_bytes_are_sent_when_the_numbers_are_used_up(
+    world: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = world.shared(0), world.shared(1)
+    there, _ = world.join(first, second)
+    first.transport._num_segments = MAX_SEGMENT
+    there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
+    first.transport.poll(0.0)
+    there.close("it is silent")
+    first.memory = first.transport.allocate(len(first.memory))
+    assert first.transport.segment is None
+    assert "there have been 65535 segments" in caplog.text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
