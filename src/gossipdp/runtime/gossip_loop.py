@@ -441,12 +441,14 @@ class GossipLoop(LinkHandler):
         self._pump()
 
     def _pump(self) -> None:
-        if self._exchange is not None:
+        # On a lost link nothing counts as queued, but the peer may still be reading our slots; the
+        # exchange is stopped by link_down, which is on its way.
+        if self._exchange is not None and not self._exchange.link.closed:
             self._guarded(self._exchange.pump)
         self.transfers.pump()
         self.averaging.pump()
         exchange = self._exchange
-        if exchange is not None and exchange.is_finished:
+        if exchange is not None and not exchange.link.closed and exchange.is_finished:
             self._finish(exchange)
 
     # Exchanges.

@@ -10,10 +10,11 @@ from gossipdp.dynamics.state import Role, Segment, State
 from gossipdp.errors import PeerLostError, SupersededError
 from gossipdp.graph import build_graph
 from gossipdp.graph.constants import Constants
-from gossipdp.protocol.actions import Refresh, Superseded
+from gossipdp.protocol.actions import Begin, Refresh, Superseded
 from gossipdp.protocol.membership import Member, Status
-from gossipdp.protocol.messages import RequestState, decode
+from gossipdp.protocol.messages import ExchangeId, RequestState, decode
 from gossipdp.protocol.worker import WorkerProtocol
+from gossipdp.runtime import plain_exchange
 from gossipdp.runtime.frames import ChunkKey, FrameType
 from gossipdp.runtime.gossip_loop import GossipLoop
 from gossipdp.runtime.identity import Identity, Refusal
@@ -41,11 +42,13 @@ class FakeLink(Link):
         self.peer_identity = Identity(peer, 0, 1, "run", "", "", "", "", "")
         self.said: list[object] = []
         self.closed_for: str | None = None
+        self.chunks: list[memoryview] = []
 
     def send_control(self, data):
         self.said.append(decode(data).message)
 
-    def send_chunk(self, frame_type, key, payload): ...
+    def send_chunk(self, frame_type, key, payload):
+        self.chunks.append(payload)
 
     def close(self, reason):
         self.closed_for = reason
@@ -58,9 +61,9 @@ class FakeLink(Link):
 class Worker:
     """Worker 0 of a ring of three, linked to 1 and 2, on a clock of the test's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_bytes: int = X.nbytes) -> None:
         self.now = 0.0
-        self.segment = Segment(X.clone(), Role.TRAINED)
+        self.segment = Segment(X.clone(), Role.TRAINED, chunk_bytes=chunk_bytes)
         shared = SharedState(State([self.segment]), Phase(0.4, 1.0), lambda: self.now)
         protocol = WorkerProtocol(
             rank=0,
@@ -73,7 +76,7 @@ class Worker:
             policy_name="fresh",
             timeout_s=TIMEOUT_S,
             random=Random(0),
-            num_chunks=1,
+            num_chunks=len(self.segment.chunks),
         )
         protocol.membership.merge_all(
             Member(rank, 0, 7, Status.ALIVE, "127.0.0.1", 1 + rank) for rank in (1, 2)
@@ -225,3 +228,22 @@ def test_a_worker_whose_successor_is_linked_everywhere_is_told_so_by_refusals():
     worker.now += TIMEOUT_S
     with pytest.raises(SupersededError):
         worker.loop.refused(1, refusal)
+
+
+def test_nothing_is_written_where_a_lost_peer_may_still_read():
+    """The link ends in mid-turn: nothing is queued any more, and link_down is yet to come."""
+    worker = Worker(chunk_bytes=4)
+    link = worker.links[1]
+    worker.loop.perform([Begin(1, ExchangeId(1, 0, 1), 0.5, False)])
+    slots = link.chunks[:]
+    assert len(slots) == plain_exchange.WINDOW
+    link.queued_chunks = len(slots)
+    for index in range(2):
+        # The peer's chunks come while ours stay unread.
+        key = ChunkKey(1, 0, 1, index)
+        room = worker.loop.chunk_buffer(link, FrameType.EXCHANGE_CHUNK, key, 4)
+        worker.loop.chunk(link, FrameType.EXCHANGE_CHUNK, key, room)
+    unread = [bytes(slot) for slot in slots]
+    link.closed, link.queued_chunks = True, 0
+    worker.loop.writable(worker.links[2])
+    assert [bytes(slot) for slot in slots] == unread
