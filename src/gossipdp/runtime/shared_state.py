@@ -96,9 +96,17 @@ class SharedState:
         self._locks = [threading.Lock() for _ in state.chunks]
         self._exchange_theta = 0.0
         num_values = sum(chunk.num_elements for chunk in state.chunks)
-        name = choose_arithmetic(kernels or requested_kernels(), num_values)
+        requested = kernels or requested_kernels()
+        name = choose_arithmetic(requested, num_values)
+        try:
+            self._gossip = Workbench(state, name)
+        except ImportError as error:  # such as a numba that is too old for this numpy
+            if requested != "auto":
+                raise
+            logger.warning("exchanges are computed by torch: numba cannot be imported: %s", error)
+            name = "torch"
+            self._gossip = Workbench(state, name)
         self._main = Workbench(state, name)
-        self._gossip = Workbench(state, name)
         self.prepare()
 
     @property

@@ -1,6 +1,7 @@
 """What computes in a shared state, and both ways through one exchanged chunk."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -85,3 +86,17 @@ def test_a_snapshot_says_whether_all_is_finite() -> None:
     assert not math.isfinite(shared.snapshot_and_exchange(chunk, out, torch.ones_like(out), 1.3))
     assert math.isnan(out[3])
     assert torch.equal(chunk.pending, before)
+
+
+def test_a_numba_that_cannot_be_imported_is_told_of_and_not_needed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arithmetic, "has_numba", lambda: True)
+    monkeypatch.setattr(arithmetic, "LEAST_COMPILED_VALUES", 1)
+    monkeypatch.setitem(sys.modules, "gossipdp.dynamics.numba_arithmetic", None)
+    monkeypatch.delenv("GOSSIPDP_KERNELS", raising=False)
+    assert make_shared(torch.float32).kernels == "torch"
+    assert "numba cannot be imported" in caplog.text
+    monkeypatch.setenv("GOSSIPDP_KERNELS", "numba")
+    with pytest.raises(ImportError):
+        make_shared(torch.float32)
