@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,8 @@ from gossipdp.dynamics.state import Chunk, Role
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
 
 
 class NumbaArithmetic(Arithmetic):
@@ -31,15 +34,25 @@ class NumbaArithmetic(Arithmetic):
         self._kept_c = _array(torch.empty_like(scratch))
 
     def prepare(self, x: torch.dtype, wire: torch.dtype) -> None:
-        """See :meth:`Arithmetic.prepare`; an empty call of each loop compiles it."""
+        """See :meth:`Arithmetic.prepare`; an empty call of each loop compiles it.
+
+        Where the disk is full, what was compiled is used all the same, and not kept.
+        """
         if wire not in COMPILED_DTYPES:
             return  # that of other chunks, which are not computed here
         pending, snapshot = torch.empty(0), torch.empty(0, dtype=wire)
         chunk = Chunk(Role.TRAINED, torch.empty(0, dtype=x), pending, pending)
-        self.snapshot(chunk, snapshot, 1.0)
-        self.exchange(chunk, snapshot, snapshot, 1.0, 0.5)
-        self.snapshot_and_exchange(chunk, snapshot, snapshot, 1.0, 0.5)
-        self.boundary(chunk, 1.0)
+        for call in (
+            lambda: self.snapshot(chunk, snapshot, 1.0),
+            lambda: self.exchange(chunk, snapshot, snapshot, 1.0, 0.5),
+            lambda: self.snapshot_and_exchange(chunk, snapshot, snapshot, 1.0, 0.5),
+            lambda: self.boundary(chunk, 1.0),
+        ):
+            try:
+                call()
+            except OSError as error:
+                logger.warning("compiled kernels cannot be kept on disk: %s", error)
+                call()
 
     def snapshot(self, chunk: Chunk, out: Tensor, decay: float) -> bool:
         """See :meth:`Arithmetic.snapshot`."""

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -341,3 +346,22 @@ def test_kernels_compile_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(numba, "njit", njit)
     assert numba_kernels._compiled(len) is len
     assert calls == [True, False]
+
+
+def test_kernels_compile_where_the_disk_is_full(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    code = """
+        import resource, torch
+        from gossipdp.dynamics.numba_arithmetic import NumbaArithmetic
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        NumbaArithmetic(torch.empty(1)).prepare(torch.float32, torch.float32)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        check=False,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert b"compiled kernels cannot be kept on disk" in ended.stderr
