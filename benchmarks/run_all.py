@@ -81,6 +81,9 @@ def run(benchmark: Benchmark, quick: bool) -> Outcome:
         except subprocess.TimeoutExpired:
             status = f"stopped after {limit_s:.0f} s"
             stop(process)
+        except BaseException:
+            stop(process)  # the signal may have come to this process alone
+            raise
     written = [
         json.loads(path.read_text("utf-8"))
         for path in RESULTS.glob("*.json")
