@@ -85,7 +85,8 @@ def test_a_death_that_nobody_asked_for_is_an_error_though_the_worker_comes_back(
             os.kill(process_id, signal.SIGKILL)
 
     monkeypatch.setattr(FaultInjector, "poll", poll_and_kill)
-    code, results = demo(tmp_path, workers=3, kill="0@1s", stop="2@1s:0.5s", restart=True)
+    # The late stop keeps the run going until both are back, imports and all.
+    code, results = demo(tmp_path, workers=3, kill="0@1s", stop="2@12s:0.5s", restart=True)
     assert code == 1
     assert results["faults"][0]["rejoined_s"] is not None
     lives = RunLog.read(tmp_path / "run").workers[1].lives
