@@ -254,6 +254,10 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
                 self._accept()
             if self._offers_due:
                 self._take_offers()
+            # A link may be there already, and its first frame: the other end was quick, or we slow.
+            self._tell()
+            if not self._is_open():
+                return
             self._read()
             if not self._is_open():
                 return

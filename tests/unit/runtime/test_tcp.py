@@ -45,6 +45,28 @@ def ended(connection: socket.socket) -> bool:
         return True
 
 
+# Links that are there at once.
+
+
+def test_a_link_made_while_it_is_accepted_is_up_before_its_first_frame(world: Any) -> None:
+    """All of the handshake, and a message behind it, may come while one connection is taken in."""
+    node, quick = world.tcp(0), world.tcp(1)
+    quick.handler.hooks["link_up"] = lambda link: link.send_control(b"at once")
+    openings = node.transport._openings
+    advance = openings.advance
+
+    def answered_meanwhile(opening: Any) -> None:
+        for _ in range(20):
+            if opening in openings.accepted:
+                advance(opening)
+            quick.transport.poll(0.001)
+
+    openings.advance = answered_meanwhile
+    quick.dial(node)
+    world.until(lambda: node.handler.of("control"), node)
+    assert node.handler.names() == ["link_up", "control"]
+
+
 # Dials that fail.
 
 
