@@ -123,7 +123,7 @@ def test_as_many_workers_go_on_with_every_bit(workers: Callable, directory: Path
     files = [tensors_of(directory, rank) for rank in range(NUM_WORKERS)]
     assert all(any(name.startswith("c/") and t.any() for name, t in f.items()) for f in files)
     results = workers(resume_and_look, NUM_WORKERS, (str(directory), 20))
-    for rank, (start, total, own, result, exchanges) in enumerate(results):
+    for rank, (start, total, own, result, _) in enumerate(results):
         file = files[rank]
         names = {name for name in start if name.startswith(("model/", "c/", "pending/"))}
         assert names == {name for name in file if not name.startswith("training/")}
@@ -138,7 +138,8 @@ def test_as_many_workers_go_on_with_every_bit(workers: Callable, directory: Path
         assert TOTAL <= total <= result.samples  # the others may have begun
         assert result.samples == TOTAL + NUM_WORKERS * 20 * BATCH
         assert result.gradient_steps * BATCH == result.samples
-        assert exchanges > 0
+    # One of them may be done before it was its turn.
+    assert sum(exchanges for *_, exchanges in results) > 0
 
 
 @pytest.mark.parametrize("num_workers", [2, 6])
