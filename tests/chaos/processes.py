@@ -14,7 +14,8 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -22,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from gossipdp.cli import demo_worker
 from gossipdp.cli.demo import DemoArguments, averaged_together, prepare
 from gossipdp.cli.demo_faults import Fault, FaultInjector, fault_results
 from gossipdp.cli.demo_worker import own_average_file, read_results, train_worker
@@ -42,6 +44,9 @@ NOTICED_AFTER_S = 6.0
 # From the end of training to the end of the run, on a busy machine.
 PATIENCE_S = 60.0
 SCRIPT = "tests/chaos/processes.py"
+# Made once all who were killed train again. Nobody ends before: on a busy machine a process that is
+# slow to import would find nobody left to join.
+ALL_BACK = "all-back"
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,10 @@ def train_with_cuts(task: Any, rank_cuts: Sequence[Cut]) -> None:
     own = [cut for cut in rank_cuts if rank in cut.ranks]
     view = WorkerProgress()
     turn = GossipLoop.turn
+    until = demo_worker._until
+
+    def until_all_are_back(is_over: Callable[[], bool], loader: Any) -> Iterator[Any]:
+        return until(lambda: is_over() and (task.directory / ALL_BACK).exists(), loader)
 
     def turn_and_cut(self: GossipLoop, *args: Any) -> None:
         turn(self, *args)
@@ -131,6 +140,7 @@ def train_with_cuts(task: Any, rank_cuts: Sequence[Cut]) -> None:
                 self._links[peer].close("cut by the plan")
                 cut_file(task.directory, cut).touch()
 
+    demo_worker._until = until_all_are_back
     if own:
         GossipLoop.turn = turn_and_cut  # type: ignore[method-assign]
     train_worker(task)
@@ -162,6 +172,7 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
     workers = [WorkerProgress() for _ in range(NUM_WORKERS)]
     tails = [RunLogTail(worker_file(task.directory, rank)) for rank in range(NUM_WORKERS)]
     injector = FaultInjector(faults, workers)
+    kills = Counter(fault.rank for fault in faults if fault.kind == "kill")
     problems: list[str] = []
 
     def poll() -> None:
@@ -169,6 +180,8 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
             for record in tail.read_new():
                 worker.take(record)
         injector.poll()
+        if all(worker.num_lives > kills[rank] for rank, worker in enumerate(workers)):
+            (task.directory / ALL_BACK).touch()
 
     def note(failure: Failure) -> None:
         if not injector.ended(failure):
