@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_processes import VARIABLES, runs, spare_is_ready
 
 from gossipdp.parallel.checkpoint import saved_in
 
@@ -64,19 +65,6 @@ model.save_averaged(directory / f"average-{rank}.pt")
 model.consolidate()
 (directory / f"ends-{rank}").touch()
 """
-
-VARIABLES = {
-    name: value
-    for name, value in os.environ.items()
-    if not name.startswith(("GOSSIPDP_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE"))
-}
-
-
-def runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 class TrainingRun:
@@ -196,23 +184,11 @@ def check_the_end(directory: Path, ending: str, *, from_spare: bool) -> None:
 
 def kill_until_it_comes_from_the_spare(run: TrainingRun, rank: int) -> None:
     """Once the spare is ready, a worker that is started again is a fork of it."""
-    run.wait_until(lambda: spare_is_ready(run.supervisor))
+    run.wait_until(lambda: spare_is_ready(run.supervisor.pid))
     before = run.workers()[rank]
     os.kill(before, signal.SIGKILL)
     run.wait_until(lambda: run.workers().get(rank, before) != before)
     assert is_from_spare(run.workers()[rank])
-
-
-def spare_is_ready(supervisor: psutil.Process) -> bool:
-    """Whether it has imported all that it wants to, and waits."""
-    for child in supervisor.children():
-        try:
-            if "warm_server" in " ".join(child.cmdline()):
-                maps = Path(f"/proc/{child.pid}/maps").read_text()
-                return "libtorch_python" in maps and child.cpu_percent(0.2) == 0.0
-        except psutil.Error:  # one that has just ended
-            continue
-    return False
 
 
 def is_from_spare(pid: int) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from run_processes import VARIABLES
 
 from gossipdp.report.run_log import BeganRecord, RunLog, RunLogTail, WorkerLog, worker_file
 from gossipdp.runtime.clock import since_boot_s
@@ -29,12 +30,6 @@ from gossipdp.cli.demo_worker import train_worker
 _, task = prepare(DemoArguments(workers=6, samples=6400, output=Path(sys.argv[1])))
 train_worker(type(task)(**{**vars(task), "least_s": float(sys.argv[2])}))
 """
-
-VARIABLES = {
-    name: value
-    for name, value in os.environ.items()
-    if not name.startswith(("GOSSIPDP_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE"))
-}
 
 
 class Hosts:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_processes import VARIABLES, spare_is_ready
 
 from gossipdp.runtime.gossip_loop import REPORT_INTERVAL_S
 
@@ -51,11 +52,6 @@ print("consolidated", since_boot_s(), result.num_workers, file=log)
 """
 
 COMMAND = [sys.executable, "-m", "gossipdp.cli.main", "run"]
-VARIABLES = {
-    name: value
-    for name, value in os.environ.items()
-    if not name.startswith(("GOSSIPDP_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE"))
-}
 
 
 class Host:
@@ -97,16 +93,6 @@ class Host:
         here = {child.pid for child in psutil.Process(self.process.pid).children()}
         return [pid for pid in self.lives() if pid in here]
 
-    def spare_is_ready(self) -> bool:
-        for child in psutil.Process(self.process.pid).children():
-            try:
-                if "warm_server" in " ".join(child.cmdline()):
-                    maps = Path(f"/proc/{child.pid}/maps").read_text()
-                    return "libtorch_python" in maps and child.cpu_percent(0.2) == 0.0
-            except psutil.Error:  # one that has just ended
-                continue
-        return False
-
     def kill_and_await_the_next_life(self, pid: int) -> dict[str, float]:
         """Seconds from its death to what the worker that takes its place came to."""
         before = self.lives()
@@ -139,7 +125,7 @@ def test_a_killed_worker_exchanges_again_within_two_seconds(
     run = Host(tmp_path, "run", "-n", "2", "--max-restarts", "3")
     hosts.append(run)
     run.wait_for(lambda: len(run.lives()) == 2)
-    run.wait_for(run.spare_is_ready)
+    run.wait_for(lambda: spare_is_ready(run.process.pid))
     delays = [run.kill_and_await_the_next_life(run.workers()[-1]) for _ in range(3)]
     for delay in delays:
         print({name: f"{seconds:.2f} s" for name, seconds in delay.items()})
@@ -162,7 +148,7 @@ def test_restarts_and_joins_without_the_host_of_the_store(
         hosts.append(Host(tmp_path, str(node), *options))
     first, second = hosts
     second.wait_for(lambda: len(second.lives()) == 2)
-    second.wait_for(second.spare_is_ready)
+    second.wait_for(lambda: spare_is_ready(second.process.pid))
     # A third comes by the word that the first host gave.
     line = next(line for line in first.errors.read_text().splitlines() if "--join" in line)
     assert f"--secret-file {secret}" in line

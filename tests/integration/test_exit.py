@@ -1,6 +1,5 @@
 """However a run of ``gossipdp run`` ends, nothing of it is left after 3 s."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_processes import VARIABLES, runs
 
 pytestmark = pytest.mark.processes
 
@@ -40,12 +40,6 @@ if ending == "exception":
 if ending in ("signal", "stubborn"):
     time.sleep(60)
 """
-
-VARIABLES = {
-    name: value
-    for name, value in os.environ.items()
-    if not name.startswith(("GOSSIPDP_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE"))
-}
 
 
 class Run:
@@ -104,13 +98,6 @@ class Run:
                 process.kill()
         self.supervisor.wait()
         self.supervisor.stderr.close()
-
-
-def runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_processes import runs
 
 from gossipdp.errors import WorkerFailedError
 from gossipdp.runtime.launcher import launch
@@ -257,15 +258,8 @@ def test_nothing_is_left_when_the_caller_is_killed(tmp_path: Path) -> None:
 
 
 def all_gone(pids: set[int], before: float) -> bool:
-    while any(running(pid) for pid in pids):
+    while any(runs(pid) for pid in pids):
         if time.monotonic() > before:
             return False
         time.sleep(0.02)
     return True
-
-
-def running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_processes import VARIABLES, spare_is_ready
 
 pytestmark = pytest.mark.processes
 
@@ -27,12 +28,6 @@ print("life", restarts, join, os.getpid())
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.01)
 """
-
-VARIABLES = {
-    name: value
-    for name, value in os.environ.items()
-    if not name.startswith(("GOSSIPDP_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE"))
-}
 
 
 class Lines:
@@ -58,18 +53,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def spare_is_ready(run: subprocess.Popen[str]) -> bool:
-    """Whether the spare has imported all that it wants to, and waits."""
-    for child in psutil.Process(run.pid).children():
-        try:
-            if "warm_server" in " ".join(child.cmdline()):
-                maps = Path(f"/proc/{child.pid}/maps").read_text()
-                return "libtorch_python" in maps and child.cpu_percent(0.2) == 0.0
-        except psutil.Error:  # one that has just ended
-            continue
-    return False
-
-
 def test_from_a_warm_spare_within_a_second(tmp_path: Path) -> None:
     script, end = tmp_path / "script.py", tmp_path / "end"
     script.write_text(SCRIPT)
@@ -90,7 +73,7 @@ def test_from_a_warm_spare_within_a_second(tmp_path: Path) -> None:
         os.kill(lives[2], signal.SIGKILL)
         rank, restarts, join, lives[2], _ = lines.next_life()
         assert (rank, restarts, join) == (2, 1, "127.0.0.1:1001,127.0.0.1:1000")
-        wait_for(lambda: spare_is_ready(run))
+        wait_for(lambda: spare_is_ready(run.pid))
         delays = []
         for victim in (1, 1):
             died_at = time.time()
@@ -131,7 +114,7 @@ def test_where_nobody_can_be_started_the_others_go_on(tmp_path: Path) -> None:
         watchdog.start()
         lines = Lines(run)
         lives = {rank: pid for rank, _, _, pid, _ in (lines.next_life() for _ in range(2))}
-        wait_for(lambda: spare_is_ready(run))  # and the store is open
+        wait_for(lambda: spare_is_ready(run.pid))  # and the store is open
         supervisor = psutil.Process(run.pid)
         limit = supervisor.rlimit(psutil.RLIMIT_NOFILE)
         supervisor.rlimit(psutil.RLIMIT_NOFILE, (3, limit[1]))

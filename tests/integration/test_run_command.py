@@ -1,6 +1,5 @@
 """The same script under ``gossipdp run`` and under torchrun: the real command lines."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_processes import VARIABLES
 
 pytestmark = pytest.mark.processes
 
@@ -41,11 +41,6 @@ if sys.argv[1:] == ["--fail"]:
 """
 
 # As for a user: without what a test session or another launcher set.
-VARIABLES = {
-    name: value
-    for name, value in os.environ.items()
-    if not name.startswith(("GOSSIPDP_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE"))
-}
 
 
 @pytest.fixture(scope="module")

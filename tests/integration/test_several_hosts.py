@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from run_processes import VARIABLES
 
 pytestmark = pytest.mark.processes
 
@@ -28,12 +29,6 @@ rendezvous.mark_ready()
 hosts = [meeting.addresses[rank][0] for rank in sorted(meeting.addresses)]
 print("met", environment.rank, environment.local_rank, len(meeting.secret), *hosts)
 """
-
-VARIABLES = {
-    name: value
-    for name, value in os.environ.items()
-    if not name.startswith(("GOSSIPDP_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE"))
-}
 
 
 def start(

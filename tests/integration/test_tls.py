@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_processes import VARIABLES
 
 from gossipdp import GossipDataParallel
 from gossipdp.cli.main import main
@@ -38,12 +39,6 @@ result = model.consolidate()
 total = sum(parameter.double().sum().item() for parameter in net.parameters())
 print(f"links {len(links) > 0} secured {secured} workers {result.num_workers} total {total!r}")
 """
-
-VARIABLES = {
-    name: value
-    for name, value in os.environ.items()
-    if not name.startswith(("GOSSIPDP_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE"))
-}
 
 
 def options(files: Any) -> list[str]:

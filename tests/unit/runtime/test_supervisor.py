@@ -9,8 +9,8 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from run_processes import runs
 
 from gossipdp.errors import RendezvousError
 from gossipdp.runtime.script_worker import Outlet, Relay, error_tail
@@ -156,14 +156,7 @@ def test_a_signal_ends_all_workers_and_what_they_started(number: int, tmp_path: 
     assert supervisor.report() == ""
     pids = [int(pid) for path in tmp_path.iterdir() for pid in path.read_text().split()]
     assert len(pids) == 4
-    assert not [pid for pid in pids if running(pid)]
-
-
-def running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    assert not [pid for pid in pids if runs(pid)]
 
 
 def test_a_port_in_use_is_one_clear_error() -> None:
