@@ -27,7 +27,8 @@ def spare_is_ready(supervisor_pid: int) -> bool:
         try:
             if "warm_server" in " ".join(child.cmdline()):
                 maps = Path(f"/proc/{child.pid}/maps").read_text()
-                return "libtorch_python" in maps and child.cpu_percent(0.2) == 0.0
+                # Long enough that an import which waits for the disk is not taken for the end of it.
+                return "libtorch_python" in maps and child.cpu_percent(0.5) == 0.0
         except psutil.Error:  # one that has just ended
             continue
     return False
