@@ -27,7 +27,7 @@ def spare_is_ready(supervisor_pid: int) -> bool:
         try:
             if "warm_server" in " ".join(child.cmdline()):
                 maps = Path(f"/proc/{child.pid}/maps").read_text()
-                # Long enough that an import which waits for the disk is not taken for the end of it.
+                # Long enough that an import which waits for the disk is not taken for ready.
                 return "libtorch_python" in maps and child.cpu_percent(0.5) == 0.0
         except psutil.Error:  # one that has just ended
             continue
