@@ -16,6 +16,7 @@ import pytest
 from run_processes import runs
 
 from gossipdp.errors import WorkerFailedError
+from gossipdp.runtime import crew
 from gossipdp.runtime.launcher import launch
 
 pytestmark = pytest.mark.processes
@@ -126,13 +127,17 @@ def fail_on(ranks: tuple[int, ...]) -> None:
     time.sleep(60)
 
 
-def test_a_failure_before_the_start_ends_the_others_and_names_the_rank(workers: Callable) -> None:
+def test_a_failure_before_the_start_ends_the_others_and_names_the_rank(
+    workers: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = time.monotonic()
     with pytest.raises(WorkerFailedError, match=r"^worker 1 raised KeyError:\nTraceback") as raised:
         workers(fail_on, 3, ((1,),))
     assert time.monotonic() - before < 5
     assert "in fail_on" in str(raised.value)
     assert "forked_worker" not in str(raised.value)
+    # However late the machine lets one of them fail, the others' failures do not end it first.
+    monkeypatch.setattr(crew, "GRACE_S", 30)
     with pytest.raises(WorkerFailedError, match=r"^workers 0, 1, 2 raised KeyError"):
         workers(fail_on, 3, ((0, 1, 2),))
 
