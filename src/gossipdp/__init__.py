@@ -2,15 +2,16 @@
 
 The layers; each imports only those to its left (a test says so):
 
-    graph, dynamics  →  protocol  →  { simulate, runtime }  →  parallel  →  cli
+    graph, dynamics  →  protocol  →  { simulate, runtime }  →  observe  →  parallel  →  cli
 
 graph       topologies, exchange rates, the constants of A2CiD2
 dynamics    the (x, c) state of a worker and what flow, step and exchange do to it
 protocol    who exchanges when, membership, progress, termination: pure state machines
 simulate    the same protocol on a virtual clock
 runtime     the same protocol over sockets: links, the gossip thread, rendezvous, launchers
+observe     what a run tells of itself: the log of each worker
 parallel    GossipDataParallel: the module wrapper, optimizer hooks, schedules, statistics
-workloads, report    built-in tasks; logs and figures
+workloads, report    built-in tasks; figures and pages from the logs
 reproduce   the paper's results by the simulator, as a page
 cli         the command line
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from run_processes import VARIABLES
 
-from gossipdp.report.run_log import BeganRecord, RunLog, RunLogTail, WorkerLog, worker_file
+from gossipdp.observe.run_log import BeganRecord, RunLog, RunLogTail, WorkerLog, worker_file
 from gossipdp.runtime.clock import since_boot_s
 
 pytestmark = pytest.mark.processes

@@ -10,7 +10,7 @@ import pytest
 
 from gossipdp.cli.demo import DemoArguments, run
 from gossipdp.cli.demo_faults import FaultInjector
-from gossipdp.report.run_log import RunLog
+from gossipdp.observe.run_log import RunLog
 from gossipdp.workloads import Digits
 
 pytestmark = pytest.mark.processes

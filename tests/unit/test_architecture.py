@@ -20,8 +20,9 @@ LAYERS = {
     "protocol": {"graph"},
     "simulate": {"graph", "dynamics", "protocol", "workloads"},
     "runtime": {"graph", "dynamics", "protocol"},
-    "parallel": {"graph", "dynamics", "protocol", "runtime"},
-    "report": {"graph", "protocol", "simulate", "runtime", "parallel"},
+    "observe": {"graph", "dynamics", "protocol", "runtime"},
+    "parallel": {"graph", "dynamics", "protocol", "runtime", "observe"},
+    "report": {"graph", "protocol", "simulate", "runtime", "observe", "parallel"},
     "reproduce": {"graph", "dynamics", "protocol", "simulate", "report"},
 }
 EVERYONE_MAY = {"errors", "logs"}

@@ -96,8 +96,8 @@ def run(arguments: DemoArguments) -> int:
     from gossipdp.cli.demo_faults import FaultInjector, fault_results
     from gossipdp.cli.demo_worker import read_results, train_worker
     from gossipdp.errors import WorkerFailedError
+    from gossipdp.observe.run_log import RunLog
     from gossipdp.report.live import LiveView
-    from gossipdp.report.run_log import RunLog
 
     workload, task = prepare(arguments)
     faults = _faults(arguments)
@@ -328,7 +328,7 @@ def _default_output(arguments: DemoArguments) -> Path:
 
 def _clear(directory: Path) -> None:
     """Remove what a former run left here, so that no worker of it is taken for one of this."""
-    from gossipdp.report.run_log import FILE_PATTERN
+    from gossipdp.observe.run_log import FILE_PATTERN
 
     directory.mkdir(parents=True, exist_ok=True)
     for pattern in (
@@ -476,8 +476,8 @@ def _write_reports(console: Console, arguments: DemoArguments, task: DemoTask) -
     from rich.markup import escape
 
     from gossipdp.cli.demo_worker import average_file
+    from gossipdp.observe.run_log import FILE_PATTERN, RunLog
     from gossipdp.report.figures import draw_run
-    from gossipdp.report.run_log import FILE_PATTERN, RunLog
     from gossipdp.report.tensorboard import tensorboard_is_installed, write_tensorboard
 
     run_log = RunLog.read(task.directory)

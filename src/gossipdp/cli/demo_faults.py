@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from gossipdp.runtime.clock import since_boot_s
 
 if TYPE_CHECKING:
+    from gossipdp.observe.run_log import RunLog
     from gossipdp.report.live import WorkerProgress
-    from gossipdp.report.run_log import RunLog
     from gossipdp.runtime.crew import Failure
 
 # How long after a fault all who could notice it have.

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 
 from gossipdp import logs
+from gossipdp.observe.run_log import ExchangeRecord, RunLog, RunLogWriter, WorkerLog, worker_file
 from gossipdp.parallel.module import GossipDataParallel
-from gossipdp.report.run_log import ExchangeRecord, RunLog, RunLogWriter, WorkerLog, worker_file
 from gossipdp.runtime.clock import since_boot_s
 from gossipdp.workloads import BatchLoader, Workload, learning_rate_factor, make_workload
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gossipdp.report.run_log import RunLog
+from gossipdp.observe.run_log import RunLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable

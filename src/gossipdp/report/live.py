@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gossipdp.report.run_log import (
+from gossipdp.observe.run_log import (
     BeganRecord,
     EndRecord,
     ExchangeRecord,

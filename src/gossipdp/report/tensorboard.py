@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gossipdp.report.run_log import RunLog, WorkerLog
+from gossipdp.observe.run_log import RunLog, WorkerLog
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter

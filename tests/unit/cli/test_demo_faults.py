@@ -13,8 +13,8 @@ from gossipdp.cli.demo_faults import (
     least_duration_s,
     parse_faults,
 )
+from gossipdp.observe.run_log import BeganRecord, EndRecord, RunLog, RunLogWriter, worker_file
 from gossipdp.report.live import WorkerProgress
-from gossipdp.report.run_log import BeganRecord, EndRecord, RunLog, RunLogWriter, worker_file
 from gossipdp.runtime.crew import Ending, Failure
 
 

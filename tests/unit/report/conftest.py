@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from gossipdp.report.run_log import (
+from gossipdp.observe.run_log import (
     EndRecord,
     ExchangeRecord,
     RunLog,

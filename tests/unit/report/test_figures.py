@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from gossipdp.observe.run_log import ExchangeRecord, RunLog, StartRecord, StepRecord, WorkerLog
 from gossipdp.report.figures import draw_run, exchange_counts, worker_colours
-from gossipdp.report.run_log import ExchangeRecord, RunLog, StartRecord, StepRecord, WorkerLog
 
 
 def small_run(counts: dict[int, dict[int, int]], *, num_workers: int) -> RunLog:

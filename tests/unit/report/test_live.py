@@ -3,8 +3,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from gossipdp.observe.run_log import ExchangeRecord, RunLogWriter, worker_file
 from gossipdp.report.live import LiveView
-from gossipdp.report.run_log import ExchangeRecord, RunLogWriter, worker_file
 
 
 class Clock:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from gossipdp.report.run_log import (
+from gossipdp.observe.run_log import (
     EndRecord,
     ExchangeRecord,
     RunLog,
