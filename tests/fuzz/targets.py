@@ -254,7 +254,7 @@ def control_message_seeds() -> list[bytes]:
 def _news() -> tuple[tuple[Member, ...], tuple[ProgressEntry, ...]]:
     return (
         (
-            Member(1, 2, 101, Status.DONE, "10.0.0.1", 4000),
+            Member(1, 2, 101, Status.DONE, "10.0.0.1", 4000, "10.0.0.9", 9401),
             Member(2, 0, 102, Status.LEFT, "::1", 1),
         ),
         (ProgressEntry(1, 2, 101, 64, 2), ProgressEntry(0, 0, 100, 9, 9)),

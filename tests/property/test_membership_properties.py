@@ -16,6 +16,8 @@ members = st.builds(
     status=st.sampled_from(Status),
     host=st.sampled_from(["", "a"]),
     port=st.integers(0, 1),
+    status_host=st.sampled_from(["", "a"]),
+    status_port=st.integers(0, 1),
 )
 entries = st.builds(
     ProgressEntry,

@@ -37,7 +37,11 @@ class Status(enum.IntEnum):
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One worker as the network knows it."""
+    """One worker as the network knows it.
+
+    ``host`` and ``port``: where it listens for links; ``status_host`` and ``status_port``: where
+    it shows its status to people (port 0: nowhere), which nothing here makes use of.
+    """
 
     rank: Natural
     incarnation: Natural
@@ -45,6 +49,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     status: Status = Status.ALIVE
     host: Host = ""
     port: Port = 0
+    status_host: Host = ""
+    status_port: Port = 0
 
     @property
     def is_live(self) -> bool:
@@ -61,8 +67,16 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return self._order > other._order
 
     @property
-    def _order(self) -> tuple[int, int, int, str, int]:
-        return (self.incarnation, self.process_id, self.status, self.host, self.port)
+    def _order(self) -> tuple[int, int, int, str, int, str, int]:
+        return (
+            self.incarnation,
+            self.process_id,
+            self.status,
+            self.host,
+            self.port,
+            self.status_host,
+            self.status_port,
+        )
 
 
 class Membership:

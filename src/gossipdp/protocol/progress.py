@@ -104,6 +104,17 @@ class Progress:
         news.sort()
         return tuple(news), self.version
 
+    def by_rank(self) -> dict[int, tuple[int, int]]:
+        """Samples and gradient steps of every rank over all its lives.
+
+        Any thread may call it: the entries are copied in one step, and none ever changes.
+        """
+        totals: dict[int, tuple[int, int]] = {}
+        for entry in list(self._entries.values()):
+            samples, steps = totals.get(entry.rank, (0, 0))
+            totals[entry.rank] = (samples + entry.samples, steps + entry.steps)
+        return totals
+
     def worker_steps(self, rank: int) -> int:
         """Gradient steps of one rank over all its lives."""
         return sum(entry.steps for entry in self._entries.values() if entry.rank == rank)

@@ -63,7 +63,8 @@ class WorkerProtocol:
     """The protocol of one worker.
 
     Args:
-        rank, incarnation, process_id, host, port: this worker, as others will know it.
+        rank, incarnation, process_id, host, port, status_address: this worker, as others will
+            know it; the last says where it shows its status.
         constants: the graph with its rates, at the comm rate asked for.
         method: "a2cid2", "gossip", or "none": no ticks, every proposal is answered BUSY.
         policy_name: one of :data:`~gossipdp.protocol.neighbours.NEIGHBOUR_POLICIES`.
@@ -96,13 +97,16 @@ class WorkerProtocol:
         num_copied_chunks: int = 0,
         is_joining: bool = False,
         live_graph: LiveGraph | None = None,
+        status_address: tuple[str, int] = ("", 0),
     ) -> None:
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"timeout_s must be a positive number of seconds, not {timeout_s}")
         self.rank = rank
         self.timeout_s = timeout_s
         status = Status.JOINING if is_joining else Status.ALIVE
-        self.membership = Membership(Member(rank, incarnation, process_id, status, host, port))
+        self.membership = Membership(
+            Member(rank, incarnation, process_id, status, host, port, *status_address)
+        )
         self.progress = Progress(rank, incarnation, process_id)
         graph = live_graph or LiveGraph(constants)
         self.neighbourhood = Neighbourhood(rank, graph, has_momentum=method == "a2cid2")

@@ -130,7 +130,10 @@ def test_who_has_left_does_not_come_back() -> None:
         [0, 1, 2, 0, "h", 70000],
         [-1, 1, 2, 0, "h", 1],
         [0, 1, 2, 0, "h" * 256, 1],
-        [0, 1, 2, 0, "h", 1, "more"],
+        [0, 1, 2, 0, "h", 1, 2],
+        [0, 1, 2, 0, "h", 1, "h", 70000],
+        [0, 1, 2, 0, "h", 1, "h" * 256, 1],
+        [0, 1, 2, 0, "h", 1, "h", 1, "more"],
     ],
 )
 def test_ill_typed_members_do_not_decode(fields: list[object]) -> None:
@@ -139,5 +142,5 @@ def test_ill_typed_members_do_not_decode(fields: list[object]) -> None:
 
 
 def test_a_member_survives_the_wire() -> None:
-    member = Member(3, 1, 2**64 - 1, Status.DONE, "::1", 65535)
+    member = Member(3, 1, 2**64 - 1, Status.DONE, "::1", 65535, "::", 9400)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(member), type=Member) == member

@@ -68,7 +68,7 @@ MESSAGES: list[Message] = [
 def test_round_trip_with_news(message: Message) -> None:
     envelope = Envelope(
         message,
-        (Member(0, 2, 2**62, Status.DONE, "10.0.0.1", 4000),),
+        (Member(0, 2, 2**62, Status.DONE, "10.0.0.1", 4000, "10.0.0.9", 9400),),
         (ProgressEntry(0, 2, 2**62, 64, 2),),
     )
     assert decode(encode(envelope)) == envelope

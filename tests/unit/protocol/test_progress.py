@@ -14,6 +14,7 @@ def test_totals_are_over_all_lives_of_all_workers() -> None:
     assert (progress.total_samples, progress.total_steps) == (94, 6)
     assert (progress.worker_samples(1), progress.worker_steps(1)) == (30, 3)
     assert (progress.worker_samples(0), progress.worker_steps(0)) == (64, 3)
+    assert progress.by_rank() == {0: (64, 3), 1: (30, 3)}
 
 
 def test_an_older_entry_changes_nothing() -> None:
