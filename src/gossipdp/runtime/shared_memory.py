@@ -1,9 +1,9 @@
 """Memory that another process of this host reads in place: sealed memfds and their mappings.
 
-A :class:`Segment` is a worker's own: it writes there what it sends, and passes the descriptor to
-its peers (:mod:`.shared_offers`). It has no name in any file system and ends with the last process
-that has it mapped or open, so that nothing is left after ``kill -9`` of all workers. Its size is
-sealed, so a peer's read cannot run into a hole, and so is writing by anybody else.
+A :class:`SharedSegment` is a worker's own: it writes there what it sends, and passes the descriptor
+to its peers (:mod:`.shared_offers`). It has no name in any file system and ends with the last
+process that has it mapped or open, so that nothing is left after ``kill -9`` of all workers. Its
+size is sealed, so a peer's read cannot run into a hole, and so is writing by anybody else.
 
 Guarantees:
 
@@ -87,7 +87,7 @@ def _error(call: str) -> OSError:
 
 
 @final
-class Segment(fork.DescriptorOwner):
+class SharedSegment(fork.DescriptorOwner):
     """A worker's own memory, which it writes and its peers read.
 
     Args:

@@ -35,7 +35,7 @@ from gossipdp.runtime import fork
 from gossipdp.runtime.frames import MAX_SEGMENT
 from gossipdp.runtime.identity import Identity
 from gossipdp.runtime.once_log import OnceLog
-from gossipdp.runtime.shared_memory import Segment, map_peers_segment
+from gossipdp.runtime.shared_memory import SharedSegment, map_peers_segment
 
 # All workers of a host may offer at once.
 BACKLOG = 1024
@@ -118,7 +118,7 @@ class Offers:
         """When :meth:`take` has something to do without an event; None: never."""
         return next(iter(self._strangers.values()), None)
 
-    def send(self, segment: Segment, peer: Identity, link_id: bytes) -> bool:
+    def send(self, segment: SharedSegment, peer: Identity, link_id: bytes) -> bool:
         """Offer ``segment`` to ``peer``; whether it is on this host and its socket took it."""
         offered = (segment.number, len(segment.memory))
         proof = self._prove(link_id, self._identity.rank, *offered)

@@ -31,7 +31,7 @@ from gossipdp.runtime.frames import run_tag
 from gossipdp.runtime.identity import Identity, Refusal
 from gossipdp.runtime.link import LinkHandler
 from gossipdp.runtime.once_log import OnceLog
-from gossipdp.runtime.shared_memory import Segment
+from gossipdp.runtime.shared_memory import SharedSegment
 from gossipdp.runtime.shared_offers import Offers
 from gossipdp.runtime.tcp_link import LinkOwner, TcpLink
 from gossipdp.runtime.tcp_openings import (
@@ -108,7 +108,7 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
         self.clock = clock
         self.max_queued_chunks = max_queued_chunks
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
-        self.segment: Segment | None = None
+        self.segment: SharedSegment | None = None
         self._memory: memoryview | None = None
         self._num_segments = 0
         self._may_share = shared_memory == "auto" and max_bytes_per_s is None
@@ -180,7 +180,7 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
                     timeout_s=self._handshake_timeout_s,
                     log=self._log,
                 )
-            self.segment = Segment(num_bytes, self._num_segments + 1)
+            self.segment = SharedSegment(num_bytes, self._num_segments + 1)
         except (OSError, AttributeError) as error:  # AttributeError: not on this system
             self._may_share = False
             text = "no memory is shared with workers of this host: %s"

@@ -33,7 +33,7 @@ from gossipdp.runtime.frames import (
 from gossipdp.runtime.identity import Identity
 from gossipdp.runtime.link import Link, LinkHandler
 from gossipdp.runtime.shared_chunks import SharedChunks
-from gossipdp.runtime.shared_memory import Segment
+from gossipdp.runtime.shared_memory import SharedSegment
 from gossipdp.runtime.tcp_stream import Stream
 
 # One turn of the loop moves at most this much per link and direction, so that no link starves
@@ -65,7 +65,7 @@ class LinkOwner(abc.ABC):
     max_queued_chunks: int
     clock: Callable[[], float]
     scratch: memoryview  # where payloads land that nobody wants
-    segment: Segment | None  # our memory that peers may read
+    segment: SharedSegment | None  # our memory that peers may read
 
     @abc.abstractmethod
     def link_has_output(self, link: "TcpLink") -> None:

@@ -26,7 +26,7 @@ from gossipdp.runtime.frames import (
     pack_key,
     run_tag,
 )
-from gossipdp.runtime.shared_memory import Segment, map_peers_segment
+from gossipdp.runtime.shared_memory import SharedSegment, map_peers_segment
 
 EXCHANGE = FrameType.EXCHANGE_CHUNK
 PAGE = mmap.PAGESIZE
@@ -54,7 +54,7 @@ def socket_names() -> set[str]:
 
 
 def test_what_the_owner_writes_the_peer_reads() -> None:
-    segment = Segment(3 * PAGE, 1)
+    segment = SharedSegment(3 * PAGE, 1)
     peers = map_peers_segment(segment.descriptor, 3 * PAGE)
     segment.memory[PAGE : PAGE + 5] = b"hello"
     assert peers[PAGE : PAGE + 5] == b"hello"
@@ -64,7 +64,7 @@ def test_what_the_owner_writes_the_peer_reads() -> None:
 
 
 def test_nobody_else_can_write_it_or_change_its_size() -> None:
-    segment = Segment(PAGE, 1)
+    segment = SharedSegment(PAGE, 1)
     with pytest.raises(PermissionError):
         mmap.mmap(segment.descriptor, PAGE)
     for size in (0, 2 * PAGE):
@@ -76,7 +76,7 @@ def test_nobody_else_can_write_it_or_change_its_size() -> None:
 
 def test_a_mapping_lives_as_long_as_a_tensor_looks_at_it(recwarn: Any) -> None:
     before = num_mapped()
-    segment = Segment(PAGE, 1)
+    segment = SharedSegment(PAGE, 1)
     segment.memory[64:68] = b"\x00\x00\x80\x3f"
     peers = map_peers_segment(segment.descriptor, PAGE)
     assert num_mapped() == before + 2
@@ -95,7 +95,7 @@ def test_memory_that_its_owner_could_take_away_is_not_mapped() -> None:
     with pytest.raises(ValueError, match="not sealed"):
         map_peers_segment(descriptor, PAGE)
     os.close(descriptor)
-    segment = Segment(PAGE, 1)
+    segment = SharedSegment(PAGE, 1)
     with pytest.raises(ValueError, match=f"{PAGE} bytes and not {2 * PAGE}"):
         map_peers_segment(segment.descriptor, 2 * PAGE)
 
@@ -337,7 +337,7 @@ def has_ended(connection: socket.socket) -> bool:
 def test_packets_that_are_no_offers(world: Any, guests: list[socket.socket]) -> None:
     first, second = world.shared(0), world.shared(1)
     there, _ = world.join(first, second)
-    segment = Segment(PAGE, 7)
+    segment = SharedSegment(PAGE, 7)
     size = shared_offers._OFFER.size
     offers = first.transport._offers
     link_id = second.transport.links[0].link_id
@@ -372,7 +372,7 @@ def test_an_offer_for_a_link_that_is_no_more_is_dropped(world: Any) -> None:
     first, second = world.shared(0), world.shared(1)
     world.join(first, second)
     link_id = second.transport.links[0].link_id
-    segment = Segment(PAGE, 9)
+    segment = SharedSegment(PAGE, 9)
     before = num_mapped()
     second.transport._offers.send(segment, first.transport.identity, bytes(16))
     world.settle()
@@ -406,7 +406,7 @@ def test_all_neighbours_may_offer_at_once(world: Any) -> None:
 def test_a_number_that_no_frame_can_name_is_no_offer(world: Any) -> None:
     first, second = world.shared(0), world.shared(1)
     there, _ = world.join(first, second)
-    segment = Segment(PAGE, MAX_SEGMENT)
+    segment = SharedSegment(PAGE, MAX_SEGMENT)
     segment.number += 1
     before = num_mapped()
     link_id = second.transport.links[0].link_id
