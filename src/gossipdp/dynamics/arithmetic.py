@@ -24,7 +24,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class Arithmetic(ABC):
         scratch: room for the largest chunk, like its ``pending``.
     """
 
-    name: ClassVar[ArithmeticName]
+    name: str
 
     def __init__(self, scratch: Tensor) -> None:
         self.scratch = scratch

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gossipdp.dynamics.kernels import is_finite
 from gossipdp.dynamics.state import DEFAULT_CHUNK_BYTES, Role, Segment, State
 from gossipdp.errors import ModelChangedError
+from gossipdp.runtime.cuda import ON, SWITCH, is_cuda_allowed
 
 ALIGNMENT_BYTES = 64
 
@@ -54,8 +55,8 @@ class FlatParameters:
 
     Raises:
         ValueError: an optimizer updates a parameter that is not the module's, or that another
-            optimizer updates too; a trained parameter is not floating point; something is not
-            on the CPU.
+            optimizer updates too; a trained parameter is not floating point; something is on
+            a GPU, and GOSSIPDP_CUDA does not allow that.
     """
 
     def __init__(
@@ -280,11 +281,18 @@ def _views(
 
 def _check_device(views: Sequence[_View]) -> None:
     for view in views:
-        if view.tensor.device.type != "cpu":
-            raise ValueError(
-                f"{view.name!r} is on {view.tensor.device}; this version exchanges parameters in "
-                "host memory only. Move the module to the CPU before wrapping"
-            )
+        device = view.tensor.device
+        if device.type == "cpu" or (device.type == "cuda" and is_cuda_allowed()):
+            continue
+        way = (
+            f"The exchange of parameters on a GPU has never run on one: set {SWITCH}={ON} to try "
+            "it all the same, or move"
+            if device.type == "cuda"
+            else "Exchanges know the CPU and CUDA devices: move"
+        )
+        raise ValueError(
+            f"{view.name!r} is on {device}. {way} the module to the CPU before wrapping"
+        )
 
 
 def _role(name: str, tensor: Tensor, is_optimized: bool, exchange_frozen: bool) -> Role:

@@ -248,6 +248,7 @@ class GossipEngine(Engine):
         self._states = StateTransfers(
             self._thread, self._loop, self._shared, self._optimizers, options
         )
+        self._shared.rest()
         self._thread.start()
 
     def _identity(self, host: str, run_id: str, rank: int, process_id: int) -> Identity:
@@ -408,6 +409,7 @@ class GossipEngine(Engine):
             case "exit":
                 self.close()
                 raise poison
+        self._shared.rest()
         self._thread.call(self._loop.refresh).result()
         deadline_s = time.monotonic() + self._options.start_timeout_s
         while self._loop.poisoned is not None:
@@ -471,7 +473,7 @@ class GossipEngine(Engine):
         ).result()
         return Captured(
             tensors={
-                f"{kind}/{name}": values.clone(memory_format=torch.contiguous_format)
+                f"{kind}/{name}": values.to("cpu", copy=True, memory_format=torch.contiguous_format)
                 for kind, flats in self._flats().items()
                 for name, values in self._flat.named(flats).items()
             },
@@ -535,11 +537,14 @@ class GossipEngine(Engine):
             if isinstance(value, Tensor) and value.data_ptr() in views:
                 values[name] = views[value.data_ptr()]
 
-    def _copies(self, read: Callable[[Chunk, Tensor], None]) -> list[Tensor]:
+    def _copies(
+        self, read: Callable[[Chunk, Tensor], None], device: str | None = None
+    ) -> list[Tensor]:
         """Copy every segment: exchanged chunks by ``read``, the others as they are."""
+        self._shared.rest()
         copies = []
         for segment in self._flat.state.segments:
-            copy = segment.x.clone()
+            copy = segment.x.to(device or segment.x.device, copy=True)
             if segment.role.is_exchanged:
                 for chunk, room in segment.split(copy):
                     read(chunk, room)
@@ -559,7 +564,8 @@ class GossipEngine(Engine):
             self._is_averaged = False
 
     def _average(self) -> list[Tensor]:
-        sums = self._copies(self._shared.read_flowed)
+        # The gossip thread adds the others'.
+        sums = self._copies(self._shared.read_flowed, "cpu")
         rooms = {
             chunk.index: room
             for segment, total in zip(self._flat.state.segments, sums, strict=True)
@@ -585,7 +591,8 @@ class GossipEngine(Engine):
                 logger.warning("worker %d averages without worker %d: %s", self.rank, peer, error)
         for index, room in rooms.items():
             room.div_(counts[index])
-        return sums
+        segments = self._flat.state.segments
+        return [total.to(s.x.device) for s, total in zip(segments, sums, strict=True)]
 
     # The end.
 
@@ -618,6 +625,7 @@ class GossipEngine(Engine):
 
     def _wait_for_average(self) -> Outcome:
         ended: Future[Outcome] = Future()
+        self._shared.rest()
         self._thread.call(lambda: self._loop.consolidate(ended.set_result)).result()
         line_due_s = time.monotonic() + WAIT_LINE_EVERY_S
         while True:

@@ -1,8 +1,9 @@
 """The data side of consolidation: the protocol decides, this adds, divides, sends and lands.
 
-Everything happens in place. x holds this worker's input until the commit; ``pending``, which has
-nothing else to hold once all exchanges are over, first takes the partial sums and then the
-result. Driven by the gossip thread, while the main thread waits in ``consolidate``.
+Everything happens in place. x holds this worker's input until the commit; ``sums`` first takes
+the partial sums and then the result, in the memory of ``pending``, which has nothing else to hold
+once all exchanges are over (of parameters on a device: in host memory of its own). Driven by the
+gossip thread, while the main thread waits in ``consolidate``.
 """
 
 from collections import deque
@@ -88,9 +89,9 @@ class Averaging:
             case SendResult(peer=peer, origin=origin, chunk=chunk):
                 self._queue(peer, FrameType.RESULT_CHUNK, origin, chunk)
             case FinishChunk(chunk=chunk, num_members=num_members):
-                self._chunks[chunk].pending.div_(num_members)
+                self._shared.sums[chunk].div_(num_members)
             case MeasureDistance(origin=origin):
-                distance = self._shared.squared_distance_to_pending()
+                distance = self._shared.squared_distance_to_sums()
                 self._perform(self._protocol.distance_measured(origin, distance, now_s))
             case Commit(consensus_distance=distance, num_members=num_members):
                 self._commit(Outcome(distance, num_members))
@@ -110,13 +111,12 @@ class Averaging:
                 if link.queued_chunks:
                     link.close("consolidation starts anew")
         self._shared.start_sums()
-        self._copied = {chunk.index: chunk.x.clone() for chunk in self._shared.state.copied_chunks}
+        self._copied = self._shared.copied_values()
 
     def _commit(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        self._shared.adopt_pending()
-        for chunk in self._shared.state.copied_chunks:
-            chunk.x.copy_(self._copied[chunk.index])
+        self._shared.adopt_sums()
+        self._shared.adopt_copied(self._copied)
 
     # Sending.
 
@@ -139,7 +139,7 @@ class Averaging:
 
     def _values(self, index: int) -> Tensor:
         """The sum or result of one chunk."""
-        return self._copied[index] if index >= self._num_averaged else self._chunks[index].pending
+        return self._copied[index] if index >= self._num_averaged else self._shared.sums[index]
 
     # Landing.
 
@@ -173,11 +173,10 @@ class Averaging:
             self._links[peer].close("what it sent to be averaged holds NaN or infinity")
             return
         if frame_type is FrameType.PARTIAL_CHUNK:
-            chunk.pending.add_(values)
+            self._shared.sums[key.index].add_(values)
             self._perform(self._protocol.partial_landed(peer, epoch, key.index, now_s))
             return
-        target = chunk.pending if key.index < self._num_averaged else self._copied[key.index]
-        target.copy_(values)
+        self._values(key.index).copy_(values)
         self._perform(self._protocol.result_landed(peer, epoch, key.index, now_s))
 
     def _accepts(self, peer: int, frame_type: FrameType, key: ChunkKey) -> bool:

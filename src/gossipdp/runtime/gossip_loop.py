@@ -9,6 +9,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from random import Random
 
@@ -126,6 +127,10 @@ class GossipLoop(LinkHandler):
         self.hold()
 
     # What the owner of the loop calls.
+
+    def its_thread(self) -> AbstractContextManager[object]:
+        """The thread that turns this loop does so within this."""
+        return self._shared.gossip_thread()
 
     def turn(self, longest_s: float = LONGEST_TURN_S) -> None:
         """Wait for something to happen, at most ``longest_s``, and deal with it."""

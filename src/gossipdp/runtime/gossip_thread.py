@@ -98,10 +98,8 @@ class GossipThread:
         finally:
             self._ready.set()
         try:
-            while not self._stopping:
-                self._empty_queues()
-                self._wake_at_step = self._loop.protocol.clock.timed_from_step
-                self._loop.turn(0.0 if self._steps or self._calls else LONGEST_TURN_S)
+            with self._loop.its_thread():
+                self._turn_until_closed()
         except BaseException as error:
             if not isinstance(error, SupersededError):
                 logger.exception("the gossip thread has failed")
@@ -109,6 +107,12 @@ class GossipThread:
         finally:
             self._loop.close()
             self._fail_calls()
+
+    def _turn_until_closed(self) -> None:
+        while not self._stopping:
+            self._empty_queues()
+            self._wake_at_step = self._loop.protocol.clock.timed_from_step
+            self._loop.turn(0.0 if self._steps or self._calls else LONGEST_TURN_S)
 
     def _empty_queues(self) -> None:
         protocol = self._loop.protocol

@@ -38,6 +38,9 @@ Taking over another's parameters (:meth:`SharedState.take_over`), while the main
 * ``consolidate`` meanwhile: the averaging begins when it has ended.
 * Poisoned parameters cannot be added to, so x itself is written (:meth:`SharedState.replace`),
   while the main thread waits at a boundary.
+
+All this holds where an operation is done when its call returns. What else it takes on a device
+that only queues them stands in :mod:`~gossipdp.runtime.queued_device`.
 """
 
 import logging
@@ -45,7 +48,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -54,6 +58,7 @@ from gossipdp.dynamics.arithmetic import choose_arithmetic
 from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import Chunk, Role, State
 from gossipdp.runtime.clock import since_boot_s
+from gossipdp.runtime.device import Device, device_of
 from gossipdp.runtime.workbench import Workbench
 
 logger = logging.getLogger(__name__)
@@ -77,6 +82,10 @@ class SharedState:
         phase: this worker's phase.
         clock: seconds, monotonic.
         kernels: what computes, instead of what GOSSIPDP_KERNELS says.
+        device: where the chunks live, if not where torch says.
+
+    Attributes:
+        sums: by a chunk's index, in host memory: what consolidation adds up, and its result.
 
     Raises:
         ValueError: GOSSIPDP_KERNELS is none of those, or numba and that is not installed.
@@ -88,30 +97,36 @@ class SharedState:
         phase: Phase,
         clock: Callable[[], float] = since_boot_s,
         kernels: str | None = None,
+        device: Device | None = None,
     ) -> None:
         self.state = state
         self._phase = phase
         self._clock = clock
         self._phase_lock = threading.Lock()
-        self._locks = [threading.Lock() for _ in state.chunks]
+        self._device = device or device_of(state)
+        self._locks = [self._device.lock() for _ in state.chunks]
+        self.sums: list[Tensor] = []
         self._exchange_theta = 0.0
         num_values = sum(chunk.num_elements for chunk in state.chunks)
         requested = kernels or requested_kernels()
         name = choose_arithmetic(requested, num_values)
         try:
-            self._gossip = Workbench(state, name)
+            self._gossip = Workbench(state, name, self._device)
         except ImportError as error:  # such as a numba that is too old for this numpy
             if requested != "auto":
                 raise
             logger.warning("exchanges are computed by torch: numba cannot be imported: %s", error)
             name = "torch"
-            self._gossip = Workbench(state, name)
-        self._main = Workbench(state, name)
+            self._gossip = Workbench(state, name, self._device)
+        self._main = Workbench(state, name, self._device)
         self.prepare()
 
     @property
     def kernels(self) -> str:
-        """What computes the exchanges: ``numba``, ``torch``, or both with a comma between."""
+        """What computes the exchanges: ``numba``, ``torch``, or both with a comma between.
+
+        ``torch on the device``: the parameters are not in host memory.
+        """
         return ", ".join(sorted(self._gossip.names))
 
     def prepare(self, wire: torch.dtype | None = None) -> None:
@@ -133,14 +148,18 @@ class SharedState:
     def read(self, chunk: Chunk, out: Tensor) -> None:
         """Write x + pending of one chunk to ``out``."""
         with self._locks[chunk.index]:
-            chunk.snapshot(out)
+            self._device.write(chunk.snapshot, out)
 
     def read_flowed(self, chunk: Chunk, out: Tensor) -> None:
         """Write x + pending + c/2 of one chunk to ``out``: what another takes over."""
         with self._locks[chunk.index]:
-            chunk.snapshot_flowed(out)
+            self._device.write(chunk.snapshot_flowed, out)
 
     # The main thread's part.
+
+    def rest(self) -> None:
+        """Return when all that this thread did to the state is done: others may now write x."""
+        self._device.finish()
 
     def boundary(self, optimizer_index: int | None = None, *, wait: bool = False) -> int:
         """Flow every chunk to the current phase and add its pending; return the chunks skipped.
@@ -149,6 +168,7 @@ class SharedState:
             optimizer_index: only the chunks of that optimizer (None: all).
             wait: wait for a chunk in use instead of leaving it to the next boundary.
         """
+        self._device.finish()
         with self._phase_lock:
             theta = self._phase.at(self._clock())
         return self._add_pending(theta, optimizer_index, wait)
@@ -171,6 +191,7 @@ class SharedState:
 
     def flow_to_now(self) -> None:
         """Flow every chunk to the current phase, into its pending; x stays."""
+        self._device.finish()
         with self._phase_lock:
             theta = self._phase.at(self._clock())
         for chunk in self.state.chunks:
@@ -183,11 +204,21 @@ class SharedState:
         The caller has stopped the exchange in flight: its remaining chunks would be applied to
         parameters their snapshots were not taken from.
         """
+        self._device.finish()
         for chunk in self.state.chunks:
             with self._locks[chunk.index]:
                 chunk.reset()
 
     # The gossip thread's part.
+
+    def gossip_thread(self) -> AbstractContextManager[object]:
+        """The gossip thread does all its work within this."""
+        return self._device.gossip_thread()
+
+    def read_as_it_is(self, chunk: Chunk, out: Tensor) -> None:
+        """Write x of a chunk that is not exchanged to ``out``, in host memory."""
+        out.copy_(chunk.x)
+        self._device.finish()
 
     def start_exchange(self) -> float:
         """Freeze the phase for one exchange and return it."""
@@ -228,10 +259,11 @@ class SharedState:
         """
         if not chunk.role.is_exchanged:
             chunk.x.copy_(values)
-            return
-        with self._locks[chunk.index]:
-            chunk.reset()
-            chunk.x.copy_(values)
+        else:
+            with self._locks[chunk.index]:
+                chunk.reset()
+                chunk.x.copy_(values)
+        self._device.finish()
 
     def exchange(self, chunk: Chunk, mine: Tensor, peers: Tensor, alpha_tilde: float) -> float:
         """Apply one exchanged chunk; return the squared norm of the difference.
@@ -264,19 +296,37 @@ class SharedState:
         self._add_pending(math.inf, None, wait=True)
 
     def start_sums(self) -> None:
-        """Set pending to x: the sum that consolidation begins with, and where its result lands."""
-        for chunk in self.state.chunks:
-            chunk.pending.copy_(chunk.x)
+        """Set ``sums`` to x, where consolidation begins; pending lends its memory, if it can."""
+        if not self.sums:
+            chunks = self.state.chunks
+            self.sums = [self._device.in_host_memory(chunk.pending) for chunk in chunks]
+        for chunk, total in zip(self.state.chunks, self.sums, strict=True):
+            total.copy_(chunk.x)
+        self._device.finish()
 
-    def squared_distance_to_pending(self) -> float:
-        """Return the squared distance of the trained parameters x to ``pending``."""
+    def squared_distance_to_sums(self) -> float:
+        """Return the squared distance of the trained parameters x to ``sums``."""
         total = 0.0
         for chunk in self.state.chunks:
             if chunk.role is Role.TRAINED:
-                total += self._gossip.of(chunk).squared_distance(chunk.x, chunk.pending)
+                sums = self.sums[chunk.index]
+                total += self._gossip.of(chunk).squared_distance(chunk.x, sums)
         return total
 
-    def adopt_pending(self) -> None:
-        """X = pending, which holds the result; it stays there for who may yet ask for it."""
-        for chunk in self.state.chunks:
-            chunk.x.copy_(chunk.pending)
+    def adopt_sums(self) -> None:
+        """X = sums, which hold the result; it stays there for who may yet ask for it."""
+        for chunk, total in zip(self.state.chunks, self.sums, strict=True):
+            chunk.x.copy_(total)
+        self._device.finish()
+
+    def copied_values(self) -> dict[int, Tensor]:
+        """Copy the chunks that are never averaged to host memory, by index."""
+        copies = {chunk.index: chunk.x.to("cpu", copy=True) for chunk in self.state.copied_chunks}
+        self._device.finish()
+        return copies
+
+    def adopt_copied(self, values: Mapping[int, Tensor]) -> None:
+        """Take over chunks that are never averaged, by index."""
+        for chunk in self.state.copied_chunks:
+            chunk.x.copy_(values[chunk.index])
+        self._device.finish()

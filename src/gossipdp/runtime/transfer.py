@@ -58,7 +58,7 @@ class StateSender:
             if index < self._num_exchanged:
                 self._shared.read_flowed(chunk, room)
             else:
-                room.copy_(chunk.x)
+                self._shared.read_as_it_is(chunk, room)
             self._num_sent += 1
             key = ChunkKey(*self._request, index)
             self.link.send_chunk(FrameType.STATE_CHUNK, key, self._buffers.bytes(slot, chunk))
