@@ -276,9 +276,17 @@ class GossipDataParallel(nn.Module):
         """The wrapped module's forward pass; in training mode it counts the samples."""
         if self.training and torch.is_grad_enabled():
             self._checkpointer.take_due(in_loop=True)
-            if self._samples_per_step is None:
-                self._forwarded_samples += _batch_size((args, kwargs))
+            self.count_batch((args, kwargs))
         return self._engine.forward_module(*args, **kwargs)
+
+    def count_batch(self, batch: Any) -> None:
+        """Count the samples of ``batch`` as those of the step under way.
+
+        For loops that call the wrapped module itself and not the wrapper, as frameworks do: else
+        calling the wrapper in training mode does this. With ``samples_per_step`` it does nothing.
+        """
+        if self._samples_per_step is None:
+            self._forwarded_samples += _batch_size(batch)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, epoch after epoch, until the budget is used up.

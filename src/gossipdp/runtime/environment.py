@@ -9,12 +9,12 @@ import dataclasses
 import ipaddress
 import itertools
 import logging
-import os
 import socket
 import sys
 from collections.abc import Iterable, Mapping
 
 from gossipdp.errors import RendezvousError
+from gossipdp.runtime.hidden_variables import visible_and_hidden
 from gossipdp.runtime.tls import TlsFiles, tls_files
 
 logger = logging.getLogger("gossipdp.runtime")
@@ -102,8 +102,10 @@ class Environment:
         return self.rank == UNKNOWN_RANK
 
     @classmethod
-    def read(cls, variables: Mapping[str, str] = os.environ) -> "Environment":
+    def read(cls, variables: Mapping[str, str] | None = None) -> "Environment":
         """The environment that ``variables`` describe; one worker alone without RANK, WORLD_SIZE.
+
+        By default those of this process, those that are hidden from other libraries included.
 
         Raises:
             ValueError: only some of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set, or of the
@@ -113,6 +115,8 @@ class Environment:
             >>> Environment.read({}).num_workers
             1
         """
+        if variables is None:
+            variables = visible_and_hidden()
         own_port = _number(variables, "GOSSIPDP_PORT", 0)
         ours = {
             "secret": (variables.get("GOSSIPDP_SECRET") or "").encode() or None,

@@ -267,7 +267,12 @@ def test_samples_are_counted_in_training_mode_alone_and_may_be_given(wrap):
         model(torch.ones(50, 2))
     optimizer.step()
     assert model.stats().samples == 7
+    net(torch.ones(7, 2)).sum().backward()
+    model.count_batch({"labels": [torch.ones(5)]})
+    optimizer.step()
+    assert model.stats().samples == 12
     given = wrap(net, optimizer, samples_per_step=3)
+    given.count_batch(torch.ones(7, 2))
     given(torch.ones(7, 2)).sum().backward()
     optimizer.step()
     assert given.stats().samples == 3
