@@ -114,7 +114,7 @@ def run(arguments: RunArguments) -> int:
         num_workers,
         team=_team(arguments, tls),
         max_restarts=arguments.max_restarts,
-        modules=["gossipdp.parallel.module"],
+        modules=["gossipdp.parallel.module", "networkx"],
         host=arguments.host if arguments.rendezvous or arguments.join else None,
         variables={**os.environ, **tls},
         on_failure=tell,

@@ -6,12 +6,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import networkx as nx
 import numpy as np
 
 from gossipdp.graph.spectrum import FloatArray, IndexArray, Spectrum, laplacian_matrix, spectrum
 from gossipdp.graph.topology import check_graph, graph_name
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 # Rounding that the checks allow: of a user's rates, and of the eigenvalues.
 BUDGET_TOLERANCE = 1e-9
@@ -97,6 +100,8 @@ class Constants:
         for edge, rate in zip(self.edges, self.rates, strict=True):
             if not (math.isfinite(rate) and rate > 0):
                 raise ValueError(f"the rate of edge {edge} is {rate}, but must be positive")
+        import networkx as nx
+
         graph: nx.Graph[int] = nx.Graph(self.edges)
         if not set(graph) <= set(self.workers):
             raise ValueError(f"edges name ranks that are not among the workers {self.workers}")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import networkx as nx
 import numpy as np
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.rate_program import RateProgram, Solution
 from gossipdp.graph.spectrum import FloatArray, dense_spectrum
 from gossipdp.graph.topology import graph_name
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Goal = Literal["gossip", "a2cid2"]
 

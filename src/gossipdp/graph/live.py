@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import attach, without
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 MAX_CACHED = 64
 
@@ -37,6 +39,8 @@ class LiveGraph:
     """
 
     def __init__(self, constants: Constants) -> None:
+        import networkx as nx
+
         self.original = constants
         self.comm_rate = max(map(constants.worker_rate, constants.workers))
         self._graph: nx.Graph[int] = nx.Graph(constants.edges)
@@ -68,6 +72,8 @@ class LiveGraph:
         Raises:
             ValueError: nobody lives.
         """
+        import networkx as nx
+
         ranks = set(live)
         originals = ranks & set(self.original.workers)
         joiners = ranks - originals

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import networkx as nx
 import numpy as np
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.gradient_noise import GradientNoise
 from gossipdp.graph.second_moments import SecondMoments
 from gossipdp.graph.topology import build_graph, torus_shape
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 CANDIDATES = ("ring", "exponential", "torus", "complete")
 

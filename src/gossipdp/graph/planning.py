@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import graph_name
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 WORTHWHILE_SPEEDUP = 1.1
 """Below this the acceleration is lost in the noise of training."""

@@ -15,8 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from numbers import Integral
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import networkx as nx
+if TYPE_CHECKING:
+    import networkx as nx
+
 
 RANDOM_REGULAR_DEGREE = 4
 """Even, so that a random-regular graph exists for odd numbers of workers too."""
@@ -69,6 +72,8 @@ def build_graph(graph: str | nx.Graph[int], num_workers: int, *, seed: int = 0) 
         raise ValueError(
             f"num_workers must be a whole number, got {num_workers!r}: pass an int of 1 or more"
         ) from None
+    import networkx as nx
+
     if isinstance(graph, nx.Graph):
         return _checked_copy(graph, num_workers)
     if not isinstance(graph, str):
@@ -116,6 +121,8 @@ def check_graph(graph: nx.Graph[int]) -> None:
             f"graph {name!r} has self loops, the first at worker {loops[0]}: remove them with "
             "graph.remove_edges_from(list(networkx.selfloop_edges(graph)))"
         )
+    import networkx as nx
+
     first = min(graph)
     reached: set[int] = nx.node_connected_component(graph, first)
     if len(reached) < len(graph):
@@ -157,6 +164,8 @@ def read_edge_list(path: str | Path) -> nx.Graph[int]:
             names file and line.
         OSError: The file cannot be read.
     """
+    import networkx as nx
+
     graph: nx.Graph[int] = nx.Graph(name=str(path))
     first_line: dict[tuple[int, int], int] = {}
     try:
@@ -211,6 +220,8 @@ def without(graph: nx.Graph[int], dead: Iterable[int]) -> nx.Graph[int]:
         raise ValueError(f"graph {name!r} has no worker {unknown[0]}: pass ranks that are in it")
     if len(ranks) == len(graph):
         raise ValueError(f"graph {name!r} without all of its workers is empty: keep at least one")
+    import networkx as nx
+
     survivors: nx.Graph[int] = nx.Graph(graph)
     for rank in ranks:
         neighbours = sorted(survivors[rank])
@@ -247,6 +258,8 @@ def attach(graph: nx.Graph[int], joiners: Iterable[int]) -> nx.Graph[int]:
         raise ValueError(
             f"graph {graph_name(graph)!r} has a worker {known[0]} already: pass ranks not in it"
         )
+    import networkx as nx
+
     joined: nx.Graph[int] = nx.Graph(graph)
     joined.add_nodes_from(added)
     ranks = sorted(joined)
@@ -283,6 +296,8 @@ def _checked_copy(graph: nx.Graph[int], num_workers: int) -> nx.Graph[int]:
 
 
 def _from_edges(num_workers: int, edges: Edges) -> nx.Graph[int]:
+    import networkx as nx
+
     built: nx.Graph[int] = nx.Graph()
     built.add_nodes_from(range(num_workers))
     built.add_edges_from(edges)
@@ -331,6 +346,8 @@ def _torus(num_workers: int) -> Iterator[tuple[int, int]]:
 
 
 def _random_regular(num_workers: int, stream: random.Random) -> nx.Graph[int]:
+    import networkx as nx
+
     degree = min(RANDOM_REGULAR_DEGREE, num_workers - 1)
     return _until_connected(
         f"random-regular of {num_workers} workers",
@@ -339,6 +356,8 @@ def _random_regular(num_workers: int, stream: random.Random) -> nx.Graph[int]:
 
 
 def _erdos_renyi(num_workers: int, stream: random.Random) -> nx.Graph[int]:
+    import networkx as nx
+
     # Twice the threshold of connectedness, so that a first draw fails with probability about 1/n.
     probability = min(1.0, 2.0 * math.log(num_workers) / num_workers)
     return _until_connected(
@@ -348,6 +367,8 @@ def _erdos_renyi(num_workers: int, stream: random.Random) -> nx.Graph[int]:
 
 
 def _until_connected(name: str, draw: Callable[[], nx.Graph[int]]) -> nx.Graph[int]:
+    import networkx as nx
+
     for _ in range(MAX_RESAMPLES):
         drawn = draw()
         if nx.is_connected(drawn):
