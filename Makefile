@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types fuzz chaos bench clean
+.PHONY: demo test lint types fuzz chaos cluster-test bench clean
 
 demo: $(VENV)/base.installed
 	$(BIN)/gossipdp demo $(ARGS)
@@ -32,6 +32,11 @@ chaos: $(VENV)/dev.installed
 	$(BIN)/python tests/chaos/processes.py
 	$(BIN)/python -m pytest -s $(addprefix tests/chaos/,partition.py demo.py rejoining.py exits.py)
 
+# The examples of docs/clusters.md on a Ray of this machine, and, as root where Debian's slurm-wlm
+# and munge are installed, on a Slurm of one node.
+cluster-test: $(VENV)/cluster.installed
+	$(BIN)/python -m pytest $(addprefix tests/clusters/,ray_local.py slurm.py) $(ARGS)
+
 # All benchmarks, in less than 20 minutes on two cores; ARGS="scale overlap" for some of them.
 bench: $(VENV)/dev.installed
 	$(BIN)/python benchmarks/run_all.py $(ARGS)
@@ -48,6 +53,10 @@ $(VENV)/base.installed: pyproject.toml constraints.txt | venv
 $(VENV)/dev.installed: pyproject.toml constraints.txt | venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@ $(VENV)/base.installed
+
+$(VENV)/cluster.installed: pyproject.toml constraints.txt | venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,ray]"
+	@touch $@ $(VENV)/dev.installed $(VENV)/base.installed
 
 $(VENV)/fuzz.installed: pyproject.toml constraints.txt | venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,fuzz]"
