@@ -27,7 +27,7 @@ read (aligned values of 2, 4 or 8 bytes are not torn), and both ends use what wa
 once an event: the difference comes from the two snapshots.
 
 **Rule 3, the host reads and writes only what is done.** Snapshots leave through pinned slots
-(:class:`_Slot`). The host copies out of one after :meth:`Device.finish`, and into one only when the
+(:class:`Slot`). The host copies out of one after :meth:`Device.finish`, and into one only when the
 copy from it to the device is done, which a mark of its own tells. So neither a link nor another
 process ever sees memory that the device is still writing, and no slot changes under the device.
 
@@ -168,7 +168,7 @@ class OrderedLock:
 
 
 @final
-class _Slot:
+class Slot:
     """Rule 3: a chunk's way between host memory and the device. One thread's."""
 
     def __init__(self, device: QueuedDevice, num_bytes: int) -> None:
@@ -212,8 +212,8 @@ class StagedArithmetic(Arithmetic):
         self.name = f"{inner.name} on the device"
         self._inner = inner
         # A snapshot is at most as wide as pending.
-        self._mine = _Slot(device, inner.scratch.nbytes)
-        self._peers = _Slot(device, inner.scratch.nbytes)
+        self._mine = Slot(device, inner.scratch.nbytes)
+        self._peers = Slot(device, inner.scratch.nbytes)
 
     def prepare(self, x: torch.dtype, wire: torch.dtype) -> None:
         """See :class:`Arithmetic`."""
