@@ -27,6 +27,7 @@ COMMANDS = (
     "simulate",
     "demo",
     "bench",
+    "doctor",
     "reproduce",
 )
 

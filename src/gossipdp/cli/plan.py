@@ -145,7 +145,13 @@ def _graph(arguments: PlanArguments) -> nx.Graph[int]:
                 f"both --graph {arguments.graph} and --edge-list {arguments.edge_list} are given: "
                 "pass one of them"
             )
-        read = read_edge_list(arguments.edge_list)
+        try:
+            read = read_edge_list(arguments.edge_list)
+        except OSError as error:
+            raise ValueError(
+                f"--edge-list {arguments.edge_list} cannot be read: {error.strerror}; name a file "
+                "with one edge 'i j' a line"
+            ) from None
         num_workers = len(read) if arguments.workers is None else arguments.workers
         return build_graph(read, num_workers)
     if arguments.workers is None:

@@ -120,6 +120,8 @@ def run(arguments: RunArguments) -> int:
         on_failure=tell,
         on_addresses=_JoinLine(arguments),
     )
+    noun = "worker" if num_workers == 1 else "workers"
+    _tell(f"starting {num_workers} {noun}; to import torch takes them some seconds")
     code = supervisor.run()
     if report := supervisor.report():
         _tell(f"\n{report}")
@@ -146,7 +148,12 @@ class _JoinLine:
 
     def __init__(self, arguments: RunArguments) -> None:
         self._file = arguments.secret_file
-        self._is_due = _secret(self._file) is not None and arguments.join is None
+        self._tls = "".join(
+            f" --{name.replace('_', '-')} {path}"
+            for name in ("tls_cert", "tls_key", "tls_ca")
+            if (path := getattr(arguments, name)) is not None
+        )
+        self._is_due = read_secret(self._file) is not None and arguments.join is None
 
     def __call__(self, addresses: Mapping[int, tuple[str, int]]) -> None:
         from gossipdp.runtime.environment import show_address
@@ -156,7 +163,7 @@ class _JoinLine:
         self._is_due = False
         where = show_address(*addresses[min(addresses)])
         secret = f" --secret-file {self._file}" if self._file is not None else ""
-        _tell(f"to add a worker: gossipdp run --join {where}{secret} SCRIPT")
+        _tell(f"to add a worker: gossipdp run --join {where}{secret}{self._tls} SCRIPT")
 
 
 def _num_workers(arguments: RunArguments) -> int:
@@ -174,7 +181,7 @@ def _team(arguments: RunArguments, tls_of_workers: Mapping[str, str]) -> "Team":
     from gossipdp.runtime.team import HostingTeam, JoiningTeam, RemoteTeam
     from gossipdp.runtime.tls import Tls
 
-    secret = _secret(arguments.secret_file)
+    secret = read_secret(arguments.secret_file)
     num_local = _num_workers(arguments)
     several = arguments.nnodes != 1 or arguments.rendezvous is not None
     if arguments.join is not None:
@@ -220,12 +227,25 @@ def _script(arguments: RunArguments) -> tuple[str, ...]:
     return script
 
 
-def _secret(path: Path | None) -> str | None:
+def read_secret(path: Path | None) -> str | None:
+    """What ``--secret-file`` holds; without one GOSSIPDP_SECRET, None where that is not set.
+
+    Raises:
+        ValueError: the file cannot be read, or is empty.
+    """
     if path is None:
         return os.environ.get("GOSSIPDP_SECRET") or None
-    secret = path.read_text("utf-8").strip()
+    try:
+        secret = path.read_text("utf-8").strip()
+    except OSError as error:
+        raise ValueError(
+            f"--secret-file {path} cannot be read: {error.strerror}; name a file with a long "
+            "random text"
+        ) from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--secret-file {path} is not UTF-8 text; write text into it") from None
     if not secret:
-        raise ValueError(f"the secret file {path} is empty; write a long random text into it")
+        raise ValueError(f"--secret-file {path} is empty; write a long random text into it")
     return secret
 
 

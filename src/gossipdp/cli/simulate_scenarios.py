@@ -241,7 +241,13 @@ def _compute_time(arguments: SimulateArguments) -> ComputeTime:
             raise ValueError(
                 "--step-times says all about step times: leave out --step-ms and --step-spread"
             )
-        time = MeasuredTime(read_step_times(options.step_times))
+        try:
+            time = MeasuredTime(read_step_times(options.step_times))
+        except OSError as error:
+            raise ValueError(
+                f"--step-times {options.step_times} cannot be read: {error.strerror}; name a file "
+                "with one time in seconds a line"
+            ) from None
     else:
         step_ms = DEFAULT_STEP_MS if options.step_ms is None else options.step_ms
         step_s = _check("--step-ms", step_ms, is_positive=True) / 1e3

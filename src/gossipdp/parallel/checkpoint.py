@@ -166,7 +166,12 @@ class Resumption:
     ) -> None:
         by_rank = saved_in(directory)
         if not by_rank:
-            raise ValueError(f"there is no checkpoint in {directory}")
+            what = "holds no checkpoint" if directory.is_dir() else "is no directory"
+            raise ValueError(
+                f"resume={str(directory)!r} {what}: name the checkpoint_dir of the run to go on "
+                f"from (here it is {str(directory.absolute())!r}), or leave resume out to start "
+                "afresh; with a checkpoint_dir, resume='auto' does either"
+            )
         first = next(iter(by_rank.values()))[0].facts
         self.directory = directory
         self.num_saved = first.num_workers

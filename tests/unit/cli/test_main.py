@@ -125,7 +125,10 @@ def test_a_bug_is_not_dressed_up_as_a_mistake_of_the_user(monkeypatch: pytest.Mo
         ("-n 2", "no script to run; write it after the options"),
         ("-n 0 {script}", "-n is 0; start at least one worker"),
         ("-n 2 --secret-file {empty} {script}", "is empty; write a long random text"),
-        ("-n 2 --secret-file nowhere {script}", "No such file or directory: 'nowhere'"),
+        (
+            "-n 2 --secret-file nowhere {script}",
+            "--secret-file nowhere cannot be read: No such file",
+        ),
         ("-n 2 --host 203.0.113.1 {script}", "cannot listen on 203.0.113.1 port 0"),
     ],
 )

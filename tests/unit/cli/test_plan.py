@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,7 @@ def test_an_edge_list_brings_its_own_number_of_workers(tmp_path, capsys):
         ({"workers": 4, "comm_rate": 0.0}, "comm rate 0.0 is not"),
         ({"workers": 0}, "at least 1"),
         ({"workers": 6, "graph": "hypercube"}, "power of two"),
+        ({"edge_list": Path("nowhere")}, "--edge-list nowhere cannot be read: No such file"),
     ],
 )
 def test_bad_input_is_one_line_and_not_zero(capsys, arguments, message):

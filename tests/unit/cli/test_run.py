@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from gossipdp.cli.main import main
+from gossipdp.cli.run import RunArguments, _JoinLine
 from gossipdp.runtime import run_id_query
 
 
@@ -34,6 +35,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("-n 2 --nnodes 0 --rendezvous a:1", "--nnodes is 0; it must be at least 1"),
         ("--join a:1", "--join needs the run's secret: give --secret-file"),
         ("--join a:1 --nnodes 2", "--join needs none of --nnodes, --node-rank, --rendezvous and"),
+        ("-n 2 --secret-file nowhere", "--secret-file nowhere cannot be read: No such file"),
+        ("-n 2 --secret-file .", r"--secret-file \. cannot be read: Is a directory"),
         ("--join a --secret-file FILE", "--join is 'a'; write HOST:PORT"),
     ],
 )
@@ -62,4 +65,20 @@ def test_nobody_to_join_is_one_line(
         "gossipdp: error: no worker to join answers (10.0.0.1:1: [Errno 111] Connection refused; "
         "[::1]:2: [Errno 111] Connection refused); check that the run still goes on and that the "
         "address is one of its workers'\n"
+    )
+
+
+def test_the_line_on_joining_names_all_files_that_a_joiner_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("hush")
+    tls = {"tls_cert": Path("cert.pem"), "tls_key": Path("key.pem"), "tls_ca": Path("ca.pem")}
+    line = _JoinLine(RunArguments(workers=2, secret_file=secret, **tls))
+    line({})
+    line({1: ("10.0.0.2", 5), 0: ("10.0.0.1", 4)})
+    line({0: ("10.0.0.1", 4)})
+    assert capsys.readouterr().err == (
+        f"gossipdp: to add a worker: gossipdp run --join 10.0.0.1:4 --secret-file {secret} "
+        "--tls-cert cert.pem --tls-key key.pem --tls-ca ca.pem SCRIPT\n"
     )

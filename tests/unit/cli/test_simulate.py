@@ -72,7 +72,7 @@ def strict(path: Path) -> Any:
         ("--fidelity links --slow-worker 1", "write RANK:FACTOR"),
         ("--fidelity links --slow-worker 1:-2", "--slow-worker 1:-2 is -2"),
         ("--slow-worker 1:2", "--slow-worker plays no part here"),
-        ("--step-times times.txt", "times.txt"),
+        ("--step-times times.txt", "--step-times times.txt cannot be read: No such file"),
         ("--step-times . --step-ms 3", "leave out --step-ms"),
         ("--step-ms 0", "--step-ms is 0; it must be a positive number"),
         ("--link-mbps 10", "--link-mbps plays no part here"),

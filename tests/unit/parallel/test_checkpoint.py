@@ -248,8 +248,10 @@ def test_auto_starts_afresh_where_there_is_nothing_and_never_mixes_two_runs(run,
     run(tmp_path, stop_after=5)
     with pytest.raises(ValueError, match="holds checkpoints of another run; go on"):
         run(tmp_path, resume=None)
-    with pytest.raises(ValueError, match="there is no checkpoint in"):
+    with pytest.raises(ValueError, match="nowhere' is no directory: name the checkpoint_dir"):
         run(tmp_path / "b", resume=tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="worker-0' holds no checkpoint: name"):
+        run(tmp_path / "b", resume=tmp_path / "worker-0")
     # From another directory, and on into one's own.
     second, _, _ = run(tmp_path / "b", resume=tmp_path)
     assert second[0][0] == 5
