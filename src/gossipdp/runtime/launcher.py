@@ -26,6 +26,9 @@ from gossipdp.runtime.restarts import Restarts
 from gossipdp.runtime.team import HostingTeam
 
 POLL_S = 0.1
+# By name, as nothing here may import what lies above. The wrapper brings all the library, which
+# each worker would compile for itself where no compiled files are kept.
+PRELOADED = ["gossipdp.runtime.preload", "gossipdp.parallel.module"]
 
 
 def launch(
@@ -144,12 +147,18 @@ def launch(
     return [worker.result() for _, worker in sorted(started.items())]
 
 
-def start_fork_server() -> None:
-    """Start the fork server ahead of the first :func:`launch`; returns at once."""
+def start_fork_server(also: Sequence[str] = ()) -> None:
+    """Start the fork server ahead of the first :func:`launch`; returns at once.
+
+    Args:
+        also: modules that it imports besides torch, so that the workers need not; nothing that
+            starts a thread on import. Where the server runs already, this does nothing.
+    """
     from multiprocessing import forkserver
 
     # One server a process, shared with any other user of the "forkserver" start method.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["gossipdp.runtime.preload"])
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, *also])
     forkserver.ensure_running()
 
 
