@@ -1,6 +1,7 @@
 """Exchanges in each wire format, two workers in one thread; and the locks, with two threads."""
 
 import math
+import sys
 import threading
 from collections import deque
 from itertools import pairwise
@@ -197,7 +198,16 @@ def test_the_boundary_leaves_a_chunk_in_use_for_the_next_time():
     assert shared.state.chunks[3].pending[0] == 0.0
 
 
-def test_two_threads_lose_nothing():
+@pytest.fixture
+def switching_often():
+    """Let threads take turns many times a millisecond: all orders are met, and none waits 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_two_threads_lose_nothing(switching_often):
     """The gossip thread adds, the main thread moves to x: in the end every addition is there."""
     shared = make_shared(0)
     start_sum = float(x_and_z(shared)[0].sum())
