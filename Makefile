@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types fuzz chaos cluster-test bench clean
+.PHONY: demo test lint types fuzz chaos cluster-test bench dist clean
 
 demo: $(VENV)/base.installed
 	$(BIN)/gossipdp demo $(ARGS)
@@ -40,6 +40,11 @@ cluster-test: $(VENV)/cluster.installed
 # All benchmarks, in less than 20 minutes on two cores; ARGS="scale overlap" for some of them.
 bench: $(VENV)/dev.installed
 	$(BIN)/python benchmarks/run_all.py $(ARGS)
+
+# An sdist and the wheel built from it, in dist/; tests/integration/test_wheel.py says what is in them.
+dist: $(VENV)/dev.installed
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,100 @@
+"""What is given to others: the contents of wheel and sdist, and the command once installed."""
+
+import email
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import gossipdp
+
+ROOT = Path(__file__).parents[2]
+NAME = f"gossipdp-{gossipdp.__version__}"
+
+
+def run(*words: str, **variables: str) -> str:
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **variables},
+        cwd=Path(sys.prefix),  # where no source tree can be imported from
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An sdist, and the wheel that was built from it."""
+    target = tmp_path_factory.mktemp("dist")
+    run(
+        sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target), str(ROOT)
+    )  # fmt: skip
+    return target
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(dist: Path) -> None:
+    wheel = contents(dist / f"{NAME}-py3-none-any.whl")
+    assert "gossipdp/py.typed" in wheel
+    assert {name.split("/")[0] for name in wheel} == {"gossipdp", f"{NAME}.dist-info"}
+    assert not [name for name in wheel if "test" in Path(name).name or "__pycache__" in name]
+    source = ROOT / "src" / "gossipdp"
+    shipped = {name for name in wheel if name.startswith("gossipdp/") and name.endswith(".py")}
+    assert shipped == {f"gossipdp/{path.relative_to(source)}" for path in source.rglob("*.py")}
+    assert f"{NAME}.dist-info/licenses/LICENSE" in wheel
+
+
+def test_its_metadata_name_the_command_and_the_extras(dist: Path) -> None:
+    wheel = contents(dist / f"{NAME}-py3-none-any.whl")
+    metadata = email.message_from_bytes(wheel[f"{NAME}.dist-info/METADATA"])
+    assert metadata["Version"] == gossipdp.__version__
+    extras = set(metadata.get_all("Provides-Extra", []))
+    assert {"fast", "simulate", "tensorboard", "dev"} <= extras
+    readme = (ROOT / "README.md").read_text()
+    for extra in extras:
+        assert f"`{extra}`" in readme, f"README does not say what the extra {extra} is for"
+    entry = wheel[f"{NAME}.dist-info/entry_points.txt"].decode()
+    assert "gossipdp = gossipdp.cli.main:main" in entry
+
+
+def test_the_source_tree_builds_the_wheel_that_the_sdist_builds(dist: Path, tmp_path: Path) -> None:
+    run(
+        sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path),
+        str(ROOT),
+    )  # fmt: skip
+    name = f"{NAME}-py3-none-any.whl"
+    assert contents(tmp_path / name) == contents(dist / name)
+
+
+def test_the_sdist_holds_what_tests_and_docs_need(dist: Path) -> None:
+    with tarfile.open(dist / f"{NAME}.tar.gz") as archive:
+        names = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
+    for needed in ("pyproject.toml", "LICENSE", "Makefile", "constraints.txt", "CONTRIBUTING.md"):
+        assert needed in names
+    tops = {name.split("/")[0] for name in names}
+    assert {"src", "tests", "docs", "examples", "benchmarks"} <= tops
+    assert not tops & {".venv", "runs", "dist", "build", ".git"}
+
+
+def test_installed_it_runs(dist: Path, tmp_path: Path) -> None:
+    run(
+        sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path),
+        str(dist / f"{NAME}-py3-none-any.whl"),
+    )  # fmt: skip
+    command = [sys.executable, "-P", str(tmp_path / "bin" / "gossipdp")]
+    variables = {"PYTHONPATH": str(tmp_path)}
+    assert run(*command, "--version", **variables) == f"gossipdp {gossipdp.__version__}\n"
+    where = run(sys.executable, "-c", "import gossipdp; print(gossipdp.__file__)", **variables)
+    assert Path(where.strip()).is_relative_to(tmp_path)
+    assert "doctor" in run(*command, "--help", **variables)
