@@ -13,6 +13,7 @@ from typing import IO, BinaryIO, final
 from gossipdp.runtime.crew import Ending, WorkerProcess, exit_reason
 from gossipdp.runtime.parent_death import end_with
 from gossipdp.runtime.relayed_output import relay_variables
+from gossipdp.runtime.repeated_tracebacks import TracebackFolder
 from gossipdp.runtime.reports import ReportChannel, report_variables
 from gossipdp.runtime.warm_spare import WarmSpare
 
@@ -136,11 +137,15 @@ class Outlet:
         stream: written and flushed; it may take lines again later.
         name: what people call it.
         stream_to_tell: the other one; if it fails too, nobody is told.
+
+    Attributes:
+        tracebacks: see :class:`~gossipdp.runtime.repeated_tracebacks.TracebackFolder`.
     """
 
     def __init__(self, stream: BinaryIO, name: str, stream_to_tell: BinaryIO) -> None:
         self._stream, self._name, self._stream_to_tell = stream, name, stream_to_tell
         self.has_failed = False
+        self.tracebacks: dict[bytes, bytes] = {}
 
     def write(self, data: bytes) -> None:
         """Pass ``data`` on, or drop it."""
@@ -163,7 +168,8 @@ class Outlet:
 class Relay:
     """Passes on one stream of one worker, line by line with a prefix, and remembers its end.
 
-    Of a line rewritten by carriage returns, as progress bars do, the last state is passed on.
+    Of a line rewritten by carriage returns, as progress bars do, the last state is passed on. Of a
+    traceback that another worker has shown, one line is.
     """
 
     def __init__(self, pipe: IO[bytes], target: Outlet, prefix: bytes) -> None:
@@ -173,6 +179,7 @@ class Relay:
         self._target = target
         self.prefix = prefix
         self._partial = b""
+        self._folder = TracebackFolder(target.tracebacks)
 
     def take_in(self) -> bool:
         """Pass on what has arrived; False at the end of the stream. Never blocks on the worker."""
@@ -187,17 +194,22 @@ class Relay:
         return False
 
     def flush(self) -> None:
-        """Pass on a last line without its end."""
+        """Pass on a last line without its end, and what is held of a traceback."""
         if self._partial:
             self._write([self._partial])
             self._partial = b""
+        self._pass_on(self._folder.release())
 
     def _write(self, lines: Sequence[bytes]) -> None:
         if not lines:
             return
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
         self.tail.extend(line.decode(errors="replace") for line in shown)
-        self._target.write(b"".join(self.prefix + line + b"\n" for line in shown))
+        self._pass_on(self._folder.fold(shown, self.prefix.strip(b"[] ")))
+
+    def _pass_on(self, lines: Sequence[bytes]) -> None:
+        if lines:
+            self._target.write(b"".join(self.prefix + line + b"\n" for line in lines))
 
 
 def error_tail(lines: Sequence[str], max_lines: int = 60) -> str:
