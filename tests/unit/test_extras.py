@@ -1,0 +1,33 @@
+"""What is said of extras is true: each that is named exists, and all are installed in one way."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
+FILES = [*PAGES, *(ROOT / "src").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+
+
+def test_whoever_names_an_extra_names_one_that_exists() -> None:
+    named: set[str] = set()
+    for path in FILES:
+        for names in re.findall(r"gossipdp\[([\w,-]+)\]", path.read_text()):
+            for name in names.split(","):
+                assert name in EXTRAS or name == "NAME", f"{path}: {name}"
+                named.add(name)
+    assert {"fast", "simulate", "tensorboard"} <= named
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_extras_are_installed_in_the_way_that_serves_clones_and_pypi(path: Path) -> None:
+    assert not re.search(r"install[^\n`]*\s'?\.\[", path.read_text()), "write 'gossipdp[NAME]'"
+
+
+def test_the_readme_says_what_each_extra_is_for() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for extra in EXTRAS:
+        assert re.search(rf"^- .*`{extra}`", readme, re.M), extra
