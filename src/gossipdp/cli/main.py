@@ -26,6 +26,7 @@ COMMANDS = (
     "plan",
     "simulate",
     "demo",
+    "top",
     "bench",
     "doctor",
     "reproduce",

@@ -60,6 +60,13 @@ class RunArguments:
     tls_ca: Path | None = None
     """PEM file with the authority that signed the certificates of all workers."""
 
+    status_port: int | None = None
+    """Worker r shows its status for gossipdp top and Prometheus on this port + r; 0: on any free
+    one."""
+
+    status_host: str | None = None
+    """Address on which it does; by default 127.0.0.1."""
+
     script: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
@@ -98,6 +105,7 @@ def run(arguments: RunArguments) -> int:
     Restarts(arguments.max_restarts)
     script = _script(arguments)
     tls = _tls_variables(arguments)
+    status = _status_variables(arguments)
     num_restarts = 0
 
     def tell(failure: Failure, others_go_on: bool) -> None:
@@ -116,7 +124,7 @@ def run(arguments: RunArguments) -> int:
         max_restarts=arguments.max_restarts,
         modules=["gossipdp.parallel.module", "networkx"],
         host=arguments.host if arguments.rendezvous or arguments.join else None,
-        variables={**os.environ, **tls},
+        variables={**os.environ, **tls, **status},
         on_failure=tell,
         on_addresses=_JoinLine(arguments),
     )
@@ -247,6 +255,17 @@ def read_secret(path: Path | None) -> str | None:
     if not secret:
         raise ValueError(f"--secret-file {path} is empty; write a long random text into it")
     return secret
+
+
+def _status_variables(arguments: RunArguments) -> dict[str, str]:
+    """What tells the workers where to show their status."""
+    port = arguments.status_port
+    if port is not None and not 0 <= port < 65536:
+        raise ValueError(f"--status-port is {port}; it must be in 0..65535")
+    variables = {} if port is None else {"GOSSIPDP_STATUS_PORT": str(port)}
+    if arguments.status_host is not None:
+        variables["GOSSIPDP_STATUS_HOST"] = arguments.status_host
+    return variables
 
 
 def _tls_variables(arguments: RunArguments) -> dict[str, str]:

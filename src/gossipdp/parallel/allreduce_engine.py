@@ -21,16 +21,21 @@ from torch.nn.parallel import DistributedDataParallel
 from gossipdp.dynamics.kernels import is_finite
 from gossipdp.errors import PoisonedError, RefusedError
 from gossipdp.graph.topology import build_graph
+from gossipdp.observe.status import MemberStatus
 from gossipdp.parallel.checkpoint import Captured, Counts, Resumption
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.options import NO_TLS, GossipOptions
+from gossipdp.parallel.run_view import RunView
 from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.parallel.status_page import StatusPage
 from gossipdp.protocol.clock import MEDIAN_WINDOW, SKIPPED_STEPS
 from gossipdp.protocol.progress import Progress
-from gossipdp.runtime.environment import Environment, check_platform
+from gossipdp.runtime.environment import Environment, check_platform, show_address
 
 logger = logging.getLogger("gossipdp")
+
+MAX_ADDRESS_BYTES = 64
 
 
 class AllReduceEngine(Engine):
@@ -50,6 +55,7 @@ class AllReduceEngine(Engine):
         optimizers: Sequence[torch.optim.Optimizer],
         options: GossipOptions,
         resumption: Resumption | None = None,
+        status: StatusPage | None = None,
     ) -> None:
         check_platform()
         environment = Environment.read()
@@ -59,6 +65,13 @@ class AllReduceEngine(Engine):
         self.num_workers = environment.num_workers
         self.incarnation = 0
         self.forward_module = module
+        self._status_addresses = [""] * self.num_workers
+        self._run_id = environment.run_id
+        self._is_consolidating = False
+        if status is not None:
+            status.bind(self.rank)
+            host = status.address[0] if self.num_workers == 1 else environment.choose_host()
+            self._status_addresses[self.rank] = show_address(*status.announced(host))
         # The graph is not used; a mistake in it is one under any method.
         build_graph(options.graph, self.num_workers, seed=options.seed)
         self._module = module
@@ -92,6 +105,7 @@ class AllReduceEngine(Engine):
             )
             self._owns_group = True
         self._check_start()
+        self._gather_status_addresses()
         atexit.register(self.close)
         self.forward_module = DistributedDataParallel(self._module)
         self.forward_module.register_comm_hook(None, self._average_bucket)
@@ -114,6 +128,17 @@ class AllReduceEngine(Engine):
                 "the same resume= and the same checkpoints"
             )
         self._total = torch.stack(starts).sum(dim=0)[1:].cpu()
+
+    def _gather_status_addresses(self) -> None:
+        """Tell one another, as text in a row of bytes, where each shows its status."""
+        own = self._status_addresses[self.rank].encode()[:MAX_ADDRESS_BYTES]
+        row = torch.zeros(MAX_ADDRESS_BYTES, dtype=torch.uint8)
+        row[: len(own)] = torch.tensor(list(own), dtype=torch.uint8)
+        rows = [torch.empty_like(row, device=self._device) for _ in range(self.num_workers)]
+        dist.all_gather(rows, row.to(self._device))
+        self._status_addresses = [
+            bytes(gathered.tolist()).rstrip(b"\0").decode("latin-1") for gathered in rows
+        ]
 
     @torch.no_grad()
     def _restore(self, resumption: Resumption) -> None:
@@ -231,6 +256,7 @@ class AllReduceEngine(Engine):
         """
         if self._is_closed:
             raise RuntimeError("consolidate() was called before, or the model is closed")
+        self._is_consolidating = True
         self._collect_total()
         distance = torch.zeros(1, dtype=torch.float64)
         if self.num_workers > 1:
@@ -272,6 +298,20 @@ class AllReduceEngine(Engine):
             bytes_received=self._bytes,
             waited_seconds=self._waited_s,
             step_seconds=median(self._durations) if self._durations else math.nan,
+        )
+
+    def view(self) -> RunView:
+        """See :class:`Engine`: all take the same steps; who dies ends the run."""
+        steps = self._before.steps + self._gradient_steps
+        return RunView(
+            run_id=self._run_id,
+            graph="",
+            incarnation=0,
+            is_averaging=self._is_consolidating,
+            members=tuple(
+                MemberStatus(rank, 0, "training", gradient_steps=steps, status_address=address)
+                for rank, address in enumerate(self._status_addresses)
+            ),
         )
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from gossipdp.parallel.checkpoint import Captured
+from gossipdp.parallel.run_view import RunView
 from gossipdp.parallel.stats import Consolidated, Stats
 
 
@@ -76,6 +77,10 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def stats(self) -> Stats:
         """See ``GossipDataParallel.stats``."""
+
+    @abc.abstractmethod
+    def view(self) -> RunView:
+        """What else it knows of the run, for the status port; any thread may ask."""
 
     @abc.abstractmethod
     def close(self) -> None:

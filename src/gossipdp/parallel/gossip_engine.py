@@ -28,8 +28,10 @@ from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.options import GossipOptions
 from gossipdp.parallel.outlived import ended_lives
+from gossipdp.parallel.run_view import RunView, show_members, show_neighbours
 from gossipdp.parallel.state_transfers import StateTransfers
 from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.parallel.status_page import StatusPage
 from gossipdp.protocol.join import first_incarnation
 from gossipdp.protocol.membership import Member, Status
 from gossipdp.protocol.progress import ProgressEntry
@@ -73,9 +75,11 @@ class GossipEngine(Engine):
         optimizers: Sequence[torch.optim.Optimizer],
         options: GossipOptions,
         resumption: Resumption | None = None,
+        status: StatusPage | None = None,
     ) -> None:
         check_platform()
         environment = Environment.read()
+        self._status = status
         files = tls_files(options.tls_cert, options.tls_key, options.tls_ca) or environment.tls
         self._tls = Tls(files) if files is not None else None
         self.forward_module = module
@@ -159,6 +163,8 @@ class GossipEngine(Engine):
         """Take a rank among the workers that the run began with, or beyond them."""
         options = self._options
         self.rank, self.num_workers, self.incarnation = rank, num_workers, incarnation
+        if self._status is not None:
+            self._status.bind(rank)
         graph = build_graph(options.graph, num_workers, seed=options.seed)
         self._constants = Constants.of(graph, options.comm_rate)
         # The phase is measured in communication periods, so eta is that of comm rate 1.
@@ -222,6 +228,7 @@ class GossipEngine(Engine):
             num_chunks=len(self._flat.state.chunks),
             num_copied_chunks=len(self._flat.state.copied_chunks),
             is_joining=is_joining,
+            status_address=("", 0) if self._status is None else self._status.announced(host),
         )
         protocol.membership.merge_all(others)
         protocol.progress.merge_all(progress)
@@ -692,6 +699,26 @@ class GossipEngine(Engine):
             noticed=self._loop.noticed.notices,
             states_donated=self._states.num_donated,
             donation_pause_seconds=self._states.donated_s,
+        )
+
+    def view(self) -> RunView:
+        """See :class:`Engine`. Read without a lock, like :meth:`stats`, or copied in one step."""
+        protocol, traffic = self._protocol, self._loop.traffic
+        return RunView(
+            run_id=self._run_id,
+            graph=self._settings.graph.rpartition(" ")[0],
+            incarnation=protocol.incarnation,
+            is_averaging=self._is_consolidating,
+            members=show_members(
+                protocol.membership.members(), self._loop.silent, protocol.progress.by_rank()
+            ),
+            neighbours=show_neighbours(
+                protocol.neighbours,
+                self._loop.links(),
+                dict(traffic.exchanges_by_neighbour),
+                tuple(traffic.recent_exchanges),
+                self._loop.clock(),
+            ),
         )
 
     def close(self) -> None:

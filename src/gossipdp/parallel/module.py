@@ -24,6 +24,7 @@ from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.options import GossipOptions
 from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.parallel.status_page import StatusPage
 from gossipdp.runtime.environment import Environment
 
 Batch = TypeVar("Batch")
@@ -89,6 +90,10 @@ class GossipDataParallel(nn.Module):
             The same on all workers; what is held and averaged at the end stays exact.
         shared_memory: ``auto``: neighbours on one host read each other's parameters in place
             where the system allows it; ``off``: all goes through sockets.
+        status_port: worker r shows its status for ``gossipdp top`` and Prometheus on this port
+            + r, without a password; 0: on any free one; None: GOSSIPDP_STATUS_PORT, and no status
+            without it.
+        status_host: the address on which it does; by default GOSSIPDP_STATUS_HOST, else loopback.
 
     Raises:
         ValueError: an argument is wrong.
@@ -142,6 +147,8 @@ class GossipDataParallel(nn.Module):
         on_poison: Literal["stop", "refresh", "exit"] = "stop",
         wire_format: Literal["parameters", "bfloat16", "lattice8"] = "parameters",
         shared_memory: Literal["auto", "off"] = "auto",
+        status_port: int | None = None,
+        status_host: str | None = None,
     ) -> None:
         super().__init__()
         logs.configure()  # GOSSIPDP_LOG, under whichever launcher
@@ -174,6 +181,8 @@ class GossipDataParallel(nn.Module):
             on_poison=on_poison,
             wire_format=wire_format,
             shared_memory=shared_memory,
+            status_port=status_port,
+            status_host=status_host,
         )
         optimizers = _optimizers(optimizer)
         environment = Environment.read()
@@ -196,11 +205,16 @@ class GossipDataParallel(nn.Module):
         self._samples_per_step = samples_per_step
         self._forwarded_samples = 0
         self._seed = seed
-        self._engine: Engine = (
-            AllReduceEngine(module, optimizers, options, resumption)
-            if method == "allreduce"
-            else GossipEngine(module, optimizers, options, resumption)
-        )
+        self._status = StatusPage.wanted(options, environment)
+        make_engine = AllReduceEngine if method == "allreduce" else GossipEngine
+        try:
+            self._engine: Engine = make_engine(
+                module, optimizers, options, resumption, self._status
+            )
+        except BaseException:
+            if self._status is not None:
+                self._status.close()
+            raise
         self._position = DataPosition()
         self._is_consolidated = False
         try:
@@ -215,8 +229,12 @@ class GossipDataParallel(nn.Module):
                 resumption=resumption,
                 is_joining=environment.is_joining,
             )
+            if self._status is not None:
+                self._status.show(self._engine, self._checkpointer, options, budget_samples)
         except BaseException:
             self._engine.close()
+            if self._status is not None:
+                self._status.close()
             raise
         self._handles = [
             each.register_step_post_hook(_boundary_hook(weakref.ref(self), index))
@@ -346,6 +364,8 @@ class GossipDataParallel(nn.Module):
             handle.remove()
         self._engine.close()
         self._checkpointer.close()
+        if self._status is not None:
+            self._status.close()
 
     def _boundary(self, optimizer_index: int) -> None:
         samples = 0
@@ -355,6 +375,8 @@ class GossipDataParallel(nn.Module):
         self._engine.boundary(optimizer_index, samples)
         if optimizer_index == 0:
             self._checkpointer.stepped()
+            if self._status is not None:
+                self._status.stepped()
 
     # State.
 

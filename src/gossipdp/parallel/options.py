@@ -43,6 +43,8 @@ class GossipOptions:
     on_poison: str = "stop"
     wire_format: str = "parameters"
     shared_memory: str = "auto"
+    status_port: int | None = None
+    status_host: str | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first value that cannot be meant."""
@@ -71,6 +73,11 @@ class GossipOptions:
             )
         if self.port is not None and not 0 <= self.port < 65536:
             raise ValueError(f"port must be in 0..65535, not {self.port}")
+        if self.status_port is not None and not 0 <= self.status_port < 65536:
+            raise ValueError(
+                f"status_port must be in 0..65535, or None to show no status, not "
+                f"{self.status_port}"
+            )
         if self.max_bytes_per_s is not None:
             if self.method == "allreduce":
                 raise ValueError(

@@ -67,13 +67,19 @@ class Environment:
     secret: bytes | None = dataclasses.field(default=None, repr=False)
     host: str | None = None
     port: int = 0
+    status_host: str | None = None
+    status_port: int | None = None
     tls: TlsFiles | None = None
     join: tuple[tuple[str, int], ...] = ()
     num_restarts: int = 0
 
     def __post_init__(self) -> None:
         """Check the values against one another."""
-        for name, port in (("MASTER_PORT", self.store_port), ("GOSSIPDP_PORT", self.port)):
+        for name, port in (
+            ("MASTER_PORT", self.store_port),
+            ("GOSSIPDP_PORT", self.port),
+            ("GOSSIPDP_STATUS_PORT", self.status_port or 0),
+        ):
             if not 0 <= port < 65536:
                 raise ValueError(f"{name} is {port}; it must be in 0..65535")
         if self.is_joining:
@@ -121,6 +127,10 @@ class Environment:
         ours = {
             "secret": (variables.get("GOSSIPDP_SECRET") or "").encode() or None,
             "host": variables.get("GOSSIPDP_HOST") or None,
+            "status_host": variables.get("GOSSIPDP_STATUS_HOST") or None,
+            "status_port": _number(variables, "GOSSIPDP_STATUS_PORT", 0)
+            if variables.get("GOSSIPDP_STATUS_PORT")
+            else None,
             "tls": tls_from(variables),
             "join": read_addresses("GOSSIPDP_JOIN", variables.get("GOSSIPDP_JOIN") or ""),
             "num_restarts": _number(variables, "GOSSIPDP_RESTARTS", 0),

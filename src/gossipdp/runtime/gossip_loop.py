@@ -117,6 +117,7 @@ class GossipLoop(LinkHandler):
         self.transfers = Transfers(shared, self._links, self._send, self._refusal_to_give, clock)
         self.averaging = Averaging(shared, protocol, self._links, self.perform)
         self.others_samples = 0
+        self.silent: frozenset[int] = frozenset()
         self.noticed = Noticed(protocol.rank, protocol.neighbourhood.num_originals)
         self._reported: dict[int, tuple[str, int]] = {}
         self._reported_version = -1
@@ -149,7 +150,8 @@ class GossipLoop(LinkHandler):
         self.perform(self.protocol.poll(now))
         self.others_samples = self.protocol.progress.others_samples
         membership = self.protocol.membership
-        self.noticed.look(membership.version, membership.members, self.protocol.suspects(), now)
+        self.silent = self.protocol.suspects()
+        self.noticed.look(membership.version, membership.members, self.silent, now)
         self._report_addresses(now)
         self._dial(now)
         self._pump()
@@ -230,6 +232,10 @@ class GossipLoop(LinkHandler):
         """Take part in consolidation; ``on_end`` is called when this worker may leave."""
         self.averaging.on_end(on_end)
         self.perform(self.protocol.done(self.clock()))
+
+    def links(self) -> list[Link]:
+        """The links that are up, for any thread to read their counts."""
+        return list(self._links.values())
 
     def bytes_moved(self) -> tuple[int, int]:
         """Bytes sent and received so far, on all links."""

@@ -1,0 +1,147 @@
+"""What a worker says of itself and of the others: the answer to ``GET /status``, as JSON.
+
+A worker knows of every other what is gossiped: whether it lives, how far it is, and where it shows
+its own status. So one answer names the whole job, and who wants more of a worker asks it. Numbers
+not known yet are null. Readers ignore what they do not know, so that fields may be added.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+STATUS_PATH = "/status"
+METRICS_PATH = "/metrics"
+# Far more than a job of a thousand workers says.
+MAX_STATUS_BYTES = 4 << 20
+
+MemberState: TypeAlias = Literal["joining", "training", "done", "left", "dead"]
+
+
+class MemberStatus(msgspec.Struct, frozen=True):
+    """One worker as another knows it.
+
+    ``state``: ``done`` trains no more and waits for the others, ``left`` went after the final
+    average. ``is_silent``: its link here is open, and nothing came for the time-out. ``samples``
+    and ``gradient_steps`` are over all its lives, as last heard. ``status_address``: HOST:PORT
+    where it shows its own status; empty: nowhere.
+    """
+
+    rank: int
+    incarnation: int
+    state: MemberState
+    is_silent: bool = False
+    gradient_steps: int = 0
+    samples: int = 0
+    status_address: str = ""
+
+
+class NeighbourStatus(msgspec.Struct, frozen=True):
+    """A worker that this one may exchange with, is linked with, or has exchanged with.
+
+    ``is_neighbour``: whether it may exchange with it, in the graph over those that live now; other
+    links serve the start, and questions about third workers. ``exchanges`` are those completed, of
+    this process. ``heard_ago_s``, ``bytes_sent`` and ``bytes_received`` are of the present link:
+    null and 0 without one; the bytes count those that went by shared memory.
+    ``exchange_seconds``: mean duration of the last exchanges with it.
+    """
+
+    rank: int
+    exchanges: int = 0
+    is_neighbour: bool = False
+    is_linked: bool = False
+    heard_ago_s: float | None = None
+    exchange_seconds: float | None = None
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+class NoticeStatus(msgspec.Struct, frozen=True):
+    """What this worker noticed of ``rank``: see :class:`gossipdp.runtime.noticed.Notice`."""
+
+    rank: int
+    kind: str
+    ago_s: float
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """One worker's answer.
+
+    Attributes:
+        rank, incarnation, num_workers: who, in which of its lives, of how many at the start.
+        run_id, method, graph, comm_rate: of the run; ``graph`` is its name.
+        host, process_id: where it runs.
+        state: ``training``, or ``averaging`` from ``consolidate()`` on.
+        gradient_steps, samples: over all lives of this rank.
+        run_samples: of all workers, as far as this one knows.
+        budget_samples: what they are to train on together.
+        step_seconds: running median of the duration of a gradient step.
+        since_step_s: since the last one ended.
+        logged: what the script logged last, such as ``loss``.
+        achieved_comm_rate, edge_distance, waited_seconds and what counts exchanges, bytes and
+            checkpoints: as in ``GossipDataParallel.stats()``.
+        members: all workers that this one knows of, itself included, by rank.
+        neighbours: by rank.
+        notices: the latest, oldest first.
+    """
+
+    rank: int
+    incarnation: int
+    num_workers: int
+    run_id: str
+    method: str
+    graph: str
+    comm_rate: float
+    host: str
+    process_id: int
+    state: Literal["training", "averaging"]
+    gradient_steps: int
+    samples: int
+    run_samples: int
+    budget_samples: int | None = None
+    step_seconds: float | None = None
+    since_step_s: float | None = None
+    logged: dict[str, float | None] = {}
+    achieved_comm_rate: float | None = None
+    exchanges_initiated: int = 0
+    exchanges_answered: int = 0
+    exchanges_failed: int = 0
+    exchange_seconds: float = 0.0
+    edge_distance: float | None = None
+    waited_seconds: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    shared_bytes_sent: int = 0
+    shared_bytes_received: int = 0
+    checkpoints: int = 0
+    checkpoints_failed: int = 0
+    members: tuple[MemberStatus, ...] = ()
+    neighbours: tuple[NeighbourStatus, ...] = ()
+    notices: tuple[NoticeStatus, ...] = ()
+
+    @property
+    def exchanges(self) -> int:
+        """Completed exchanges, initiated or answered."""
+        return self.exchanges_initiated + self.exchanges_answered
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(WorkerStatus)
+
+
+def encode_status(status: WorkerStatus) -> bytes:
+    """The JSON text; NaN and infinity, which JSON has not, become null."""
+    return _encoder.encode(status)
+
+
+def decode_status(data: bytes) -> WorkerStatus:
+    """The status in ``data``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{len(data)} bytes are no worker's status: {error}") from None

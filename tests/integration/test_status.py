@@ -1,0 +1,123 @@
+"""Status ports of real workers: any one names all, and a death is seen from another."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gossipdp import GossipDataParallel, WorkerFailedError
+from gossipdp.observe.job import JobStatus
+from gossipdp.observe.status_board import StatusBoard
+from gossipdp.observe.status_client import StatusPoll
+from gossipdp.runtime.environment import show_address
+
+pytestmark = pytest.mark.processes
+
+NUM_WORKERS = 4
+
+
+def train(directory: Path, method: str) -> None:
+    """Until the file ``enough`` is there; worker 0 tells where it shows its status."""
+    net = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = GossipDataParallel(net, optimizer, method=method, timeout_s=1.0, status_port=0)
+    if model.rank == 0:
+        assert model._status is not None
+        (directory / "new").write_text(show_address(*model._status.address))
+        (directory / "new").rename(directory / "address")
+    pause_s = 0.05 if model.rank == 3 else 0.005
+    is_last = torch.zeros(1)
+    while not is_last:
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        time.sleep(pause_s)
+        is_last = torch.tensor([float((directory / "enough").exists())])
+        if method == "allreduce":  # all end with the same step
+            torch.distributed.all_reduce(is_last)
+    model.consolidate()
+
+
+class Watcher:
+    """Looks at the job about ten times a second, and does what the test says with what it sees."""
+
+    def __init__(self, directory: Path, act: Callable[[JobStatus], bool]) -> None:
+        self.directory = directory
+        self.seen: list[JobStatus] = []
+        self.first = ""
+        self._act = act
+        self._board: StatusBoard | None = None
+        self._poll = StatusPoll()
+
+    def poll(self) -> None:
+        """Called by the launcher; once ``act`` says so the workers may end."""
+        if self._board is None:
+            if (self.directory / "address").exists():
+                self.first = (self.directory / "address").read_text()
+                self._board = StatusBoard([self.first])
+            return
+        now_s = time.monotonic()
+        self._board.take(self._poll.answers(self._board.addresses(), 0.2), now_s)
+        if self._board.has_answers:
+            self.seen.append(self._board.job(now_s))
+            if self._act(self.seen[-1]):
+                (self.directory / "enough").touch()
+
+
+def states(job: JobStatus) -> list[str]:
+    return [worker.state for worker in job.workers]
+
+
+def test_one_address_shows_the_whole_job(workers: Callable, tmp_path: Path) -> None:
+    def is_all_there(job: JobStatus) -> bool:
+        return (
+            states(job) == ["training"] * 3 + ["slow"]
+            and len(job.links) == NUM_WORKERS
+            and all(link.is_up and link.exchanges for link in job.links)
+            and all(worker.samples_per_second for worker in job.workers)
+        )
+
+    watcher = Watcher(tmp_path, is_all_there)
+    workers(train, NUM_WORKERS, (tmp_path, "a2cid2"), on_poll=watcher.poll)
+    job = next(job for job in watcher.seen if is_all_there(job))
+    assert job.num_answering == NUM_WORKERS
+    assert (job.graph, job.method) == ("ring (4 workers)", "a2cid2")
+    assert len({worker.process_id for worker in job.workers}) == NUM_WORKERS
+    assert job.workers[0].neighbours == (1, 3)
+
+
+def test_the_death_of_the_worker_asked_first_is_seen_from_the_others(
+    workers: Callable, tmp_path: Path
+) -> None:
+    killed: list[int] = []
+
+    def kill_and_see(job: JobStatus) -> bool:
+        first = job.workers[0]
+        if not killed and job.num_answering == NUM_WORKERS:
+            assert first.status_address == watcher.first
+            assert first.process_id is not None
+            killed.append(first.process_id)
+            os.kill(first.process_id, signal.SIGKILL)
+        return bool(killed) and states(job)[0] == "dead" and job.num_answering == 3
+
+    watcher = Watcher(tmp_path, kill_and_see)
+    with pytest.raises(WorkerFailedError, match="SIGKILL"):
+        workers(train, NUM_WORKERS, (tmp_path, "a2cid2"), on_poll=watcher.poll)
+    job = next(job for job in watcher.seen if job.num_answering == 3 and "dead" in states(job))
+    assert (0, "dead") in [(notice.rank, notice.kind) for notice in job.notices]
+    assert job.workers[0].gradient_steps > 0, "what it had done is still there"
+
+
+def test_under_allreduce_too_all_are_found(workers: Callable, tmp_path: Path) -> None:
+    def is_all_there(job: JobStatus) -> bool:
+        return job.num_answering == 2 and all(worker.step_seconds for worker in job.workers)
+
+    watcher = Watcher(tmp_path, is_all_there)
+    workers(train, 2, (tmp_path, "allreduce"), on_poll=watcher.poll)
+    job = next(job for job in watcher.seen if is_all_there(job))
+    assert states(job) == ["training", "training"]

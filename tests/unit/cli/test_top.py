@@ -1,0 +1,222 @@
+"""``gossipdp top``: what it draws, when it ends, and mistakes in the call."""
+
+import dataclasses
+import io
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from gossipdp.cli.main import main
+from gossipdp.cli.top import Top, TopArguments
+from gossipdp.cli.top_screen import draw
+from gossipdp.observe.job import JobStatus, JobWorker, LinkStatus
+from gossipdp.observe.status import MemberStatus, NeighbourStatus, NoticeStatus, WorkerStatus
+from gossipdp.observe.status_board import StatusBoard
+
+ADDRESS = "127.0.0.1:9400"
+
+
+def status(rank: int, samples: int, **facts: Any) -> WorkerStatus:
+    members = tuple(
+        MemberStatus(each, 0, "training", samples=0, status_address=f"127.0.0.1:{9400 + each}")
+        for each in range(2)
+    )
+    usual: dict[str, Any] = {
+        "members": members,
+        "run_samples": 2 * samples,
+        "step_seconds": 0.01 * (1 + rank),
+        "logged": {"loss": 0.5},
+        "neighbours": (NeighbourStatus(1 - rank, 5, True, is_linked=True),),
+    }
+    return WorkerStatus(
+        rank, 0, 2, "7f", "a2cid2", "ring", 1.0, "node", 1, "training", 9, samples, **usual | facts
+    )
+
+
+class World:
+    """Workers that train 100 samples a second until they end, and a clock that sleeping moves."""
+
+    def __init__(self, ends_s: float = 1e9, begins_s: float = 0.0, **facts: Any) -> None:
+        self.now_s = 0.0
+        self.begins_s = begins_s
+        self.ends_s = ends_s
+        self.facts = facts
+        self.output = io.StringIO()
+
+    def ask(self, addresses: Iterable[str], wait_s: float) -> Mapping[str, Any]:
+        if not self.begins_s <= self.now_s < self.ends_s:
+            return {each: ConnectionRefusedError(111, "refused") for each in addresses}
+        samples = int(100 * self.now_s)
+        return {
+            each: status(int(each[-1]), samples, **self.facts)
+            for each in addresses
+            if each.startswith("127.0.0.1:940")
+        }
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += max(seconds, 0.01)
+        if self.now_s > 1000:
+            raise KeyboardInterrupt
+
+    def top(self, *, is_terminal: bool = False, **options: Any) -> int:
+        console = Console(file=self.output, force_terminal=is_terminal, width=130, height=30)
+        arguments = dataclasses.replace(TopArguments(ADDRESS), **options)
+        return Top(
+            arguments,
+            StatusBoard([ADDRESS]),
+            self.ask,
+            console=console,
+            clock=lambda: self.now_s,
+            sleep=self.sleep,
+        ).run()
+
+
+def test_once_prints_one_table_with_everybody() -> None:
+    world = World()
+    assert world.top(once=True) == 0
+    lines = world.output.getvalue().splitlines()
+    assert lines[0] == "run 7f: a2cid2 on ring, comm rate 1"
+    assert lines[1] == "2 workers: 1 training, 1 slow"
+    rows = [line.split() for line in lines if line[:1] in ("0", "1")]
+    assert rows[0][:6] == ["0", "training", "9", "10.0", "ms", "100"]
+    assert rows[1][:4] == ["1", "slow", "2.0x", "9"]
+    assert world.output.getvalue().count("worker ") == 1
+
+
+def test_json_is_one_line_a_look(capsys: pytest.CaptureFixture[str]) -> None:
+    assert World().top(once=True, json=True) == 0
+    job = json.loads(capsys.readouterr().out)
+    assert [each["samples_per_second"] for each in job["workers"]] == [100.0, 100.0]
+    assert World(ends_s=3.5, budget_samples=600).top(json=True) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["num_answering"] for line in out] == [1, 2, 2, 2, 0]
+
+
+def test_live_it_draws_again_and_ends_with_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    world = World(ends_s=5.0, budget_samples=800)
+    assert world.top(is_terminal=True) == 0
+    assert capsys.readouterr().err == "gossipdp: the run has ended\n"
+    text = world.output.getvalue()
+    assert text.count("samples/s") >= 10
+    assert "100%" in text
+
+
+def test_live_without_a_terminal_it_prints_tables() -> None:
+    world = World(ends_s=2.5, budget_samples=400)
+    assert world.top() == 0
+    assert world.output.getvalue().count("run 7f") == 4
+
+
+def test_when_all_are_gone_before_the_end_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    world = World(ends_s=5.0)
+    assert world.top() == 1
+    assert "no worker answers since 9 s" in world.output.getvalue()
+    error = capsys.readouterr().err
+    assert error.startswith("gossipdp: no worker answers any more (127.0.0.1:9400: [Errno 111]")
+    assert 14 <= world.now_s <= 16
+
+
+def test_a_job_that_has_not_begun_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert World(begins_s=8.0, ends_s=12.0, budget_samples=1000).top() == 0
+    world = World(begins_s=60.0)
+    assert world.top() == 1
+    assert 10 <= world.now_s <= 12
+    assert World(begins_s=5.0).top(once=True) == 1
+    assert "no worker answers (127.0.0.1:9400: [Errno 111] refused)" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_how_one_leaves() -> None:
+    assert World().top(interval=100.0) == 0
+
+
+def test_mistakes_in_the_call(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "here"]) == 2
+    assert "the address is 'here'; write HOST:PORT" in capsys.readouterr().err
+    assert main(["top", ""]) == 2
+    assert main(["top", ADDRESS, "--interval", "0"]) == 2
+    assert "--interval is 0.0; it must be at least 0.1 s" in capsys.readouterr().err
+
+
+def job(num_workers: int, ill: Mapping[int, str] | None = None, **facts: Any) -> JobStatus:
+    ill = ill or {}
+    workers = tuple(
+        JobWorker(
+            rank=rank,
+            incarnation=0,
+            state=ill.get(rank, "training"),
+            is_answering=True,
+            status_address=ADDRESS,
+            gradient_steps=123_456,
+            samples=4_000_000,
+            step_seconds=1.234,
+            since_step_s=12.0,
+            samples_per_second=9876.0,
+            loss=0.1234,
+            edge_distance=1.2e-05,
+            exchanges=123_456,
+            achieved_comm_rate=0.97,
+            bytes_sent_per_second=1.234e8,
+            waited_seconds=3.0,
+            neighbours=tuple(range(min(5, num_workers))),
+        )
+        for rank in range(num_workers)
+    )
+    return JobStatus(
+        "7f", "a2cid2", "ring", 1.0, num_workers, 100, 0.5, num_workers, workers=workers, **facts
+    )
+
+
+def drawn(job: JobStatus, width: int, height: int | None) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height)
+    with console.capture() as capture:
+        console.print(draw(job, width=width, height=height))
+    return capture.get().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("width", "num_columns"), [(66, 7), (80, 9), (100, 11), (120, 12), (160, 13)]
+)
+def test_columns_are_left_out_rather_than_cut(width: int, num_columns: int) -> None:
+    lines = drawn(job(3, {1: "idle"}), width, None)
+    assert max(map(len, lines)) <= width
+    (row,) = (line for line in lines if line.startswith("1 "))
+    assert "idle 12 s" in row
+    for cell in ("123,456", "1.23 s", "9,876", "0.1234", "0.97"):
+        assert cell in row
+    assert "…" not in row
+    (headings,) = (line for line in lines if line.startswith("worker "))
+    assert len(headings.split()) == num_columns
+
+
+def test_of_too_many_workers_those_that_are_ill_are_shown() -> None:
+    links = tuple(LinkStatus((rank, rank + 1), rank != 3, 7, 0.01) for rank in range(59))
+    many = job(60, {17: "slow", 50: "dead"}, links=links)
+    lines = drawn(many, 120, 24)
+    assert len(lines) <= 24
+    shown = [int(line.split()[0]) for line in lines if line[:1].isdigit() and "1.23 s" in line]
+    assert {17, 50} < set(shown)
+    assert shown == sorted(shown)
+    assert f"and {60 - len(shown)} more: {60 - len(shown)} training" in lines
+    everything = drawn(many, 120, None)
+    assert sum("1.23 s" in line for line in everything) == 60
+    (first_link,) = (line for line in everything if line.startswith("3 – 4"))
+    assert "down" in first_link
+    assert "and 51 more" in "\n".join(everything)
+
+
+def test_what_was_noticed_last() -> None:
+    notices = tuple(NoticeStatus(rank, "dead", 100.0 - rank) for rank in range(8))
+    text = "\n".join(drawn(job(2, notices=notices), 100, None))
+    assert "2 min ago: worker 2 was found dead" not in text
+    assert "2 min ago: worker 7 was found dead" in text
+
+
+def test_text_from_the_network_commands_no_terminal() -> None:
+    hostile = msgspec.structs.replace(job(1), run_id="\x1b]0;x\x07", graph="\x1b[2J")
+    text = "\n".join(drawn(hostile, 200, None))
+    assert "\x1b" not in text
+    assert "?[2J" in text

@@ -1,0 +1,102 @@
+"""The status as JSON, and as Prometheus reads it."""
+
+import math
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gossipdp.observe.prometheus import metrics_text
+from gossipdp.observe.status import (
+    MemberStatus,
+    NeighbourStatus,
+    NoticeStatus,
+    WorkerStatus,
+    decode_status,
+    encode_status,
+)
+
+STATUS = WorkerStatus(
+    rank=1,
+    incarnation=0,
+    num_workers=3,
+    run_id="7f",
+    method="a2cid2",
+    graph='a "graph"\\of\nmine',
+    comm_rate=0.5,
+    host="node",
+    process_id=4000,
+    state="training",
+    gradient_steps=10,
+    samples=320,
+    run_samples=900,
+    step_seconds=0.25,
+    logged={"loss": 0.75, "lr": 1e-05, "norm": None},
+    exchanges_initiated=3,
+    exchanges_answered=4,
+    bytes_sent=1000,
+    shared_bytes_sent=2000,
+    members=(
+        MemberStatus(0, 0, "training", status_address="10.0.0.1:9400"),
+        MemberStatus(1, 0, "training"),
+        MemberStatus(2, 1, "dead", is_silent=True),
+    ),
+    neighbours=(
+        NeighbourStatus(0, 7, True, is_linked=True, heard_ago_s=0.1, exchange_seconds=0.02),
+        NeighbourStatus(2, is_neighbour=True),
+        NeighbourStatus(3, is_linked=True),
+    ),
+    notices=(NoticeStatus(2, "dead", 3.5),),
+)
+
+
+def test_a_status_survives_the_way() -> None:
+    assert decode_status(encode_status(STATUS)) == STATUS
+
+
+def test_a_reader_ignores_what_it_does_not_know_and_nan_is_unknown() -> None:
+    fields = msgspec.json.decode(encode_status(STATUS)) | {"mood": "good"}
+    assert decode_status(msgspec.json.encode(fields)) == STATUS
+    poisoned = msgspec.structs.replace(STATUS, edge_distance=math.nan, logged={"loss": math.inf})
+    decoded = decode_status(encode_status(poisoned))
+    assert decoded.edge_distance is None
+    assert decoded.logged == {"loss": None}
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[" * 100_000, b"\xff", b'{"rank":"one"}'], ids=lambda data: data[:8]
+)
+def test_what_is_no_status_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="no worker's status"):
+        decode_status(data)
+
+
+def test_prometheus_reads_all_of_it() -> None:
+    families = list(text_string_to_metric_families(metrics_text(STATUS).decode()))
+    values = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    rank = ("rank", "1")
+    assert values["gossipdp_gradient_steps_total", rank] == 10
+    assert values["gossipdp_step_seconds", rank] == 0.25
+    assert values["gossipdp_logged", ("name", "lr"), rank] == 1e-05
+    assert values["gossipdp_exchanges_total", rank, ("role", "answered")] == 4
+    assert values["gossipdp_sent_bytes_total", ("by", "shared_memory"), rank] == 2000
+    assert values["gossipdp_neighbour_exchange_seconds", ("neighbour", "0"), rank] == 0.02
+    assert values["gossipdp_link_up", ("neighbour", "2"), rank] == 0
+    assert ("gossipdp_link_up", ("neighbour", "3"), rank) not in values, "it is in no exchange"
+    assert values["gossipdp_members", rank, ("state", "dead")] == 1
+    assert values["gossipdp_members_silent", rank] == 1
+    # What is not known is left out, whole metrics too.
+    assert ("gossipdp_logged", ("name", "norm"), rank) not in values
+    assert not any(key[0] == "gossipdp_edge_distance" for key in values)
+    (about,) = next(family for family in families if family.name == "gossipdp_info").samples
+    assert about.labels["graph"] == STATUS.graph
+    for family in families:
+        assert family.name.startswith("gossipdp_")
+        assert family.documentation
+        # The parser drops the suffix of a counter's name, and of no other's.
+        is_total = {sample.name.endswith("_total") for sample in family.samples}
+        assert is_total == {family.type == "counter"}

@@ -1,0 +1,141 @@
+"""The status port of a worker that trains alone, and where it listens."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gossipdp import GossipDataParallel, RendezvousError
+from gossipdp.observe.status_client import ask
+from gossipdp.parallel.status_page import MEAN_OF_LOSSES, StatusPage
+from gossipdp.runtime.environment import Environment, show_address
+
+Make = Callable[..., tuple[GossipDataParallel, str]]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes a model that is closed in the end, and gives its status address."""
+    for variable in ("RANK", "WORLD_SIZE", "GOSSIPDP_STATUS_PORT", "GOSSIPDP_STATUS_HOST"):
+        monkeypatch.delenv(variable, raising=False)
+    models: list[GossipDataParallel] = []
+
+    def make_model(**options: Any) -> tuple[GossipDataParallel, str]:
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model = GossipDataParallel(net, optimizer, **options)
+        models.append(model)
+        return model, show_address(*model._status.address) if model._status else ""
+
+    yield make_model
+    for model in models:
+        model.close()
+
+
+def train(model: GossipDataParallel, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.ones(8, 4)).sum().backward()
+        model._boundary(0)
+
+
+@pytest.mark.parametrize("method", ["a2cid2", "allreduce", "none"])
+def test_a_worker_tells_how_far_it_is(make: Make, method: str) -> None:
+    model, address = make(status_port=0, budget_samples=64, method=method)
+    status = ask(address)
+    assert (status.gradient_steps, status.since_step_s, status.state) == (0, None, "training")
+    train(model, 5)
+    status = ask_anew(model, address)
+    assert (status.rank, status.num_workers, status.method) == (0, 1, method)
+    assert (status.gradient_steps, status.samples, status.budget_samples) == (5, 40, 64)
+    assert status.since_step_s is not None
+    assert [(each.rank, each.state, each.status_address) for each in status.members] == [
+        (0, "training", address)
+    ]
+    model.consolidate()
+    with pytest.raises(ConnectionRefusedError):
+        ask(address)
+
+
+def ask_anew(model: GossipDataParallel, address: str) -> Any:
+    """Without the page that was built just before."""
+    assert model._status is not None
+    assert model._status._server is not None
+    model._status._server._built.clear()
+    return ask(address)
+
+
+def test_what_the_script_logs_is_shown(make: Make) -> None:
+    model, address = make(status_port=0)
+    page = model._status
+    assert page is not None
+    assert ask(address).logged == {}
+    for step in range(2 * MEAN_OF_LOSSES):
+        page.log(torch.tensor(float(step), requires_grad=True), {"lr": 0.1 * step, "name": "text"})
+    logged = ask_anew(model, address).logged
+    assert logged["loss"] == 1.5 * MEAN_OF_LOSSES - 0.5
+    assert set(logged) == {"loss", "lr"}
+    page.log(math.nan, {})
+    assert ask_anew(model, address).logged["loss"] is None
+    for number in range(200):
+        page.log(None, {f"value {number}": number})
+    assert len(ask_anew(model, address).logged) == 101
+    with pytest.raises(ValueError, match=r"takes one number, not \(2,\)"):
+        page.log(torch.zeros(2), {})
+
+
+def test_without_a_port_nothing_listens(make: Make) -> None:
+    model, address = make()
+    assert (model._status, address) == (None, "")
+
+
+def test_the_argument_counts_before_the_variable(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("GOSSIPDP_STATUS_PORT", "1")
+    monkeypatch.setenv("GOSSIPDP_STATUS_HOST", "127.0.0.2")
+    with caplog.at_level(logging.INFO, "gossipdp"):
+        _, address = make(status_port=0)
+    assert address.startswith("127.0.0.2:")
+    assert f"worker 0 shows its status at http://{address}/status" in caplog.text
+    _, address = make(status_port=0, status_host="127.0.0.1")
+    assert address.startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("variables", "port"),
+    [({}, None), ({"GOSSIPDP_STATUS_PORT": "0"}, 0), ({"GOSSIPDP_STATUS_PORT": "9400"}, 9400)],
+)
+def test_the_variable(variables: dict[str, str], port: int | None) -> None:
+    assert Environment.read(variables).status_port == port
+
+
+def test_each_rank_has_a_port_of_its_own() -> None:
+    page = StatusPage("127.0.0.1", 0)
+    page.bind(0)
+    first = page.address[1]
+    page._first_port = first - 3
+    page.bind(3)
+    assert page.address == ("127.0.0.1", first)
+    assert page.announced("10.0.0.1") == ("127.0.0.1", first)
+    page.close()
+    page = StatusPage("0.0.0.0", 0)
+    page.bind(0)
+    assert page.announced("10.0.0.1") == ("10.0.0.1", page.address[1])
+    page.close()
+    with pytest.raises(ValueError, match="worker 3 would listen on 65537, and 65535 is the last"):
+        StatusPage("127.0.0.1", 65534).bind(3)
+
+
+def test_mistakes_are_told_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"status_port must be in 0\.\.65535, or None"):
+        make(status_port=65536)
+    _, address = make(status_port=0)
+    with pytest.raises(RendezvousError, match=r"^the status port: port .* is in use"):
+        make(status_port=int(address.rpartition(":")[2]))
+    monkeypatch.setenv("GOSSIPDP_STATUS_PORT", "-1")
+    with pytest.raises(ValueError, match="GOSSIPDP_STATUS_PORT is -1"):
+        make()
