@@ -1,8 +1,8 @@
 """The environment variables through which a launcher tells a worker who it is.
 
 The names are torchrun's, so that a script runs unchanged under torchrun, under our launcher, and
-under Slurm or a shell that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Ours begin with
-GOSSIPDP_.
+under a shell that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; those of Slurm and Kubernetes
+are translated to them. Ours begin with GOSSIPDP_.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping
 
 from gossipdp.errors import RendezvousError
+from gossipdp.runtime.clusters import with_launcher
 from gossipdp.runtime.hidden_variables import visible_and_hidden
 from gossipdp.runtime.tls import TlsFiles, tls_files
 
@@ -111,6 +112,8 @@ class Environment:
     def read(cls, variables: Mapping[str, str] | None = None) -> "Environment":
         """The environment that ``variables`` describe; one worker alone without RANK, WORLD_SIZE.
 
+        Where Slurm or Kubernetes started this process, its variables stand for these.
+
         By default those of this process, those that are hidden from other libraries included.
 
         Raises:
@@ -148,6 +151,7 @@ class Environment:
                 port=own_port + local_rank if own_port else 0,
                 **ours,  # type: ignore[arg-type]
             )
+        variables = with_launcher(variables)
         if not variables.get("RANK") and not variables.get("WORLD_SIZE"):
             return cls(port=own_port, **ours)  # type: ignore[arg-type]
         missing = [name for name in REQUIRED if not variables.get(name)]
@@ -155,8 +159,8 @@ class Environment:
             present = [name for name in REQUIRED if variables.get(name)]
             raise ValueError(
                 f"{', '.join(present)} set, but not {', '.join(missing)}: start the workers with "
-                "`gossipdp run` or torchrun, or set all four; set neither RANK nor WORLD_SIZE to "
-                "train with one worker"
+                "`gossipdp run`, torchrun or srun, or set all four; set neither RANK nor "
+                "WORLD_SIZE to train with one worker"
             )
         local_rank = _number(variables, "LOCAL_RANK", 0)
         local = _number(variables, "LOCAL_WORLD_SIZE", 0)
