@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from gossipdp.cli.run_launched import is_launched, launched_team, launched_variables
+
 if TYPE_CHECKING:
     from gossipdp.runtime.team import Team
 
@@ -23,7 +25,8 @@ class RunArguments:
     """
 
     workers: Annotated[int | None, tyro.conf.arg(aliases=("-n",))] = None
-    """How many workers to start here; required, but for --join, where it is 1 by default."""
+    """How many workers to start here; with --join 1 by default. Needed but where torchrun, srun or
+    an indexed Job of Kubernetes started this process: it starts the one worker of that rank."""
 
     max_restarts: int = 0
     """How often workers that died are started again, all of them here together."""
@@ -97,8 +100,10 @@ def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(arguments: RunArguments) -> int:
     """Start the workers, wait for all, say at the end who failed and why; the exit code."""
     from gossipdp.runtime.crew import Failure, shown_rank
+    from gossipdp.runtime.launched_team import LaunchedTeam
     from gossipdp.runtime.restarts import Restarts
     from gossipdp.runtime.supervisor import Supervisor, check_num_workers
+    from gossipdp.runtime.team import HostingTeam
 
     # What can be wrong is told before a port is taken.
     num_workers = check_num_workers(_num_workers(arguments))
@@ -107,9 +112,11 @@ def run(arguments: RunArguments) -> int:
     tls = _tls_variables(arguments)
     status = _status_variables(arguments)
     num_restarts = 0
+    some_go_on = False
 
     def tell(failure: Failure, others_go_on: bool) -> None:
-        nonlocal num_restarts
+        nonlocal num_restarts, some_go_on
+        some_go_on = others_go_on
         then = "the others go on" if others_go_on else "the run had not begun, so all are ended"
         if failure.restart_in_s is not None:
             num_restarts += 1
@@ -117,22 +124,26 @@ def run(arguments: RunArguments) -> int:
             then = f"it is started again in {failure.restart_in_s:.1f} s ({count})"
         _tell(f"worker {shown_rank(failure.rank)} {failure.ending.reason}; {then}")
 
+    team = _team(arguments, tls)
     supervisor = Supervisor(
         [sys.executable, "-u", *script],
         num_workers,
-        team=_team(arguments, tls),
+        team=team,
         max_restarts=arguments.max_restarts,
         modules=["gossipdp.parallel.module", "networkx"],
-        host=arguments.host if arguments.rendezvous or arguments.join else None,
-        variables={**os.environ, **tls, **status},
+        host=None if isinstance(team, HostingTeam) and not arguments.rendezvous else arguments.host,
+        variables={**_own_share(arguments), **os.environ, **tls, **status},
         on_failure=tell,
-        on_addresses=_JoinLine(arguments),
+        on_addresses=(lambda addresses: None) if team.rank(0) else _JoinLine(arguments),
     )
-    noun = "worker" if num_workers == 1 else "workers"
-    _tell(f"starting {num_workers} {noun}; to import torch takes them some seconds")
+    if not isinstance(team, LaunchedTeam):
+        noun = "worker" if num_workers == 1 else "workers"
+        _tell(f"starting {num_workers} {noun}; to import torch takes them some seconds")
     code = supervisor.run()
     if report := supervisor.report():
         _tell(f"\n{report}")
+    if isinstance(team, LaunchedTeam) and code <= 1:
+        team.tell_ended(wait=code == 1 and some_go_on)
     _flush_or_drop()
     if "torch" in sys.modules:
         # Nothing is left to do, and without torch's own end, or that of its import, it is quick.
@@ -177,9 +188,17 @@ class _JoinLine:
 def _num_workers(arguments: RunArguments) -> int:
     if arguments.workers is not None:
         return arguments.workers
-    if arguments.join is None:
+    if arguments.join is None and not is_launched():
         raise ValueError("-n (--workers) is missing; say how many workers to start")
     return 1
+
+
+def _is_launched(arguments: RunArguments) -> bool:
+    return arguments.workers is None and arguments.join is None and is_launched()
+
+
+def _own_share(arguments: RunArguments) -> dict[str, str]:
+    return launched_variables() if _is_launched(arguments) else {}
 
 
 def _team(arguments: RunArguments, tls_of_workers: Mapping[str, str]) -> "Team":
@@ -191,6 +210,13 @@ def _team(arguments: RunArguments, tls_of_workers: Mapping[str, str]) -> "Team":
 
     secret = read_secret(arguments.secret_file)
     num_local = _num_workers(arguments)
+    if _is_launched(arguments):
+        if arguments.nnodes != 1 or arguments.rendezvous or arguments.node_rank or arguments.port:
+            raise ValueError(
+                "--nnodes, --node-rank, --rendezvous and --port need -n; without it the launcher "
+                "of this process says the rank and where the workers meet"
+            )
+        return launched_team(secret, arguments.host)
     several = arguments.nnodes != 1 or arguments.rendezvous is not None
     if arguments.join is not None:
         if several or arguments.port:

@@ -1,0 +1,144 @@
+"""``LaunchedTeam``: one worker, and the launcher that started its supervisor knows its rank.
+
+Under torchrun, srun or an indexed Job each process of the launcher's supervises one worker, so
+that the launcher does not see the worker die. The supervisors meet where the workers do, at
+MASTER_ADDR:MASTER_PORT. The store there is torchrun's, or else rank 0's supervisor hosts it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import final
+
+from gossipdp.runtime.environment import Environment, worker_variables
+from gossipdp.runtime.store import STORE_CALL_S, HostedStore, RemoteStore, ready_key
+from gossipdp.runtime.team import Team
+
+END_POLL_S = 0.5
+# From our worker's beginning to that of the last one, or to where this process sees it.
+OTHERS_BEGIN_S, BEGIN_POLL_S = 5.0, 0.05
+
+
+@final
+class LaunchedTeam(Team):
+    """The run of the worker that ``environment`` describes.
+
+    Args:
+        environment: what the launcher told, with a store.
+        secret: the workers' common secret, if the user chose one.
+        host: where rank 0 hosts the store, unless the launcher does; by default MASTER_ADDR.
+
+    Raises:
+        RendezvousError: the store's port is in use, or the address is not of this machine.
+    """
+
+    others_elsewhere = True
+
+    def __init__(self, environment: Environment, secret: str | None, host: str | None) -> None:
+        assert environment.store_host is not None
+        self.run_id = environment.run_id if environment.unique_run_id else None
+        self.secret = secret
+        self._environment = environment
+        self._prefix = environment.key_prefix
+        self._address = (environment.store_host, environment.store_port)
+        self._hosted: HostedStore | None = None
+        if environment.rank == 0 and not environment.agent_store:
+            self._hosted = HostedStore(host or environment.store_host, environment.store_port)
+        self._watched = RemoteStore(*self._address, f"{self._prefix}failed")
+        ranks = range(environment.num_workers)
+        self._watched.await_all([ready_key(self._prefix, rank) for rank in ranks])
+
+    def rank(self, local_rank: int) -> int:
+        """See the base class."""
+        return self._environment.rank
+
+    def variables(self, local_rank: int) -> dict[str, str]:
+        """See the base class; the local rank is the launcher's, which has others on this host."""
+        environment, (host, port) = self._environment, self._address
+        told = worker_variables(
+            environment.rank,
+            environment.num_workers,
+            host=host,
+            port=port,
+            run_id=self.run_id,
+            secret=self.secret,
+            local_rank=environment.local_rank,
+            num_local_workers=environment.num_local_workers,
+            round_number=environment.restart_count,
+        )
+        del told["GROUP_RANK"]  # which host this is, nobody has told
+        return {**told, "TORCHELASTIC_RUN_ID": environment.run_id}
+
+    def rejoin_variables(self, local_rank: int, rank: int | None) -> dict[str, str]:
+        """See the base class."""
+        return self.variables(local_rank)
+
+    def open(self) -> None:
+        """See the base class."""
+        if self._hosted is not None:
+            self._hosted.open_in_background()
+        self._watched.open_in_background()
+
+    def close(self) -> None:
+        """See the base class."""
+        self._watched.close()
+        if self._hosted is not None:
+            self._hosted.close()
+
+    def has_begun(self, begun: set[int]) -> bool:
+        """See the base class; where our worker began a moment ago, that of the others is awaited.
+
+        The store may go, with its host, after the last worker began and before we saw it.
+        """
+        deadline = time.monotonic() + OTHERS_BEGIN_S
+        while begun and not (self._watched.has_all or self._watched.is_gone):
+            if self._watched.noticed is not None or time.monotonic() >= deadline:
+                break
+            time.sleep(BEGIN_POLL_S)
+        return self._watched.has_all or (self._watched.is_gone and bool(begun))
+
+    def check(self) -> str | None:
+        """See the base class."""
+        if self._hosted is not None:
+            self._hosted.raise_error()
+        self._watched.raise_error()
+        return self._watched.noticed
+
+    def tell_failed(self, reason: str) -> None:
+        """See the base class."""
+        self._watched.put_notice(reason)
+
+    def begin_anew(self) -> None:
+        """See the base class; it cannot be known here that nobody is left."""
+        raise AssertionError
+
+    def published_addresses(self) -> dict[int, tuple[str, int]]:
+        """See the base class."""
+        return {}
+
+    def tell_ended(self, *, wait: bool, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Let the other supervisors know that this one ends; with ``wait``, after all of them.
+
+        torchrun ends everybody when one of its processes fails, so one whose worker failed stays
+        until the others have ended. It does not wait for a store that is gone. Under another
+        launcher nothing is to be told.
+        """
+        if not self._environment.agent_store:
+            return
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        keys = [f"{self._prefix}ended/{rank}" for rank in range(self._environment.num_workers)]
+        try:
+            store = TCPStore(
+                *self._address,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=STORE_CALL_S),
+            )
+            store.set(keys[self._environment.rank], "1")
+            while wait and not store.check(keys):
+                sleep(END_POLL_S)
+        except RuntimeError:  # torchrun has ended, and with it its other processes
+            return
