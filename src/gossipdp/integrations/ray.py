@@ -1,0 +1,126 @@
+"""``launch`` on a Ray cluster: every worker is an actor, and Ray starts those again that die."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gossipdp.errors import WorkerFailedError
+from gossipdp.integrations.ray_meeting import Meeting
+from gossipdp.runtime.reports import ReportChannel, report_variables
+
+try:
+    import ray
+    import ray.util
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "gossipdp.integrations.ray needs Ray: pip install 'gossipdp[ray]'", name=error.name
+    ) from error
+
+
+def launch(
+    function: Callable[..., Any],
+    workers: int = 4,
+    args: Sequence[Any] = (),
+    *,
+    max_restarts: int = 0,
+    actor_options: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """Call ``function(*args)`` on ``workers`` Ray actors; their results by rank.
+
+    Ray must have been started (``ray.init()``). The store is kept by one more actor, without a
+    core of its own.
+
+    Args:
+        function: called in every worker; as for :func:`gossipdp.launch`.
+        workers: how many actors.
+        args: what each call is given.
+        max_restarts: how often Ray starts each worker again whose process died after all had begun
+            to train. It calls the function anew and joins those that go on. An exception is no
+            death: that worker has failed.
+        actor_options: for Ray's ``options()`` of each worker, such as ``{"num_gpus": 1}``; without
+            ``num_cpus`` it is one core a worker.
+
+    Raises:
+        WorkerFailedError: a worker failed, and was not started again. Before all had begun to
+            train that ends the others; after that they go on, and it is raised when all have
+            ended.
+        ValueError: no workers, or fewer than no restarts.
+    """
+    if workers < 1:
+        raise ValueError(f"workers is {workers}; launch at least one")
+    if max_restarts < 0:
+        raise ValueError(f"max_restarts is {max_restarts}; it must be 0 or more")
+    meeting = ray.remote(_HostedMeeting).options(num_cpus=0).remote(workers)
+    options = {"num_cpus": 1, **(actor_options or {})}
+    options |= {"max_restarts": max_restarts, "max_task_retries": max_restarts}
+    actors = [ray.remote(_Worker).options(**options).remote() for _ in range(workers)]
+    calls = {
+        actor.work.remote(meeting, rank, function, tuple(args)): rank
+        for rank, actor in enumerate(actors)
+    }
+    results: dict[int, Any] = {}
+    failures: dict[int, Exception] = {}
+    try:
+        waiting = list(calls)
+        while waiting:
+            (ended,), waiting = ray.wait(waiting, num_returns=1)
+            rank = calls[ended]
+            try:
+                results[rank] = ray.get(ended)
+            except ray.exceptions.RayError as error:
+                failures[rank] = error
+                # What it left running in its process would count as alive to the others.
+                ray.kill(actors[rank])
+                if not ray.get(meeting.has_begun.remote()):
+                    break
+    finally:
+        for actor in [*actors, meeting]:
+            ray.kill(actor)
+    if failures:
+        texts = [f"worker {rank} failed:\n{error}" for rank, error in sorted(failures.items())]
+        raise WorkerFailedError("\n\n".join(texts))
+    return [results[rank] for rank in range(workers)]
+
+
+class _HostedMeeting:
+    """The actor that keeps the :class:`Meeting`, on the address of the node where it runs."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._meeting = Meeting(num_workers, ray.util.get_node_ip_address())
+
+    def variables(self, rank: int) -> dict[str, str]:
+        return self._meeting.variables(rank)
+
+    def has_begun(self) -> bool:
+        return self._meeting.has_begun()
+
+    def note_addresses(self, addresses: Mapping[int, tuple[str, int]]) -> None:
+        self._meeting.note_addresses(addresses)
+
+
+class _Worker:
+    """The actor of one worker."""
+
+    def work(
+        self, meeting: Any, rank: int, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Any:
+        channel = ReportChannel()
+        os.environ.update(ray.get(meeting.variables.remote(rank)))
+        os.environ.update(report_variables(channel.sender))
+        threading.Thread(
+            target=_pass_on, args=(channel, meeting), name="gossipdp reports", daemon=True
+        ).start()
+        return function(*args)
+
+
+def _pass_on(channel: ReportChannel, meeting: Any) -> None:
+    """Tell the meeting where the workers are, as long as this process lives."""
+    while True:
+        select.select([channel.receiver], [], [])
+        for report in channel.take():
+            if report.addresses is not None:
+                meeting.note_addresses.remote(report.addresses)

@@ -1,0 +1,115 @@
+"""Workers as actors of a Ray of this machine: ``make cluster-test``."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from run_processes import VARIABLES
+
+from gossipdp.errors import WorkerFailedError
+from gossipdp.integrations.ray import launch
+
+pytestmark = [
+    pytest.mark.processes,
+    # Ray's own: sockets and files of its daemons that it leaves to the collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "clusters" / "ray_digits.py"
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """Ray with room for three workers."""
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def make_train() -> Any:
+    """A worker's function, which Ray takes by value since tests are on nobody's import path."""
+
+    def train(marks: Path, mode: str) -> tuple[int, int, int]:
+        import torch
+
+        from gossipdp import GossipDataParallel
+
+        if mode == "fails at once" and os.environ["RANK"] == "1":
+            raise ValueError("no good")
+        net = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        model = GossipDataParallel(net, optimizer, graph="complete")
+        rank, life = model.rank, int(os.environ.get("GOSSIPDP_RESTARTS", "0"))
+
+        def train_until(*names: str, exchanges: int = 0) -> None:
+            while (
+                not all((marks / name).exists() for name in names)
+                or model.stats().exchanges_answered < exchanges
+            ):
+                optimizer.zero_grad()
+                model(torch.ones(8, 4)).square().mean().backward()
+                optimizer.step()
+                time.sleep(0.01)
+
+        train_until(exchanges=2)
+        (marks / f"{rank}.{life}").touch()
+        train_until("0.0", "1.0", "2.0")
+        time.sleep(0.2)  # until the last of them has told the store that it begins
+        if rank == 1 and life == 0 and mode == "dies once":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and mode == "fails":
+            (marks / "1.1").touch()
+            raise ValueError("no good")
+        train_until("1.1")
+        done = model.consolidate().num_workers
+        (marks / f"{rank} ended over {done}").touch()
+        return rank, life, done
+
+    return train
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_ray_starts_a_worker_again_that_died(tmp_path: Path) -> None:
+    results = launch(make_train(), 3, args=(tmp_path, "dies once"), max_restarts=1)
+    assert results == [(0, 0, 3), (1, 1, 3), (2, 0, 3)]
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_failure_is_one_workers_and_is_told_at_the_end(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailedError, match=r"worker 1 failed:\n(.*\n)*.*ValueError: no good"):
+        launch(make_train(), 3, args=(tmp_path, "fails"))
+    ended = sorted(path.name for path in tmp_path.glob("* ended over *"))
+    assert ended == ["0 ended over 2", "2 ended over 2"]
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_failure_before_all_have_begun_ends_all(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(WorkerFailedError, match="worker 1 failed"):
+        launch(make_train(), 3, args=(tmp_path, "fails at once"))
+    assert time.monotonic() - began < 60  # and not the minutes for which the others would wait
+
+
+def test_the_example() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--workers", "3", "--samples", "90000"],
+        capture_output=True,
+        text=True,
+        env=VARIABLES,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"worker (\d): test accuracy ([\d.]+), achieved comm rate", done.stdout)
+    assert [rank for rank, _ in lines] == ["0", "1", "2"]
+    assert len({accuracy for _, accuracy in lines}) == 1
+    assert float(lines[0][1]) > 0.9
