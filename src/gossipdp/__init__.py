@@ -12,6 +12,7 @@ runtime     the same protocol over sockets: links, the gossip thread, rendezvous
 observe     what a run tells of itself: the log of each worker
 parallel    GossipDataParallel: the module wrapper, optimizer hooks, schedules, statistics
 workloads, report    built-in tasks; figures and pages from the logs
+integrations    callbacks and strategies for the training loops of other frameworks
 reproduce   the paper's results by the simulator, as a page
 cli         the command line
 

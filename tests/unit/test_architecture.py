@@ -22,6 +22,7 @@ LAYERS = {
     "runtime": {"graph", "dynamics", "protocol"},
     "observe": {"graph", "dynamics", "protocol", "runtime"},
     "parallel": {"graph", "dynamics", "protocol", "runtime", "observe"},
+    "integrations": {"runtime", "parallel"},
     "report": {"graph", "protocol", "simulate", "runtime", "observe", "parallel"},
     "reproduce": {"graph", "dynamics", "protocol", "simulate", "report"},
 }

@@ -1,0 +1,65 @@
+"""A loop of one's own under Hugging Face Accelerate."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gossipdp.parallel.module import GossipDataParallel
+
+try:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "gossipdp.integrations.accelerate needs accelerate: pip install 'gossipdp[transformers]'",
+        name=error.name,
+    ) from error
+
+
+def gossip_data_parallel(
+    accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+) -> GossipDataParallel:
+    """Wrap what ``accelerator.prepare`` has returned.
+
+    Args:
+        accelerator: made within ``single_process()``, so that it is one process.
+        module: the prepared module.
+        optimizer: the prepared optimizer.
+        options: of :class:`~gossipdp.GossipDataParallel`.
+
+    Returns:
+        The model to call in the loop; ``accelerator.backward``, ``accumulate(module)`` and the
+        prepared optimizer and scheduler go on as before.
+
+    Raises:
+        ValueError: the accelerator itself is of several processes, or an option is wrong.
+
+    Example:
+        >>> from gossipdp.integrations import single_process
+        >>> with single_process():
+        ...     accelerator = Accelerator(cpu=True)
+        >>> net = nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> net, optimizer = accelerator.prepare(net, optimizer)
+        >>> model = gossip_data_parallel(accelerator, net, optimizer, graph="ring")
+        >>> accelerator.backward(model(torch.zeros(8, 4)).sum())
+        >>> optimizer.step()
+        >>> model.consolidate().samples
+        8
+    """
+    if accelerator.distributed_type != DistributedType.NO:
+        raise ValueError(
+            f"this Accelerator is distributed itself ({accelerator.distributed_type.value}, "
+            f"{accelerator.num_processes} processes): make it within `with single_process():`, "
+            "and without DeepSpeed, FSDP or Megatron, which gossipdp does not go with"
+        )
+    return GossipDataParallel(module, torch_optimizer(optimizer), **options)
+
+
+def torch_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that steps: Accelerate's is a shell around it, whose own hooks never run."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer

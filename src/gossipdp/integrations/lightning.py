@@ -1,0 +1,114 @@
+"""The Trainer of Lightning."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from gossipdp.integrations.options import check_options
+from gossipdp.parallel.module import GossipDataParallel
+from gossipdp.parallel.stats import Consolidated
+from gossipdp.runtime.environment import Environment
+
+try:
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.utilities import rank_zero_only
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "gossipdp.integrations.lightning needs lightning: pip install 'gossipdp[lightning]'",
+        name=error.name,
+    ) from error
+
+
+class GossipStrategy(SingleDeviceStrategy):
+    """Makes a Trainer train with the other workers: ``Trainer(strategy=GossipStrategy())``.
+
+    The module and its optimizers are wrapped when ``fit`` begins to train, and consolidated when
+    it ends: then all workers' modules are the same average. With ``budget_samples`` training ends
+    when all workers together have seen as many; ``max_steps`` and ``max_epochs`` limit each
+    worker by itself.
+
+    To Lightning this is a run on one device whose ``global_rank`` is the worker's: worker 0 alone
+    logs, saves checkpoints and shows progress. Make the Trainer within ``single_process()``.
+
+    Args:
+        device: of the parameters.
+        options: of :class:`~gossipdp.GossipDataParallel`.
+
+    Attributes:
+        consolidated: how the last ``fit`` ended; None until then.
+
+    Raises:
+        ValueError: an option that does not go with a framework's loop.
+    """
+
+    strategy_name = "gossipdp"
+
+    def __init__(self, device: str | torch.device = "cpu", **options: Any) -> None:
+        check_options(options)
+        super().__init__(device=device)
+        environment = Environment.read()
+        self.global_rank = rank_zero_only.rank = environment.rank
+        self.local_rank = environment.local_rank
+        self.consolidated: Consolidated | None = None
+        self._options = options
+        self._gossip: GossipDataParallel | None = None
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is worker 0, which logs and saves."""
+        return self.global_rank == 0
+
+    @property
+    def gossip(self) -> GossipDataParallel:
+        """The wrapper, for its ``stats()``, ``averaged()`` and so on.
+
+        Raises:
+            RuntimeError: training has not begun.
+        """
+        if self._gossip is None:
+            raise RuntimeError("there is no model yet: Trainer.fit() makes it")
+        return self._gossip
+
+    def progress(self) -> float:
+        """Progress of the whole run for a scheduler; 0 before training begins."""
+        return 0.0 if self._gossip is None else self._gossip.progress()
+
+    def on_train_start(self) -> None:
+        """Wrap the module and the optimizers; wait for the other workers."""
+        super().on_train_start()
+        assert self.lightning_module is not None
+        self._gossip = GossipDataParallel(self.lightning_module, self.optimizers, **self._options)
+        # One that joins a run is given its rank here.
+        self.global_rank = rank_zero_only.rank = self._gossip.rank
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``training_step``, whose batch is counted."""
+        self.gossip.count_batch((args, kwargs))
+        return super().training_step(*args, **kwargs)
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step the optimizer; end training where the budget is used up."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.gossip.finished:
+            assert self.lightning_module is not None
+            self.lightning_module.trainer.should_stop = True
+        return result
+
+    def on_train_end(self) -> None:
+        """Wait for the other workers, and give the module the average of all."""
+        self.consolidated = self.gossip.consolidate()
+        super().on_train_end()
+
+    def teardown(self) -> None:
+        """Stop taking part, whatever has ended the training."""
+        if self._gossip is not None:
+            self._gossip.close()
+        super().teardown()

@@ -1,0 +1,65 @@
+"""What a framework sees of the launcher while it is set up: nothing; and what its user needs."""
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from gossipdp.runtime.environment import Environment
+from gossipdp.runtime.hidden_variables import hidden
+
+# numpy.random.seed, which the frameworks call, takes no larger one.
+NUM_SEEDS = 2**32
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Who this process is, before there is a model to ask.
+
+    Attributes:
+        rank: 0 to ``num_workers`` - 1; -1 for one that joins and has yet to be given a rank.
+        num_workers: in the run; 0 for one that joins.
+        seed: for this worker's data order and random numbers, in 0..2^32 - 1; that of each
+            worker of a run is another one.
+    """
+
+    rank: int
+    num_workers: int
+    seed: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is worker 0, which logs and saves."""
+        return self.rank == 0
+
+
+@contextmanager
+def single_process(seed: int = 0) -> Iterator[Worker]:
+    """Within it the environment names no other workers; gossipdp knows them still.
+
+    Accelerate, transformers and Lightning start ``torch.distributed`` when they find RANK and
+    WORLD_SIZE. Set them up within this, and each worker is one process to them. What is set up
+    stays so afterwards.
+
+    Args:
+        seed: of the run; the same on all workers.
+
+    Yields:
+        This worker.
+
+    Example:
+        >>> with single_process(seed=7) as worker:
+        ...     (worker.rank, worker.num_workers, worker.is_first)
+        (0, 1, True)
+    """
+    environment = Environment.read()
+    with hidden():
+        yield Worker(environment.rank, environment.num_workers, _seed(environment, seed))
+
+
+def _seed(environment: Environment, seed: int) -> int:
+    """Another one for each worker and each of its lives: ranks up to four million."""
+    if environment.needs_rank:
+        return secrets.randbelow(NUM_SEEDS)
+    lives = environment.num_restarts + environment.restart_count
+    return ((seed * 1_000_003 + environment.rank) * 1_009 + lives) % NUM_SEEDS

@@ -1,0 +1,130 @@
+"""The Trainer of Hugging Face transformers."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gossipdp.integrations.accelerate import torch_optimizer
+from gossipdp.integrations.options import check_options
+from gossipdp.parallel.module import GossipDataParallel
+from gossipdp.parallel.stats import Consolidated
+
+try:
+    from transformers import (
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+    from transformers.trainer_utils import SaveStrategy
+    from transformers.training_args import ParallelMode
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "gossipdp.integrations.transformers needs transformers: "
+        "pip install 'gossipdp[transformers]'",
+        name=error.name,
+    ) from error
+
+
+class GossipCallback(TrainerCallback):
+    """Makes a Trainer train with the other workers: ``Trainer(callbacks=[GossipCallback()])``.
+
+    The model and its optimizer are wrapped when training begins, and consolidated when it ends:
+    then all workers' models are the same average. With ``budget_samples`` training ends when all
+    workers together have seen as many; ``max_steps`` and epochs limit each worker by itself.
+
+    On all workers but the first it turns saving off and tells the Trainer's state that it is not
+    the first process, so that one alone logs and shows progress.
+
+    Make the TrainingArguments within ``single_process()``.
+
+    Args:
+        options: of :class:`~gossipdp.GossipDataParallel`.
+
+    Attributes:
+        consolidated: how the run ended; None until then.
+
+    Raises:
+        ValueError: an option that does not go with a framework's loop; at the start of training:
+            the Trainer is of several processes or GPUs, or would load a checkpoint of its own at
+            the end.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        check_options(options)
+        self.consolidated: Consolidated | None = None
+        self._options = options
+        self._model: GossipDataParallel | None = None
+
+    @property
+    def model(self) -> GossipDataParallel:
+        """The wrapper, for its ``stats()``, ``averaged()`` and so on.
+
+        Raises:
+            RuntimeError: training has not begun.
+        """
+        if self._model is None:
+            raise RuntimeError("there is no model yet: Trainer.train() makes it")
+        return self._model
+
+    def progress(self) -> float:
+        """Progress of the whole run for a scheduler; 0 before training begins."""
+        return 0.0 if self._model is None else self._model.progress()
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        **others: Any,
+    ) -> None:
+        """Wrap the model and the optimizer; wait for the other workers."""
+        _check(args)
+        self._model = wrapped = GossipDataParallel(
+            model, torch_optimizer(optimizer), **self._options
+        )
+
+        def count(module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if module.training and torch.is_grad_enabled():
+                wrapped.count_batch((positional, named))
+
+        self._counting = model.register_forward_pre_hook(count, with_kwargs=True)
+        if wrapped.rank > 0:
+            args.save_strategy = SaveStrategy.NO
+            state.is_world_process_zero = state.is_local_process_zero = False
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """End training where the budget is used up."""
+        if self.model.finished:
+            control.should_training_stop = True
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Wait for the other workers, and give the model the average of all."""
+        self._counting.remove()
+        self.consolidated = self.model.consolidate()
+
+
+def _check(args: TrainingArguments) -> None:
+    if args.parallel_mode == ParallelMode.DISTRIBUTED:
+        raise ValueError(
+            f"the Trainer itself has started torch.distributed with {args.world_size} processes: "
+            "make its TrainingArguments within `with single_process():`"
+        )
+    if args.parallel_mode != ParallelMode.NOT_PARALLEL:
+        raise ValueError(
+            f"the Trainer itself uses {args.n_gpu} GPUs in this process: let each worker see one, "
+            "by CUDA_VISIBLE_DEVICES"
+        )
+    if args.load_best_model_at_end:
+        raise ValueError(
+            "load_best_model_at_end=True would put one worker's old parameters in place of the "
+            "average: leave it False"
+        )

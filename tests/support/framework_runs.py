@@ -1,0 +1,203 @@
+"""Runs the examples of the frameworks on four workers each, and writes what came of it as JSON.
+
+    python tests/support/framework_runs.py results.json
+
+A process of its own: its fork server imports the frameworks once, which costs some ten seconds of
+CPU time that no other test shall wait for.
+"""
+
+import hashlib
+import json
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from gossipdp.runtime.launcher import launch, start_fork_server
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# What is the wrapper in each; plain_ddp has none.
+WRAPPERS = {
+    "plain_ddp": None,
+    "plain_gossipdp": "model",
+    "accelerate_loop": "model",
+    "huggingface_trainer": "gossip.model",
+    "lightning_module": "strategy.gossip",
+}
+FRAMEWORKS = ("accelerate", "transformers.trainer", "lightning.pytorch")
+NUM_WORKERS = 4
+
+
+def run_example(name: str, wrapper: str | None) -> dict[str, Any]:
+    """One worker's outcome; ``num_demands`` are the exchanges that its clock asked for."""
+    found = SimpleNamespace(**runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__"))
+    if wrapper is None:
+        return {"accuracy": found.accuracy}
+    model = attrgetter(wrapper)(found)
+    stats = model.stats()
+    return {
+        "accuracy": found.accuracy,
+        "state": digest(model.module),
+        "steps": stats.gradient_steps,
+        "samples": stats.samples,
+        "initiated": stats.exchanges_initiated,
+        "rate": stats.achieved_comm_rate,
+        "num_demands": model._engine._protocol.clock.num_ticks,
+    }
+
+
+def digest(module: Any) -> str:
+    """Of every bit of a module's parameters and buffers."""
+    hashed = hashlib.sha256()
+    for value in module.state_dict().values():
+        hashed.update(value.detach().contiguous().numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def save_under_transformers(folder: str) -> dict[str, Any]:
+    """Train with accumulation; the workers share an output directory."""
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    from gossipdp.integrations import single_process
+    from gossipdp.integrations.transformers import GossipCallback
+
+    with single_process() as worker:
+        args = TrainingArguments(
+            folder,
+            use_cpu=True,
+            seed=worker.seed,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            max_steps=4,
+            save_steps=2,
+            logging_steps=2,
+            report_to="none",
+            disable_tqdm=True,
+        )
+    trainer = Trainer(
+        scaled(torch.nn.Linear(2, 1)),
+        args,
+        train_dataset=[{"inputs": torch.ones(2)}] * 64,
+        callbacks=[gossip := GossipCallback()],
+    )
+    trainer.train()
+    return {
+        "saves": args.save_strategy.value,
+        "is_first": trainer.state.is_world_process_zero,
+        "steps": gossip.model.stats().gradient_steps,
+        "samples": gossip.model.stats().samples,
+        "state": digest(gossip.model.module),
+    }
+
+
+def scaled(linear: Any) -> Any:
+    """A module whose forward pass takes ``inputs`` and returns a loss."""
+    import torch
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.linear(inputs).square().mean()}
+
+    return Scaled()
+
+
+def save_under_lightning(folder: str) -> dict[str, Any]:
+    """Train with accumulation; the workers share a directory for checkpoints and logs."""
+    import lightning
+    import torch
+
+    from gossipdp.integrations import single_process
+    from gossipdp.integrations.lightning import GossipStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.linear(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with single_process():
+        strategy = GossipStrategy()
+        trainer = lightning.Trainer(
+            strategy=strategy,
+            max_steps=4,
+            accumulate_grad_batches=2,
+            default_root_dir=folder,
+            enable_progress_bar=False,
+        )
+    module = Module()
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(64, 2), batch_size=4))
+    trainer.save_checkpoint(f"{folder}/final-{strategy.gossip.rank}.ckpt")
+    return {
+        "is_first": trainer.is_global_zero,
+        "steps": strategy.gossip.stats().gradient_steps,
+        "samples": strategy.gossip.stats().samples,
+        "state": digest(module),
+    }
+
+
+def forget_the_single_process(framework: str) -> str:
+    """The error of a framework that was set up as a part of the run."""
+    import torch
+
+    linear = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+    try:
+        if framework == "accelerate":
+            from accelerate import Accelerator
+
+            from gossipdp.integrations.accelerate import gossip_data_parallel
+
+            gossip_data_parallel(Accelerator(cpu=True), linear, optimizer)
+        else:
+            from transformers import Trainer, TrainingArguments
+
+            from gossipdp.integrations.transformers import GossipCallback
+
+            args = TrainingArguments("none", use_cpu=True, report_to="none", max_steps=1)
+            data = [{"inputs": torch.ones(2)}] * 8
+            Trainer(scaled(linear), args, train_dataset=data, callbacks=[GossipCallback()]).train()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def main(results: Path) -> None:
+    """Run all, one after another."""
+    start_fork_server(also=FRAMEWORKS)
+    outcomes: dict[str, Any] = {}
+
+    def run(name: str, function: Callable[..., Any], workers: int, *args: Any) -> None:
+        started_s = time.monotonic()
+        outcomes[name] = launch(function, workers, args, timeout_s=100)
+        print(f"{name}: {time.monotonic() - started_s:.1f} s", flush=True)
+
+    for name, wrapper in WRAPPERS.items():
+        run(name, run_example, NUM_WORKERS, name, wrapper)
+    for name, save in (
+        ("transformers", save_under_transformers),
+        ("lightning", save_under_lightning),
+    ):
+        folder = results.parent / f"saved by {name}"
+        folder.mkdir()
+        run(folder.name, save, 2, str(folder))
+    for name in ("accelerate", "transformers"):
+        run(f"{name} without single_process", forget_the_single_process, 2, name)
+    results.write_text(json.dumps(outcomes, indent=1))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,109 @@
+"""The strategy on one worker: Lightning's own training, bit for bit; and whose rank it has."""
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+lightning = pytest.importorskip("lightning")
+
+from gossipdp.integrations.lightning import GossipStrategy  # noqa: E402
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def fit(folder: Path, strategy: Any, module: nn.Module | None = None, **arguments: Any) -> Any:
+    trainer = lightning.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": -1, **arguments},
+    )
+    inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+    module = module or Module()
+    trainer.fit(module, torch.utils.data.DataLoader(inputs, batch_size=8))
+    return module
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+        {"precision": "bf16-mixed"},
+    ],
+)
+def test_one_worker_is_lightning_alone(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    alone = fit(tmp_path, "auto", max_steps=7, **arguments).state_dict()
+    strategy = GossipStrategy()
+    with_us = fit(tmp_path, strategy, max_steps=7, **arguments).state_dict()
+    assert all(torch.equal(alone[name], with_us[name]) for name in alone)
+    assert not torch.equal(alone["layers.0.weight"], Module().layers[0].weight)
+    assert strategy.consolidated is not None
+    assert strategy.consolidated.gradient_steps == 7
+
+
+def test_samples_are_counted_and_end_the_training(tmp_path: Path) -> None:
+    strategy = GossipStrategy(budget_samples=100)
+    assert strategy.progress() == 0.0
+    fit(tmp_path, strategy)
+    assert strategy.gossip.stats().samples == 104
+    assert strategy.progress() == 1.0
+
+
+def test_an_error_in_training_ends_the_part_in_the_run(tmp_path: Path) -> None:
+    class Failing(Module):
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            if index == 3:
+                raise KeyError("the user's")
+            return super().training_step(batch, index)
+
+    strategy = GossipStrategy()
+    with pytest.raises(KeyError, match="the user's"):
+        fit(tmp_path, strategy, Failing())
+    with pytest.raises(RuntimeError, match="closed"):
+        strategy.gossip.consolidate()
+
+
+def test_the_rank_is_the_worker_s() -> None:
+    variables = {
+        "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+    }  # fmt: skip
+    from lightning.pytorch.utilities import rank_zero_only
+
+    try:
+        with mock.patch.dict(os.environ, variables):
+            strategy = GossipStrategy()
+        assert (strategy.global_rank, strategy.local_rank) == (3, 1)
+        assert not strategy.is_global_zero
+        assert rank_zero_only.rank == 3
+    finally:
+        rank_zero_only.rank = 0
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(ValueError, match="allreduce"):
+        GossipStrategy(method="allreduce")
+    with pytest.raises(RuntimeError, match=r"Trainer.fit\(\) makes it"):
+        _ = GossipStrategy().gossip
