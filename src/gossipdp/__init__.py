@@ -13,6 +13,7 @@ observe     what a run tells of itself: the log of each worker
 parallel    GossipDataParallel: the module wrapper, optimizer hooks, schedules, statistics
 workloads, report    built-in tasks; figures and pages from the logs
 integrations    callbacks and strategies for the training loops of other frameworks
+recipes     whole trainings from the original data: CIFAR-10, ImageNet, any text
 reproduce   the paper's results by the simulator, as a page
 cli         the command line
 

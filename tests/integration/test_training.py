@@ -83,6 +83,7 @@ def test_all_start_from_rank_0_and_end_with_the_same_bits(workers: Callable, cas
     assert set(outcomes) == {outcomes[0]}
     assert outcomes[0].num_workers == num_workers
     assert outcomes[0].gradient_steps == 40 * num_workers
+    assert outcomes[0].gradient_steps_by_rank == dict.fromkeys(range(num_workers), 40)
     assert outcomes[0].samples == 40 * 32 * num_workers
     assert math.isfinite(outcomes[0].consensus_distance)
     initiated = sum(s.exchanges_initiated for s in stats)

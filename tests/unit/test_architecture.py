@@ -24,6 +24,7 @@ LAYERS = {
     "parallel": {"graph", "dynamics", "protocol", "runtime", "observe"},
     "integrations": {"runtime", "parallel"},
     "report": {"graph", "protocol", "simulate", "runtime", "observe", "parallel"},
+    "recipes": {"workloads", "parallel"},
     "reproduce": {"graph", "dynamics", "protocol", "simulate", "report"},
 }
 EVERYONE_MAY = {"errors", "logs"}

@@ -23,6 +23,7 @@ from gossipdp.errors import GossipError, RendezvousError
 # docstring is the help) and run(arguments) -> exit code, and imports nothing slow by itself.
 COMMANDS = (
     "run",
+    "train",
     "plan",
     "simulate",
     "demo",

@@ -280,6 +280,9 @@ class AllReduceEngine(Engine):
             num_workers=self.num_workers,
             samples=int(self._total[0]),
             gradient_steps=int(self._total[1]),
+            gradient_steps_by_rank=dict.fromkeys(
+                range(self.num_workers), int(self._total[1]) // self.num_workers
+            ),
         )
 
     def _average(self, tensor: Tensor) -> Tensor:

@@ -628,6 +628,9 @@ class GossipEngine(Engine):
             num_workers=outcome.num_workers,
             samples=progress.total_samples,
             gradient_steps=progress.total_steps,
+            gradient_steps_by_rank={
+                rank: steps for rank, (_, steps) in sorted(progress.by_rank().items())
+            },
         )
 
     def _wait_for_average(self) -> Outcome:

@@ -88,9 +88,11 @@ class Consolidated:
         num_workers: over which the mean was taken.
         samples: over all workers and all of their lives.
         gradient_steps: likewise.
+        gradient_steps_by_rank: of each worker, over all of its lives; the dead are there too.
     """
 
     consensus_distance: float
     num_workers: int
     samples: int
     gradient_steps: int
+    gradient_steps_by_rank: dict[int, int] = field(default_factory=dict, hash=False)

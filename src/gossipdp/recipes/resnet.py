@@ -1,0 +1,144 @@
+"""ResNet-18 for images of 32 by 32, and the standard ResNet-50."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from torch import Tensor, nn
+
+CIFAR_RESNET18_PARAMETERS = 11_173_962
+RESNET50_PARAMETERS = 25_557_032
+
+
+def cifar_resnet18(num_classes: int = 10) -> ResNet:
+    """ResNet-18 with the stem for small images: 3 by 3, stride 1, nothing pooled before the blocks.
+
+    With ten classes it has 11,173,962 parameters.
+
+    >>> import torch
+    >>> cifar_resnet18()(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+    """
+    return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, small_images=True)
+
+
+def resnet50(num_classes: int = 1000) -> ResNet:
+    """ResNet-50 for images of about 224 by 224; with 1000 classes it has 25,557,032 parameters.
+
+    In its bottlenecks the 3 by 3 convolution has the stride, as in torchvision and in what Goyal et
+    al. (arXiv 1706.02677) train; in the article of 2015 the first 1 by 1 convolution has it.
+    """
+    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes)
+
+
+@final
+class ResNet(nn.Module):
+    """He et al., *Deep residual learning* (CVPR 2016): (batch, 3, height, width) to logits.
+
+    The names in ``state_dict()`` are torchvision's, so that either loads what the other saved.
+    Convolutions start normally distributed with variance 2 / (outputs · kernel area), norms as the
+    identity.
+
+    Args:
+        block: of which the four layers are made.
+        depths: how many blocks each layer has.
+        num_classes: how many logits.
+        small_images: a 3 by 3 stem of stride 1 without pooling, in place of 7 by 7 of stride 2.
+    """
+
+    def __init__(
+        self,
+        block: type[BasicBlock] | type[Bottleneck],
+        depths: tuple[int, int, int, int],
+        num_classes: int,
+        *,
+        small_images: bool = False,
+    ) -> None:
+        super().__init__()
+        if small_images:
+            self.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        else:
+            self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.Identity() if small_images else nn.MaxPool2d(3, stride=2, padding=1)
+        channels = 64
+        layers: list[nn.Module] = []
+        for number, depth in enumerate(depths):
+            width = 64 << number
+            blocks: list[nn.Module] = []
+            for index in range(depth):
+                blocks.append(block(channels, width, 2 if number and not index else 1))
+                channels = width * block.expansion
+            layers.append(nn.Sequential(*blocks))
+        self.layer1, self.layer2, self.layer3, self.layer4 = layers
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(channels, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits, (batch, ``num_classes``)."""
+        features = self.maxpool(self.relu(self.bn1(self.conv1(images))))
+        features = self.layer4(self.layer3(self.layer2(self.layer1(features))))
+        logits: Tensor = self.fc(self.avgpool(features).flatten(1))
+        return logits
+
+
+@final
+class BasicBlock(nn.Module):
+    """Two 3 by 3 convolutions beside a shortcut; ``width`` channels come out."""
+
+    expansion = 1
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = _shortcut(channels, width, stride)
+
+    def forward(self, features: Tensor) -> Tensor:
+        residual = self.relu(self.bn1(self.conv1(features)))
+        residual = self.bn2(self.conv2(residual))
+        shortcut = features if self.downsample is None else self.downsample(features)
+        result: Tensor = self.relu(residual + shortcut)
+        return result
+
+
+@final
+class Bottleneck(nn.Module):
+    """1 by 1, 3 by 3 and 1 by 1 convolution beside a shortcut; four times ``width`` come out."""
+
+    expansion = 4
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, width * self.expansion, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(width * self.expansion)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = _shortcut(channels, width * self.expansion, stride)
+
+    def forward(self, features: Tensor) -> Tensor:
+        residual = self.relu(self.bn1(self.conv1(features)))
+        residual = self.relu(self.bn2(self.conv2(residual)))
+        residual = self.bn3(self.conv3(residual))
+        shortcut = features if self.downsample is None else self.downsample(features)
+        result: Tensor = self.relu(residual + shortcut)
+        return result
+
+
+def _shortcut(channels: int, width: int, stride: int) -> Any:
+    """What brings the shortcut to the shape of the residual; None where it has it already."""
+    if stride == 1 and channels == width:
+        return None
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 1, stride=stride, bias=False), nn.BatchNorm2d(width)
+    )

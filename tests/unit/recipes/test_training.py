@@ -1,0 +1,171 @@
+"""What is shown of a training, and the learning rates that it goes through."""
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from recipe_archives import write_cifar10_archive
+from rich.console import Console
+
+from gossipdp.parallel.stats import Stats
+from gossipdp.recipes import make_recipe
+from gossipdp.recipes.options import BytesGptOptions, Cifar10Options, TrainOptions
+from gossipdp.recipes.progress import TrainingProgress
+from gossipdp.recipes.recipe import worker_device
+from gossipdp.recipes.training import MODEL_FILE, Outcome, _lowest_alive, train
+from gossipdp.runtime.noticed import Notice
+
+OUTCOME = Outcome(
+    recipe="cifar10",
+    method="a2cid2",
+    graph="ring",
+    num_workers=16,
+    metric_name="test_accuracy",
+    metric=0.9434,
+    minutes=20.94,
+    slowest_steps=2391,
+    fastest_steps=2512,
+    samples=5_000_000,
+    consensus_distance=1.5,
+    achieved_comm_rate=0.98,
+    configuration={},
+)
+
+
+def shown(what: object) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(what)
+    return console.file.getvalue()
+
+
+def test_the_row_of_the_papers_tables():
+    text = shown(OUTCOME.table())
+    for heading in ("method", "graph", "workers", "test accuracy", "minutes", "steps, slowest"):
+        assert heading in text
+    row = next(line for line in text.splitlines() if "a2cid2" in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["a2cid2", "ring", "16", "0.9434", "20.94", "2,391", "2,512"]
+
+
+def test_without_exchanges_there_is_no_graph():
+    assert "ring" not in shown(replace(OUTCOME, method="allreduce").table())
+
+
+class TestProgress:
+    def progress(self, times: Sequence[float], *, terminal: bool = False) -> TrainingProgress:
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
+        at = iter(times)
+        return TrainingProgress(
+            epochs=10, samples_per_epoch=1000, console=console, clock=lambda: next(at)
+        )
+
+    def test_a_line_now_and_then(self):
+        progress = self.progress([0.0, 5.0, 10.0, 11.0, 20.0])
+        for loss, share in ((4.0, 0.1), (2.0, 0.2), (9.0, 0.25), (1.0, 0.3)):
+            progress.step(torch.tensor(loss, requires_grad=True), share)
+        progress.close()
+        assert progress._console.file.getvalue().splitlines() == [
+            "   10 s   20%  epoch 2.00 of 10, loss 3.0000, 100 samples/s",
+            "   20 s   30%  epoch 3.00 of 10, loss 5.0000, 100 samples/s",
+        ]
+
+    def test_a_bar_on_a_terminal_that_goes_when_it_is_over(self):
+        progress = self.progress([0.0, 1.0, 2.0], terminal=True)
+        progress.step(torch.tensor(2.5), 0.25)
+        progress.step(torch.tensor(1.5), 0.5)
+        text = progress._console.file.getvalue()
+        assert "epoch 5.00 of 10, loss 1.5000, 2,500 samples/s" in text
+        progress.close()
+        assert progress._console.file.getvalue().endswith("\x1b[2K")
+
+
+@pytest.mark.parametrize(
+    ("rank", "notices", "lowest"),
+    [
+        (2, [], 0),
+        (2, [(0, "dead")], 1),
+        (2, [(0, "dead"), (1, "dead")], 2),
+        (2, [(0, "dead"), (0, "rejoined")], 0),
+        (2, [(0, "stopped")], 0),
+        (5, [(0, "dead"), (1, "dead"), (2, "dead"), (3, "dead")], 5),
+    ],
+)
+def test_who_tells_of_the_end(rank: int, notices: list[tuple[int, str]], lowest: int):
+    stats = Stats(
+        rank=rank,
+        num_workers=4,
+        gradient_steps=1,
+        samples=1,
+        noticed=tuple(Notice(who, kind, 0.0) for who, kind in notices),
+    )
+    assert _lowest_alive(stats) == lowest
+
+
+def test_devices():
+    assert worker_device("cpu") == torch.device("cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="torch finds no CUDA device here; choose cpu"):
+            worker_device("cuda")
+
+
+def rates(options: TrainOptions, num_workers: int, progress: Sequence[float]) -> list[float]:
+    recipe = make_recipe(options)
+    net = torch.nn.Linear(2, 2)
+    optimizer = recipe.make_optimizer(net)
+    now = [0.0]
+    schedule = recipe.make_schedule(optimizer, lambda: now[0], num_workers)
+    found = []
+    for now[0] in progress:
+        optimizer.step()
+        schedule.step()
+        found.append(schedule.get_last_lr()[0])
+    return found
+
+
+def test_the_papers_schedule(tmp_path: Path):
+    write_cifar10_archive(tmp_path)
+    found = rates(
+        Cifar10Options(data=tmp_path, batch_size=4),
+        num_workers=8,
+        progress=[0.0, 0.025, 0.05, 0.499, 0.5, 0.749, 0.75],
+    )
+    assert found == pytest.approx([0.1, 0.45, 0.8, 0.8, 0.08, 0.08, 0.008])
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 60)
+    options = BytesGptOptions(
+        data=tmp_path / "text.txt",
+        context=16,
+        width=16,
+        depth=1,
+        heads=2,
+        batch_size=8,
+        output=tmp_path / "output",
+        json=tmp_path / "results.json",
+        checkpoint_every=7,
+    )
+    outcome = train(options)
+    assert outcome is not None
+    assert json.loads((tmp_path / "results.json").read_text())["metric"] == outcome.metric
+    assert outcome.slowest_steps == outcome.fastest_steps == outcome.samples / options.batch_size
+    expected = torch.load(options.directory / MODEL_FILE, weights_only=True)
+    checkpoints = sorted((options.directory / "checkpoints").rglob("step-*"))
+    assert len(checkpoints) == 2
+    checkpoints[1].unlink()
+    (options.directory / MODEL_FILE).unlink()
+
+    resumed = train(replace(options, resume=True))
+
+    assert resumed is not None
+    assert (resumed.metric, resumed.samples) == (outcome.metric, outcome.samples)
+    found = torch.load(options.directory / MODEL_FILE, weights_only=True)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
