@@ -32,6 +32,13 @@ READS_A_NUMBER = {aten._local_scalar_dense.default, aten.equal.default}
 ALLOCATES = {"aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 
 
+@contextlib.contextmanager
+def _below_autograd() -> Iterator[None]:
+    views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(views):
+        yield
+
+
 @dataclass
 class _Task:
     run: Callable[[], object]
@@ -115,7 +122,8 @@ class DeferredDevice(QueuedDevice):
         # One of them far behind the other, now this, now that.
         quick = [queue for queue in ready if queue is not self._streams[self._slow]]
         task = (quick or ready)[0].popleft()
-        with _disable_current_modes():
+        # Autograd has had its part when the work was asked for.
+        with _disable_current_modes(), _below_autograd():
             task.run()
         return True
 

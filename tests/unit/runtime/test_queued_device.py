@@ -4,8 +4,9 @@ The device is a stand-in (``tests/support/deferred_device.py``), the threads are
 streams; while one waits for its stream, the other has its turn.
 """
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from random import Random
 
 import pytest
@@ -217,6 +218,63 @@ def test_steps_and_exchanges_lose_nothing() -> None:
 @pytest.mark.parametrize("rule", ["precede", "leave", "finish"])
 def test_without_one_of_the_rules_it_shows(rule: str) -> None:
     assert not all(train(seed, (rule,)) for seed in range(30))
+
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.cuda,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    ],
+)
+
+
+@pytest.mark.parametrize("kind", ["host", "stand-in", CUDA])
+def test_two_threads_lose_nothing(kind: str) -> None:
+    place = "cuda" if kind == "cuda" else "cpu"
+    state = State([Segment(torch.zeros(5000, device=place), Role.TRAINED, chunk_bytes=4096)])
+    (segment,) = state.segments
+    device = None
+    with ExitStack() as stack:
+        if kind == "stand-in":
+            device = DeferredDevice(0)
+            device.adopt_state(state)
+            stack.enter_context(device.used())
+        shared = SharedState(state, Phase(0.0, 1.0), lambda: 0.0, "torch", device)
+        shared.rest()
+        differences = torch.zeros(5000)
+        ended = threading.Event()
+
+        def gossip() -> None:
+            generator = torch.Generator().manual_seed(0)
+            with shared.gossip_thread():
+                for _ in range(8):  # more, and float32 would round
+                    theta = shared.start_exchange()
+                    for chunk, difference in segment.split(differences):
+                        out = torch.full((chunk.num_elements,), torch.nan)
+                        peers = torch.randint(-9, 9, out.shape, generator=generator).float()
+                        assert shared.snapshot(chunk, theta, out)
+                        shared.exchange(chunk, out, peers, ALPHA_TILDE)
+                        difference += out - peers
+                    shared.end_exchange()
+            ended.set()
+
+        thread = threading.Thread(target=gossip)
+        thread.start()
+        num_steps = 0
+        gradient = torch.arange(5000.0, device=place) % 7
+        while thread.is_alive() and num_steps < 500:
+            segment.x.sub_(gradient)
+            num_steps += 1
+            shared.boundary()
+        thread.join()
+        assert ended.is_set()
+        shared.boundary(wait=True)
+        shared.rest()
+        x, c = segment.x.to("cpu", copy=True), segment.c.to("cpu", copy=True)
+    gradients = num_steps * (torch.arange(5000.0) % 7)
+    assert torch.equal(x, -gradients - 0.5 * differences)
+    assert torch.equal(c, -differences)
 
 
 def test_a_boundary_leaves_out_a_chunk_that_is_in_use() -> None:
