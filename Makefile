@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types fuzz chaos cluster-test bench dist clean
+.PHONY: demo test lint types fuzz chaos cluster-test bench docs docs-serve dist clean
 
 demo: $(VENV)/base.installed
 	$(BIN)/gossipdp demo $(ARGS)
@@ -46,6 +46,15 @@ dist: $(VENV)/dev.installed
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
+# The documentation as a site, in build/site; a link that leads nowhere is an error.
+docs: $(VENV)/docs.installed
+	$(BIN)/python tools/notebook_pages.py
+	$(BIN)/python tools/build_site.py
+
+# The same on http://localhost:8000, built again at each edit.
+docs-serve: $(VENV)/docs.installed
+	$(BIN)/zensical serve
+
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -62,6 +71,10 @@ $(VENV)/dev.installed: pyproject.toml constraints.txt | venv
 $(VENV)/cluster.installed: pyproject.toml constraints.txt | venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,ray]"
 	@touch $@ $(VENV)/dev.installed $(VENV)/base.installed
+
+$(VENV)/docs.installed: pyproject.toml constraints.txt | venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	@touch $@ $(VENV)/base.installed
 
 $(VENV)/fuzz.installed: pyproject.toml constraints.txt | venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,fuzz]"

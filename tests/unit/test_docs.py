@@ -1,11 +1,15 @@
 """The documentation's links, commands, options, variables, names and code are true.
 
 Code fences: ``python`` runs as one worker, what stands under the ``__main__`` guard excepted;
-``python signature`` is compared with the object of that name.
+``py`` is compared with the object of that name; ``sh`` runs; ``json`` and ``yaml`` can be read.
+Indented calls of our command are checked for their options; with a prompt, ``$ gossipdp plan`` and
+``$ gossipdp simulate`` are run, and print what follows them. A line of three dots stands for any
+number of lines. The cells of the notebooks run in tests/integration/test_notebooks.py.
 """
 
 import ast
 import inspect
+import json
 import re
 import runpy
 import subprocess
@@ -14,16 +18,20 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 import gossipdp
 from gossipdp.cli.bench import BENCHMARKS
-from gossipdp.cli.main import COMMANDS
+from gossipdp.cli.main import COMMANDS, main
 from gossipdp.cli.train import RECIPES
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-each_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
+OF_NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.md"))
+each_page = pytest.mark.parametrize(
+    "page", [*PAGES, *OF_NOTEBOOKS], ids=[*NAMES, *(page.name for page in OF_NOTEBOOKS)]
+)
 
 
 def blocks(kind: str) -> list[tuple[str, str]]:
@@ -127,7 +135,7 @@ def test_every_public_name_is_in_the_api_page():
             assert f"`{name}" in section, f"{kind.__name__}.{name}"
 
 
-SIGNATURES = blocks("python signature")
+SIGNATURES = blocks("py")
 
 
 @pytest.mark.parametrize("block", [block for _, block in SIGNATURES])
@@ -156,6 +164,77 @@ def test_there_are_programs_and_signatures():
 def test_programs_run(name: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.chdir(tmp_path)
     script = tmp_path / "program.py"
     script.write_text(block)
     runpy.run_path(str(script))
+
+
+@pytest.mark.parametrize(("name", "block"), blocks("sh"), ids=[name for name, _ in blocks("sh")])
+def test_shell_blocks_run(name: str, block: str, tmp_path: Path):
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_block_is_of_a_kind_that_nobody_checks():
+    kinds = {"python", "py", "sh", "json", "yaml", "text", ""}
+    for page in PAGES:
+        fences = re.findall(r"^```(.*)$", page.read_text(), re.M)
+        assert set(fences) <= kinds, page
+        assert len(fences) % 2 == 0, f"{page}: a block has no end"
+
+
+def test_json_and_yaml_blocks_can_be_read():
+    for _, block in blocks("json"):
+        json.loads(block)
+    for _, block in blocks("yaml"):
+        assert yaml.safe_load(block)
+
+
+def transcripts() -> list[tuple[list[str], str]]:
+    """The words of each such call, and what it is shown to print."""
+    found = []
+    for page in PAGES:
+        for call, shown in re.findall(
+            r"^    \$ gossipdp ((?:plan|simulate) .*)\n((?:    .*\n|\n)*)", page.read_text(), re.M
+        ):
+            found.append((call.split(), re.sub(r"^    ", "", shown, flags=re.M)))
+    return found
+
+
+TRANSCRIPTS = transcripts()
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"), TRANSCRIPTS, ids=[" ".join(words) for words, _ in TRANSCRIPTS]
+)
+def test_commands_print_what_the_page_shows(
+    words: list[str],
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(words) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    progress = re.compile(r"\s*\d+ s  simulating:")  # only where the machine is slow
+    lines = [line for line in printed if line and not progress.match(line)]
+    pattern = "".join(
+        r"(?:.*\n)*" if line.strip() == "..." else re.escape(line.rstrip()) + r"\n"
+        for line in shown.splitlines()
+        if line.strip()
+    )
+    assert re.fullmatch(pattern, "\n".join(lines) + "\n"), "\n".join(lines)
+
+
+def test_there_are_transcripts():
+    assert len(TRANSCRIPTS) >= 3
