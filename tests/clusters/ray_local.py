@@ -19,6 +19,8 @@ from gossipdp.integrations.ray import launch
 
 pytestmark = [
     pytest.mark.processes,
+    # Ray starts a process a worker, each of which imports torch: minutes on a busy small machine.
+    pytest.mark.timeout(300),
     # Ray's own: sockets and files of its daemons that it leaves to the collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -96,7 +98,7 @@ def test_a_failure_before_all_have_begun_ends_all(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(WorkerFailedError, match="worker 1 failed"):
         launch(make_train(), 3, args=(tmp_path, "fails at once"))
-    assert time.monotonic() - began < 60  # and not the minutes for which the others would wait
+    assert time.monotonic() - began < 200  # and not the 300 s for which the others would wait
 
 
 def test_the_example() -> None:
@@ -106,7 +108,7 @@ def test_the_example() -> None:
         text=True,
         env=VARIABLES,
         check=False,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"worker (\d): test accuracy ([\d.]+), achieved comm rate", done.stdout)

@@ -184,7 +184,7 @@ def test_ranks_restart_and_requeue(slurm: Slurm, tmp_path: Path) -> None:
 
     def lines() -> list[str]:
         text = output.read_text() if output.exists() else ""
-        return sorted(line for line in text.splitlines() if line.startswith("["))
+        return sorted(line for line in text.splitlines() if line[3:9] in (" begin", " done "))
 
     def are_there(*names: str) -> bool:
         return all((tmp_path / name).exists() for name in names)

@@ -1,0 +1,88 @@
+"""Under another launcher: torchrun with one supervised worker a process; the Job's manifest."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from run_processes import VARIABLES
+
+CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
+
+# Worker 1 takes part and dies, in each of its lives; worker 0 trains until that has happened.
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from gossipdp import GossipDataParallel
+
+net = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+model = GossipDataParallel(net, optimizer, graph="complete")
+marks, rank, life = Path(sys.argv[1]), model.rank, int(os.environ.get("GOSSIPDP_RESTARTS", "0"))
+
+def taken_part():
+    return model.stats().exchanges_initiated + model.stats().exchanges_answered
+
+def train_until(is_time):
+    while not is_time():
+        optimizer.zero_grad()
+        model(torch.ones(8, 4)).square().mean().backward()
+        optimizer.step()
+        time.sleep(0.01)
+
+train_until(lambda: taken_part() >= 2)
+(marks / f"{rank}.{life}").touch()
+train_until((marks / "0.0").exists)
+if rank == 1:
+    train_until((marks / "1.0").exists)
+    os.kill(os.getpid(), signal.SIGKILL)
+train_until((marks / "1.1").exists)
+done = model.consolidate()
+local = os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
+print("done", rank, life, *local, len(done.gradient_steps_by_rank))
+"""
+
+
+@pytest.mark.processes
+def test_under_torchrun_a_death_stays_one_death(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    supervised = ["-m", "gossipdp", "run", "--max-restarts", "1", str(script), str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, *torchrun, *supervised],
+        capture_output=True,
+        text=True,
+        env=VARIABLES,
+        check=False,
+        timeout=110,
+    )
+    # Torchrun has ended nobody, and hears of the worker that is lost when the other has ended.
+    assert done.stdout == "[0] done 0 0 0 2 2\n", done.stderr
+    killed = "gossipdp: worker 1 was killed by signal 9 (SIGKILL)"
+    assert f"{killed}; it is started again in 0.1 s (restart 1 of 1)" in done.stderr
+    assert f"{killed}; the others go on" in done.stderr
+    assert done.returncode == 1
+    assert "exitcode  : 1" in done.stderr
+
+
+def manifest() -> list[dict[str, object]]:
+    return list(yaml.safe_load_all((CLUSTERS / "kubernetes_job.yaml").read_text()))
+
+
+def test_the_manifest_has_the_form_of_its_kinds() -> None:
+    documents = manifest()
+    assert [document["kind"] for document in documents] == ["Service", "Job"]
+    for version in ("1.30", "1.33"):
+        for document in documents:
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_a_manifest_with_a_wrong_word_is_refused() -> None:
+    job = manifest()[1]
+    job["spec"]["completion"] = 4  # type: ignore[index]
+    with pytest.raises(kubernetes_validate.ValidationError, match="completion"):
+        kubernetes_validate.validate(job, "1.33", strict=True)
