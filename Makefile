@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types fuzz chaos cluster-test bench docs docs-serve dist clean
+.PHONY: demo test lint types fuzz chaos browser-test cluster-test bench docs docs-serve dist clean
 
 demo: $(VENV)/base.installed
 	$(BIN)/gossipdp demo $(ARGS)
@@ -36,6 +36,10 @@ chaos: $(VENV)/dev.installed
 # and munge are installed, on a Slurm of one node.
 cluster-test: $(VENV)/cluster.installed
 	$(BIN)/python -m pytest $(addprefix tests/clusters/,ray_local.py slurm.py) $(ARGS)
+
+# The page of `gossipdp report` in Chromium (apt-get install chromium); screenshots in runs/browser.
+browser-test: $(VENV)/dev.installed
+	$(BIN)/python -m pytest tests/browser/report_page.py $(ARGS)
 
 # All benchmarks, in less than 20 minutes on two cores; ARGS="scale overlap" for some of them.
 bench: $(VENV)/dev.installed

@@ -28,7 +28,8 @@ from gossipdp.cli.demo import DemoArguments, averaged_together, prepare
 from gossipdp.cli.demo_faults import Fault, FaultInjector, fault_results
 from gossipdp.cli.demo_worker import own_average_file, read_results, train_worker
 from gossipdp.errors import WorkerFailedError
-from gossipdp.observe.run_log import RunLog, RunLogTail, worker_file
+from gossipdp.observe.run_log import RunLog, RunLogTail
+from gossipdp.observe.run_log_records import worker_file
 from gossipdp.report.live import WorkerProgress
 from gossipdp.runtime.clock import since_boot_s
 from gossipdp.runtime.crew import Failure

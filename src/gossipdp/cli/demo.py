@@ -328,7 +328,7 @@ def _default_output(arguments: DemoArguments) -> Path:
 
 def _clear(directory: Path) -> None:
     """Remove what a former run left here, so that no worker of it is taken for one of this."""
-    from gossipdp.observe.run_log import FILE_PATTERN
+    from gossipdp.observe.run_log_records import FILE_PATTERN
 
     directory.mkdir(parents=True, exist_ok=True)
     for pattern in (
@@ -476,7 +476,8 @@ def _write_reports(console: Console, arguments: DemoArguments, task: DemoTask) -
     from rich.markup import escape
 
     from gossipdp.cli.demo_worker import average_file
-    from gossipdp.observe.run_log import FILE_PATTERN, RunLog
+    from gossipdp.observe.run_log import RunLog
+    from gossipdp.observe.run_log_records import FILE_PATTERN
     from gossipdp.report.figures import draw_run
     from gossipdp.report.tensorboard import tensorboard_is_installed, write_tensorboard
 

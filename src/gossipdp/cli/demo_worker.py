@@ -4,7 +4,6 @@ All that a worker measures is in its log, so that what one that was killed did i
 """
 
 import hashlib
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,12 +14,14 @@ from typing import Any, Literal
 import torch
 
 from gossipdp import logs
-from gossipdp.observe.run_log import ExchangeRecord, RunLog, RunLogWriter, WorkerLog, worker_file
+from gossipdp.observe.run_log import RunLog, WorkerLog, read_worker
+from gossipdp.observe.run_log_records import worker_file
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.runtime.clock import since_boot_s
 from gossipdp.workloads import BatchLoader, Workload, learning_rate_factor, make_workload
 
-LOOK_FOR_NOTICES_EVERY_S = 0.1
+METRIC, DIGEST = "metric_before_average", "average_digest"
+"""Logged by each worker that comes to the end."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def read_results(run_log: RunLog) -> list[WorkerResult]:
 def _read_result(rank: int, worker: WorkerLog) -> WorkerResult:
     step = worker.steps[-1] if worker.steps else None
     exchange = worker.exchanges[-1] if worker.exchanges else None
-    end = worker.end
+    end, values = worker.end, worker.last_values() if worker.end else {}
     return WorkerResult(
         rank=rank,
         gradient_steps=step.gradient_steps if step else 0,
@@ -101,11 +102,15 @@ def _read_result(rank: int, worker: WorkerLog) -> WorkerResult:
         exchanges_initiated=exchange.exchanges_initiated if exchange else 0,
         exchanges_answered=exchange.exchanges_answered if exchange else 0,
         waited_seconds=exchange.waited_seconds if exchange else 0.0,
-        metric_before_average=end.metric_before_average if end else None,
+        metric_before_average=_float(values.get(METRIC)),
         consensus_distance=end.consensus_distance if end else None,
         num_averaged=end.num_averaged if end else None,
-        average_digest=end.average_digest if end else None,
+        average_digest=None if DIGEST not in values else str(values[DIGEST]),
     )
+
+
+def _float(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
 
 
 def train_worker(task: DemoTask) -> None:
@@ -128,46 +133,15 @@ def train_worker(task: DemoTask) -> None:
         budget_samples=task.samples,
         seed=task.seed,
         samples_per_step=workload.batch_size,
+        log_dir=task.directory,
     )
-    with RunLogWriter(worker_file(task.directory, rank), goes_on=is_restart) as log:
-        log.start(rank=rank, num_workers=model.num_workers, configuration=task.configuration)
-        notices = _Notices(model, log)
-        _train(model, optimizer, workload, loader, log=log, notices=notices, task=task)
-        # The worker's own model, without what exchanges have brought since its last step.
-        metric_before_average = workload.evaluate(net)
-        consolidated = model.consolidate()
-        notices.write()
-        torch.save(net.state_dict(), own_average_file(task.directory, rank))
-        log.end(
-            metric_name=workload.metric_name,
-            metric_before_average=metric_before_average,
-            consensus_distance=consolidated.consensus_distance,
-            num_averaged=consolidated.num_workers,
-            average_digest=_digest(net),
-        )
-
-
-class _Notices:
-    """Passes on to the log what the worker notices of the others."""
-
-    def __init__(self, model: GossipDataParallel, log: RunLogWriter) -> None:
-        self._model = model
-        self._log = log
-        self._num_written = 0
-        self._next_look_s = 0.0
-
-    def look(self, now_s: float) -> None:
-        """Write what is new, now and then."""
-        if now_s >= self._next_look_s:
-            self._next_look_s = now_s + LOOK_FOR_NOTICES_EVERY_S
-            self.write()
-
-    def write(self) -> None:
-        """Write what is new."""
-        noticed = self._model.stats().noticed
-        for notice in noticed[self._num_written :]:
-            self._log.notice(notice.rank, notice.kind, notice.at_s)
-        self._num_written = len(noticed)
+    model.log(**task.configuration)
+    _train(model, optimizer, workload, loader, task=task, is_restart=is_restart)
+    # The worker's own model, without what exchanges have brought since its last step.
+    model.log(**{METRIC: workload.evaluate(net)})
+    model.consolidate()
+    torch.save(net.state_dict(), own_average_file(task.directory, rank))
+    model.log(**{DIGEST: _digest(net)})
 
 
 def _digest(net: torch.nn.Module) -> str:
@@ -184,24 +158,20 @@ def _train(
     workload: Workload,
     loader: BatchLoader[Any],
     *,
-    log: RunLogWriter,
-    notices: _Notices,
     task: DemoTask,
+    is_restart: bool,
 ) -> None:
     """Train until the workers together have used up the budget and ``least_s`` is over."""
     peak_rates = [group["lr"] for group in optimizer.param_groups]
     slowdown = _slowdown(task, model.rank)
-    first_step_s = log.first_began_s
-    has_begun = False
+    before = read_worker(worker_file(task.directory, model.rank)) if is_restart else None
+    first_step_s = before.lives[0].at_s if before and before.lives else None
 
     def progress() -> float:
         if not task.least_s:
             return model.progress()
         elapsed_s = 0.0 if first_step_s is None else since_boot_s() - first_step_s
         return min(model.progress(), elapsed_s / task.least_s)
-
-    def count_exchanges(time_s: float) -> ExchangeRecord:
-        return exchange_record(time_s, model)
 
     def batches() -> Iterable[Any]:
         return _until(lambda: progress() >= 1, loader) if task.least_s else model.batches(loader)
@@ -218,12 +188,8 @@ def _train(
             # Slow as a slow device is: its gradient comes late. The other cores stay free.
             time.sleep((slowdown - 1) * (time.monotonic() - step_started))
         optimizer.step()
-        if not has_begun:
-            began_s = log.began()
-            has_begun, first_step_s = True, first_step_s or began_s
-        log.step(loss.detach(), samples=workload.batch_size, exchanges=count_exchanges)
-        notices.look(step_started)
-    log.flush(count_exchanges)
+        first_step_s = first_step_s or since_boot_s()
+        model.log(loss=loss)
 
 
 def _until(is_over: Callable[[], bool], loader: BatchLoader[Any]) -> Iterator[Any]:
@@ -233,23 +199,6 @@ def _until(is_over: Callable[[], bool], loader: BatchLoader[Any]) -> Iterator[An
             yield batch
             if is_over():
                 return
-
-
-def exchange_record(time_s: float, model: GossipDataParallel) -> ExchangeRecord:
-    """The log's exchange record from the wrapper's statistics."""
-    stats = model.stats()
-    return ExchangeRecord(
-        time_s=time_s,
-        exchanges_initiated=stats.exchanges_initiated,
-        exchanges_answered=stats.exchanges_answered,
-        exchanges_failed=stats.exchanges_failed,
-        exchanges_by_neighbour=stats.exchanges_by_neighbour,
-        edge_distance=None if math.isnan(stats.edge_distance) else stats.edge_distance,
-        exchange_seconds=stats.exchange_seconds,
-        waited_seconds=stats.waited_seconds,
-        bytes_sent=stats.bytes_sent,
-        bytes_received=stats.bytes_received,
-    )
 
 
 def _slowdown(task: DemoTask, rank: int) -> float:

@@ -31,6 +31,7 @@ COMMANDS = (
     "bench",
     "doctor",
     "reproduce",
+    "report",
 )
 
 DESCRIPTION = "Asynchronous, decentralized data-parallel training for PyTorch."

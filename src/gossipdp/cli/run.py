@@ -63,6 +63,9 @@ class RunArguments:
     tls_ca: Path | None = None
     """PEM file with the authority that signed the certificates of all workers."""
 
+    log_dir: Path | None = None
+    """Directory where each worker writes its log, for gossipdp report."""
+
     status_port: int | None = None
     """Worker r shows its status for gossipdp top and Prometheus on this port + r; 0: on any free
     one."""
@@ -110,6 +113,7 @@ def run(arguments: RunArguments) -> int:
     Restarts(arguments.max_restarts)
     script = _script(arguments)
     tls = _tls_variables(arguments)
+    log_dir = {"GOSSIPDP_LOG_DIR": str(arguments.log_dir.absolute())} if arguments.log_dir else {}
     status = _status_variables(arguments)
     num_restarts = 0
     some_go_on = False
@@ -132,7 +136,7 @@ def run(arguments: RunArguments) -> int:
         max_restarts=arguments.max_restarts,
         modules=["gossipdp.parallel.module", "networkx"],
         host=None if isinstance(team, HostingTeam) and not arguments.rendezvous else arguments.host,
-        variables={**_own_share(arguments), **os.environ, **tls, **status},
+        variables={**_own_share(arguments), **os.environ, **tls, **log_dir, **status},
         on_failure=tell,
         on_addresses=(lambda addresses: None) if team.rank(0) else _JoinLine(arguments),
     )

@@ -23,6 +23,8 @@ from gossipdp.parallel.export import check_name, copied_state, write_state
 from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.options import GossipOptions
+from gossipdp.parallel.run_configuration import describe
+from gossipdp.parallel.run_logging import RunLogging
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.parallel.status_page import StatusPage
 from gossipdp.runtime.environment import Environment
@@ -94,6 +96,8 @@ class GossipDataParallel(nn.Module):
             + r, without a password; 0: on any free one; None: GOSSIPDP_STATUS_PORT, and no status
             without it.
         status_host: the address on which it does; by default GOSSIPDP_STATUS_HOST, else loopback.
+        log_dir: where this worker writes its log, ``worker-RANK.jsonl``, from which
+            ``gossipdp report`` makes a page; None: GOSSIPDP_LOG_DIR, and no log without it.
 
     Raises:
         ValueError: an argument is wrong.
@@ -149,6 +153,7 @@ class GossipDataParallel(nn.Module):
         shared_memory: Literal["auto", "off"] = "auto",
         status_port: int | None = None,
         status_host: str | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         logs.configure()  # GOSSIPDP_LOG, under whichever launcher
@@ -231,6 +236,15 @@ class GossipDataParallel(nn.Module):
             )
             if self._status is not None:
                 self._status.show(self._engine, self._checkpointer, options, budget_samples)
+            self._logging: RunLogging | None = None
+            log_dir = log_dir or os.environ.get("GOSSIPDP_LOG_DIR") or None
+            if log_dir is not None:
+                self._logging = RunLogging(
+                    Path(log_dir),
+                    self._engine,
+                    describe(module, optimizers, options, self._engine, budget_samples),
+                    goes_on=environment.is_joining or resumption is not None,
+                )
         except BaseException:
             self._engine.close()
             if self._status is not None:
@@ -331,6 +345,28 @@ class GossipDataParallel(nn.Module):
                     "gone through only once (pass the loader itself)"
                 )
 
+    def log(self, *, loss: Tensor | float | None = None, **values: bool | float | str) -> None:
+        """Put the loss of a step, and numbers or text by name, into the run's log and its status.
+
+        Cheap, and nothing at all without ``log_dir`` and ``status_port``: a loss on a device is not
+        waited for. The log holds the mean loss of every fifth of a second, and the latest of each
+        value; a value may also be logged after :meth:`consolidate`.
+
+        Raises:
+            ValueError: the loss is not one number, or a value is neither number nor text.
+
+        Example:
+            >>> net = nn.Linear(4, 2)
+            >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            >>> model = GossipDataParallel(net, optimizer)
+            >>> model.log(loss=0.7, learning_rate=0.1)
+            >>> model.close()
+        """
+        if self._logging is not None:
+            self._logging.log(loss, values)
+        if self._status is not None:
+            self._status.log(loss, values)
+
     def averaged(self) -> AbstractContextManager[None]:
         """Within ``with model.averaged():`` the module holds the average of all live workers.
 
@@ -353,8 +389,12 @@ class GossipDataParallel(nn.Module):
         alone, if at all.
         """
         self._checkpointer.take_due(finally_=True)
+        if self._logging is not None:
+            self._logging.consolidating()
         result = self._engine.consolidate()
         self._is_consolidated = True
+        if self._logging is not None:
+            self._logging.ended(result)
         self.close()
         return result
 
@@ -362,6 +402,8 @@ class GossipDataParallel(nn.Module):
         """Stop taking part: end the background thread and all links. Happens by itself at exit."""
         for handle in self._handles:
             handle.remove()
+        if self._logging is not None:
+            self._logging.close()
         self._engine.close()
         self._checkpointer.close()
         if self._status is not None:
@@ -377,6 +419,8 @@ class GossipDataParallel(nn.Module):
             self._checkpointer.stepped()
             if self._status is not None:
                 self._status.stepped()
+            if self._logging is not None:
+                self._logging.stepped(samples)
 
     # State.
 

@@ -56,6 +56,55 @@ def exchange_counts(run_log: RunLog) -> NDArray[np.int64]:
     return np.maximum(counts, counts.T)
 
 
+def draw_exchanges(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """The heat map of ``counts`` as a picture; shape (height, width, 3)."""
+    figure, axes = _square()
+    _draw_exchanges(figure, axes, counts)
+    return _pixels(figure)
+
+
+def draw_graph(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """The workers in a circle, lines as wide as exchanges are many; shape (height, width, 3)."""
+    import numpy as np
+
+    figure, axes = _square()
+    num_workers = len(counts)
+    angles = 2 * np.pi * np.arange(num_workers) / num_workers
+    x, y = np.sin(angles), np.cos(angles)
+    most = max(1, int(counts.max()))
+    for row, column in zip(*np.nonzero(np.triu(counts)), strict=True):
+        width = 0.3 + 4.7 * counts[row, column] / most
+        axes.plot(x[[row, column]], y[[row, column]], color=OKABE_ITO[0], linewidth=width)
+    axes.scatter(
+        x, y, s=220 if num_workers <= 32 else 20, color="white", edgecolors="black", zorder=2
+    )
+    if num_workers <= 32:
+        for rank in range(num_workers):
+            axes.text(x[rank], y[rank], str(rank), ha="center", va="center")
+    axes.set_title("Exchanges on the graph of the workers")
+    axes.set_aspect("equal")
+    axes.set_axis_off()
+    return _pixels(figure)
+
+
+def _square() -> tuple[Figure, Axes]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots()
+
+
+def _pixels(figure: Figure) -> NDArray[np.uint8]:
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[:, :, :3].copy()
+
+
 def _losses(run_log: RunLog, rank: int) -> Series:
     records = [step for step in run_log.workers[rank].steps if step.loss is not None]
     return [record.time_s for record in records], [record.loss or 0.0 for record in records]

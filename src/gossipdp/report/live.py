@@ -11,13 +11,13 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gossipdp.observe.run_log import (
+from gossipdp.observe.run_log import RunLogTail
+from gossipdp.observe.run_log_records import (
     BeganRecord,
     EndRecord,
     ExchangeRecord,
     NoticeRecord,
     Record,
-    RunLogTail,
     StepRecord,
     worker_file,
 )
@@ -53,7 +53,7 @@ class WorkerProgress:
                 self.state = "training"
             self.gradient_steps = record.gradient_steps
             self.samples = record.samples
-            self.loss = record.loss
+            self.loss = self.loss if record.loss is None else record.loss
             self.samples_per_second = record.samples_per_second
         elif isinstance(record, ExchangeRecord):
             self.exchanges = record.exchanges_initiated + record.exchanges_answered

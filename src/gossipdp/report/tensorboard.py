@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gossipdp.observe.run_log import RunLog, WorkerLog
+from gossipdp.report.figures import draw_exchanges, draw_graph, exchange_counts
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -18,14 +19,22 @@ def tensorboard_is_installed() -> bool:
 def write_tensorboard(run_log: RunLog, directory: Path) -> None:
     """Write the scalars of every worker as one TensorBoard run, ``directory/worker-RANK``.
 
-    The horizontal axis is the worker's gradient steps; wall time is kept beside it. Raises
-    ModuleNotFoundError without tensorboard (``pip install 'gossipdp[tensorboard]'``).
+    ``directory/run`` holds two pictures: the heat map of the exchanges, and the graph of the
+    workers with lines as wide as their exchanges are many. The horizontal axis is the worker's
+    gradient steps; wall time is kept beside it. Raises ModuleNotFoundError without tensorboard
+    (``pip install 'gossipdp[tensorboard]'``).
     """
     from torch.utils.tensorboard.writer import SummaryWriter
 
     for rank, worker in run_log.workers.items():
         with SummaryWriter(str(directory / f"worker-{rank}")) as writer:
             _write_worker(worker, writer)
+    counts = exchange_counts(run_log)
+    with SummaryWriter(str(directory / "run")) as writer:
+        time_s = run_log.started_at + max(worker.last_s for worker in run_log.workers.values())
+        pictures = {"run/exchanges": draw_exchanges(counts), "run/graph": draw_graph(counts)}
+        for name, picture in pictures.items():
+            writer.add_image(name, picture, walltime=time_s, dataformats="HWC")
 
 
 def _write_worker(worker: WorkerLog, writer: "SummaryWriter") -> None:
@@ -45,6 +54,12 @@ def _write_worker(worker: WorkerLog, writer: "SummaryWriter") -> None:
         write("exchanges/completed", num_exchanges, *at)
         write("exchanges/edge_distance", exchange.edge_distance, *at)
         write("exchanges/megabytes_sent", exchange.bytes_sent / 1e6, *at)
+    for record in worker.values:
+        for name, value in record.values.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                write(f"logged/{name}", value, record.gradient_steps, record.time_s)
     if worker.end is not None:
-        name = f"before_average/{worker.end.metric_name}"
-        write(name, worker.end.metric_before_average, worker.end.gradient_steps, worker.end.time_s)
+        end = worker.end
+        write(
+            "exchanges/consensus_distance", end.consensus_distance, end.gradient_steps, end.time_s
+        )

@@ -13,7 +13,9 @@ from gossipdp.cli.demo_faults import (
     least_duration_s,
     parse_faults,
 )
-from gossipdp.observe.run_log import BeganRecord, EndRecord, RunLog, RunLogWriter, worker_file
+from gossipdp.observe.run_log import RunLog
+from gossipdp.observe.run_log_records import BeganRecord, EndRecord, worker_file
+from gossipdp.observe.run_log_writer import RunLogWriter
 from gossipdp.report.live import WorkerProgress
 from gossipdp.runtime.crew import Ending, Failure
 
@@ -152,7 +154,7 @@ def test_faults_that_did_not_happen_are_told() -> None:
         Fault(0, "kill", 1.0), Fault(1, "kill", 1.0), Fault(2, "kill", 1.0), Fault(2, "stop", 9.0)
     )
     scene.begin_all()
-    scene.workers[0].take(EndRecord(1.0, 1, 1, "test_accuracy", 0.9, 0.0))
+    scene.workers[0].take(EndRecord(1.0, 1, 1, 0.0))
     scene.gone.add(1001)
     scene.poll(102.0)
     # A process that has ended may still take a signal, which kills nobody.

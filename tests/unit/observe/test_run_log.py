@@ -1,17 +1,25 @@
+import errno
+import logging
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gossipdp.observe.run_log import (
+from gossipdp.observe.run_log import RunLog, RunLogTail
+from gossipdp.observe.run_log_records import (
     EndRecord,
     ExchangeRecord,
-    RunLog,
-    RunLogTail,
-    RunLogWriter,
+    NoticeRecord,
+    RecentExchange,
     StartRecord,
     StepRecord,
     worker_file,
 )
+from gossipdp.observe.run_log_writer import MAX_NOTICES, RunLogWriter
+
+RECENT = (RecentExchange(1, True, 4.5, 0.002), RecentExchange(3, False, 4.7, 0.003))
+SOME = ExchangeRecord(0.0, 3, 4, 1, {1: 2, 3: 5}, 0.25, 1.5, 0.0, 1000, 2000, 10, 20, recent=RECENT)
 
 
 class Clock:
@@ -22,22 +30,18 @@ class Clock:
         return self.now
 
 
-def no_exchanges(time_s: float) -> ExchangeRecord:
-    return ExchangeRecord(time_s, 0, 0, 0, {}, None, 0.0, 0.0, 0, 0)
-
-
-def some_exchanges(time_s: float) -> ExchangeRecord:
-    return ExchangeRecord(time_s, 3, 4, 1, {1: 2, 3: 5}, 0.25, 1.5, 0.0, 1000, 2000)
-
-
-def write_run(directory: Path, rank: int = 0, num_steps: int = 10) -> None:
+def write_run(directory: Path, rank: int = 0, num_records: int = 5) -> None:
     clock = Clock()
     with RunLogWriter(worker_file(directory, rank), interval_s=1.0, clock=clock) as log:
         log.start(rank=rank, num_workers=2, configuration={"graph": "ring"})
-        for step in range(num_steps):
-            clock.now += 0.5
-            log.step(float(step), samples=8, exchanges=some_exchanges)
-        log.end(metric_name="test_accuracy", metric_before_average=0.9, consensus_distance=0.1)
+        for index in range(1, num_records + 1):
+            clock.now += 1
+            log.record(gradient_steps=2 * index, samples=16 * index, loss=0.5, exchanges=SOME)
+        log.values({"accuracy": 0.5, "note": "first"})
+        log.values({"accuracy": 0.75, "loss": float("nan")})
+        log.consolidating()
+        clock.now += 1
+        log.end(consensus_distance=0.1, num_averaged=2)
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
@@ -49,38 +53,31 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     worker = run_log.workers[1]
     assert run_log.started_at <= worker.start.started_at
     assert worker.start.configuration == {"graph": "ring"}
-    assert worker.exchanges[-1] == some_exchanges(5.0)
-    assert worker.end == EndRecord(5.0, 10, 80, "test_accuracy", 0.9, 0.1)
+    assert worker.start.started_s == 100.0
+    assert worker.steps[1] == StepRecord(2.0, 4, 32, 0.5, 16.0)
+    assert len(worker.steps) == 5
+    last = worker.exchanges[-1]
+    assert (last.time_s, last.recent, last.shared_bytes_sent) == (5.0, RECENT, 10)
+    assert worker.last_values() == {"accuracy": 0.75, "note": "first", "loss": None}
+    assert worker.consolidating is not None
+    assert worker.consolidating.time_s == 5.0
+    assert worker.end == EndRecord(6.0, 10, 80, 0.1, 2)
+    assert worker.last_s == 6.0
 
 
-def test_records_are_throttled_and_carry_means_since_the_last(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    steps = RunLog.read(tmp_path).workers[0].steps
-    assert steps[:2] == (
-        StepRecord(1.0, 2, 16, loss=0.5, samples_per_second=16.0),
-        StepRecord(2.0, 4, 32, loss=2.5, samples_per_second=16.0),
-    )
-    assert len(steps) == 5
-
-
-def test_statistics_are_asked_for_only_when_a_record_is_written(tmp_path: Path) -> None:
-    asked: list[float] = []
-
-    def exchanges(time_s: float) -> ExchangeRecord:
-        asked.append(time_s)
-        return no_exchanges(time_s)
-
+def test_records_come_ever_less_often(tmp_path: Path) -> None:
     clock = Clock()
-    with RunLogWriter(worker_file(tmp_path, 0), interval_s=1.0, clock=clock) as log:
+    num_records = 0
+    with RunLogWriter(worker_file(tmp_path, 0), interval_s=100.0, clock=clock) as log:
         log.start(rank=0, num_workers=1, configuration={})
-        for _ in range(7):
-            clock.now += 0.25
-            log.step(1.0, samples=1, exchanges=exchanges)
-        assert asked == [1.0]
-        log.flush(exchanges)
-        assert asked == [1.0, 1.75]
-        log.flush(exchanges)
-        assert asked == [1.0, 1.75]
+        while clock.now < 30 * 86400:
+            assert log.wait_s() > 0
+            clock.now += log.wait_s()
+            log.record(gradient_steps=1, samples=1, loss=None, exchanges=SOME)
+            num_records += 1
+        assert log.wait_s() == pytest.approx((clock.now - 100) / 2000)
+    # 2000 (1 + ln(30 days / 2000 intervals)) of them.
+    assert num_records == pytest.approx(2000 * (1 + 2.56), rel=0.01)
 
 
 def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:
@@ -116,8 +113,17 @@ def test_a_log_without_its_start_is_refused(tmp_path: Path) -> None:
         RunLog.read(tmp_path)
 
 
+def test_the_log_of_an_older_version_is_refused(tmp_path: Path) -> None:
+    worker_file(tmp_path, 0).write_text(
+        '{"kind":"start","rank":0,"num_workers":1,"process_id":7,"started_at":1.0,'
+        '"configuration":{}}\n{"kind":"end","metric_name":"accuracy"}\n'
+    )
+    with pytest.raises(ValueError, match="log of format 1, and this version of gossipdp reads"):
+        RunLog.read(tmp_path)
+
+
 def test_a_directory_without_logs_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no log of a worker"):
+    with pytest.raises(ValueError, match=r"holds no log of a worker.*--log-dir"):
         RunLog.read(tmp_path)
 
 
@@ -125,28 +131,24 @@ def test_the_tail_follows_a_growing_file_line_by_line(tmp_path: Path) -> None:
     path = worker_file(tmp_path, 0)
     tail = RunLogTail(path)
     assert tail.read_new() == []
-    clock = Clock()
-    with RunLogWriter(path, interval_s=1.0, clock=clock) as log:
+    with RunLogWriter(path, clock=Clock()) as log:
         log.start(rank=0, num_workers=1, configuration={})
         assert [type(record) for record in tail.read_new()] == [StartRecord]
-        clock.now += 2
-        log.step(1.0, samples=1, exchanges=no_exchanges)
+        log.record(gradient_steps=1, samples=1, loss=1.0, exchanges=SOME)
         assert [type(record) for record in tail.read_new()] == [StepRecord, ExchangeRecord]
         assert tail.read_new() == []
-    with path.open("ab") as file:
-        file.write(b'{"kind":"step",')
-    assert tail.read_new() == []
+        with path.open("ab") as file:
+            file.write(b'{"kind":"step",')
+        assert tail.read_new() == []
 
 
 def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path: Path) -> None:
     path = worker_file(tmp_path, 0)
     for life in range(2):
-        clock = Clock()
-        with RunLogWriter(path, interval_s=0.0, clock=clock, goes_on=life > 0) as log:
-            assert log.first_began_s == (None if life == 0 else 100.0)
+        with RunLogWriter(path, clock=Clock(), goes_on=life > 0) as log:
             log.start(rank=0, num_workers=2, configuration={})
             log.began()
-            log.step(1.0, samples=8, exchanges=some_exchanges)
+            log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
             log.notice(1, "dead", 101.5)
         with path.open("ab") as file:
             file.write(b'{"kind": "st')  # killed in mid-write
@@ -156,4 +158,55 @@ def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path: Path) -> N
     assert worker.steps[-1].samples == 16
     assert worker.exchanges[-1].exchanges_by_neighbour == {1: 4, 3: 10}
     assert worker.exchanges[-1].exchanges_initiated == 6
-    assert [(notice.rank, notice.what) for notice in worker.notices] == [(1, "dead")] * 2
+    assert worker.exchanges[-1].shared_bytes_received == 40
+    assert worker.notices[0] == NoticeRecord(1, "dead", 101.5, 1.5)
+    assert worker.lives[1].time_s >= 0
+
+
+def test_notices_beyond_the_most_are_left_out(tmp_path: Path) -> None:
+    with RunLogWriter(worker_file(tmp_path, 0), clock=Clock()) as log:
+        log.start(rank=0, num_workers=2, configuration={})
+        for _ in range(MAX_NOTICES + 3):
+            log.notice(1, "stopped", 101.0)
+    assert len(RunLog.read(tmp_path).workers[0].notices) == MAX_NOTICES
+
+
+class FullDisk:
+    """A file on a disk that is full for some writes: a part of the line fits, or nothing."""
+
+    def __init__(self, file: Any, fits: list[int | None]) -> None:
+        self._file = file
+        self._fits = fits
+
+    def write(self, line: bytes) -> int:
+        fits = self._fits.pop(0) if self._fits else len(line)
+        if fits is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._file.write(line[:fits])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def test_a_full_disk_leaves_lines_out_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "gossipdp")
+    with RunLogWriter(worker_file(tmp_path, 0), clock=Clock()) as log:
+        log.start(rank=0, num_workers=2, configuration={})
+        log._file = FullDisk(log._file, [5, None])
+        for what in ("dead", "rejoined", "stopped"):
+            log.notice(1, what, 101.0)
+    notices = RunLog.read(tmp_path).workers[0].notices
+    assert [notice.what for notice in notices] == ["stopped"]
+    assert len(caplog.records) == 1
+    assert "training goes on" in caplog.text
+
+
+def test_values_may_follow_the_end(tmp_path: Path) -> None:
+    log = RunLogWriter(worker_file(tmp_path, 0), clock=Clock())
+    log.start(rank=0, num_workers=1, configuration={})
+    log.close()
+    log.close()
+    log.values({"accuracy": 0.9})
+    assert RunLog.read(tmp_path).workers[0].last_values() == {"accuracy": 0.9}

@@ -5,14 +5,8 @@ from random import Random
 
 import pytest
 
-from gossipdp.observe.run_log import (
-    EndRecord,
-    ExchangeRecord,
-    RunLog,
-    StartRecord,
-    StepRecord,
-    WorkerLog,
-)
+from gossipdp.observe.run_log import RunLog, WorkerLog
+from gossipdp.observe.run_log_records import EndRecord, ExchangeRecord, StartRecord, StepRecord
 
 
 def make_run_log(num_workers: int, *, exchanging: bool = True, num_records: int = 60) -> RunLog:
@@ -41,7 +35,7 @@ def make_run_log(num_workers: int, *, exchanging: bool = True, num_records: int 
                     1000 * index,
                 )
             )
-        end = EndRecord(24.0, 600, 19200, "test_accuracy", 0.98, 0.002)
+        end = EndRecord(24.0, 600, 19200, 0.002, num_workers)
         start = StartRecord(rank, num_workers, 100 + rank, 1.7e9 + 0.1 * rank, {"graph": "ring"})
         workers[rank] = WorkerLog(start, tuple(steps), tuple(exchanges), end)
     return RunLog(workers)

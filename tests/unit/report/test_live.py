@@ -3,7 +3,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gossipdp.observe.run_log import ExchangeRecord, RunLogWriter, worker_file
+from gossipdp.observe.run_log_records import ExchangeRecord, worker_file
+from gossipdp.observe.run_log_writer import RunLogWriter
 from gossipdp.report.live import LiveView
 
 
@@ -15,16 +16,15 @@ class Clock:
         return self.now
 
 
-def exchanges(time_s: float) -> ExchangeRecord:
-    return ExchangeRecord(time_s, 2, 4, 0, {1: 6}, 0.1, 0.0, 0.0, 0, 0)
+EXCHANGES = ExchangeRecord(0.0, 2, 4, 0, {1: 6}, 0.1, 0.0, 0.0, 0, 0)
 
 
 def log_steps(directory: Path, clock: Clock, num_steps: int) -> None:
     for rank in range(2):
         with RunLogWriter(worker_file(directory, rank), interval_s=0.0, clock=clock) as log:
             log.start(rank=rank, num_workers=2, configuration={})
-            for _ in range(num_steps + rank):
-                log.step(0.5, samples=8, exchanges=exchanges)
+            steps = num_steps + rank
+            log.record(gradient_steps=steps, samples=8 * steps, loss=0.5, exchanges=EXCHANGES)
 
 
 def make_view(directory: Path, clock: Clock, *, terminal: bool) -> tuple[LiveView, io.StringIO]:

@@ -25,4 +25,7 @@ def test_the_scalars_of_each_worker_are_read_back(run_log: RunLog, tmp_path: Pat
         )
         assert events.Scalars("exchanges/completed")[-1].value == 2 * 5 * 59
         assert len(events.Scalars("exchanges/edge_distance")) == len(worker.steps) - 1
-        assert events.Scalars("before_average/test_accuracy")[0].value == pytest.approx(0.98)
+        assert events.Scalars("exchanges/consensus_distance")[0].value == pytest.approx(0.002)
+    pictures = accumulator.EventAccumulator(str(tmp_path / "run")).Reload()
+    assert sorted(pictures.Tags()["images"]) == ["run/exchanges", "run/graph"]
+    assert pictures.Images("run/graph")[0].width == 550

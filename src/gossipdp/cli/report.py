@@ -1,0 +1,47 @@
+"""``gossipdp report RUN_DIR``: a run as one HTML page that opens offline."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportArguments:
+    """Make one self-contained HTML page of a run, from the logs that its workers wrote."""
+
+    directory: Annotated[Path, tyro.conf.Positional]
+    """Where the logs are: log_dir of the run, or --output of gossipdp demo."""
+
+    output: Path | None = None
+    """The page; by default report.html in that directory."""
+
+    name: str | None = None
+    """What the run is called in the title; by default the name of the directory."""
+
+
+def run(arguments: ReportArguments) -> int:
+    """Write the page and say where it is; returns the exit status.
+
+    Raises:
+        ValueError: there is no such directory, or no log in it that can be read.
+    """
+    directory = arguments.directory
+    if not directory.is_dir():
+        raise ValueError(f"there is no directory {directory}; give the run's log_dir")
+    output = arguments.output or directory / "report.html"
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"--output {output}: the directory to write it to does not exist")
+
+    from gossipdp.observe.run_log import RunLog
+    from gossipdp.report.html.page import render
+
+    run_log = RunLog.read(directory)
+    page = render(run_log, arguments.name or directory.absolute().name)
+    output.write_text(page, "utf-8")
+    sys.stdout.write(f"report: {output} ({len(page.encode()) / 1e3:.0f} kB, opens offline)\n")
+    return 0

@@ -1,0 +1,209 @@
+"""The log of a run, written beside training by a thread that training never waits for."""
+
+import atexit
+import math
+import threading
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from torch import Tensor
+
+from gossipdp.observe.run_log_records import (
+    FILE_PATTERN,
+    ExchangeRecord,
+    RecentExchange,
+    Value,
+    worker_file,
+)
+from gossipdp.observe.run_log_writer import RunLogWriter
+from gossipdp.parallel.engine import Engine
+from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.runtime.clock import since_boot_s
+
+LOOK_EVERY_S = 0.2
+MAX_LOSSES = 256
+JOIN_TIMEOUT_S = 5.0
+
+
+class RunLogging:
+    """Writes the log of one worker from the wrapper's statistics.
+
+    Training counts its steps here and leaves the loss as it is: converting it (which may wait for
+    a device), asking for statistics and writing are the thread's work. The counts are whole
+    numbers, replaced whole; the lock is held while something is written, by the thread or, at the
+    end of the run, by the caller, and never in a gradient step.
+
+    Args:
+        directory: the log becomes ``worker-RANK.jsonl`` in it.
+        engine: whose statistics are written.
+        configuration: for the start record.
+        goes_on: add to the log of a former process of this worker, where there is one.
+
+    Raises:
+        OSError: the file cannot be made.
+        ValueError: it goes on, and the file there is no log that this version can read.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        engine: Engine,
+        configuration: Mapping[str, Any],
+        *,
+        goes_on: bool,
+    ) -> None:
+        self._engine = engine
+        self._writer = RunLogWriter(worker_file(directory, engine.rank), goes_on=goes_on)
+        if not goes_on:
+            _remove_others(directory, engine.num_workers)
+        self._writer.start(
+            rank=engine.rank, num_workers=engine.num_workers, configuration=configuration
+        )
+        self._gradient_steps = self._samples = self._recorded_steps = 0
+        self._losses: deque[SupportsFloat] = deque(maxlen=MAX_LOSSES)
+        self._values: deque[Mapping[str, Value]] = deque()
+        self._began_s: float | None = None
+        self._has_told_begin = False
+        self._num_noticed = 0
+        self._recent_s = 0.0
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name=f"gossipdp-log-{engine.rank}", daemon=True
+        )
+        self._thread.start()
+        atexit.register(self.close)
+
+    # By the training loop.
+
+    def stepped(self, samples: int) -> None:
+        """Count a gradient step."""
+        self._samples += samples
+        self._gradient_steps += 1
+        if self._began_s is None:
+            self._began_s = since_boot_s()
+            self._wake.set()
+
+    def log(self, loss: Tensor | float | None, values: Mapping[str, Value]) -> None:
+        """Take the loss of a step and values; after the end they are written at once."""
+        if loss is not None:
+            if isinstance(loss, Tensor):
+                if loss.numel() != 1:
+                    raise ValueError(f"log(loss=...) takes one number, not {tuple(loss.shape)}")
+                loss = loss.detach()
+            self._losses.append(loss)
+        for name, value in values.items():
+            if not isinstance(value, bool | int | float | str):
+                raise ValueError(
+                    f"log({name}=...) takes numbers and text, not a {type(value).__name__}; of a "
+                    "tensor with one element, give .item()"
+                )
+        if values:
+            self._values.append(values)
+            if self._is_closed:
+                self._write_values()
+
+    def consolidating(self) -> None:
+        """The worker has come to the end and waits for the others."""
+        with self._lock:
+            self._look(finally_=True)
+            self._writer.consolidating()
+
+    def ended(self, consolidated: Consolidated) -> None:
+        """All workers hold the average."""
+        with self._lock:
+            self._look(finally_=True)
+            self._writer.end(
+                consensus_distance=consolidated.consensus_distance,
+                num_averaged=consolidated.num_workers,
+            )
+
+    def close(self) -> None:
+        """Write what is left and end the thread. A second call does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            atexit.unregister(self.close)
+            self._wake.set()
+            self._thread.join(JOIN_TIMEOUT_S)
+            with self._lock:
+                self._look(finally_=True)
+                self._writer.close()
+
+    # The thread.
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            with self._lock:
+                self._look()
+            self._wake.wait(LOOK_EVERY_S)
+            self._wake.clear()
+
+    def _look(self, finally_: bool = False) -> None:
+        """Write what is new and due."""
+        if self._began_s is not None and not self._has_told_begin:
+            self._has_told_begin = True
+            self._writer.began(self._began_s)
+        stats = self._engine.stats()
+        for notice in stats.noticed[self._num_noticed :]:
+            self._writer.notice(notice.rank, notice.kind, notice.at_s)
+        self._num_noticed = len(stats.noticed)
+        has_stepped = self._gradient_steps > self._recorded_steps
+        if (finally_ and has_stepped) or (self._gradient_steps and self._writer.wait_s() <= 0):
+            self._write_records(stats)
+        if finally_:
+            self._write_values()
+
+    def _write_records(self, stats: Stats) -> None:
+        self._recorded_steps = self._gradient_steps
+        losses = [float(self._losses.popleft()) for _ in range(len(self._losses))]
+        recent = [one for one in stats.recent_exchanges if one.ended_s > self._recent_s]
+        if recent:
+            self._recent_s = recent[-1].ended_s
+        origin_s = self._writer.started_s
+        self._writer.record(
+            gradient_steps=self._gradient_steps,
+            samples=self._samples,
+            loss=sum(losses) / len(losses) if losses else None,
+            exchanges=ExchangeRecord(
+                time_s=0.0,
+                exchanges_initiated=stats.exchanges_initiated,
+                exchanges_answered=stats.exchanges_answered,
+                exchanges_failed=stats.exchanges_failed,
+                exchanges_by_neighbour=stats.exchanges_by_neighbour,
+                edge_distance=None if math.isnan(stats.edge_distance) else stats.edge_distance,
+                exchange_seconds=round(stats.exchange_seconds, 4),
+                waited_seconds=round(stats.waited_seconds, 4),
+                bytes_sent=stats.bytes_sent,
+                bytes_received=stats.bytes_received,
+                shared_bytes_sent=stats.shared_bytes_sent,
+                shared_bytes_received=stats.shared_bytes_received,
+                recent=tuple(
+                    RecentExchange(
+                        one.peer,
+                        one.initiated,
+                        round(one.started_s - origin_s, 4),
+                        round(one.ended_s - one.started_s, 5),
+                    )
+                    for one in recent
+                ),
+            ),
+        )
+        self._write_values()
+
+    def _write_values(self) -> None:
+        latest: dict[str, Value] = {}
+        while self._values:
+            latest |= self._values.popleft()
+        if latest:
+            self._writer.values(latest)
+
+
+def _remove_others(directory: Path, num_workers: int) -> None:
+    """Remove the logs of an earlier run's workers that this one does not have."""
+    kept = {worker_file(directory, rank) for rank in range(num_workers)}
+    for path in directory.glob(FILE_PATTERN):
+        if path not in kept:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,153 @@
+"""Any run writes its log: the wrapper's ``log_dir``."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gossipdp import GossipDataParallel
+from gossipdp.observe.run_log import RunLog, WorkerLog
+from gossipdp.observe.run_log_records import worker_file
+
+
+def train(log_dir: Path | None, num_steps: int = 3, **options: object) -> GossipDataParallel:
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = GossipDataParallel(net, optimizer, log_dir=log_dir, **options)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = model(torch.ones(8, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        model.log(loss=loss, learning_rate=0.1)
+    return model
+
+
+def read(directory: Path, rank: int = 0) -> WorkerLog:
+    return RunLog.read(directory).workers[rank]
+
+
+def test_a_run_of_one_worker_is_logged_whole(tmp_path: Path) -> None:
+    model = train(tmp_path / "new" / "run", budget_samples=100)
+    model.consolidate()
+    model.log(test_accuracy=0.5)
+    worker = read(tmp_path / "new" / "run")
+    assert (worker.steps[-1].gradient_steps, worker.steps[-1].samples) == (3, 24)
+    assert any(step.loss is not None for step in worker.steps)
+    assert len(worker.lives) == 1
+    assert worker.consolidating is not None
+    assert worker.end is not None
+    assert (worker.end.gradient_steps, worker.end.consensus_distance) == (3, 0.0)
+    assert worker.last_values() == {"learning_rate": 0.1, "test_accuracy": 0.5}
+    configuration = worker.start.configuration
+    assert configuration["parameters"] == 10
+    assert configuration["optimizer"] == "SGD(lr=0.1)"
+    assert configuration["budget_samples"] == 100
+    assert configuration["edges"] == []
+
+
+def test_the_secret_is_not_logged(tmp_path: Path) -> None:
+    train(tmp_path, secret="hush-hush").close()
+    assert b"hush" not in worker_file(tmp_path, 0).read_bytes()
+
+
+def test_without_a_loss_there_is_none(tmp_path: Path) -> None:
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = GossipDataParallel(net, optimizer, log_dir=tmp_path)
+    model(torch.ones(8, 4)).sum().backward()
+    optimizer.step()
+    model.close()
+    worker = read(tmp_path)
+    assert [step.loss for step in worker.steps] == [None]
+    assert worker.end is None
+
+
+def test_the_variable_does_as_the_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOSSIPDP_LOG_DIR", str(tmp_path))
+    train(None).close()
+    assert read(tmp_path).steps[-1].gradient_steps == 3
+
+
+def test_no_log_and_no_thread_without_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOSSIPDP_LOG_DIR", raising=False)
+    model = train(None)
+    assert not [each for each in threading.enumerate() if each.name.startswith("gossipdp-log")]
+    model.close()
+
+
+def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path: Path) -> None:
+    model = train(tmp_path)
+    deadline_s = time.monotonic() + 20
+    while not read(tmp_path).steps:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    model.close()
+    assert not [each for each in threading.enumerate() if each.name.startswith("gossipdp-log")]
+
+
+def test_an_earlier_run_s_other_workers_are_removed(tmp_path: Path) -> None:
+    worker_file(tmp_path, 3).write_text("{}\n")
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    train(tmp_path).close()
+    assert list(RunLog.read(tmp_path).workers) == [0]
+    assert other.exists()
+
+
+def test_what_is_no_number_is_refused(tmp_path: Path) -> None:
+    model = train(tmp_path)
+    with pytest.raises(ValueError, match=r"one number, not \(2,\)"):
+        model.log(loss=torch.zeros(2))
+    with pytest.raises(ValueError, match=r"log\(accuracy=\.\.\.\) takes numbers and text"):
+        model.log(accuracy=torch.tensor(0.5))  # type: ignore[arg-type]
+    model.close()
+
+
+def test_a_run_that_resumes_goes_on_with_its_log(tmp_path: Path) -> None:
+    saved = {"checkpoint_dir": tmp_path / "saved", "resume": "auto"}
+    model = train(tmp_path / "log", **saved)
+    model.save_checkpoint()
+    model.close()
+    train(tmp_path / "log", **saved).close()
+    worker = read(tmp_path / "log")
+    assert worker.steps[-1].gradient_steps == 6
+    assert len(worker.lives) == 2
+
+
+def _two_workers(directory: Path, method: str) -> None:
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    model = GossipDataParallel(net, optimizer, method=method, log_dir=directory)
+    deadline_s = time.monotonic() + 30
+    while model.stats().gradient_steps < 5 or (method == "a2cid2" and model.stats().exchanges < 3):
+        assert time.monotonic() < deadline_s
+        model(torch.ones(8, 4)).sum().backward()
+        optimizer.step()
+        time.sleep(0.005)
+    model.consolidate()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["a2cid2", "allreduce"])
+def test_two_workers(workers, tmp_path: Path, method: str) -> None:
+    workers(_two_workers, 2, args=(tmp_path, method))
+    run_log = RunLog.read(tmp_path)
+    assert list(run_log.workers) == [0, 1]
+    ends = [log.end for log in run_log.workers.values()]
+    assert all(end and end.num_averaged == 2 for end in ends)
+    first, second = (log.exchanges[-1] for log in run_log.workers.values())
+    if method == "a2cid2":
+        # The last exchange may be one end's only, when a record is written.
+        counts = first.exchanges_by_neighbour[1], second.exchanges_by_neighbour[0]
+        assert min(counts) > 0
+        assert abs(counts[0] - counts[1]) <= 1
+        seen = [
+            one for log in run_log.workers.values() for each in log.exchanges for one in each.recent
+        ]
+        assert seen
+        assert all(0 <= one.started_s < 60 and 0 < one.duration_s < 60 for one in seen)
+    assert first.bytes_sent + first.shared_bytes_sent > 0

@@ -1,0 +1,285 @@
+"""The page of a run by its elements: structure, all sections, nothing from outside."""
+
+import json
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from gossipdp.cli.main import main
+from gossipdp.observe.run_log import RunLog, WorkerLog
+from gossipdp.observe.run_log_records import (
+    BeganRecord,
+    ConsolidatingRecord,
+    EndRecord,
+    ExchangeRecord,
+    NoticeRecord,
+    RecentExchange,
+    StartRecord,
+    StepRecord,
+    ValuesRecord,
+)
+from gossipdp.report.html.page import render
+from gossipdp.report.html.run_view import RunView, Span, merged
+from gossipdp.report.html.svg import Scale, duration, number
+
+SECTIONS = [
+    "timeline",
+    "loss",
+    "consensus",
+    "exchanges",
+    "throughput",
+    "faults",
+    "plan",
+    "workers",
+    "configuration",
+]
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Checks that elements nest, and gathers what the tests ask about."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.counts: dict[str, int] = {}
+        self.numbers: list[str] = []
+        self.data: list[str] = []
+        self.words = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "xlink:href", "srcset", "data", "action"):
+                self.links.append(value or "")
+            if name in (
+                "d",
+                "points",
+                "x",
+                "y",
+                "x1",
+                "x2",
+                "y1",
+                "y2",
+                "cx",
+                "cy",
+                "width",
+                "height",
+            ):
+                self.numbers.append(value or "")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["script"]:
+            self.data.append(data)
+        elif self.open[-1:] != ["style"]:
+            self.words += data + " "
+
+
+def a_run(num_workers: int = 4, *, method: str = "a2cid2", loss: bool = True) -> RunLog:
+    """A ring on which worker 1 is killed and comes back, and which ends in order."""
+    workers = {}
+    for rank in range(num_workers):
+        neighbours = sorted({(rank + 1) % num_workers, (rank - 1) % num_workers} - {rank})
+        steps, exchanges = [], []
+        for index in range(1, 61):
+            time_s = 0.2 * index
+            if rank == 1 and 4 < time_s < 8:
+                continue
+            steps.append(
+                StepRecord(time_s, 10 * index, 80 * index, 2.0 / index if loss else None, 400.0)
+            )
+            counts = dict.fromkeys(neighbours, 4 * index)
+            total = sum(counts.values())
+            recent = tuple(
+                RecentExchange(peer, peer > rank, time_s - 0.1, 0.002) for peer in neighbours
+            )
+            exchanges.append(
+                ExchangeRecord(
+                    time_s,
+                    total // 2,
+                    total // 2,
+                    0,
+                    counts,
+                    0.1 / index if neighbours else None,
+                    0.002 * total,
+                    0.01 * index,
+                    1000 * total,
+                    1000 * total,
+                    recent=recent,
+                )
+            )
+        edges = sorted(
+            {
+                (min(rank, peer), max(rank, peer))
+                for rank in range(num_workers)
+                for peer in ((rank + 1) % num_workers,)
+                if peer != rank
+            }
+        )
+        configuration = {
+            "graph": "ring <4>",
+            "method": method,
+            "comm_rate": 1.0,
+            "parameters": 1234,
+            "edges": [list(edge) for edge in edges],
+        }
+        workers[rank] = WorkerLog(
+            StartRecord(rank, num_workers, 100 + rank, 1.7e9 + 0.1 * rank, configuration, 50.0, 2),
+            tuple(steps),
+            tuple(exchanges),
+            EndRecord(13.0, 600, 4800, 0.002, num_workers),
+            (BeganRecord(100, 50.1, 0.1), *([BeganRecord(200, 57.9, 7.9)] if rank == 1 else [])),
+            ()
+            if rank == 1 or num_workers == 1
+            else (NoticeRecord(1, "dead", 54.2, 4.2), NoticeRecord(1, "rejoined", 58.0, 8.0)),
+            (ValuesRecord(1.0, 10, {"note": "</script><b>", "accuracy": None}),),
+            ConsolidatingRecord(12.1),
+            13.0,
+        )
+    return RunLog(workers)
+
+
+def test_the_page_is_whole_and_refers_to_nothing_outside() -> None:
+    text = render(a_run(), "runs/<ring>")
+    page = Page(text)
+    assert [each for each in page.ids if each in SECTIONS] == SECTIONS
+    assert page.links == [f"#{section}" for section in SECTIONS]
+    assert "img" not in page.counts
+    assert "link" not in page.counts
+    assert not re.search(r"https?:|@import|url\((?!#)", text)
+    assert "default-src 'none'" in text
+    assert page.counts["svg"] >= 7
+
+
+def test_no_drawing_holds_nan() -> None:
+    page = Page(render(a_run(), "run"))
+    for each in [*page.numbers, *page.data[:-1]]:
+        assert not re.search(r"nan|inf", each, re.I), each
+    data = [json.loads(each) for each in page.data[:-1]]
+    assert sum("rows" in each for each in data) == 1
+    assert sum("lines" in each for each in data) == 4
+
+
+def test_what_the_run_was_is_told() -> None:
+    words = Page(render(a_run(), "run")).words
+    for expected in (
+        "ring <4>",
+        "4 of 4 workers came to the end",
+        "taken for dead",
+        "worker 0, 2, 3",
+        "takes part again",
+        "started again",
+        "exact, at the end",
+        "exchanges per worker per gradient step",
+        "</script><b>",
+        "1234",
+    ):
+        assert expected in words, expected
+
+
+@pytest.mark.parametrize(
+    ("run_log", "expected"),
+    [
+        (a_run(1), "nobody to exchange with"),
+        (a_run(4, loss=False), "The run logged no loss"),
+        (a_run(4, method="allreduce"), "Nothing was planned"),
+        (a_run(70), "The first 64 of 70 workers"),
+    ],
+)
+def test_what_is_not_there_is_said(run_log: RunLog, expected: str) -> None:
+    page = Page(render(run_log, "run"))
+    assert expected in page.words
+    assert [each for each in page.ids if each in SECTIONS] == SECTIONS
+
+
+def test_a_run_that_ended_before_its_first_record() -> None:
+    first = a_run(1).workers[0]
+    bare = WorkerLog(first.start, (), (), None)
+    words = Page(render(RunLog({0: bare}), "run")).words
+    assert "no worker came to the end" in words
+    assert "Without an end in the log: worker 0" in words
+
+
+def test_time_is_shared_out_whole() -> None:
+    view = RunView(a_run())
+    for rank in view.ranks:
+        spans = view.spans(rank)
+        assert spans[0].start_s == 0
+        assert spans[-1].end_s == pytest.approx(view.duration_s)
+        for before, after in pairwise(spans):
+            assert after.start_s == pytest.approx(before.end_s)
+        for span in spans:
+            shares = span.computing + span.waiting + span.idle + span.away
+            assert shares == pytest.approx(1)
+    away_s = sum(one.away * (one.end_s - one.start_s) for one in view.spans(1))
+    assert away_s == pytest.approx(7.9 - 4.0, abs=0.21)
+    waiting_s = sum(one.waiting * (one.end_s - one.start_s) for one in view.spans(0))
+    assert waiting_s == pytest.approx(0.9 + 0.6, abs=0.11)
+
+
+def test_merged_spans_keep_the_time_of_each_state() -> None:
+    spans = [
+        Span(index, index + 1.0, computing=index % 2, idle=1 - index % 2) for index in range(90)
+    ]
+    few = merged(spans, 10)
+    assert len(few) == 10
+    assert sum(one.computing * (one.end_s - one.start_s) for one in few) == pytest.approx(45)
+    assert (few[0].start_s, few[-1].end_s) == (0, 90)
+
+
+def test_notices_of_one_death_are_one_event() -> None:
+    events = RunView(a_run()).events()
+    dead = [event for event in events if event.what == "dead"]
+    assert [(event.rank, event.witnesses) for event in dead] == [(1, (0, 2, 3))]
+    assert dead[0].time_s == pytest.approx(4.2)
+    assert dead[0].last_noticed_s == pytest.approx(4.5)
+
+
+def test_loss_is_drawn_over_the_samples_of_all() -> None:
+    line = RunView(a_run()).loss_over_samples()[0]
+    assert line[-1][0] == pytest.approx(4 * 4800, rel=0.05)
+    assert [x for x, _ in line] == sorted(x for x, _ in line)
+
+
+def test_scales_and_numbers() -> None:
+    scale = Scale(0, 50, 100, 200)
+    assert scale.ticks() == [0, 10, 20, 30, 40, 50]
+    assert (scale(25), scale(99)) == (150, 200)
+    assert Scale(0.05, 200, 0, 1, is_log=True).ticks() == pytest.approx([0.1, 1, 10, 100])
+    assert [number(each) for each in (0, 0.05, 1234567)] == ["0", "0.05", "1.23 M"]
+    assert [duration(each) for each in (0.4, 245, 7800)] == ["0.4 s", "4 min 5 s", "2 h 10 min"]
+
+
+def test_a_foreign_directory_is_one_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert "there is no directory" in capsys.readouterr().err
+    (tmp_path / "worker-0.jsonl").write_text("hello\n")
+    assert main(["report", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "line 1 is no record of a run log" in error
+    assert error.count("\n") == 1
