@@ -2,5 +2,6 @@
 
 live          progress in the terminal while the workers train
 figures       loss, edge distance, who exchanged with whom, as a PNG
-tensorboard   scalars per worker, where tensorboard is installed
+html          a run as one page that opens offline: gossipdp report
+tensorboard   scalars per worker, heat map, graph, where tensorboard is installed
 """
