@@ -42,7 +42,7 @@ if rank == 1:
 train_until((marks / "1.1").exists)
 done = model.consolidate()
 local = os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
-print("done", rank, life, *local, len(done.gradient_steps_by_rank))
+print("done", rank, life, *local, done.num_workers)
 """
 
 
@@ -61,7 +61,7 @@ def test_under_torchrun_a_death_stays_one_death(tmp_path: Path) -> None:
         timeout=110,
     )
     # Torchrun has ended nobody, and hears of the worker that is lost when the other has ended.
-    assert done.stdout == "[0] done 0 0 0 2 2\n", done.stderr
+    assert done.stdout == "[0] done 0 0 0 2 1\n", done.stderr
     killed = "gossipdp: worker 1 was killed by signal 9 (SIGKILL)"
     assert f"{killed}; it is started again in 0.1 s (restart 1 of 1)" in done.stderr
     assert f"{killed}; the others go on" in done.stderr
