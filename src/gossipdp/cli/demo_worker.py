@@ -138,10 +138,10 @@ def train_worker(task: DemoTask) -> None:
     model.log(**task.configuration)
     _train(model, optimizer, workload, loader, task=task, is_restart=is_restart)
     # The worker's own model, without what exchanges have brought since its last step.
-    model.log(**{METRIC: workload.evaluate(net)})
+    model.log(metric_before_average=workload.evaluate(net))
     model.consolidate()
     torch.save(net.state_dict(), own_average_file(task.directory, rank))
-    model.log(**{DIGEST: _digest(net)})
+    model.log(average_digest=_digest(net))
 
 
 def _digest(net: torch.nn.Module) -> str:

@@ -101,8 +101,9 @@ def _pixels(figure: Figure) -> NDArray[np.uint8]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[:, :, :3].copy()
+    canvas.draw()  # type: ignore[no-untyped-call]
+    pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
+    return pixels[:, :, :3].copy()
 
 
 def _losses(run_log: RunLog, rank: int) -> Series:
