@@ -1,0 +1,136 @@
+"""Training with parameters on a device that works late: the whole way, in real processes.
+
+The device is the stand-in of ``tests/support/deferred_device.py``, for every operation of training
+and gossip alike; on a machine with a CUDA device also that.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gossipdp import GossipDataParallel
+
+pytestmark = pytest.mark.processes
+SUPPORT = str(Path(__file__).parents[1] / "support")
+CUDA = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+class Net(nn.Module):
+    """Two chunks, a float buffer and one of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(int(os.environ["RANK"]))
+        self.hidden = nn.Linear(8, 30000)
+        self.last = nn.Linear(30000, 2)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(inputs.mean(dim=0), alpha=0.1)
+            self.count.add_(1)
+        return self.last(self.hidden(inputs).tanh())
+
+
+def enter(kind: str, stack: contextlib.ExitStack) -> Any:
+    """Let this process's parameters be on such a device; return the stand-in."""
+    if kind != "stand-in":
+        return None
+    sys.path.insert(0, SUPPORT)
+    from deferred_device import DeferredDevice
+
+    from gossipdp.runtime import shared_state
+
+    device = DeferredDevice(seed=int(os.environ["RANK"]))
+
+    def device_of(state: Any) -> Any:
+        device.adopt_state(state)
+        return device
+
+    shared_state.device_of = device_of
+    stack.enter_context(device.used())
+    return device
+
+
+def train(kinds: tuple[str, str], wire_format: str, folder: str) -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    place = "cuda" if kinds[rank] == "cuda" else "cpu"
+    os.environ["GOSSIPDP_CUDA"] = "experimental"
+    with contextlib.ExitStack() as stack:
+        net = Net().to(place)
+        device = enter(kinds[rank], stack)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+        model = GossipDataParallel(
+            net, optimizer, wire_format=wire_format, checkpoint_dir=folder, start_timeout_s=30
+        )
+        generator = torch.Generator().manual_seed(rank)
+        inputs = torch.randn(8, 8, generator=generator).to(place)
+        labels = (inputs[:, 0] > 0).long()
+        losses = []
+        for step in range(24):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            if step == 12:
+                model.save_checkpoint()
+                state = model.state_dict()
+                with model.averaged():
+                    loss = nn.functional.cross_entropy(net(inputs), labels)
+                    averaged_loss = float(loss.detach())
+        result = model.consolidate()
+        parts = [value.detach().double().flatten() for value in net.state_dict().values()]
+        final = torch.cat([part.to("cpu", copy=True) for part in parts])
+    return {
+        "final": final,
+        "losses": losses,
+        "averaged": averaged_loss,
+        "distance": result.consensus_distance,
+        "stats": model.stats(),
+        "names": list(state),
+        "deferred": device.num_deferred if device is not None else 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wire_format"),
+    [
+        (("stand-in", "stand-in"), "parameters"),
+        (("host", "stand-in"), "lattice8"),
+        pytest.param(("cuda", "cuda"), "parameters", marks=CUDA),
+        pytest.param(("host", "cuda"), "lattice8", marks=CUDA),
+    ],
+    ids=["device", "mixed", "cuda", "mixed-cuda"],
+)
+def test_training_on_a_device(
+    kinds: tuple[str, str],
+    wire_format: str,
+    workers: Callable[..., list[dict[str, Any]]],
+    tmp_path: Path,
+) -> None:
+    one, other = results = workers(train, 2, args=(kinds, wire_format, str(tmp_path)))
+    assert torch.equal(one["final"], other["final"])
+    for kind, result in zip(kinds, results, strict=True):
+        assert result["losses"][-1] < 0.7 * result["losses"][0]
+        assert result["averaged"] < result["losses"][0]
+        assert result["distance"] < 1.0
+        assert result["stats"].exchanges > 5
+        assert result["stats"].checkpoints == 1
+        assert result["names"] == [
+            "mean", "count", "hidden.weight", "hidden.bias", "last.weight", "last.bias",
+        ]  # fmt: skip
+        if kind != "host":
+            assert result["stats"].kernels == "torch on the device"
+        assert (result["deferred"] > 1000) == (kind == "stand-in")
