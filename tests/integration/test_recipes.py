@@ -39,8 +39,8 @@ def cifar10(folder: Path) -> Cifar10Options:
 
 
 def imagenet(folder: Path) -> ImageNetOptions:
-    write_imagenet_archives(folder, per_class=2)
-    return ImageNetOptions(data=folder, epochs=1, batch_size=3, loader_processes=0)
+    write_imagenet_archives(folder, per_class=1)
+    return ImageNetOptions(data=folder, epochs=1, batch_size=2, loader_processes=0)
 
 
 def bytes_gpt(folder: Path) -> BytesGptOptions:
