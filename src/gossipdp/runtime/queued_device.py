@@ -45,7 +45,8 @@ the device over a step boundary. The order on the user's stream is not changed, 
 does not rest on this rule: only that nobody waits long.
 
 Memory: what a thread allocates while it works belongs to its own stream. What both use (the state,
-scratch) is allocated before the gossip thread starts and freed after it was joined.
+scratch) is allocated before the gossip thread starts and freed after it was joined, with both
+streams finished: else a block could go to one stream that the other's queued work still uses.
 """
 
 import abc
