@@ -61,7 +61,7 @@ def test_gossipdp_run(script: Path) -> None:
     assert done.returncode == 0, done.stderr
     line = "total 1.0 ('127.0.0.1', 1001) 32 ['--lr', '0.1']"
     assert sorted(done.stdout.splitlines()) == [f"[0] {line}", f"[1] {line}"]
-    assert done.stderr.startswith("gossipdp: starting 2 workers; to import torch takes")
+    assert done.stderr.startswith("gossipdp: starting 2 workers; importing torch takes")
 
 
 def test_torchrun(script: Path) -> None:

@@ -142,7 +142,7 @@ def run(arguments: RunArguments) -> int:
     )
     if not isinstance(team, LaunchedTeam):
         noun = "worker" if num_workers == 1 else "workers"
-        _tell(f"starting {num_workers} {noun}; to import torch takes them some seconds")
+        _tell(f"starting {num_workers} {noun}; importing torch takes some seconds")
     code = supervisor.run()
     if report := supervisor.report():
         _tell(f"\n{report}")

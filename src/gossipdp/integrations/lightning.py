@@ -1,6 +1,6 @@
 """The Trainer of Lightning."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -84,9 +84,13 @@ class GossipStrategy(SingleDeviceStrategy):
         self.global_rank = rank_zero_only.rank = self._gossip.rank
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``training_step``, whose batch is counted."""
+        """The module's ``training_step``, whose batch is counted and whose loss is logged."""
         self.gossip.count_batch((args, kwargs))
-        return super().training_step(*args, **kwargs)
+        result = super().training_step(*args, **kwargs)
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if isinstance(loss, torch.Tensor):
+            self.gossip.log(loss=loss.detach())
+        return result
 
     def optimizer_step(
         self,

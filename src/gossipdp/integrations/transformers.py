@@ -104,6 +104,18 @@ class GossipCallback(TrainerCallback):
         if self.model.finished:
             control.should_training_stop = True
 
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        """Put the loss that the Trainer reports into the run's log; every ``logging_steps``."""
+        if self._model is not None and logs is not None and "loss" in logs:
+            self._model.log(loss=float(logs["loss"]))
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:

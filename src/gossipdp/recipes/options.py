@@ -87,6 +87,7 @@ class TrainOptions:
             "graph": self.graph,
             "comm_rate": self.comm_rate,
             "seed": self.seed,
+            "log_dir": self.directory,
         }
         if self.checkpoint_every is not None or self.resume:
             arguments["checkpoint_dir"] = self.directory / "checkpoints"

@@ -102,6 +102,7 @@ class TrainingRun:
 
     def step(self, loss: Tensor) -> None:
         """A gradient step was done; ``loss`` is of its batch."""
+        self._model.log(loss=loss)
         if self._progress is not None:
             self._progress.step(loss, self._model.progress())
 
