@@ -98,6 +98,7 @@ class GossipEngine(Engine):
         self._samples = 0
         self._before = Counts.of(resumption)
         self._waited_s = 0.0
+        self._first_link_due_s: float | None = None
         self._is_averaged = False
         self._is_consolidating = False
         self._is_closed = False
@@ -377,13 +378,21 @@ class GossipEngine(Engine):
     def _keep_pace(self) -> None:
         """Wait while more than ``max_lag`` own demands are unserved and someone could serve them.
 
-        The protocol's two values are read without a lock: each is one object, replaced whole by
-        the gossip thread, and a stale one costs a turn.
+        Demands that the gossip thread has not seen, for want of a core, count as one a step: it
+        would come to more of them than a backlog holds. At the start every neighbour is expected
+        to be linked within ``timeout_s``. The protocol's values are read without a lock: each is
+        one object, replaced whole by the gossip thread, and a stale one costs a turn.
         """
-        pairing = self._protocol.pairing
+        protocol, thread = self._protocol, self._thread
         started_s = time.monotonic()
-        while pairing.backlog > self._options.max_lag and pairing.available:
-            self._thread.check()
+        if self._first_link_due_s is None:
+            self._first_link_due_s = started_s + self._options.timeout_s
+        while protocol.pairing.backlog + thread.steps_behind > self._options.max_lag:
+            if protocol.pairing.available:
+                self._first_link_due_s = -math.inf
+            elif not protocol.neighbours or time.monotonic() >= self._first_link_due_s:
+                break
+            thread.check()
             time.sleep(TURN_WHILE_WAITING_S)
             self._shared.boundary(wait=True)
             self._states.donate()

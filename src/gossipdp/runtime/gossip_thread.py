@@ -73,6 +73,12 @@ class GossipThread:
         if self._num_steps >= self._wake_at_step:
             self._loop.transport.wake()
 
+    @property
+    def steps_behind(self) -> int:
+        """Steps since a tick came due that the loop has not looked at; 0: none has."""
+        due_after = min(self._wake_at_step, self._num_steps)
+        return math.ceil(self._num_steps - due_after)
+
     def check(self) -> None:
         """Raise here what ended the thread."""
         if isinstance(self._failure, SupersededError):
