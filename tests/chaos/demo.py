@@ -1,14 +1,21 @@
-"""``make chaos``: the demo with faults, as docs/faults.md gives it.
+"""``make chaos``: the demo with faults, as docs/faults.md gives it, and with one of nobody's wish.
 
 .venv/bin/python -m pytest -s tests/chaos/demo.py
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from gossipdp.cli.demo import DemoArguments, run
+from gossipdp.cli.demo_faults import FaultInjector
+from gossipdp.observe.run_log import RunLog
+from gossipdp.workloads import Digits
 
 pytestmark = pytest.mark.processes
 
@@ -27,3 +34,37 @@ def test_the_demo_outlives_two_kills_and_a_stop(tmp_path: Path) -> None:
         limit_s = 1.0 if fault["kind"] == "kill" else 6.0
         assert max(fault["detected_s"].values()) < limit_s
         assert fault["rejoined_s"] is not None
+
+
+def test_a_death_that_nobody_asked_for_is_an_error_though_the_worker_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    poll = FaultInjector.poll
+    killed: list[int] = []
+
+    def poll_and_kill(self: FaultInjector) -> None:
+        poll(self)
+        process_id = self._workers[1].process_id
+        if self.injections[0].happened_s is not None and process_id is not None and not killed:
+            killed.append(process_id)
+            os.kill(process_id, signal.SIGKILL)
+
+    monkeypatch.setattr(FaultInjector, "poll", poll_and_kill)
+    # The late stop keeps the run going until both are back, imports and all.
+    monkeypatch.setattr(Digits, "default_budget_samples", 6400)
+    results = tmp_path / "results.json"
+    code = run(
+        DemoArguments(
+            output=tmp_path / "run",
+            json=results,
+            workers=3,
+            kill="0@1s",
+            stop="2@12s:0.5s",
+            restart=True,
+        )
+    )
+    assert code == 1
+    assert json.loads(results.read_text())["faults"][0]["rejoined_s"] is not None
+    lives = RunLog.read(tmp_path / "run").workers[1].lives
+    assert len(lives) == 2
+    assert "worker 1 was killed by signal 9 (SIGKILL), by itself" in capsys.readouterr().out

@@ -1,15 +1,12 @@
 """``gossipdp demo`` with faults: from the command's arguments to its JSON."""
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gossipdp.cli.demo import DemoArguments, run
-from gossipdp.cli.demo_faults import FaultInjector
 from gossipdp.cli.demo_worker import DIGEST
 from gossipdp.observe.run_log import RunLog
 from gossipdp.workloads import Digits
@@ -70,26 +67,3 @@ def test_a_fault_that_comes_too_late_is_an_error(
     assert code == 1
     assert results["faults"][0]["missed"] == "the run had ended by then"
     assert "did not kill worker 1 at 300 s: the run had ended by then" in capsys.readouterr().out
-
-
-def test_a_death_that_nobody_asked_for_is_an_error_though_the_worker_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    poll = FaultInjector.poll
-    killed: list[int] = []
-
-    def poll_and_kill(self: FaultInjector) -> None:
-        poll(self)
-        process_id = self._workers[1].process_id
-        if self.injections[0].happened_s is not None and process_id is not None and not killed:
-            killed.append(process_id)
-            os.kill(process_id, signal.SIGKILL)
-
-    monkeypatch.setattr(FaultInjector, "poll", poll_and_kill)
-    # The late stop keeps the run going until both are back, imports and all.
-    code, results = demo(tmp_path, workers=3, kill="0@1s", stop="2@12s:0.5s", restart=True)
-    assert code == 1
-    assert results["faults"][0]["rejoined_s"] is not None
-    lives = RunLog.read(tmp_path / "run").workers[1].lives
-    assert len(lives) == 2
-    assert "worker 1 was killed by signal 9 (SIGKILL), by itself" in capsys.readouterr().out

