@@ -95,7 +95,11 @@ class StepClock:
     @property
     def timed_from_step(self) -> float:
         """How many steps must have ended before :meth:`next_tick_at` can tell; inf if unknown."""
-        return math.inf if self.is_paused else self._next_tick - 1.0
+        if self.is_paused:
+            return math.inf
+        if self._step_seconds is None:  # to be looked at then, or the first ticks would be late
+            return max(SKIPPED_STEPS, self._steps) + 1.0
+        return self._next_tick - 1.0
 
     def pause(self, now: float) -> None:
         """Stand still until :meth:`resume`: the worker waits, or is done."""

@@ -141,3 +141,14 @@ def test_rate_zero_never_ticks() -> None:
 def test_bad_rates_are_refused(rate_per_step: float) -> None:
     with pytest.raises(ValueError, match="rate_per_step"):
         StepClock(rate_per_step, Random(0))
+
+
+def test_the_first_steps_are_looked_at_as_soon_as_ticks_can_be_told():
+    clock = StepClock(0.5, Random(0))
+    asked_for = [clock.timed_from_step]
+    for second in range(5):
+        clock.step(now=float(second))
+        asked_for.append(clock.timed_from_step)
+    assert asked_for[:4] == [4.0] * 4  # three are skipped, the fourth has a duration
+    assert clock.step_seconds == 1.0
+    assert all(math.isfinite(step) for step in asked_for)
