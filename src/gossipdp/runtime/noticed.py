@@ -24,11 +24,11 @@ class Notice:
 
     Attributes:
         rank: of the worker concerned.
-        kind: ``dead``: declared dead, here or elsewhere; ``stopped``: its link has been silent for
-            the time-out, though it is open; ``rejoined``: it takes part again, as a new process or
-            as the old one that was taken for dead; ``joined``: it takes part, and was not one of
-            the run's first workers; ``refreshed``: this worker itself took over another's
-            parameters.
+        kind: ``dead``: declared dead, here or elsewhere, or replaced by a new process;
+            ``stopped``: its link has been silent for the time-out, though it is open;
+            ``rejoined``: it takes part again, as a new process or as the old one that was taken
+            for dead; ``joined``: it takes part, and was not one of the run's first workers;
+            ``refreshed``: this worker itself took over another's parameters.
         at_s: :func:`~gossipdp.runtime.clock.since_boot_s`, the same for all of one machine.
     """
 
@@ -99,12 +99,17 @@ class Noticed:
         if member.status is Status.DEAD:
             if before is None or before.status is not Status.DEAD:
                 self.note(member.rank, "dead", now_s)
-        elif not member.is_live:
             return
-        elif before is None or before.status is Status.JOINING:
+        is_another = before is not None and before.process_id not in (0, member.process_id)
+        if is_another and before is not None and before.is_live:
+            # Started again so soon that its new life is known before the death is.
+            self.note(member.rank, "dead", now_s)
+        if not member.is_live:
+            return
+        if before is None or before.status is Status.JOINING:
             if member.rank >= self._num_workers and member.incarnation == 0:
                 self.note(member.rank, "joined", now_s)
             elif member.incarnation > 0:
                 self.note(member.rank, "rejoined", now_s)
-        elif before.is_over or before.process_id not in (0, member.process_id):
+        elif before.is_over or is_another:
             self.note(member.rank, "rejoined", now_s)

@@ -30,8 +30,8 @@ def test_a_death_and_what_may_follow_it():
     # Taken for dead, and not.
     assert kinds(alive, dead, member(1, 1)) == [("dead", 1.0), ("rejoined", 2.0)]
     # Back before anybody missed it.
-    assert kinds(alive, joining, again) == [("rejoined", 2.0)]
-    assert kinds(alive, again) == [("rejoined", 1.0)]
+    assert kinds(alive, joining, again) == [("dead", 1.0), ("rejoined", 2.0)]
+    assert kinds(alive, again) == [("dead", 1.0), ("rejoined", 1.0)]
     # It died as one that was joining.
     assert kinds(alive, dead, joining, member(1, 1, 7, Status.DEAD)) == [
         ("dead", 1.0),
@@ -47,6 +47,7 @@ def test_one_beyond_the_first_workers_joins_and_comes_back():
         noticed.look(version, lambda view=view: [view], (), float(version))
     assert [(notice.rank, notice.kind) for notice in noticed.notices] == [
         (3, "joined"),
+        (3, "dead"),
         (3, "rejoined"),
         (4, "joined"),
     ]
