@@ -6,6 +6,7 @@ training            the loop, and what came of it
 batches             loaders of data that gives whole batches
 progress            how far it is, on the terminal
 cifar10, imagenet, bytes_gpt    the recipes
+paper_recipe        the optimizer and schedule of the first two
 resnet              ResNet-18 for images of 32 by 32, ResNet-50
 augmentation        random crops and flips of whole batches
 cifar10_data, python2_arrays    CIFAR-10 from its original archive

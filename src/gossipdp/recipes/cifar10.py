@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from gossipdp.parallel.schedule import large_batch_schedule, parameter_groups
 from gossipdp.recipes.augmentation import normalize, random_crop_and_flip
 from gossipdp.recipes.batches import whole_batches
 from gossipdp.recipes.cifar10_data import DEVIATION, MEAN, LabelledImages, read_cifar10
 from gossipdp.recipes.options import Cifar10Options
-from gossipdp.recipes.recipe import Recipe, check_samples, worker_device
+from gossipdp.recipes.paper_recipe import PaperRecipe
+from gossipdp.recipes.recipe import check_samples, worker_device
 from gossipdp.recipes.resnet import cifar_resnet18
 from gossipdp.workloads.workload import evaluating
 
-LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 5e-4
-WARMUP_EPOCHS = 5
-MILESTONES = (0.5, 0.75)
-"""Shares of the run after which the rate is divided by ten: epochs 50 and 75 of 100."""
 PADDING = 4
 EVALUATION_BATCH = 500
 
@@ -31,13 +25,14 @@ Batch = tuple[Tensor, Tensor]
 
 
 @final
-class Cifar10(Recipe[Batch]):
+class Cifar10(PaperRecipe[Batch]):
     """ResNet-18 with the stem for small images, SGD, crop and flip; see ``Cifar10Options``."""
 
     metric_name = "test_accuracy"
+    milestones = (0.5, 0.75)  # epochs 50 and 75 of 100
 
     def __init__(self, options: Cifar10Options) -> None:
-        super().__init__(worker_device(options.device))
+        super().__init__(worker_device(options.device), options.epochs)
         assert options.data is not None
         images = read_cifar10(options.data)
         check_samples("CIFAR-10", len(images.train), options.batch_size)
@@ -52,18 +47,6 @@ class Cifar10(Recipe[Batch]):
         net: Any = cifar_resnet18()  # torch's types lack memory_format
         moved: nn.Module = net.to(self.device, memory_format=torch.channels_last)
         return moved
-
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        groups = parameter_groups(model, WEIGHT_DECAY)
-        return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=MOMENTUM)
-
-    def make_schedule(
-        self, optimizer: torch.optim.Optimizer, progress: Callable[[], float], num_workers: int
-    ) -> LRScheduler:
-        warmup = min(1.0, WARMUP_EPOCHS / self._options.epochs)
-        return large_batch_schedule(
-            optimizer, progress, num_workers, warmup=warmup, milestones=MILESTONES
-        )
 
     def loader(self, seed: int) -> DataLoader[Batch]:
         return whole_batches(TensorBatches(self.train), self._options.batch_size, seed=seed)

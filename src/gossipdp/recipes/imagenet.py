@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from gossipdp.parallel.schedule import large_batch_schedule, parameter_groups
 from gossipdp.recipes.augmentation import normalize, random_flip
 from gossipdp.recipes.batches import whole_batches
 from gossipdp.recipes.imagenet_data import DEVIATION, MEAN, open_imagenet
 from gossipdp.recipes.jpeg_batches import Batch, JpegBatches
 from gossipdp.recipes.options import ImageNetOptions
-from gossipdp.recipes.recipe import Recipe, check_samples, worker_device
+from gossipdp.recipes.paper_recipe import PaperRecipe
+from gossipdp.recipes.recipe import check_samples, worker_device
 from gossipdp.recipes.resnet import resnet50
 from gossipdp.workloads.workload import evaluating
 
-LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 5e-4
-WARMUP_EPOCHS = 5
-MILESTONES = (30 / 90, 60 / 90, 80 / 90)
-"""Shares of the run after which the rate is divided by ten."""
 SIZE = 224
 
 
 @final
-class ImageNet(Recipe[Batch]):
+class ImageNet(PaperRecipe[Batch]):
     """ResNet-50, SGD, random boxes and flips; see ``ImageNetOptions``."""
 
     metric_name = "validation_accuracy"
+    milestones = (30 / 90, 60 / 90, 80 / 90)
 
     def __init__(self, options: ImageNetOptions) -> None:
-        super().__init__(worker_device(options.device))
+        super().__init__(worker_device(options.device), options.epochs)
         assert options.data is not None
         files = open_imagenet(options.data)
         self.num_classes = len(files.synsets)
@@ -52,18 +48,6 @@ class ImageNet(Recipe[Batch]):
         net: Any = resnet50(self.num_classes)  # torch's types lack memory_format
         moved: nn.Module = net.to(self.device, memory_format=torch.channels_last)
         return moved
-
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        groups = parameter_groups(model, WEIGHT_DECAY)
-        return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=MOMENTUM)
-
-    def make_schedule(
-        self, optimizer: torch.optim.Optimizer, progress: Callable[[], float], num_workers: int
-    ) -> LRScheduler:
-        warmup = min(1.0, WARMUP_EPOCHS / self._options.epochs)
-        return large_batch_schedule(
-            optimizer, progress, num_workers, warmup=warmup, milestones=MILESTONES
-        )
 
     def loader(self, seed: int) -> DataLoader[Batch]:
         return whole_batches(
