@@ -90,11 +90,7 @@ class RunLogging:
     def log(self, loss: Tensor | float | None, values: Mapping[str, Value]) -> None:
         """Take the loss of a step and values; after the end they are written at once."""
         if loss is not None:
-            if isinstance(loss, Tensor):
-                if loss.numel() != 1:
-                    raise ValueError(f"log(loss=...) takes one number, not {tuple(loss.shape)}")
-                loss = loss.detach()
-            self._losses.append(loss)
+            self._losses.append(one_loss(loss))
         for name, value in values.items():
             if not isinstance(value, bool | int | float | str):
                 raise ValueError(
@@ -199,6 +195,19 @@ class RunLogging:
             latest |= self._values.popleft()
         if latest:
             self._writer.values(latest)
+
+
+def one_loss(loss: Tensor | float) -> Tensor | float:
+    """Return a loss to keep, apart from its graph and not waited for.
+
+    Raises:
+        ValueError: it is not one number.
+    """
+    if not isinstance(loss, Tensor):
+        return loss
+    if loss.numel() != 1:
+        raise ValueError(f"log(loss=...) takes one number, not {tuple(loss.shape)}")
+    return loss.detach()
 
 
 def _remove_others(directory: Path, num_workers: int) -> None:

@@ -24,6 +24,7 @@ from gossipdp.observe.status_server import Page, StatusServer
 from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.options import GossipOptions
+from gossipdp.parallel.run_logging import one_loss
 from gossipdp.runtime.clock import since_boot_s
 from gossipdp.runtime.environment import Environment, show_address
 
@@ -129,12 +130,8 @@ class StatusPage:
         Raises:
             ValueError: the loss is not one number.
         """
-        if isinstance(loss, Tensor):
-            if loss.numel() != 1:
-                raise ValueError(f"log(loss=...) takes one number, not {tuple(loss.shape)}")
-            loss = loss.detach()
         if loss is not None:
-            self._losses.append(loss)
+            self._losses.append(one_loss(loss))
         for name, value in values.items():
             is_new = name not in self._values
             if isinstance(value, int | float) and not (is_new and len(self._values) >= MAX_LOGGED):
