@@ -239,7 +239,7 @@ class GossipLoop(LinkHandler):
 
     def bytes_moved(self) -> tuple[int, int]:
         """Bytes sent and received so far, on all links."""
-        links = list(self._links.values())
+        links = self.links()
         return (
             self.traffic.bytes_sent + sum(link.bytes_sent for link in links),
             self.traffic.bytes_received + sum(link.bytes_received for link in links),
@@ -247,7 +247,7 @@ class GossipLoop(LinkHandler):
 
     def bytes_shared(self) -> tuple[int, int]:
         """Bytes of own memory that neighbours read in place so far, and of theirs read here."""
-        links = list(self._links.values())
+        links = self.links()
         return (
             self.traffic.shared_bytes_sent + sum(link.shared_bytes_sent for link in links),
             self.traffic.shared_bytes_received + sum(link.shared_bytes_received for link in links),
