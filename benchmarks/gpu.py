@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from common import Missing, Report, Spread, Table, Target
 from meeting import Meeting
-from models import RESNET_PARAMETERS, ResNet18
 
 from gossipdp import GossipDataParallel, launch
 from gossipdp.dynamics.arithmetic import make_arithmetic
 from gossipdp.dynamics.phase import Phase
 from gossipdp.dynamics.state import Role, Segment, State
+from gossipdp.recipes.resnet import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 from gossipdp.runtime.cuda import ON, SWITCH
 from gossipdp.runtime.shared_state import SharedState
 
@@ -114,7 +114,7 @@ def run_worker(task: Task) -> dict[str, Any]:
     labels = torch.randint(10, (task.batch_size,), device=task.device)
     arms = {}
     for name in ("plain", "a2cid2"):
-        net = ResNet18().to(task.device)
+        net = cifar_resnet18().to(task.device)
         optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9)
         wrapped = None
         if name == "a2cid2":
@@ -184,7 +184,7 @@ def main() -> None:
         report.write({})
         return
     os.environ[SWITCH] = ON
-    num_parameters = 300_000 if options.quick else RESNET_PARAMETERS
+    num_parameters = 300_000 if options.quick else CIFAR_RESNET18_PARAMETERS
     update = measure_update(options.device, num_parameters, options.rounds)
     card = "the CPU" if is_trial else torch.cuda.get_device_name()
     rows = [

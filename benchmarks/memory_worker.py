@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from meeting import Meeting
-from models import ResNet18
 from torch import Tensor, nn
 
 from gossipdp import GossipDataParallel
+from gossipdp.recipes.resnet import cifar_resnet18
 
 NUM_STEPS_BEFORE, NUM_EXCHANGES, MOST_STEPS = 2, 4, 200
 BATCH_SIZE = 2
@@ -72,7 +72,7 @@ def run_worker(task: MemoryTask) -> Added:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     meeting = Meeting(task.meeting, int(os.environ["RANK"]))
-    net = ResNet18()
+    net = cifar_resnet18()
     optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9)
     batch = torch.randn(BATCH_SIZE, 3, 32, 32), torch.randint(10, (BATCH_SIZE,))
     for _ in range(NUM_STEPS_BEFORE):

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import torch
 from meeting import Meeting
-from models import RESNET_PARAMETERS, LaunchBound, ResNet18
+from models import LaunchBound
 from torch import Tensor, nn
 
 from gossipdp import GossipDataParallel
+from gossipdp.recipes.resnet import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 
 ARMS = ("plain", "none", "a2cid2")
 """No wrapper; the wrapper without exchanges; and with them, at comm rate 1."""
@@ -119,12 +120,12 @@ class _Arm:
         self._forward: nn.Module
         self._inputs: Tensor
         if task.workload == "resnet18":
-            net: nn.Module = ResNet18()
+            net: nn.Module = cifar_resnet18()
             self._inputs = torch.randn(task.batch_size, 3, 32, 32)
             self._labels = torch.randint(10, (task.batch_size,))
         else:
             large = task.workload == "launch-bound-large"
-            net = LaunchBound(num_parameters=RESNET_PARAMETERS if large else 1_000_000)
+            net = LaunchBound(num_parameters=CIFAR_RESNET18_PARAMETERS if large else 1_000_000)
             self._inputs = torch.randn(task.batch_size, 16)
         self._is_resnet = task.workload == "resnet18"
         self._optimizer = torch.optim.SGD(
