@@ -20,6 +20,16 @@ TESTS = Path(__file__).parent
 Workers = Callable[..., list[Any]]
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the fork server before any test can.
+
+    A process has only one: made by a test that wants another preload, it would let every worker
+    of the session import torch anew, seconds of CPU time each.
+    """
+    if any(item.get_closest_marker("processes") for item in session.items):
+        start_fork_server(also=["gossipdp.simulate.batch"])
+
+
 @pytest.fixture(scope="session")
 def workers() -> Workers:
     """``workers(function, n, args=(), timeout_s=60)``: results of ``n`` real worker processes.
@@ -27,7 +37,6 @@ def workers() -> Workers:
     They are forked from a server that imports torch once a session. A test that uses it carries
     the mark ``processes``.
     """
-    start_fork_server()
 
     def call(
         function: Callable[..., Any],
