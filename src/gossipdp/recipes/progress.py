@@ -20,6 +20,7 @@ class TrainingProgress:
     Args:
         epochs: what the whole run is.
         samples_per_epoch: of all workers together.
+        share: of the run that was done before, 0 to 1; a resumed run starts with some.
         console: where to draw.
         clock: monotonic, in seconds.
     """
@@ -29,6 +30,7 @@ class TrainingProgress:
         *,
         epochs: int,
         samples_per_epoch: int,
+        share: float,
         console: Console,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -37,7 +39,7 @@ class TrainingProgress:
         self._console = console
         self._clock = clock
         self._started_s = self._shown_s = clock()
-        self._shown_share: float | None = None
+        self._shown_share = share
         self._losses: list[Tensor] = []
         self._bar = Progress(
             TextColumn("training"),
@@ -60,8 +62,6 @@ class TrainingProgress:
         """A gradient step of this worker was done, and ``share`` of the run by all, 0 to 1."""
         self._losses.append(loss.detach())
         now_s = self._clock()
-        if self._shown_share is None:
-            self._shown_share = share  # what a resumed run starts with
         is_terminal = self._console.is_terminal
         elapsed_s = now_s - self._shown_s
         if elapsed_s < (REDRAW_INTERVAL_S if is_terminal else LINE_INTERVAL_S):

@@ -97,7 +97,10 @@ class TrainingRun:
         if model.rank == 0:
             self._console.print(self._opening(num_samples), highlight=False, soft_wrap=True)
             self._progress = TrainingProgress(
-                epochs=options.epochs, samples_per_epoch=num_samples, console=self._console
+                epochs=options.epochs,
+                samples_per_epoch=num_samples,
+                share=model.progress(),
+                console=self._console,
             )
 
     def step(self, loss: Tensor) -> None:

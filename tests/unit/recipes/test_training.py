@@ -56,11 +56,17 @@ def test_without_exchanges_there_is_no_graph():
 
 
 class TestProgress:
-    def progress(self, times: Sequence[float], *, terminal: bool = False) -> TrainingProgress:
+    def progress(
+        self, times: Sequence[float], *, share: float = 0.0, terminal: bool = False
+    ) -> TrainingProgress:
         console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
         at = iter(times)
         return TrainingProgress(
-            epochs=10, samples_per_epoch=1000, console=console, clock=lambda: next(at)
+            epochs=10,
+            samples_per_epoch=1000,
+            share=share,
+            console=console,
+            clock=lambda: next(at),
         )
 
     def test_a_line_now_and_then(self):
@@ -69,9 +75,14 @@ class TestProgress:
             progress.step(torch.tensor(loss, requires_grad=True), share)
         progress.close()
         assert progress._console.file.getvalue().splitlines() == [
-            "   10 s   20%  epoch 2.00 of 10, loss 3.0000, 100 samples/s",
+            "   10 s   20%  epoch 2.00 of 10, loss 3.0000, 200 samples/s",
             "   20 s   30%  epoch 3.00 of 10, loss 5.0000, 100 samples/s",
         ]
+
+    def test_a_slow_first_step_of_a_resumed_run_counts_from_where_the_run_was(self):
+        progress = self.progress([0.0, 20.0], share=0.5)
+        progress.step(torch.tensor(1.0), 0.6)
+        assert "epoch 6.00 of 10, loss 1.0000, 50 samples/s" in progress._console.file.getvalue()
 
     def test_a_bar_on_a_terminal_that_goes_when_it_is_over(self):
         progress = self.progress([0.0, 1.0, 2.0], terminal=True)
