@@ -177,7 +177,9 @@ class Top:
         )
 
     def _tell(self, text: str, code: int) -> int:
-        sys.stderr.write(f"gossipdp: {text}\n")
+        from gossipdp.cli.top_screen import plain
+
+        sys.stderr.write(f"gossipdp: {plain(text)}\n")
         return code
 
 

@@ -1,6 +1,6 @@
 """What several workers' answers say together of a job: who trains, how fast, who is slow or dead.
 
-A pure function of answers and times, but for the memory that speeds need. Of each worker its own
+A pure function of answers and times, but for the counts kept for speeds. Of each worker its own
 word counts while it answers; else what those say that do answer, the most advanced record of them
 (membership views converge, some sooner). What nobody says any more stays as it was last.
 """
@@ -8,12 +8,12 @@ word counts while it answers; else what those say that do answer, the most advan
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from gossipdp.observe.job import JobStatus, JobWorker, LinkStatus
+from gossipdp.observe.speeds import Speeds
 from gossipdp.observe.status import MemberStatus, NeighbourStatus, NoticeStatus, WorkerStatus
 
 SLOW_FACTOR = 1.5
@@ -26,18 +26,8 @@ LONGEST_SPEED_OVER_S = 60.0
 # Views tell of one event within this time of one another.
 SAME_EVENT_S = 3.0
 MAX_MEMBERS = 4096
-MAX_COUNTS = 512
 GONE = ("dead", "left")
 _ORDER = {"joining": 0, "training": 1, "done": 2, "left": 3, "dead": 4}
-
-
-@dataclass(frozen=True)
-class _Count:
-    """What had been counted at a time, for speeds."""
-
-    at_s: float
-    samples: int
-    bytes_sent: int | None
 
 
 @dataclass
@@ -60,8 +50,8 @@ class StatusBoard:
     def __init__(self, addresses: Iterable[str]) -> None:
         self._given = tuple(addresses)
         self._sources: dict[str, _Source] = {address: _Source() for address in self._given}
-        # By worker, and by link and direction.
-        self._counts: dict[int | tuple[int, int], deque[_Count]] = {}
+        # By rank, and by link and direction.
+        self._speeds: Speeds[int | tuple[int, int]] = Speeds()
         self._run_id: str | None = None
 
     @property
@@ -105,12 +95,12 @@ class StatusBoard:
         for rank, member in self._members().items():
             status = own.get(rank)
             if status is None:
-                self._count(rank, _Count(now_s, member.samples, None))
+                self._speeds.note(rank, now_s, member.samples)
                 continue
             sent = status.bytes_sent + status.shared_bytes_sent
-            self._count(rank, _Count(now_s, max(status.samples, member.samples), sent))
+            self._speeds.note(rank, now_s, max(status.samples, member.samples), sent)
             for each in status.neighbours:
-                self._count((rank, each.rank), _Count(now_s, 0, each.bytes_sent))
+                self._speeds.note((rank, each.rank), now_s, 0, each.bytes_sent)
 
     def job(self, now_s: float) -> JobStatus:
         """What is known now.
@@ -256,37 +246,13 @@ class StatusBoard:
             marked.append(worker)
         return marked
 
-    # How fast.
-
-    def _count(self, key: int | tuple[int, int], count: _Count) -> None:
-        counts = self._counts.setdefault(key, deque(maxlen=MAX_COUNTS))
-        if counts and _fell(counts[-1], count):
-            counts.clear()  # another process, or a new link
-        counts.append(count)
-
     def _speed(
         self, rank: int, status: WorkerStatus | None, now_s: float
     ) -> tuple[float | None, float | None]:
         """Samples and bytes a second, over the last seconds, or some steps if that is longer."""
         step_s = (status.step_seconds if status is not None else None) or 0.0
         over_s = min(max(SPEED_OVER_S, SPEED_OVER_STEPS * step_s), LONGEST_SPEED_OVER_S)
-        return self._rates(rank, now_s - over_s)
-
-    def _rates(
-        self, key: int | tuple[int, int], from_s: float
-    ) -> tuple[float | None, float | None]:
-        counts = list(self._counts.get(key, ()))
-        if len(counts) < 2:
-            return None, None
-        recent = [count for count in counts[:-1] if count.at_s >= from_s]
-        first, last = recent[0] if recent else counts[-2], counts[-1]
-        elapsed_s = last.at_s - first.at_s
-        if elapsed_s <= 0:
-            return None, None
-        samples = max(0.0, (last.samples - first.samples) / elapsed_s)
-        if first.bytes_sent is None or last.bytes_sent is None:
-            return samples, None
-        return samples, (last.bytes_sent - first.bytes_sent) / elapsed_s
+        return self._speeds.since(rank, now_s - over_s)
 
     # Links, and what was noticed.
 
@@ -308,7 +274,7 @@ class StatusBoard:
                 speed
                 for ends_of in (pair, pair[::-1])
                 if ends_of[0] in said
-                and (speed := self._rates(ends_of, now_s - SPEED_OVER_S)[1]) is not None
+                and (speed := self._speeds.since(ends_of, now_s - SPEED_OVER_S)[1]) is not None
             ]
             heard = [each.heard_ago_s for each in said.values() if each.heard_ago_s is not None]
             yield LinkStatus(
@@ -364,9 +330,3 @@ def _state(member: MemberStatus, status: WorkerStatus | None, *, is_silent: bool
     if member.status_address:
         return "no answer"
     return "averaging" if member.state == "done" else member.state
-
-
-def _fell(before: _Count, after: _Count) -> bool:
-    if before.bytes_sent is not None and after.bytes_sent is not None:
-        return after.bytes_sent < before.bytes_sent or after.samples < before.samples
-    return False

@@ -129,6 +129,18 @@ def test_a_job_that_has_not_begun_is_waited_for(capsys: pytest.CaptureFixture[st
     assert "no worker answers (127.0.0.1:9400: [Errno 111] refused)" in capsys.readouterr().err
 
 
+def test_what_others_answer_commands_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    def ask(addresses: Iterable[str], wait_s: float) -> Mapping[str, Any]:
+        return {each: ValueError(f"{each} answers 500 \x1b]0;x\x07") for each in addresses}
+
+    world = World()
+    world.ask = ask  # type: ignore[method-assign]
+    assert world.top(once=True) == 1
+    error = capsys.readouterr().err
+    assert "answers 500 ?]0;x?" in error
+    assert "\x1b" not in error
+
+
 def test_ctrl_c_is_how_one_leaves() -> None:
     assert World().top(interval=100.0) == 0
 
