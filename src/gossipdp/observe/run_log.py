@@ -140,5 +140,5 @@ def _decode(path: Path, lines: list[bytes]) -> Iterable[Record]:
     for number, line in enumerate(lines, start=1):
         try:
             yield _decoder.decode(line)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is no record of a run log: {error}") from error

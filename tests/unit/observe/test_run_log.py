@@ -96,11 +96,20 @@ def test_a_worker_killed_within_its_first_line_is_left_out(tmp_path: Path) -> No
     assert list(RunLog.read(tmp_path).workers) == [0]
 
 
-def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"kind":"step"}',
+        b'{"kind":"values","time_s":1,"gradient_steps":1,"values":{"a":"\xff"}}',
+        b'{"kind":"start","configuration":{"a":' + b"[" * 100_000,
+    ],
+    ids=["half", "not text", "without end"],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: bytes) -> None:
     write_run(tmp_path)
     path = worker_file(tmp_path, 0)
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([lines[0], b'{"kind":"step"}\n', *lines[1:]]))
+    path.write_bytes(b"".join([lines[0], line + b"\n", *lines[1:]]))
     with pytest.raises(ValueError, match=r"worker-0\.jsonl, line 2 is no record"):
         RunLog.read(tmp_path)
 
