@@ -21,11 +21,21 @@ def write_tensorboard(run_log: RunLog, directory: Path) -> None:
 
     ``directory/run`` holds two pictures: the heat map of the exchanges, and the graph of the
     workers with lines as wide as their exchanges are many. The horizontal axis is the worker's
-    gradient steps; wall time is kept beside it. Raises ModuleNotFoundError without tensorboard
-    (``pip install 'gossipdp[tensorboard]'``).
+    gradient steps; wall time is kept beside it. Files that an earlier call wrote there go.
+
+    Raises:
+        ModuleNotFoundError: tensorboard is not installed.
     """
+    if not tensorboard_is_installed():
+        raise ModuleNotFoundError(
+            "write_tensorboard needs TensorBoard: pip install 'gossipdp[tensorboard]'",
+            name="tensorboard",
+        )
     from torch.utils.tensorboard.writer import SummaryWriter
 
+    for kind in ("worker-*", "run"):
+        for old in directory.glob(f"{kind}/events.out.tfevents.*"):
+            old.unlink()
     for rank, worker in run_log.workers.items():
         with SummaryWriter(str(directory / f"worker-{rank}")) as writer:
             _write_worker(worker, writer)
@@ -53,7 +63,8 @@ def _write_worker(worker: WorkerLog, writer: "SummaryWriter") -> None:
         write("speed/waited_seconds", exchange.waited_seconds, *at)
         write("exchanges/completed", num_exchanges, *at)
         write("exchanges/edge_distance", exchange.edge_distance, *at)
-        write("exchanges/megabytes_sent", exchange.bytes_sent / 1e6, *at)
+        num_bytes = exchange.bytes_sent + exchange.shared_bytes_sent
+        write("exchanges/megabytes_sent", num_bytes / 1e6, *at)
     for record in worker.values:
         for name, value in record.values.items():
             if isinstance(value, int | float) and not isinstance(value, bool):

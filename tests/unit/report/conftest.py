@@ -33,6 +33,8 @@ def make_run_log(num_workers: int, *, exchanging: bool = True, num_records: int 
                     0.0,
                     1000 * index,
                     1000 * index,
+                    5000 * index,
+                    5000 * index,
                 )
             )
         end = EndRecord(24.0, 600, 19200, 0.002, num_workers)

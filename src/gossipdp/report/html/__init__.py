@@ -6,5 +6,6 @@ line_chart    values over time or samples, a line a worker
 timeline      what every worker did when
 heat_map      one value for every pair of workers
 prediction    the plan beside what happened
+chart_sections, table_sections  what the page says under each heading
 page          all of it, with page.css and page.js
 """
