@@ -11,7 +11,7 @@ the other; the process id, drawn at random, breaks that tie the same way everywh
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 import msgspec
@@ -99,6 +99,7 @@ class Membership:
         self.is_superseded = False
         self._members: dict[int, Member] = {}
         self._changed_at: dict[int, int] = {}
+        self._addresses: dict[int, tuple[str, int]] | None = None
         self._store(own)
 
     def get(self, rank: int) -> Member | None:
@@ -144,13 +145,15 @@ class Membership:
         """Every record known, by rank."""
         return tuple(self._members[rank] for rank in sorted(self._members))
 
-    def addresses(self) -> dict[int, tuple[str, int]]:
+    def addresses(self) -> Mapping[int, tuple[str, int]]:
         """Where the others listen, those declared dead included: they may come back there."""
-        return {
-            member.rank: (member.host, member.port)
-            for member in self._members.values()
-            if member.rank != self.own.rank and member.status is not Status.LEFT
-        }
+        if self._addresses is None:
+            self._addresses = {
+                member.rank: (member.host, member.port)
+                for member in self._members.values()
+                if member.rank != self.own.rank and member.status is not Status.LEFT
+            }
+        return self._addresses
 
     def live(self) -> tuple[int, ...]:
         """The ranks that are there to answer, in ascending order."""
@@ -180,5 +183,6 @@ class Membership:
 
     def _store(self, member: Member) -> None:
         self.version += 1
+        self._addresses = None
         self._members[member.rank] = member
         self._changed_at[member.rank] = self.version

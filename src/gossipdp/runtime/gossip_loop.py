@@ -467,8 +467,8 @@ class GossipLoop(LinkHandler):
     def _begin(self, begin: Begin) -> None:
         link = self._links[begin.peer]
         self._exchange_started_s = self.clock()
+        # The first snapshots wait for the end of the turn: the answer leaves before they are taken.
         self._exchange = self._wire_format.start(link, begin.id, begin.alpha_tilde)
-        self._guarded(self._exchange.pump)
 
     def _guarded(self, step: Callable[[], None]) -> None:
         """Run a step of the exchange; poison ends it before anything spreads."""

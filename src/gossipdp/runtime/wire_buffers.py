@@ -51,11 +51,18 @@ class WireBuffers:
         starts = range(0, len(memory), self._slot_bytes or 1)
         self._bytes = [memory[start : start + self._slot_bytes] for start in starts]
         self._slots = [torch.frombuffer(slot, dtype=torch.uint8) for slot in self._bytes]
+        # Kept, for making one takes the interpreter's lock from the training thread.
+        self._tensors: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def tensor(self, slot: int, chunk: Chunk, dtype: torch.dtype | None = None) -> Tensor:
         """Return the slot as a tensor for one chunk, of its own type unless ``dtype`` is given."""
         dtype = dtype or chunk.x.dtype
-        return self._slots[slot][: chunk.num_elements * dtype.itemsize].view(dtype)
+        key = slot, chunk.num_elements, dtype
+        tensor = self._tensors.get(key)
+        if tensor is None:
+            tensor = self._slots[slot][: chunk.num_elements * dtype.itemsize].view(dtype)
+            self._tensors[key] = tensor
+        return tensor
 
     def bytes(self, slot: int, chunk: Chunk, dtype: torch.dtype | None = None) -> memoryview:
         """Return the same memory as bytes."""

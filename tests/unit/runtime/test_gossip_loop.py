@@ -235,6 +235,7 @@ def test_nothing_is_written_where_a_lost_peer_may_still_read():
     worker = Worker(chunk_bytes=4)
     link = worker.links[1]
     worker.loop.perform([Begin(1, ExchangeId(1, 0, 1), 0.5, False)])
+    worker.loop.writable(link)
     slots = link.chunks[:]
     assert len(slots) == plain_exchange.WINDOW
     link.queued_chunks = len(slots)
@@ -247,3 +248,12 @@ def test_nothing_is_written_where_a_lost_peer_may_still_read():
     link.closed, link.queued_chunks = True, 0
     worker.loop.writable(worker.links[2])
     assert [bytes(slot) for slot in slots] == unread
+
+
+def test_the_answer_to_a_proposal_leaves_before_snapshots_are_taken():
+    """They take longer than the answer: the peer would wait for what it has no need of yet."""
+    worker = Worker()
+    worker.loop.perform([Begin(1, ExchangeId(1, 0, 1), 0.5, False)])
+    assert not worker.links[1].chunks
+    worker.loop.writable(worker.links[1])
+    assert worker.links[1].chunks
