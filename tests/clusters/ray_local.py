@@ -14,6 +14,7 @@ import pytest
 import ray
 from run_processes import VARIABLES
 
+import gossipdp.integrations.ray as integration
 from gossipdp.errors import WorkerFailedError
 from gossipdp.integrations.ray import launch
 
@@ -68,7 +69,9 @@ def make_train() -> Any:
         time.sleep(0.2)  # until the last of them has told the store that it begins
         if rank == 1 and life == 0 and mode == "dies once":
             os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 1 and mode == "fails":
+        if mode == "loses the meeting" and rank == 1:
+            os.kill(int((marks / "meeting").read_text()), signal.SIGKILL)
+        if rank == 1 and mode in ("fails", "loses the meeting"):
             (marks / "1.1").touch()
             raise ValueError("no good")
         train_until("1.1")
@@ -89,6 +92,22 @@ def test_ray_starts_a_worker_again_that_died(tmp_path: Path) -> None:
 def test_a_failure_is_one_workers_and_is_told_at_the_end(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailedError, match=r"worker 1 failed:\n(.*\n)*.*ValueError: no good"):
         launch(make_train(), 3, args=(tmp_path, "fails"))
+    ended = sorted(path.name for path in tmp_path.glob("* ended over *"))
+    assert ended == ["0 ended over 2", "2 ended over 2"]
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_where_the_meeting_is_lost_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Known(integration._HostedMeeting):
+        def __init__(self, num_workers: int) -> None:
+            super().__init__(num_workers)
+            (tmp_path / "meeting").write_text(str(os.getpid()))
+
+    monkeypatch.setattr(integration, "_HostedMeeting", Known)
+    with pytest.raises(WorkerFailedError, match="worker 1 failed"):
+        launch(make_train(), 3, args=(tmp_path, "loses the meeting"))
     ended = sorted(path.name for path in tmp_path.glob("* ended over *"))
     assert ended == ["0 ended over 2", "2 ended over 2"]
 

@@ -75,7 +75,7 @@ def launch(
                 failures[rank] = error
                 # What it left running in its process would count as alive to the others.
                 ray.kill(actors[rank])
-                if not ray.get(meeting.has_begun.remote()):
+                if not _has_begun(meeting):
                     break
     finally:
         for actor in [*actors, meeting]:
@@ -84,6 +84,14 @@ def launch(
         texts = [f"worker {rank} failed:\n{error}" for rank, error in sorted(failures.items())]
         raise WorkerFailedError("\n\n".join(texts))
     return [results[rank] for rank in range(workers)]
+
+
+def _has_begun(meeting: Any) -> bool:
+    """Whether all train; once the meeting is lost with its node, those who wait for it fail."""
+    try:
+        return bool(ray.get(meeting.has_begun.remote()))
+    except ray.exceptions.RayActorError:
+        return True
 
 
 class _HostedMeeting:
