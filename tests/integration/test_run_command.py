@@ -78,7 +78,7 @@ def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(script:
     assert "[1] went on" in done.stdout
     assert "gossipdp: worker 0 ended with exit code 1; the others go on" in done.stderr
     last = done.stderr.rpartition("gossipdp: ")[2]
-    assert last.startswith("\nworker 0 ended with exit code 1:\nTraceback")
+    assert last.startswith("what failed:\nworker 0 ended with exit code 1:\nTraceback")
     assert last.endswith("ValueError: no good\n")
 
 

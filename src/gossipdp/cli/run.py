@@ -145,7 +145,7 @@ def run(arguments: RunArguments) -> int:
         _tell(f"starting {num_workers} {noun}; importing torch takes some seconds")
     code = supervisor.run()
     if report := supervisor.report():
-        _tell(f"\n{report}")
+        _tell(f"what failed:\n{report}")
     if isinstance(team, LaunchedTeam) and code <= 1:
         team.tell_ended(wait=code == 1 and some_go_on)
     _flush_or_drop()
