@@ -1,7 +1,9 @@
 """Fixtures shared by all tests."""
 
 import datetime
+import gc
 import itertools
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,13 +23,21 @@ Workers = Callable[..., list[Any]]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the fork server before any test can.
+    """Start the fork server before any test can; settle threads and signals for all tests.
 
-    A process has only one: made by a test that wants another preload, it would let every worker
-    of the session import torch anew, seconds of CPU time each.
+    A process has only one fork server: made by a test that wants another preload, it would let
+    every worker of the session import torch anew, seconds of CPU time each. The tensors of tests
+    are small, and on a busy machine torch's threads spin while they wait for each other. What a
+    shell runs in the background, with all that it starts, would ignore Ctrl+C.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what was imported stays: no collection need look at its million objects again
     if any(item.get_closest_marker("processes") for item in session.items):
-        start_fork_server(also=["gossipdp.simulate.batch"])
+        start_fork_server(also=["gossipdp.simulate.batch", "numba"])
 
 
 @pytest.fixture(scope="session")

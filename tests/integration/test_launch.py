@@ -257,9 +257,11 @@ def test_nothing_is_left_when_the_caller_is_killed(tmp_path: Path) -> None:
             assert caller.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        pids.add(psutil.Process(min(pids)).ppid())  # the fork server
+        fork_server = psutil.Process(min(pids)).ppid()
         caller.kill()
         assert all_gone(pids, before=time.monotonic() + 3)
+        # Its interpreter takes all of torch down, which takes its time on a busy machine.
+        assert all_gone({fork_server}, before=time.monotonic() + 30)
 
 
 def all_gone(pids: set[int], before: float) -> bool:

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -61,12 +62,12 @@ def rendezvous() -> str:
 
 
 def outcome(*runs: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
-    try:
+    with ExitStack() as stack:
+        for run in runs:
+            stack.enter_context(run)
+            stack.callback(run.kill)
         outputs = [run.communicate(timeout=60) for run in runs]
         return [(run.returncode, *output) for run, output in zip(runs, outputs, strict=True)]
-    finally:
-        for run in runs:
-            run.kill()
 
 
 def test_the_workers_of_two_hosts_meet(script: Path, rendezvous: str) -> None:

@@ -70,15 +70,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: threads would only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def run() -> Iterator[Any]:
     """``run(directory, **options)``: a script that trains and gives its losses and end state.
