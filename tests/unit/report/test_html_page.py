@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gossipdp.cli.main import main
 from gossipdp.observe.run_log import RunLog, WorkerLog
@@ -22,7 +23,8 @@ from gossipdp.observe.run_log_records import (
     ValuesRecord,
 )
 from gossipdp.report.html.page import render
-from gossipdp.report.html.run_view import RunView, Span, merged
+from gossipdp.report.html.run_view import RunView
+from gossipdp.report.html.spans import Span, merged, spans_of
 from gossipdp.report.html.svg import Scale, duration, number
 
 SECTIONS = [
@@ -235,6 +237,22 @@ def test_time_is_shared_out_whole() -> None:
     assert away_s == pytest.approx(7.9 - 4.0, abs=0.21)
     waiting_s = sum(one.waiting * (one.end_s - one.start_s) for one in view.spans(0))
     assert waiting_s == pytest.approx(0.9 + 0.6, abs=0.11)
+
+
+def test_a_long_gradient_step_is_no_pause() -> None:
+    """Steps of a second, records five times as often, and ten seconds of something else."""
+    first = a_run(1).workers[0]
+    exchange = first.exchanges[0]
+    steps, exchanges = [], []
+    for index in range(1, 151):
+        time_s = 0.2 * index
+        count = int(time_s + 1e-9) if time_s < 10 else 10 + max(0, int(time_s - 20 + 1e-9))
+        steps.append(StepRecord(time_s, count, 8 * count, None, 8.0))
+        exchanges.append(replace(exchange, time_s=time_s, waited_seconds=0.0))
+    spans = spans_of(WorkerLog(first.start, tuple(steps), tuple(exchanges), None))
+    idle = [span for span in spans if span.idle]
+    assert sum(span.end_s - span.start_s for span in idle) == pytest.approx(0.8 + 11, abs=0.5)
+    assert sum(span.end_s - span.start_s for span in spans if span.computing == 1) > 17
 
 
 def test_merged_spans_keep_the_time_of_each_state() -> None:

@@ -1,6 +1,7 @@
 """A run as one HTML page that opens offline: everything inline, drawn as SVG from the logs.
 
-run_view      what the logs say, on one clock: shares of time, totals, faults
+run_view      what the logs say, on one clock: totals, lines, faults
+spans         shares of a worker's time
 svg           scales, ticks and numbers of the drawings
 line_chart    values over time or samples, a line a worker
 timeline      what every worker did when

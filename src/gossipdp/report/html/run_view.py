@@ -12,31 +12,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from gossipdp.observe.run_log import RunLog, WorkerLog
+from gossipdp.observe.run_log import RunLog
 from gossipdp.observe.run_log_records import ExchangeRecord, StepRecord
 from gossipdp.observe.run_log_writer import GROWTH
+from gossipdp.report.html.spans import LONGEST_SILENCE_S, Span, spans_of
 
 Points = list[tuple[float, float]]
 
-LONGEST_SILENCE_S = 1.5
 SAME_EVENT_S = 15.0
-
-
-@dataclass(frozen=True)
-class Span:
-    """A piece of one worker's time and the shares of it, between 0 and 1.
-
-    computing, waiting, idle and away come to 1: gradient steps; held up by others; no gradient
-    step (starting, evaluating, saving); no sign of life. Exchanging is beside them.
-    """
-
-    start_s: float
-    end_s: float
-    computing: float = 0.0
-    waiting: float = 0.0
-    idle: float = 0.0
-    away: float = 0.0
-    exchanging: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -201,10 +184,7 @@ class RunView:
         worker, offset_s = self.log.workers[rank], self.offsets[rank]
         spans = [
             Span(0.0, offset_s, idle=1.0),
-            *(
-                Span(offset_s + one.start_s, offset_s + one.end_s, *_shares(one))
-                for one in _spans(worker)
-            ),
+            *(one.moved(offset_s) for one in spans_of(worker)),
         ]
         last_s = offset_s + worker.last_s
         over = {"idle": 1.0} if worker.end else {"away": 1.0}
@@ -232,33 +212,6 @@ class RunView:
         return sorted(events, key=lambda event: (event.time_s, event.rank))
 
 
-def merged(spans: list[Span], most: int) -> list[Span]:
-    """About as much time in at most so many spans, of equal length but for the borders."""
-    if len(spans) <= most:
-        return spans
-    length_s = (spans[-1].end_s - spans[0].start_s) / most
-    groups: dict[int, list[Span]] = defaultdict(list)
-    for span in spans:
-        middle_s = (span.start_s + span.end_s) / 2 - spans[0].start_s
-        groups[min(most - 1, int(middle_s / length_s))].append(span)
-    merged_spans = []
-    for group in groups.values():
-        total_s = sum(span.end_s - span.start_s for span in group)
-        shares = [
-            sum(
-                share * (span.end_s - span.start_s) for share, span in zip(each, group, strict=True)
-            )
-            / total_s
-            for each in zip(*map(_shares, group), strict=True)
-        ]
-        merged_spans.append(Span(group[0].start_s, group[-1].end_s, *shares))
-    return merged_spans
-
-
-def _shares(span: Span) -> tuple[float, ...]:
-    return (span.computing, span.waiting, span.idle, span.away, span.exchanging)
-
-
 def _event(rank: int, what: str, group: list[tuple[float, int]]) -> Event:
     witnesses = tuple(sorted({witness for _, witness in group}))
     return Event(group[0][0], rank, what, witnesses, group[-1][0])
@@ -270,44 +223,3 @@ def _sent(record: ExchangeRecord) -> int:
 
 def _exchanges(record: ExchangeRecord) -> int:
     return record.exchanges_initiated + record.exchanges_answered
-
-
-def _spans(worker: WorkerLog) -> list[Span]:
-    """Between the records of one worker, in its own time."""
-    spans = []
-    waits_from_s = worker.consolidating.time_s if worker.consolidating else float("inf")
-    first_s = worker.lives[0].time_s if worker.lives else 0.0
-    spans.append(Span(0.0, first_s, idle=1.0))
-    before_s, steps, exchanging_s, waited_s = first_s, 0, 0.0, 0.0
-    for step, exchange in zip(worker.steps, worker.exchanges, strict=False):
-        now_s = step.time_s
-        begun = [life.time_s for life in worker.lives[1:] if before_s < life.time_s <= now_s]
-        if begun:
-            spans.append(Span(before_s, begun[-1], away=1.0))
-            before_s = begun[-1]
-        length_s = now_s - before_s
-        if length_s <= 0:
-            continue
-        if length_s > LONGEST_SILENCE_S + 4 * GROWTH * before_s:
-            spans.append(Span(before_s, now_s, away=1.0))
-        else:
-            exchanging = _share(exchange.exchange_seconds - exchanging_s, length_s)
-            waiting = _share(exchange.waited_seconds - waited_s, length_s)
-            if before_s >= waits_from_s:
-                spans.append(Span(before_s, now_s, waiting=1.0, exchanging=exchanging))
-            elif step.gradient_steps == steps:
-                idle = 1 - waiting
-                spans.append(Span(before_s, now_s, 0.0, waiting, idle, 0.0, exchanging))
-            else:
-                spans.append(Span(before_s, now_s, 1 - waiting, waiting, 0.0, 0.0, exchanging))
-        before_s, steps = now_s, step.gradient_steps
-        exchanging_s, waited_s = exchange.exchange_seconds, exchange.waited_seconds
-    if worker.end is not None and worker.end.time_s > before_s:
-        # Evaluation came before consolidation.
-        from_s = min(max(before_s, waits_from_s), worker.end.time_s)
-        spans += [Span(before_s, from_s, idle=1.0), Span(from_s, worker.end.time_s, waiting=1.0)]
-    return spans
-
-
-def _share(part_s: float, whole_s: float) -> float:
-    return min(1.0, max(0.0, part_s / whole_s))

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from html import escape
 
 from gossipdp.report.html.line_chart import data_element
-from gossipdp.report.html.run_view import Event, RunView, Span, merged
+from gossipdp.report.html.run_view import Event, RunView
+from gossipdp.report.html.spans import Span, merged
 from gossipdp.report.html.svg import Scale, colour, duration, line, number, text
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 760, 64, 14, 8, 40
