@@ -76,6 +76,11 @@ class FlatParameters:
         _check_device(self._views)
         self.state = State(self._move(momentum, chunk_bytes))
         self._flats = [segment.x for segment in self.state.segments]
+        # What every boundary looks at.
+        self._held = [(view, *held) for view in self._views for held in view.owners]
+        self._frozen = [
+            view for view in self._views if view.role is Role.FROZEN and not view.requires_grad
+        ]
 
     def _move(self, momentum: bool, chunk_bytes: int) -> Iterator[Segment]:
         """Lay out one segment per (role, optimizer, dtype, device) and move the values there."""
@@ -135,14 +140,14 @@ class FlatParameters:
         """
         adopted = False
         for view in self._views:
-            tensor = view.tensor
-            for owner, key in view.owners:
-                if owner.get(key) is not tensor:
-                    self._adopt_replacement(view, owner, key)
-            if tensor.data_ptr() != view.data_ptr:
+            if view.tensor.data_ptr() != view.data_ptr:
                 self._adopt_storage(view)
                 adopted = adopted or view.is_parameter
-            if tensor.requires_grad and not view.requires_grad and view.role is Role.FROZEN:
+        for view, owner, key in self._held:
+            if owner.get(key) is not view.tensor:
+                self._adopt_replacement(view, owner, key)
+        for view in self._frozen:
+            if view.tensor.requires_grad:
                 raise ModelChangedError(
                     f"parameter {view.name!r} was frozen when the module was wrapped and is "
                     "trainable now; workers would not average it. Wrap with "
