@@ -42,7 +42,7 @@ class Setting:
 
 SETTINGS = {
     "resnet18": Setting(
-        "ResNet-18, a core of its own, the other core free", "resnet18", False, 8, 3.0
+        "ResNet-18, a core of its own, the other core free", "resnet18", False, 32, 8.0
     ),
     "launch-bound": Setting(
         "Tiny operations, 1M parameters, a core of its own, the other core free",
