@@ -36,6 +36,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()  # what was imported stays: no collection need look at its million objects again
+    if session.config.option.collectonly:
+        return
     if any(item.get_closest_marker("processes") for item in session.items):
         start_fork_server(also=["gossipdp.simulate.batch", "numba"])
 
