@@ -28,8 +28,9 @@ WATCH_EVERY_S = 0.2
 STORE_CALL_S = 1.0
 # How long the end of a run waits for a thread that may be importing torch.
 LEAVE_S = 0.2
-# How long a host whose run failed before it began waits until it has told the others.
-NOTICE_S = 10.0
+# How long a host whose run failed before it began waits until it has told the others. It is the
+# import of torch that may take so long, on a busy machine; no store there ends the wait at once.
+NOTICE_S = 60.0
 THREAD_NAME = "gossipdp store"
 
 
