@@ -37,7 +37,8 @@ class ResNet(nn.Module):
 
     The names in ``state_dict()`` are torchvision's, so that either loads what the other saved.
     Convolutions start normally distributed with variance 2 / (outputs · kernel area), norms as the
-    identity.
+    identity, but for the last of each block, which starts at zero: the block passes its shortcut on
+    (Goyal et al., 2017, section 5.1). Otherwise the first steps at the paper's rate blow up.
 
     Args:
         block: of which the four layers are made.
@@ -77,6 +78,10 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, BasicBlock):
+                nn.init.zeros_(module.bn2.weight)
+            elif isinstance(module, Bottleneck):
+                nn.init.zeros_(module.bn3.weight)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits, (batch, ``num_classes``)."""

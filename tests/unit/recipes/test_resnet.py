@@ -69,7 +69,14 @@ def test_initial_values():
     block = net.layer1[0]
     deviation = float(block.conv2.weight.detach().std())
     assert deviation == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.05)
-    assert torch.equal(block.bn2.weight, torch.ones(64))
+    assert torch.equal(block.bn1.weight, torch.ones(64))
+
+
+@pytest.mark.parametrize(("kind", "channels"), [(BasicBlock, 64), (Bottleneck, 256)])
+def test_a_block_starts_as_its_shortcut(kind: type[nn.Module], channels: int):
+    block = ResNet(kind, (2, 0, 0, 0), 2, small_images=True).layer1[1]
+    images = torch.rand(2, channels, 8, 8)
+    assert torch.equal(block(images), images)
 
 
 def test_weight_decay_is_not_on_norms_and_biases():
