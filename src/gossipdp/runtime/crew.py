@@ -100,8 +100,10 @@ def describe(failures: Sequence[Failure]) -> str:
         ranks.setdefault(failure.ending, []).append(failure.rank)
     paragraphs = []
     for ending, who in ranks.items():
-        noun = "worker" if len(who) == 1 else "workers"
-        line = f"{noun} {', '.join(map(shown_rank, sorted(who)))} {ending.reason}"
+        noun, reason = "worker", ending.reason
+        if len(who) > 1:
+            noun, reason = "workers", reason.replace("was killed", "were killed", 1)
+        line = f"{noun} {', '.join(map(shown_rank, sorted(who)))} {reason}"
         paragraphs.append(f"{line}:\n{ending.details.rstrip()}" if ending.details else line)
     return "\n\n".join(paragraphs)
 

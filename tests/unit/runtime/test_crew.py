@@ -130,6 +130,7 @@ def test_identical_failures_are_described_once() -> None:
         "workers 1, 2 ended with exit code 1:\nValueError: no\n\n"
         "worker 0 was killed by signal 9 (SIGKILL)"
     )
+    assert describe([Failure(0, other), Failure(3, other)]).startswith("workers 0, 3 were killed")
 
 
 def test_the_one_that_died_is_started_again_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
