@@ -11,8 +11,10 @@ from framework_runs import EXAMPLES, WRAPPERS
 
 SCRIPT = Path(__file__).parents[1] / "support" / "framework_runs.py"
 FRAMEWORKS = ("accelerate_loop", "huggingface_trainer", "lightning_module")
-# Of 360 test images; the wobble from run to run, which depends on timing.
-FIVE_IMAGES = 5 / 360
+NUM_TEST_IMAGES = 360
+# Three standard errors of an accuracy of 0.98. Runs differ by two or three images, and by more
+# where the machine stands still for some seconds in the middle of one.
+MOST_LOST_IMAGES = 8
 
 # All runs are made by the first test.
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -28,6 +30,11 @@ def outcomes(folder: Path) -> dict[str, list[dict[str, Any]]]:
     results = folder / "results.json"
     subprocess.run([sys.executable, SCRIPT, results], check=True, timeout=280, cwd=folder)
     return json.loads(results.read_text())
+
+
+def num_right(outcomes: dict[str, list[dict[str, Any]]], name: str) -> int:
+    """Test images that worker 0 told apart at the end."""
+    return round(NUM_TEST_IMAGES * outcomes[name][0]["accuracy"])
 
 
 def test_the_loop_under_ddp_and_ours_differ_in_three_lines() -> None:
@@ -51,14 +58,14 @@ def test_examples_are_under_60_lines(name: str) -> None:
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_framework_reaches_the_accuracy_of_the_plain_loop(outcomes: Any, name: str) -> None:
-    plain = outcomes["plain_gossipdp"][0]["accuracy"]
-    assert plain > 0.96
-    assert outcomes[name][0]["accuracy"] > plain - FIVE_IMAGES
+    plain = num_right(outcomes, "plain_gossipdp")
+    assert plain > 0.96 * NUM_TEST_IMAGES
+    assert num_right(outcomes, name) >= plain - MOST_LOST_IMAGES
 
 
 def test_so_does_the_loop_that_was_one_of_ddp(outcomes: Any) -> None:
-    ddp = outcomes["plain_ddp"][0]["accuracy"]
-    assert outcomes["plain_gossipdp"][0]["accuracy"] > ddp - FIVE_IMAGES
+    ddp = num_right(outcomes, "plain_ddp")
+    assert num_right(outcomes, "plain_gossipdp") >= ddp - MOST_LOST_IMAGES
 
 
 @pytest.mark.parametrize("name", ["plain_gossipdp", *FRAMEWORKS])
