@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from gossipdp.report.html.heat_map import heat_map
 from gossipdp.report.html.line_chart import HALF_WIDTH, line_chart
 from gossipdp.report.html.prediction import constants_of, expected_shares
@@ -38,15 +41,8 @@ def loss_section(view: RunView) -> str:
     if not any(over_time):
         return f'<p class="nothing">{NO_LOSS}</p>'
     over_samples = view.loss_over_samples()
-    chart_of_time = line_chart(
-        "Training loss against time",
-        over_time,
-        _labels(view),
-        x_label="time (s)",
-        y_label="training loss",
-        x_end=view.duration_s,
-        width=HALF_WIDTH,
-        gap=view.gap_s,
+    chart_of_time = _time_chart(view)(
+        "Training loss against time", over_time, y_label="training loss", width=HALF_WIDTH
     )
     chart_of_samples = line_chart(
         "Training loss against samples",
@@ -66,14 +62,10 @@ def loss_section(view: RunView) -> str:
 def consensus_section(view: RunView) -> str:
     """How far apart the workers were."""
     distance = view.consensus_distance
-    chart = line_chart(
+    chart = _time_chart(view)(
         "Edge distance against time",
         view.over_time(lambda _, exchange: exchange.edge_distance),
-        _labels(view),
-        x_label="time (s)",
         y_label="edge distance",
-        x_end=view.duration_s,
-        gap=view.gap_s,
         marks=[] if distance is None else [(view.duration_s, distance)],
         mark_label="consensus distance at the end, exact",
     )
@@ -134,15 +126,8 @@ def exchanges_section(view: RunView, counts: dict[tuple[int, int], int]) -> str:
 
 def throughput_section(view: RunView) -> str:
     """What each worker sent, and the slowest links."""
-    chart = line_chart(
-        "Bytes sent a second against time",
-        view.sending(),
-        _labels(view),
-        x_label="time (s)",
-        y_label="sent (B/s)",
-        x_end=view.duration_s,
-        is_linear=True,
-        gap=view.gap_s,
+    chart = _time_chart(view)(
+        "Bytes sent a second against time", view.sending(), y_label="sent (B/s)", is_linear=True
     )
     speeds = view.link_speeds()
     rows = [
@@ -165,6 +150,17 @@ def throughput_section(view: RunView) -> str:
         "<p>What leaves each worker, through sockets and shared memory. A link's speed while it "
         f"exchanges is a mean exchange's {number(view.bytes_per_exchange())} bytes over the median "
         f"duration.</p>{chart}{slowest}"
+    )
+
+
+def _time_chart(view: RunView) -> Callable[..., str]:
+    """Draw a line a worker over the whole run's time: ``line_chart`` without what that fixes."""
+    return partial(
+        line_chart,
+        labels=_labels(view),
+        x_label="time (s)",
+        x_end=view.duration_s,
+        gap=view.gap_s,
     )
 
 
