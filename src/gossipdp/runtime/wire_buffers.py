@@ -51,7 +51,7 @@ class WireBuffers:
         starts = range(0, len(memory), self._slot_bytes or 1)
         self._bytes = [memory[start : start + self._slot_bytes] for start in starts]
         self._slots = [torch.frombuffer(slot, dtype=torch.uint8) for slot in self._bytes]
-        # Kept, for making one takes the interpreter's lock from the training thread.
+        # Kept: making one gives the interpreter's lock away and takes it back, in training's way.
         self._tensors: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def tensor(self, slot: int, chunk: Chunk, dtype: torch.dtype | None = None) -> Tensor:
