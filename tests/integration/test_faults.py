@@ -18,6 +18,7 @@ from torch import nn
 
 from gossipdp import GossipDataParallel
 from gossipdp.errors import PoisonedError, WorkerFailedError
+from gossipdp.runtime.clock import since_boot_s
 from gossipdp.runtime.transfer import StateReceiver, StateSender
 from gossipdp.runtime.transfers import Transfers
 
@@ -207,11 +208,15 @@ def stop_for_a_while(directory: Path, goes_on: bool) -> None:
         (directory / "death-1").write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGSTOP)
         worker.note("went on")
-        exchanges = worker.model.stats().exchanges
-        while not worker.noticed("refreshed"):
-            assert worker.model.stats().exchanges == exchanges
-            worker.step()
+        went_on_s = since_boot_s()
+        worker.train_until(lambda: worker.noticed("refreshed"))
         worker.note("refreshed")
+        stats = worker.model.stats()
+        refreshed_s = next(each.at_s for each in stats.noticed if each.kind == "refreshed")
+        # One that was under way may end with what had arrived of it; with the old parameters none
+        # begins.
+        for exchange in stats.recent_exchanges:
+            assert not went_on_s < exchange.started_s < refreshed_s
         worker.train_until_exchanged()
         worker.note("exchanged")
         worker.finish()

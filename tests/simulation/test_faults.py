@@ -96,6 +96,17 @@ def test_who_stood_still_beyond_the_timeout_is_refreshed(
     assert outcome.num_refreshed == num_refreshed
 
 
+def test_one_that_stands_still_halts_the_others_for_less_than_a_third_of_the_timeout() -> None:
+    """Its neighbours withdraw their proposals; but for one, perhaps, who is exchanging with it."""
+    hungriest_s = [
+        expect_whole(
+            FaultSchedule(seed=seed, num_workers=4, graph="ring", faults=(Stall(2.0, 1, 0.95),))
+        ).hungriest_s
+        for seed in range(11)
+    ]
+    assert sorted(hungriest_s)[5] < 1 / 3
+
+
 def test_exchanges_lose_their_link_at_every_point() -> None:
     """Before any data, half way, at one end done and at the other not, after the end."""
     transfer_s, num_torn = 0.03, 0

@@ -15,6 +15,7 @@ from gossipdp.protocol.messages import Envelope, Heartbeat, Message
 from gossipdp.protocol.progress import Progress, ProgressEntry
 
 HEARTBEATS_PER_TIMEOUT = 10
+OVERDUE_AFTER = 0.3  # of the time-out: three heartbeats missed
 NEWS_INTERVAL_S = 0.05
 PROGRESS_INTERVAL_S = 0.25
 
@@ -25,6 +26,7 @@ class _Link:
 
     last_heard: float
     last_sent: float = -math.inf
+    is_overdue: bool = False
     is_silent: bool = False
     members_told: int = 0
     progress_told: int = 0
@@ -36,7 +38,8 @@ class Links:
 
     Args:
         membership, progress: where the news is.
-        timeout_s: a link on which nothing was heard for this long is silent.
+        timeout_s: a link on which nothing was heard for this long is silent; after
+            ``OVERDUE_AFTER`` of it, overdue.
     """
 
     def __init__(self, membership: Membership, progress: Progress, timeout_s: float) -> None:
@@ -63,10 +66,10 @@ class Links:
         """Peers whose link is silent."""
         return frozenset(peer for peer, link in self._links.items() if link.is_silent)
 
-    def is_live(self, peer: int) -> bool:
-        """Whether there is a link to ``peer`` that is not silent."""
+    def is_prompt(self, peer: int) -> bool:
+        """Whether there is a link to ``peer`` that is not even overdue."""
         link = self._links.get(peer)
-        return link is not None and not link.is_silent
+        return link is not None and not link.is_overdue
 
     def is_silent(self, peer: int) -> bool:
         """Whether there is a link to ``peer`` that is silent."""
@@ -89,18 +92,30 @@ class Links:
         self._links.pop(peer, None)
 
     def heard(self, peer: int, now: float) -> bool:
-        """Something came from ``peer``; return whether its link was silent until now."""
+        """Something came from ``peer``; return whether its link was overdue until now."""
         link = self._links.get(peer)
         if link is None:
             return False
         link.last_heard = max(now, link.last_heard)
-        was_silent, link.is_silent = link.is_silent, False
-        return was_silent
+        was_overdue, link.is_overdue, link.is_silent = link.is_overdue, False, False
+        return was_overdue
 
     def slept(self, now: float) -> None:
         """Begin all waits anew: the worker itself did not run."""
         for link in self._links.values():
             link.last_heard = max(now, link.last_heard)
+
+    def fall_overdue(self, now: float) -> list[int]:
+        """Take note of the time; return the peers whose link is overdue from now on."""
+        overdue_s = OVERDUE_AFTER * self._timeout_s
+        fallen = [
+            peer
+            for peer, link in self._links.items()
+            if not link.is_overdue and now >= link.last_heard + overdue_s
+        ]
+        for peer in fallen:
+            self._links[peer].is_overdue = True
+        return fallen
 
     def fall_silent(self, now: float) -> list[int]:
         """Take note of the time; return the peers whose link is silent from now on."""
@@ -116,12 +131,13 @@ class Links:
     # --- what is said on them --------------------------------------------------------------
 
     def quiet_until(self, *, is_leaving: bool) -> float:
-        """Until when no link wants a heartbeat or falls silent, but for what is new."""
+        """Until when no link wants a heartbeat or is overdue or silent anew, but for news."""
         until = math.inf
         for link in self._links.values():
             until = min(until, self._heartbeat_at(link, is_leaving))
             if not link.is_silent:
-                until = min(until, link.last_heard + self._timeout_s)
+                share = 1.0 if link.is_overdue else OVERDUE_AFTER
+                until = min(until, link.last_heard + share * self._timeout_s)
         return until
 
     def heartbeats(self, now: float, *, is_leaving: bool) -> list[Send[Envelope]]:

@@ -13,6 +13,9 @@ cannot be served at once wait in a backlog.
 - Becoming idle: the backlog is served first. With nothing to propose, FREE goes to the one that
   has waited longest since its BUSY, and to the next only when that one answered PASS: telling
   everybody would start a stampede.
+- A peer that has missed heartbeats (*overdue*) is not waited for: a proposal to it is withdrawn
+  and the next neighbour is asked. Else one stopped worker would halt its neighbours, and those
+  that wait for them, until the time-out.
 
 Design notes: section 4 of the design. Exchange ids name every proposal; an ACCEPT that answers
 no proposal held now gets CANCEL, and any other message with a foreign id is dropped.
@@ -228,23 +231,33 @@ class Pairing:
         """The link to ``peer`` is gone, and all that was said on it."""
         had_free = self._waiting.sent_free == peer
         self._unlink(peer)
-        return self._without(peer, had_free, "the link was lost")
+        return self._stop_exchange(peer, "the link was lost") or self._unanswered(peer, had_free)
 
-    def silent(self, peer: int) -> list[PairingAction]:
-        """``peer`` shows no life: it is not waited for, but its link may yet recover.
+    def overdue(self, peer: int) -> list[PairingAction]:
+        """``peer`` has missed heartbeats: no answer of it is waited for any more.
 
-        Its own parked proposal gets BUSY, so that it does not wait for ever if it hears us.
+        A running exchange with it goes on: it is only given up once the peer is silent. The
+        peer's own parked proposal gets BUSY, so that it does not wait for ever if it hears us.
         """
         had_free = self._waiting.sent_free == peer
         parked = self._waiting.parked.get(peer)
         self._unlink(peer)
         busy: list[PairingAction] = [Send(peer, Busy(parked.id))] if parked else []
-        return busy + self._without(peer, had_free, "the peer fell silent")
+        return busy + self._unanswered(peer, had_free)
 
-    def _without(self, peer: int, had_free: bool, reason: str) -> list[PairingAction]:
+    def silent(self, peer: int) -> list[PairingAction]:
+        """``peer`` shows no life: it is not waited for, but its link may yet recover."""
+        return self.overdue(peer) + self._stop_exchange(peer, "the peer fell silent")
+
+    def _stop_exchange(self, peer: int, reason: str) -> list[PairingAction]:
         state = self._state
-        if isinstance(state, Exchanging) and state.peer == peer:
-            return [Stop(peer, state.id, reason), *self._become_idle()]
+        if not (isinstance(state, Exchanging) and state.peer == peer):
+            return []
+        return [Stop(peer, state.id, reason), *self._become_idle()]
+
+    def _unanswered(self, peer: int, had_free: bool) -> list[PairingAction]:
+        """Neither a proposal nor FREE is to be answered by ``peer`` any more."""
+        state = self._state
         if isinstance(state, Proposing) and state.peer == peer:
             return self._refused(state)
         if isinstance(state, Idle) and had_free:

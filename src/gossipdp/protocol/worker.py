@@ -68,7 +68,8 @@ class WorkerProtocol:
         constants: the graph with its rates, at the comm rate asked for.
         method: "a2cid2", "gossip", or "none": no ticks, every proposal is answered BUSY.
         policy_name: one of :data:`~gossipdp.protocol.neighbours.NEIGHBOUR_POLICIES`.
-        timeout_s: a peer silent for this long is suspect: not chosen, not waited for.
+        timeout_s: a peer silent for this long is suspect: nothing is waited for from it. After
+            three tenths of it a peer is overdue: not chosen, and no proposal waits for it.
         random: seeds the clock and the policy.
         num_chunks, num_copied_chunks: what consolidation averages, and what it copies.
         is_joining: start as one that has no parameters yet; see :meth:`joined`.
@@ -454,7 +455,7 @@ class WorkerProtocol:
         return [*self._drop_link(peer), Unlink(peer, reason)]
 
     def _look_anew(self) -> None:
-        """A link came, went, fell silent or was heard again; or there is a new deadline."""
+        """A link came, went, fell overdue or was heard again; or there is a new deadline."""
         self._available_version = self._quiet_version = -1
 
     def _look_at_clock(self, now: float) -> list[_Inner]:
@@ -473,6 +474,9 @@ class WorkerProtocol:
 
     def _notice_silence(self, now: float) -> list[_Inner]:
         actions: list[_Inner] = []
+        for peer in self._links.fall_overdue(now):
+            self._look_anew()
+            actions += self.pairing.overdue(peer)
         for peer in self._links.fall_silent(now):
             self._look_anew()
             actions += self.pairing.silent(peer)
@@ -727,7 +731,7 @@ class WorkerProtocol:
 
     def _can_exchange(self, peer: int) -> bool:
         member = self.membership.get(peer)
-        return self._links.is_live(peer) and (member is None or member.is_live)
+        return self._links.is_prompt(peer) and (member is None or member.is_live)
 
     def _announce_done(self) -> None:
         # Not while an exchange that it asked for is open: once all are done, none can begin.

@@ -53,7 +53,8 @@ class CompletedExchange:
         peer: with whom.
         initiated: whether this end asked for it.
         asked_s: when this end sent the proposal that was accepted; None where the peer asked.
-        started_s, ended_s: from the agreement to the last chunk applied here; ``time.monotonic``.
+        started_s, ended_s: from the agreement to the last chunk applied here, by
+            :func:`~gossipdp.runtime.clock.since_boot_s`.
         half_squared_distance: half the squared distance to the peer, over trained parameters.
     """
 

@@ -303,6 +303,28 @@ def test_silent_peer_is_not_waited_for_but_its_proposal_is_answered() -> None:
     assert pairing.receive(2, Accept(own(1), 0.9)) == [Send(2, Cancel(own(1)))]
 
 
+def test_no_answer_of_an_overdue_peer_is_waited_for_but_its_exchange_goes_on() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    pairing.receive(4, ask(4))
+    assert pairing.overdue(4) == [Send(4, Busy(ask(4).id))]
+    assert pairing.overdue(2) == [Send(8, Propose(own(2), 0.9))]
+    assert pairing.receive(2, Accept(own(1), 0.9)) == [Send(2, Cancel(own(1)))]
+    pairing.receive(8, Accept(own(2), 0.9))
+    assert pairing.overdue(8) == []
+    assert pairing.state == Exchanging(8, own(2), initiator=True)
+    assert pairing.silent(8) == [Stop(8, own(2), "the peer fell silent")]
+
+
+def test_an_overdue_waiter_does_not_keep_the_next_from_being_freed() -> None:
+    pairing = make_pairing()
+    id = answered(pairing, 2)
+    pairing.receive(8, ask(8))
+    pairing.receive(1, ask(1))
+    pairing.finished(id)
+    assert pairing.overdue(8) == [Send(1, Free())]
+
+
 def test_unavailable_neighbour_is_not_waited_for() -> None:
     pairing = make_pairing()
     pairing.tick()

@@ -11,6 +11,7 @@ import pytest
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import Begin, Send, Stop
+from gossipdp.protocol.links import OVERDUE_AFTER
 from gossipdp.protocol.membership import Member, Status
 from gossipdp.protocol.messages import (
     Accept,
@@ -199,6 +200,29 @@ def test_a_silent_peer_is_neither_chosen_nor_waited_for() -> None:
     assert said(late) == [Cancel(first.id)]
     assert worker.suspects() == frozenset()
     assert worker.pairing.available.keys() == {0, 2}
+
+
+def test_an_overdue_peer_is_passed_over_until_it_is_heard() -> None:
+    worker = linked()
+    first = ask_others(worker, 0.1)
+    other = 2 - first.peer
+    overdue_at = OVERDUE_AFTER * TIMEOUT_S
+    assert said(run_polls(worker, 0.1, overdue_at - 0.01, {other})) == []
+    actions = run_polls(worker, overdue_at, overdue_at + 0.6, {other})
+    assert [type(message) for message in said(actions, other)] == [Propose]
+    assert worker.pairing.available.keys() == {other}
+    assert worker.suspects() == frozenset()
+    assert worker.live_links == {0, 2}
+    worker.heard(first.peer, overdue_at + 0.7)
+    assert worker.pairing.available.keys() == {0, 2}
+
+
+def test_an_exchange_with_a_peer_that_is_only_overdue_goes_on() -> None:
+    worker = linked()
+    worker.receive(0, ask(0), 0.1)
+    run_polls(worker, 0.1, TIMEOUT_S - 0.1, {2})
+    assert worker.pairing.state == Exchanging(0, ask(0).message.id, initiator=False)
+    assert worker.pairing.available.keys() == {2}
 
 
 def test_an_exchange_with_a_silent_peer_stops() -> None:
