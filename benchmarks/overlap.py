@@ -7,7 +7,8 @@ once a step; its gossip thread may use the other core, and the neighbour's compu
 Then loops that launch thousands of tiny operations a step, so that the interpreter is always
 wanted. Then two workers that compute, each on the one core that it shares with its gossip thread.
 Turns without a wrapper, with one that never exchanges, and with exchanges alternate in the same
-processes.
+processes; for the tiny operations also without exchanges while something else keeps the other core
+as busy as the gossip threads do, which tells what the machine takes by itself.
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ from typing import Any
 
 from common import Report, Spread, Table, Target, quantile
 from meeting import Meeting
-from overlap_worker import ARMS, ArmTimes, OverlapTask, run_worker
+from overlap_worker import ARMS, CONTROLLED_ARMS, ArmTimes, OverlapTask, run_worker
 
 from gossipdp import launch
 
 RATE_LIMIT, TAIL_LIMIT = 0.97, 1.15
-NAMES = {"plain": "no wrapper", "none": "method none", "a2cid2": "a2cid2, comm rate 1"}
+NAMES = {
+    "plain": "no wrapper",
+    "none": "method none",
+    "busy": "method none, the other core as busy",
+    "a2cid2": "a2cid2, comm rate 1",
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ SETTINGS = {
         False,
         4,
         1.5,
+        CONTROLLED_ARMS,
     ),
     "launch-bound-large": Setting(
         "Tiny operations, 11.2M parameters, a core of its own, the other core free",
@@ -57,6 +64,7 @@ SETTINGS = {
         False,
         4,
         1.5,
+        CONTROLLED_ARMS,
     ),
     "resnet18-shared-core": Setting(
         "ResNet-18 on both workers, each on one core with its gossip thread",

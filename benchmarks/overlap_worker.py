@@ -24,6 +24,9 @@ from gossipdp.recipes.resnet import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 
 ARMS = ("plain", "none", "a2cid2")
 """No wrapper; the wrapper without exchanges; and with them, at comm rate 1."""
+CONTROLLED_ARMS = ("plain", "none", "busy", "a2cid2")
+"""Also without exchanges, while the other worker keeps its core busy with idle counting for as
+long as both gossip threads would: on some machines a busy core slows the one beside it."""
 
 WARM_UP_TURNS, LEAST_WARM_UP_S = 0.4, 2.0
 SETTLE_S = 0.25  # for what an arm's exchanges still have to do when its turn is over
@@ -91,6 +94,7 @@ def run_worker(task: OverlapTask) -> dict[str, ArmTimes]:
         meeting.say(min(arm.step() for arm in arms.values() for _ in range(2)))
     meeting.meet()
     wait_s = meeting.heard(0) if waits else None
+    busy_share = 0.0
     for round_number in range(-1, task.num_rounds):
         first = round_number % len(task.arms)
         for name in (*task.arms[first:], *task.arms[:first]):
@@ -100,7 +104,11 @@ def run_worker(task: OverlapTask) -> dict[str, ArmTimes]:
             turn_s = task.turn_s
             if round_number < 0:
                 turn_s = max(LEAST_WARM_UP_S, WARM_UP_TURNS * turn_s)
-            durations_s = arms[name].take_turn(turn_s, wait_s)
+            durations_s = arms[name].take_turn(
+                turn_s, wait_s, busy_share if name == "busy" else 0.0
+            )
+            if name == "a2cid2":  # the last of the arms: the warm-up begins with it
+                busy_share = min(1.0, 2 * arms[name].gossip_share)
             if round_number >= 0:
                 arms[name].times.step_s.append(durations_s)
             else:
@@ -117,6 +125,7 @@ class _Arm:
     def __init__(self, name: str, task: OverlapTask, rank: int) -> None:
         torch.manual_seed(rank)
         self.times = ArmTimes()
+        self.gossip_share = 0.0
         self._forward: nn.Module
         self._inputs: Tensor
         if task.workload == "resnet18":
@@ -138,11 +147,12 @@ class _Arm:
 
     def _wrap(self, net: nn.Module, name: str, task: OverlapTask) -> None:
         before = threading.enumerate()
-        with _alone() if name == "none" else _nothing():
+        method = "a2cid2" if name == "a2cid2" else "none"
+        with _alone() if method == "none" else _nothing():
             self._forward = self._wrapped = GossipDataParallel(
                 net,
                 self._optimizer,
-                method=name,  # type: ignore[arg-type]
+                method=method,
                 samples_per_step=task.batch_size,
             )
         (thread,) = (
@@ -168,11 +178,16 @@ class _Arm:
 
         engine.boundary = timed  # type: ignore[method-assign]
 
-    def step(self, wait_s: float | None = None) -> float:
-        """One gradient step, or a timed wait and the optimizer's step; its duration in seconds."""
+    def step(self, wait_s: float | None = None, busy_share: float = 0.0) -> float:
+        """One gradient step, or a timed wait and the optimizer's step; its duration in seconds.
+
+        ``busy_share``: this part of the wait is spent counting.
+        """
         began_s = time.perf_counter()
         if wait_s is not None:
-            time.sleep(wait_s)
+            while time.perf_counter() < began_s + busy_share * wait_s:
+                pass
+            time.sleep((1.0 - busy_share) * wait_s)
             self._optimizer.step()  # no gradient: nothing but the boundary
             return time.perf_counter() - began_s
         self._optimizer.zero_grad()
@@ -185,13 +200,18 @@ class _Arm:
         self._optimizer.step()
         return time.perf_counter() - began_s
 
-    def take_turn(self, turn_s: float, wait_s: float | None) -> list[float]:
+    def take_turn(self, turn_s: float, wait_s: float | None, busy_share: float) -> list[float]:
         """Steps for so long; their durations without the first."""
-        ends_s = time.perf_counter() + turn_s
+        began_s, gossip_began_s = time.perf_counter(), self._gossip_cpu_s()
         durations_s = []
-        while time.perf_counter() < ends_s:
-            durations_s.append(self.step(wait_s))
+        while time.perf_counter() < began_s + turn_s:
+            durations_s.append(self.step(wait_s, busy_share))
+        wall_s = time.perf_counter() - began_s
+        self.gossip_share = (self._gossip_cpu_s() - gossip_began_s) / wall_s
         return durations_s[1:]
+
+    def _gossip_cpu_s(self) -> float:
+        return 0.0 if self._wrapped is None else time.clock_gettime(self._gossip_clock)
 
     def start_over(self) -> None:
         """Forget what was measured so far: the warm-up."""
@@ -212,7 +232,7 @@ class _Arm:
         times.exchanges += sign * stats.exchanges
         times.exchanges_initiated += sign * stats.exchanges_initiated
         times.exchange_s += sign * stats.exchange_seconds
-        times.gossip_cpu_s += sign * time.clock_gettime(self._gossip_clock)
+        times.gossip_cpu_s += sign * self._gossip_cpu_s()
 
 
 @contextmanager
