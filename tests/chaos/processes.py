@@ -240,10 +240,11 @@ def _taken_for_dead(run_log: RunLog, befallen: set[int]) -> list[str]:
 
     After that processes end, and one that dials them may find them gone before it hears why.
     """
-    since_1970_s = time.time() - since_boot_s()
     found = []
     for witness, log in run_log.workers.items():
-        ended_s = log.start.started_at - since_1970_s + log.steps[-1].time_s
+        # Not its last step record: one is written now and then while it waits for others, too.
+        trained_s = log.consolidating.time_s if log.consolidating else log.last_s
+        ended_s = log.start.started_s + trained_s
         found += [
             f"worker {witness} took worker {notice.rank} for dead, to which nothing was done"
             for notice in log.notices
