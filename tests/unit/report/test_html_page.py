@@ -274,9 +274,20 @@ def test_notices_of_one_death_are_one_event() -> None:
 
 
 def test_loss_is_drawn_over_the_samples_of_all() -> None:
-    line = RunView(a_run()).loss_over_samples()[0]
-    assert line[-1][0] == pytest.approx(4 * 4800, rel=0.05)
-    assert [x for x, _ in line] == sorted(x for x, _ in line)
+    samples_at = RunView(a_run()).samples_at()
+    assert samples_at(0.0) == 0
+    assert samples_at(12.1) == pytest.approx(4 * 4800, rel=0.05)
+    line = [samples_at(0.1 * index) for index in range(125)]
+    assert line == sorted(line)
+
+
+def test_lines_break_where_a_worker_was_away() -> None:
+    """Worker 1 was, from 4 s to 8 s."""
+    text = render(a_run(), "run")
+    for chart in ("Training loss against time", "Training loss against samples"):
+        drawing = text.partition(f'aria-label="{chart}"')[2].partition("</svg>")[0]
+        paths = re.findall(r'<path d="([^"]*)" class="series"', drawing)
+        assert [path.count("M") for path in paths] == [1, 2, 1, 1], chart
 
 
 def test_scales_and_numbers() -> None:
