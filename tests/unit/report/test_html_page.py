@@ -22,6 +22,7 @@ from gossipdp.observe.run_log_records import (
     StepRecord,
     ValuesRecord,
 )
+from gossipdp.observe.run_log_writer import RunLogWriter
 from gossipdp.report.html.page import render
 from gossipdp.report.html.run_view import RunView
 from gossipdp.report.html.spans import Span, merged, spans_of
@@ -311,4 +312,27 @@ def test_a_foreign_directory_is_one_clear_error(
     assert main(["report", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "line 1 is no record of a run log" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        {"comm_rate": None},
+        {"comm_rate": "fast"},
+        {"edges": [[0, 1, 2]]},
+        {"parameters": None},
+    ],
+)
+def test_a_configuration_edited_by_hand_is_one_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], configuration: dict[str, object]
+) -> None:
+    whole = {"method": "a2cid2", "comm_rate": 1.0, "edges": [[0, 1]]}
+    log = RunLogWriter(tmp_path / "worker-0.jsonl")
+    log.start(rank=0, num_workers=2, configuration=whole | configuration)
+    log.close()
+    assert main(["report", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "worker-0.jsonl, line 1 holds a configuration that cannot be: Expected" in error
+    assert next(iter(configuration)) in error
     assert error.count("\n") == 1
