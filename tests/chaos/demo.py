@@ -67,4 +67,4 @@ def test_a_death_that_nobody_asked_for_is_an_error_though_the_worker_comes_back(
     assert json.loads(results.read_text())["faults"][0]["rejoined_s"] is not None
     lives = RunLog.read(tmp_path / "run").workers[1].lives
     assert len(lives) == 2
-    assert "worker 1 was killed by signal 9 (SIGKILL), by itself" in capsys.readouterr().out
+    assert "worker 1 died of signal 9 (SIGKILL), by itself" in capsys.readouterr().out

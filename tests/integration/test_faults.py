@@ -355,7 +355,7 @@ def fail_while_giving(directory: Path, what: str) -> None:
 def test_where_the_donor_fails_another_is_asked(
     workers: Callable, tmp_path: Path, what: str
 ) -> None:
-    with pytest.raises(WorkerFailedError, match=r"worker 1 was killed .*SIGKILL"):
+    with pytest.raises(WorkerFailedError, match=r"worker 1 died of .*SIGKILL"):
         workers(fail_while_giving, 3, (tmp_path, what), max_restarts=1)
     ends = diaries(tmp_path)
     assert [(end["rank"], end["life"]) for end in ends] == [(0, 0), (2, 1)]
@@ -502,7 +502,7 @@ def wait_for(*paths: Path) -> None:
 def test_averaged_goes_on_without_a_worker_that_fails_meanwhile(
     workers: Callable, tmp_path: Path, what: str
 ) -> None:
-    with pytest.raises(WorkerFailedError, match=r"worker 2 was killed .*SIGKILL"):
+    with pytest.raises(WorkerFailedError, match=r"worker 2 died of .*SIGKILL"):
         workers(average_without, 3, (tmp_path, what))
     ends = diaries(tmp_path)
     assert [end["rank"] for end in ends] == [0, 1]

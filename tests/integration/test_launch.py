@@ -161,7 +161,7 @@ def begin_then_fail(directory: str) -> None:
 
 
 def test_after_the_start_the_others_go_on(workers: Callable, tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailedError, match=r"^worker 0 was killed by signal 9 \(SIGKILL\)$"):
+    with pytest.raises(WorkerFailedError, match=r"^worker 0 died of signal 9 \(SIGKILL\)$"):
         workers(begin_then_fail, 3, (str(tmp_path),))
     assert [(tmp_path / rank).read_text() for rank in "12"] == ["went on"] * 2
 

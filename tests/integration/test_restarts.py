@@ -92,7 +92,7 @@ def test_from_a_warm_spare_within_a_second(tmp_path: Path) -> None:
         watchdog.cancel()
         assert run.returncode == 0, errors
         assert min(delays) < 1.0, delays
-    assert "worker 2 was killed by signal 9 (SIGKILL); it is started again in 0.1 s (" in errors
+    assert "worker 2 died of signal 9 (SIGKILL); it is started again in 0.1 s (" in errors
     assert errors.splitlines()[-1].endswith("in 0.2 s (restart 3 of 3)")
 
 

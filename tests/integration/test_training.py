@@ -290,7 +290,7 @@ def die_in_mid_training(folder: str) -> None:
 
 
 def test_the_others_go_on_and_consolidate_when_rank_0_is_killed(workers: Callable, tmp_path: Path):
-    with pytest.raises(WorkerFailedError, match="worker 0 was killed by signal 9"):
+    with pytest.raises(WorkerFailedError, match="worker 0 died of signal 9"):
         workers(die_in_mid_training, 4, (str(tmp_path),))
     ends = [torch.load(tmp_path / f"{rank}.pt") for rank in (1, 2, 3)]
     assert all(torch.equal(end, ends[0][0]) and n == 3 for end, n in ends)

@@ -14,6 +14,7 @@ from gossipdp.observe.run_log_records import (
     ConsolidatingRecord,
     EndRecord,
     ExchangeRecord,
+    KnownConfiguration,
     NoticeRecord,
     Record,
     StartRecord,
@@ -89,7 +90,8 @@ class RunLog:
         """Read the logs in a directory; a last line cut short (a worker was killed) is left out.
 
         Raises:
-            ValueError: there are none, a line is no record, or another version wrote them.
+            ValueError: there are none, a line is no record, a configuration cannot be, or another
+                version wrote them.
         """
         paths = sorted(directory.glob(FILE_PATTERN))
         workers = [read_worker(path) for path in paths]
@@ -120,6 +122,10 @@ def read_worker(path: Path) -> WorkerLog | None:
             f"{path} is a log of format {start.format}, and this version of gossipdp reads format "
             f"{FORMAT} only: read it with the version that wrote it, or run again"
         )
+    try:
+        msgspec.convert(start.configuration, KnownConfiguration)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}, line 1 holds a configuration that cannot be: {error}") from error
     records = list(_decode(path, lines))
     ends = [record for record in records if isinstance(record, EndRecord)]
     waits = [record for record in records if isinstance(record, ConsolidatingRecord)]

@@ -9,7 +9,7 @@ whose date is in ``start``. The log of a worker that was started again goes on w
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -23,6 +23,14 @@ Value = bool | int | float | str
 def worker_file(directory: Path, rank: int) -> Path:
     """Where a run that logs to ``directory`` keeps the log of worker ``rank``."""
     return directory / f"worker-{rank}.jsonl"
+
+
+class KnownConfiguration(TypedDict, total=False):
+    """What readers of a log compute with, of all that a configuration may hold."""
+
+    comm_rate: float
+    parameters: int
+    edges: list[tuple[int, int]]
 
 
 class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):

@@ -24,7 +24,7 @@ from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.options import GossipOptions
 from gossipdp.parallel.run_configuration import describe
-from gossipdp.parallel.run_logging import RunLogging
+from gossipdp.parallel.run_logging import RunLogging, one_loss
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.parallel.status_page import StatusPage
 from gossipdp.runtime.environment import Environment
@@ -362,10 +362,13 @@ class GossipDataParallel(nn.Module):
             >>> model.log(loss=0.7, learning_rate=0.1)
             >>> model.close()
         """
+        if self._logging is None and self._status is None:
+            return
+        kept = None if loss is None else one_loss(loss)
         if self._logging is not None:
-            self._logging.log(loss, values)
+            self._logging.log(kept, values)
         if self._status is not None:
-            self._status.log(loss, values)
+            self._status.log(kept, values)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within ``with model.averaged():`` the module holds the average of all live workers.

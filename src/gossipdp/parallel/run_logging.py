@@ -88,9 +88,9 @@ class RunLogging:
             self._wake.set()
 
     def log(self, loss: Tensor | float | None, values: Mapping[str, Value]) -> None:
-        """Take the loss of a step and values; after the end they are written at once."""
+        """Take what :func:`one_loss` made and values; after the end they are written at once."""
         if loss is not None:
-            self._losses.append(one_loss(loss))
+            self._losses.append(loss)
         for name, value in values.items():
             if not isinstance(value, bool | int | float | str):
                 raise ValueError(

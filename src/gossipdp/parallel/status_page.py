@@ -24,7 +24,6 @@ from gossipdp.observe.status_server import Page, StatusServer
 from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.options import GossipOptions
-from gossipdp.parallel.run_logging import one_loss
 from gossipdp.runtime.clock import since_boot_s
 from gossipdp.runtime.environment import Environment, show_address
 
@@ -125,13 +124,9 @@ class StatusPage:
         self._stepped_s = since_boot_s()
 
     def log(self, loss: Tensor | float | None, values: Mapping[str, Any]) -> None:
-        """Keep what the script logs; text is not shown.
-
-        Raises:
-            ValueError: the loss is not one number.
-        """
+        """Keep what the script logs, a loss as ``one_loss`` made it; text is not shown."""
         if loss is not None:
-            self._losses.append(one_loss(loss))
+            self._losses.append(loss)
         for name, value in values.items():
             is_new = name not in self._values
             if isinstance(value, int | float) and not (is_new and len(self._values) >= MAX_LOGGED):

@@ -24,7 +24,10 @@ PATIENCE_S = 1.5
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How a worker's process ended: ``reason`` completes "worker 3 ..."."""
+    """How a worker's process ended.
+
+    ``reason`` completes "worker 3 ..." and "workers 3, 4 ..." alike.
+    """
 
     failed: bool
     reason: str = ""
@@ -72,7 +75,7 @@ def exit_reason(code: int) -> str:
 
     Example:
         >>> exit_reason(-9)
-        'was killed by signal 9 (SIGKILL)'
+        'died of signal 9 (SIGKILL)'
     """
     if code >= 0:
         return f"ended with exit code {code}"
@@ -80,7 +83,7 @@ def exit_reason(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = "unknown"
-    return f"was killed by signal {-code} ({name})"
+    return f"died of signal {-code} ({name})"
 
 
 def shown_rank(rank: int) -> str:
@@ -100,10 +103,8 @@ def describe(failures: Sequence[Failure]) -> str:
         ranks.setdefault(failure.ending, []).append(failure.rank)
     paragraphs = []
     for ending, who in ranks.items():
-        noun, reason = "worker", ending.reason
-        if len(who) > 1:
-            noun, reason = "workers", reason.replace("was killed", "were killed", 1)
-        line = f"{noun} {', '.join(map(shown_rank, sorted(who)))} {reason}"
+        noun = "worker" if len(who) == 1 else "workers"
+        line = f"{noun} {', '.join(map(shown_rank, sorted(who)))} {ending.reason}"
         paragraphs.append(f"{line}:\n{ending.details.rstrip()}" if ending.details else line)
     return "\n\n".join(paragraphs)
 

@@ -102,7 +102,7 @@ class Scene:
         self.now = now
         self.injector.poll()
 
-    def fail(self, rank: int, reason: str = "was killed by signal 9 (SIGKILL)") -> bool:
+    def fail(self, rank: int, reason: str = "died of signal 9 (SIGKILL)") -> bool:
         return self.injector.ended(Failure(rank, Ending(True, reason)))
 
     def missed(self) -> list[str | None]:

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from gossipdp import GossipDataParallel, RendezvousError
+from gossipdp.observe.run_log import RunLog
 from gossipdp.observe.status_client import ask
 from gossipdp.parallel.status_page import MEAN_OF_LOSSES, StatusPage
 from gossipdp.runtime.environment import Environment, show_address
@@ -70,21 +72,39 @@ def ask_anew(model: GossipDataParallel, address: str) -> Any:
 
 def test_what_the_script_logs_is_shown(make: Make) -> None:
     model, address = make(status_port=0)
-    page = model._status
-    assert page is not None
     assert ask(address).logged == {}
     for step in range(2 * MEAN_OF_LOSSES):
-        page.log(torch.tensor(float(step), requires_grad=True), {"lr": 0.1 * step, "name": "text"})
+        loss = torch.tensor(float(step), requires_grad=True)
+        model.log(loss=loss, lr=0.1 * step, name="text")
     logged = ask_anew(model, address).logged
     assert logged["loss"] == 1.5 * MEAN_OF_LOSSES - 0.5
     assert set(logged) == {"loss", "lr"}
-    page.log(math.nan, {})
+    model.log(loss=math.nan)
     assert ask_anew(model, address).logged["loss"] is None
     for number in range(200):
-        page.log(None, {f"value {number}": number})
+        model.log(**{f"value {number}": number})
     assert len(ask_anew(model, address).logged) == 101
     with pytest.raises(ValueError, match=r"takes one number, not \(2,\)"):
-        page.log(torch.zeros(2), {})
+        model.log(loss=torch.zeros(2))
+
+
+def test_a_loss_for_the_log_and_the_page_is_detached_once(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, address = make(status_port=0, log_dir=tmp_path)
+    loss, detached, detach = torch.tensor(2.0, requires_grad=True), [], torch.Tensor.detach
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        detached.append(tensor)
+        return detach(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "detach", counted)
+    model.log(loss=loss)
+    assert sum(one is loss for one in detached) == 1
+    train(model, 1)
+    assert ask(address).logged == {"loss": 2.0}
+    model.close()
+    assert RunLog.read(tmp_path).workers[0].steps[-1].loss == 2.0
 
 
 def test_without_a_port_nothing_listens(make: Make) -> None:

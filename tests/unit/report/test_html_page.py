@@ -22,6 +22,7 @@ from gossipdp.observe.run_log_records import (
     StepRecord,
     ValuesRecord,
 )
+from gossipdp.observe.run_log_writer import RunLogWriter
 from gossipdp.report.html.page import render
 from gossipdp.report.html.run_view import RunView
 from gossipdp.report.html.spans import Span, merged, spans_of
@@ -274,9 +275,20 @@ def test_notices_of_one_death_are_one_event() -> None:
 
 
 def test_loss_is_drawn_over_the_samples_of_all() -> None:
-    line = RunView(a_run()).loss_over_samples()[0]
-    assert line[-1][0] == pytest.approx(4 * 4800, rel=0.05)
-    assert [x for x, _ in line] == sorted(x for x, _ in line)
+    samples_at = RunView(a_run()).samples_at()
+    assert samples_at(0.0) == 0
+    assert samples_at(12.1) == pytest.approx(4 * 4800, rel=0.05)
+    line = [samples_at(0.1 * index) for index in range(125)]
+    assert line == sorted(line)
+
+
+def test_lines_break_where_a_worker_was_away() -> None:
+    """Worker 1 was, from 4 s to 8 s."""
+    text = render(a_run(), "run")
+    for chart in ("Training loss against time", "Training loss against samples"):
+        drawing = text.partition(f'aria-label="{chart}"')[2].partition("</svg>")[0]
+        paths = re.findall(r'<path d="([^"]*)" class="series"', drawing)
+        assert [path.count("M") for path in paths] == [1, 2, 1, 1], chart
 
 
 def test_scales_and_numbers() -> None:
@@ -300,4 +312,27 @@ def test_a_foreign_directory_is_one_clear_error(
     assert main(["report", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "line 1 is no record of a run log" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        {"comm_rate": None},
+        {"comm_rate": "fast"},
+        {"edges": [[0, 1, 2]]},
+        {"parameters": None},
+    ],
+)
+def test_a_configuration_edited_by_hand_is_one_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], configuration: dict[str, object]
+) -> None:
+    whole = {"method": "a2cid2", "comm_rate": 1.0, "edges": [[0, 1]]}
+    log = RunLogWriter(tmp_path / "worker-0.jsonl")
+    log.start(rank=0, num_workers=2, configuration=whole | configuration)
+    log.close()
+    assert main(["report", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "worker-0.jsonl, line 1 holds a configuration that cannot be: Expected" in error
+    assert next(iter(configuration)) in error
     assert error.count("\n") == 1

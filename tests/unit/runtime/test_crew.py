@@ -100,7 +100,7 @@ def test_a_failure_before_the_run_began_ends_the_others(monkeypatch: pytest.Monk
     assert setting.signalled(signal.SIGTERM) == {3}
     setting.watch(1 + GRACE_S + PATIENCE_S)
     assert 3 in setting.signalled(signal.SIGKILL)
-    setting.workers[2].how = Ending(True, "was killed by signal 9 (SIGKILL)")
+    setting.workers[2].how = Ending(True, "died of signal 9 (SIGKILL)")
     assert not setting.watch(5)
     assert [failure.rank for failure in setting.crew.failures] == [1, 2]
     assert setting.told == [(1, False), (2, False)]
@@ -128,9 +128,11 @@ def test_identical_failures_are_described_once() -> None:
     text = describe([Failure(2, CRASH), Failure(0, other), Failure(1, CRASH)])
     assert text == (
         "workers 1, 2 ended with exit code 1:\nValueError: no\n\n"
-        "worker 0 was killed by signal 9 (SIGKILL)"
+        "worker 0 died of signal 9 (SIGKILL)"
     )
-    assert describe([Failure(0, other), Failure(3, other)]).startswith("workers 0, 3 were killed")
+    assert describe([Failure(0, other), Failure(3, other)]).startswith(
+        "workers 0, 3 died of signal 9"
+    )
 
 
 def test_the_one_that_died_is_started_again_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_identical_errors_are_reported_once_and_the_rest_is_ended() -> None:
 def test_a_worker_killed_by_a_signal_is_reported_as_such() -> None:
     status, supervisor, _ = supervise("import os; os.kill(os.getpid(), 9)", 1)
     assert status == 1
-    assert supervisor.report() == "worker 0 was killed by signal 9 (SIGKILL)"
+    assert supervisor.report() == "worker 0 died of signal 9 (SIGKILL)"
 
 
 @pytest.mark.processes

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
+from typing import Any
 
 from gossipdp.report.html.heat_map import heat_map
 from gossipdp.report.html.line_chart import HALF_WIDTH, line_chart
 from gossipdp.report.html.prediction import constants_of, expected_shares
-from gossipdp.report.html.run_view import RunView
+from gossipdp.report.html.run_view import Points, RunView
 from gossipdp.report.html.svg import number
 from gossipdp.report.html.table_sections import table
 from gossipdp.report.html.timeline import closer_look, timeline
@@ -40,17 +40,20 @@ def loss_section(view: RunView) -> str:
     over_time = view.over_time(lambda step, _: step.loss)
     if not any(over_time):
         return f'<p class="nothing">{NO_LOSS}</p>'
-    over_samples = view.loss_over_samples()
-    chart_of_time = _time_chart(view)(
-        "Training loss against time", over_time, y_label="training loss", width=HALF_WIDTH
+    chart_of_time = _time_chart(
+        view, "Training loss against time", over_time, y_label="training loss", width=HALF_WIDTH
     )
+    samples_at = view.samples_at()
     chart_of_samples = line_chart(
         "Training loss against samples",
-        over_samples,
+        [[(samples_at(time_s), loss) for time_s, loss in line] for line in over_time],
         _labels(view),
         x_label="samples, all workers together",
         y_label="training loss",
         x_end=float(max(1, view.samples)),
+        starts_of_pieces=[
+            [samples_at(time_s) for time_s in starts] for starts in view.starts_of_pieces(over_time)
+        ],
         width=HALF_WIDTH,
     )
     return (
@@ -62,7 +65,8 @@ def loss_section(view: RunView) -> str:
 def consensus_section(view: RunView) -> str:
     """How far apart the workers were."""
     distance = view.consensus_distance
-    chart = _time_chart(view)(
+    chart = _time_chart(
+        view,
         "Edge distance against time",
         view.over_time(lambda _, exchange: exchange.edge_distance),
         y_label="edge distance",
@@ -126,8 +130,12 @@ def exchanges_section(view: RunView, counts: dict[tuple[int, int], int]) -> str:
 
 def throughput_section(view: RunView) -> str:
     """What each worker sent, and the slowest links."""
-    chart = _time_chart(view)(
-        "Bytes sent a second against time", view.sending(), y_label="sent (B/s)", is_linear=True
+    chart = _time_chart(
+        view,
+        "Bytes sent a second against time",
+        view.sending(),
+        y_label="sent (B/s)",
+        is_linear=True,
     )
     speeds = view.link_speeds()
     rows = [
@@ -153,14 +161,16 @@ def throughput_section(view: RunView) -> str:
     )
 
 
-def _time_chart(view: RunView) -> Callable[..., str]:
-    """Draw a line a worker over the whole run's time: ``line_chart`` without what that fixes."""
-    return partial(
-        line_chart,
-        labels=_labels(view),
+def _time_chart(view: RunView, name: str, lines: Sequence[Points], **more: Any) -> str:
+    """A line a worker over the whole run's time; ``more`` as for ``line_chart``."""
+    return line_chart(
+        name,
+        lines,
+        _labels(view),
         x_label="time (s)",
         x_end=view.duration_s,
-        gap=view.gap_s,
+        starts_of_pieces=view.starts_of_pieces(lines),
+        **more,
     )
 
 

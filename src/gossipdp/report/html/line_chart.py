@@ -28,7 +28,7 @@ def line_chart(
     mark_label: str = "",
     width: int = WIDTH,
     is_linear: bool = False,
-    gap: float | None = None,
+    starts_of_pieces: Sequence[Sequence[float]] = (),
     show_x: Callable[[float], str] = number,
     show_y: Callable[[float], str] = number,
 ) -> str:
@@ -44,7 +44,7 @@ def line_chart(
         mark_label: what they are.
         width: of the drawing; what is shown at half the width of the page is drawn narrower.
         is_linear: whatever the values.
-        gap: no line joins points that are further apart along x.
+        starts_of_pieces: for each line, at which x it does not go on from the point before.
         show_x, show_y: how numbers are written.
     """
     thinned = [_thinned(_finite(each), x_end) for each in lines]
@@ -77,12 +77,13 @@ def line_chart(
     ]
     shown = []
     for index, each in enumerate(thinned):
+        starts = starts_of_pieces[index] if starts_of_pieces else ()
         points = [(x(at), y(value), at, value) for at, value in each if not is_log or value > 0]
         shown.append([[px, py, show_x(at), show_y(value)] for px, py, at, value in points])
         if points:
             stroke = colour(index, len(lines))
             parts.append(
-                f'<path d="{_path(points, gap)}" class="series" style="stroke:{stroke}">'
+                f'<path d="{_path(points, starts)}" class="series" style="stroke:{stroke}">'
                 f"<title>{escape(labels[index])}</title></path>"
             )
     for at, value in marks:
@@ -102,12 +103,12 @@ def line_chart(
     return f'<div class="chart lines">{"".join(parts)}{data_element(data)}</div>{legend}'
 
 
-def _path(points: Sequence[tuple[float, float, float, float]], gap: float | None) -> str:
-    """A line through (pixel x, pixel y, x, value), broken where points are further apart."""
+def _path(points: Sequence[tuple[float, float, float, float]], starts: Sequence[float]) -> str:
+    """A line through (pixel x, pixel y, x, value), broken before each x of ``starts``."""
     pieces = []
     before: float | None = None
     for px, py, at, _ in points:
-        is_new = before is None or (gap is not None and at - before > gap)
+        is_new = before is None or any(before < start <= at for start in starts)
         # A point alone is a line of no length with round ends.
         pieces.append(f"M{px:g},{py:g}h0" if is_new else f"L{px:g},{py:g}")
         before = at

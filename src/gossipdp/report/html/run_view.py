@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -119,8 +119,15 @@ class RunView:
             lines.append(line)
         return lines
 
-    def loss_over_samples(self) -> list[Points]:
-        """For each worker its loss over the samples that all workers had seen by then."""
+    def starts_of_pieces(self, lines: Sequence[Points]) -> list[list[float]]:
+        """Where each line over time goes on after a time of which nothing is known."""
+        return [
+            [after for (before, _), (after, _) in pairwise(line) if after - before > self.gap_s]
+            for line in lines
+        ]
+
+    def samples_at(self) -> Callable[[float], int]:
+        """How many samples all workers had seen at a time."""
         histories = [
             (
                 [self.offsets[rank] + step.time_s for step in worker.steps],
@@ -129,15 +136,14 @@ class RunView:
             for rank, worker in self.log.workers.items()
         ]
 
-        def total(time_s: float) -> float:
+        def total(time_s: float) -> int:
             seen = 0
             for times, samples in histories:
                 index = bisect.bisect_right(times, time_s)
                 seen += samples[index - 1] if index else 0
             return seen
 
-        losses = self.over_time(lambda step, _: step.loss)
-        return [[(total(time_s), loss) for time_s, loss in line] for line in losses]
+        return total
 
     def sending(self) -> list[Points]:
         """For each worker the bytes a second that left it, through sockets or shared memory."""
