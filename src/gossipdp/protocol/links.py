@@ -15,7 +15,9 @@ from gossipdp.protocol.messages import Envelope, Heartbeat, Message
 from gossipdp.protocol.progress import Progress, ProgressEntry
 
 HEARTBEATS_PER_TIMEOUT = 10
-OVERDUE_AFTER = 0.3  # of the time-out: three heartbeats missed
+# Of the time-out. As long as a worker may itself have stood still without beginning all waits anew,
+# so that its own silence makes nobody overdue; and beyond the jitter of bad links.
+OVERDUE_AFTER = 0.5
 NEWS_INTERVAL_S = 0.05
 PROGRESS_INTERVAL_S = 0.25
 

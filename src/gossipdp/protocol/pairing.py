@@ -13,7 +13,7 @@ cannot be served at once wait in a backlog.
 - Becoming idle: the backlog is served first. With nothing to propose, FREE goes to the one that
   has waited longest since its BUSY, and to the next only when that one answered PASS: telling
   everybody would start a stampede.
-- A peer that has missed heartbeats (*overdue*) is not waited for: a proposal to it is withdrawn
+- A peer that has been silent for half the time-out (*overdue*) is not waited for: a proposal to it is withdrawn
   and the next neighbour is asked. Else one stopped worker would halt its neighbours, and those
   that wait for them, until the time-out.
 
@@ -234,7 +234,7 @@ class Pairing:
         return self._stop_exchange(peer, "the link was lost") or self._unanswered(peer, had_free)
 
     def overdue(self, peer: int) -> list[PairingAction]:
-        """``peer`` has missed heartbeats: no answer of it is waited for any more.
+        """``peer`` is late with its heartbeats: no answer of it is waited for any more.
 
         A running exchange with it goes on: it is only given up once the peer is silent. The
         peer's own parked proposal gets BUSY, so that it does not wait for ever if it hears us.

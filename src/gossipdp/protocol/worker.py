@@ -69,7 +69,7 @@ class WorkerProtocol:
         method: "a2cid2", "gossip", or "none": no ticks, every proposal is answered BUSY.
         policy_name: one of :data:`~gossipdp.protocol.neighbours.NEIGHBOUR_POLICIES`.
         timeout_s: a peer silent for this long is suspect: nothing is waited for from it. After
-            three tenths of it a peer is overdue: not chosen, and no proposal waits for it.
+            half of it a peer is overdue: not chosen, and no proposal waits for it.
         random: seeds the clock and the policy.
         num_chunks, num_copied_chunks: what consolidation averages, and what it copies.
         is_joining: start as one that has no parameters yet; see :meth:`joined`.

@@ -168,7 +168,7 @@ def write(result: TrainingResult) -> list[str]:
         "CIFAR-10 and ImageNet, so that losses and accuracies cannot be compared with its tables; "
         "the claim on the consensus distance can. Uneven classes and white noise are our "
         "additions. All-reduce does as many rounds here as the others do steps: time is another "
-        "section. Its loss is another than theirs also since one momentum sees the mean gradient, "
+        "section. Its loss differs from theirs also because one momentum sees the mean gradient, "
         "at one point, where theirs see single ones at many.",
     ]
 
