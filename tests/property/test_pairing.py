@@ -6,7 +6,7 @@ pairing on purpose, and check that these very tests would notice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import networkx as nx
@@ -133,6 +133,15 @@ def test_no_overlap_no_deadlock_and_both_ends_agree(scenario: Scenario) -> None:
     if not scenario.cut_at_messages:
         assert all(record.is_complete for record in network.records.values())
         assert all(worker.exchanges_failed == 0 for worker in network.workers.values())
+
+
+@settings(derandomize=True, deadline=None, max_examples=10)
+@given(SCENARIOS)
+def test_proposals_that_are_withdrawn_from_late_peers_leave_nobody_stuck(
+    scenario: Scenario,
+) -> None:
+    """Latencies vary by most of the time-out: peers are overdue, and heard again, all the time."""
+    check_run(replace(scenario, latency_s=(0.0, 4.0)))
 
 
 @settings(derandomize=True, deadline=None, max_examples=8)

@@ -13,9 +13,9 @@ cannot be served at once wait in a backlog.
 - Becoming idle: the backlog is served first. With nothing to propose, FREE goes to the one that
   has waited longest since its BUSY, and to the next only when that one answered PASS: telling
   everybody would start a stampede.
-- A peer that has been silent for half the time-out (*overdue*) is not waited for: a proposal to it is withdrawn
-  and the next neighbour is asked. Else one stopped worker would halt its neighbours, and those
-  that wait for them, until the time-out.
+- A peer that has been silent for half the time-out (*overdue*) is not waited for: a proposal to it
+  is withdrawn and the others are asked. Else one stopped worker would halt its neighbours, and
+  those that wait for them, until the time-out. What it waits for itself it is told at once.
 
 Design notes: section 4 of the design. Exchange ids name every proposal; an ACCEPT that answers
 no proposal held now gets CANCEL, and any other message with a foreign id is dropped.
@@ -23,7 +23,7 @@ no proposal held now gets CANCEL, and any other message with a foreign id is dro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -222,7 +222,7 @@ class Pairing:
         self._weights = dict(weights)
         state = self._state
         if isinstance(state, Proposing) and state.peer not in weights:
-            return self._refused(state)
+            return self._withdrawn(state)
         if isinstance(state, Idle) and new and self._backlog:
             return self._propose_next(peer for peer in self._draw() if peer in new)
         return []
@@ -231,23 +231,33 @@ class Pairing:
         """The link to ``peer`` is gone, and all that was said on it."""
         had_free = self._waiting.sent_free == peer
         self._unlink(peer)
-        return self._stop_exchange(peer, "the link was lost") or self._unanswered(peer, had_free)
+        stopped = self._stop_exchange(peer, "the link was lost")
+        return stopped or self._without_answers({peer}, had_free)
 
-    def overdue(self, peer: int) -> list[PairingAction]:
-        """``peer`` is late with its heartbeats: no answer of it is waited for any more.
+    def overdue(self, peers: Collection[int]) -> list[PairingAction]:
+        """``peers`` are late with their heartbeats: no answer of theirs is waited for any more.
 
-        A running exchange with it goes on: it is only given up once the peer is silent. The
-        peer's own parked proposal gets BUSY, so that it does not wait for ever if it hears us.
+        All that are late by now are told of at once, lest the wait for one be followed by one for
+        the next. A running exchange goes on: it is given up only once its peer is silent. Those
+        that this worker has put off get the FREE they wait for, to ask again should they hear it:
+        nothing else would tell them that they are forgotten, as a lost link does.
         """
-        had_free = self._waiting.sent_free == peer
-        parked = self._waiting.parked.get(peer)
-        self._unlink(peer)
-        busy: list[PairingAction] = [Send(peer, Busy(parked.id))] if parked else []
-        return busy + self._unanswered(peer, had_free)
+        waiting = self._waiting
+        told: list[PairingAction] = []
+        for peer in peers:
+            parked = waiting.parked.get(peer)
+            if parked is not None:
+                told.append(Send(peer, Busy(parked.id)))
+            if parked is not None or peer in waiting.told_busy:
+                told.append(Send(peer, Free()))
+        had_free = waiting.sent_free in peers
+        for peer in peers:
+            self._unlink(peer)
+        return told + self._without_answers(peers, had_free)
 
     def silent(self, peer: int) -> list[PairingAction]:
-        """``peer`` shows no life: it is not waited for, but its link may yet recover."""
-        return self.overdue(peer) + self._stop_exchange(peer, "the peer fell silent")
+        """``peer``, overdue before, shows no life; its link may yet recover."""
+        return self._stop_exchange(peer, "the peer fell silent")
 
     def _stop_exchange(self, peer: int, reason: str) -> list[PairingAction]:
         state = self._state
@@ -255,13 +265,13 @@ class Pairing:
             return []
         return [Stop(peer, state.id, reason), *self._become_idle()]
 
-    def _unanswered(self, peer: int, had_free: bool) -> list[PairingAction]:
-        """Neither a proposal nor FREE is to be answered by ``peer`` any more."""
+    def _without_answers(self, peers: Collection[int], had_free: bool) -> list[PairingAction]:
+        """What ``peers`` were to answer, a proposal or FREE, does not come; nor do their FREEs."""
         state = self._state
-        if isinstance(state, Proposing) and state.peer == peer:
-            return self._refused(state)
-        if isinstance(state, Idle) and had_free:
-            return self._free_oldest()
+        if isinstance(state, Proposing) and state.peer in peers:
+            return self._withdrawn(state)
+        if isinstance(state, Idle):
+            return self._propose_next(self._draw()) or (self._free_oldest() if had_free else [])
         return []
 
     def _unlink(self, peer: int) -> None:
@@ -381,12 +391,19 @@ class Pairing:
         return [Send(peer, Propose(id, self.alpha_tilde))]
 
     def _refused(self, state: Proposing) -> list[PairingAction]:
+        return self._ask_others(state.untried)
+
+    def _withdrawn(self, state: Proposing) -> list[PairingAction]:
+        """As refused; but with one less to choose from, one left out before may be asked too."""
+        return self._ask_others(dict.fromkeys([*state.untried, *self._draw()]))
+
+    def _ask_others(self, order: Iterable[int]) -> list[PairingAction]:
         parked = self._waiting.parked
         if parked and self._answers:
             peer = next(iter(parked))
             return self._accept(peer, parked[peer])
-        order = state.untried if self._asks and self._answers else ()
-        return self._propose_next(order) or self._free_oldest()
+        asks = self._asks and self._answers
+        return self._propose_next(order if asks else ()) or self._free_oldest()
 
     def _become_idle(self) -> list[PairingAction]:
         self._state = Idle()

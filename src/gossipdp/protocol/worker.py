@@ -474,9 +474,9 @@ class WorkerProtocol:
 
     def _notice_silence(self, now: float) -> list[_Inner]:
         actions: list[_Inner] = []
-        for peer in self._links.fall_overdue(now):
+        if overdue := self._links.fall_overdue(now):
             self._look_anew()
-            actions += self.pairing.overdue(peer)
+            actions += self.pairing.overdue(overdue)
         for peer in self._links.fall_silent(now):
             self._look_anew()
             actions += self.pairing.silent(peer)
@@ -677,7 +677,7 @@ class WorkerProtocol:
         return member is not None and member.is_live
 
     def _find_quiet_time(self) -> None:
-        """Until when no link wants a heartbeat or falls silent, but for what is new.
+        """Until when no link wants a heartbeat or is late, but for what is new.
 
         What is sent and heard meanwhile only defers it: so one look at all links serves for many
         inputs, and may in the end call for a poll at which nothing is due.

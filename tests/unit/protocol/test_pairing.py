@@ -36,8 +36,11 @@ class InRankOrder(NeighbourPolicy):
         self.log.append((peer, initiated))
 
 
-def make_pairing(rank: int = 5, neighbours: tuple[int, ...] = (2, 8)) -> Pairing:
-    pairing = Pairing(rank=rank, incarnation=3, policy=InRankOrder(), alpha_tilde=0.9)
+def make_pairing(
+    rank: int = 5, neighbours: tuple[int, ...] = (2, 8), policy: NeighbourPolicy | None = None
+) -> Pairing:
+    policy = policy or InRankOrder()
+    pairing = Pairing(rank=rank, incarnation=3, policy=policy, alpha_tilde=0.9)
     assert pairing.set_available(dict.fromkeys(neighbours, 0.5)) == []
     return pairing
 
@@ -114,7 +117,7 @@ def test_loss_of_the_freed_waiter_frees_the_next() -> None:
         pairing.receive(8, ask(8))
         pairing.receive(1, ask(1))
         pairing.finished(id)
-        assert (pairing.lost(8) if is_lost else pairing.silent(8)) == [Send(1, Free())]
+        assert (pairing.lost(8) if is_lost else pairing.overdue([8])) == [Send(1, Free())]
 
 
 def test_backlog_is_served_before_waiters() -> None:
@@ -294,35 +297,58 @@ def test_lost_link_forgets_parked_and_waiters() -> None:
     assert pairing.finished(own(1)) == []
 
 
-def test_silent_peer_is_not_waited_for_but_its_proposal_is_answered() -> None:
-    pairing = make_pairing()
-    pairing.tick()
-    pairing.receive(4, ask(4))
-    assert pairing.silent(4) == [Send(4, Busy(ask(4).id))]
-    assert pairing.silent(2) == [Send(8, Propose(own(2), 0.9))]
-    assert pairing.receive(2, Accept(own(1), 0.9)) == [Send(2, Cancel(own(1)))]
-
-
 def test_no_answer_of_an_overdue_peer_is_waited_for_but_its_exchange_goes_on() -> None:
     pairing = make_pairing()
     pairing.tick()
-    pairing.receive(4, ask(4))
-    assert pairing.overdue(4) == [Send(4, Busy(ask(4).id))]
-    assert pairing.overdue(2) == [Send(8, Propose(own(2), 0.9))]
+    assert pairing.overdue([2]) == [Send(8, Propose(own(2), 0.9))]
     assert pairing.receive(2, Accept(own(1), 0.9)) == [Send(2, Cancel(own(1)))]
     pairing.receive(8, Accept(own(2), 0.9))
-    assert pairing.overdue(8) == []
+    assert pairing.overdue([8]) == []
     assert pairing.state == Exchanging(8, own(2), initiator=True)
     assert pairing.silent(8) == [Stop(8, own(2), "the peer fell silent")]
 
 
-def test_an_overdue_waiter_does_not_keep_the_next_from_being_freed() -> None:
+def test_whom_it_put_off_is_told_before_it_is_forgotten() -> None:
     pairing = make_pairing()
-    id = answered(pairing, 2)
-    pairing.receive(8, ask(8))
-    pairing.receive(1, ask(1))
-    pairing.finished(id)
-    assert pairing.overdue(8) == [Send(1, Free())]
+    pairing.tick()
+    pairing.receive(4, ask(4))
+    assert pairing.receive(8, ask(8)) == [Send(8, Busy(ask(8).id))]
+    assert pairing.overdue([4, 8]) == [Send(4, Busy(ask(4).id)), Send(4, Free()), Send(8, Free())]
+    assert pairing.receive(4, Pass()) == []
+    assert pairing.receive(2, Busy(own(1))) == []
+    assert pairing.state == Idle()
+
+
+def test_of_several_that_are_overdue_at_once_none_is_accepted_or_asked() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    pairing.receive(4, ask(4))
+    told = [Send(4, Busy(ask(4).id)), Send(4, Free())]
+    assert pairing.overdue([2, 4, 8]) == told
+    assert pairing.state == Idle()
+    assert pairing.backlog == 1
+    assert pairing.set_available({8: 0.5}) == [Send(8, Propose(own(2), 0.9))]
+
+
+def test_with_its_only_other_neighbour_overdue_the_latest_partner_is_asked_again() -> None:
+    pairing = make_pairing(policy=make_policy("fresh", Random(0)))
+    pairing.tick()
+    assert isinstance(pairing.state, Proposing)
+    first = pairing.state.peer
+    pairing.receive(first, Accept(own(1), 0.9))
+    pairing.finished(own(1))
+    other = 10 - first
+    assert pairing.tick() == [Send(other, Propose(own(2), 0.9))]
+    assert pairing.overdue([other]) == [Send(first, Propose(own(3), 0.9))]
+
+
+def test_an_idle_worker_with_a_demand_asks_those_that_are_left() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    for counter, peer in ((1, 2), (2, 8)):
+        pairing.receive(peer, Busy(own(counter)))
+    assert (pairing.state, pairing.backlog) == (Idle(), 1)
+    assert pairing.overdue([8]) == [Send(2, Propose(own(3), 0.9))]
 
 
 def test_unavailable_neighbour_is_not_waited_for() -> None:
