@@ -65,8 +65,8 @@ class GossipEngine(Engine):
     """One worker of methods ``a2cid2``, ``gossip`` and ``none``.
 
     Owns the flat parameters, the state shared with the gossip thread, and that thread. The main
-    thread's parts are :meth:`boundary` and, while it waits at the start and at the end, the writes
-    to x that only it may do.
+    thread's part is :meth:`boundary`; while it waits, at the start and at the end, the gossip
+    thread writes x.
     """
 
     def __init__(
@@ -337,15 +337,17 @@ class GossipEngine(Engine):
         ).result()
         try:
             # Not a limit on the whole: a large model on a slow link takes its time.
-            wait_while_it_advances(
-                served, lambda: self._loop.transfers.num_chunks_sent, self._options.start_timeout_s
-            )
+            wait_while_it_advances(served, self._num_chunks_sent, self._options.start_timeout_s)
         except TimeoutError:
             raise RendezvousError(
                 f"worker {self.rank} waited {self._options.start_timeout_s:g} s for workers "
                 f"{sorted(children)} to take the start parameters; look at their output"
             ) from None
         self._thread.call(self._loop.start_exchanging).result()
+
+    def _num_chunks_sent(self) -> int:
+        self._thread.check()
+        return self._loop.transfers.num_chunks_sent
 
     # Training.
 
@@ -394,7 +396,7 @@ class GossipEngine(Engine):
                 break
             thread.check()
             time.sleep(TURN_WHILE_WAITING_S)
-            self._shared.boundary(wait=True)
+            self._shared.boundary(0, wait=True)
             self._states.donate()
         self._waited_s += time.monotonic() - started_s
 
@@ -741,7 +743,7 @@ class GossipEngine(Engine):
             if not hasattr(self, "_thread"):  # it came to nothing before there was one
                 return
             self._thread.close()
-            if not self._is_consolidating:
+            if not self._loop.averaging.has_begun:
                 # What the last exchange brought belongs to the parameters.
                 self._shared.boundary(wait=True)
 

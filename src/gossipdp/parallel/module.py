@@ -61,7 +61,7 @@ class GossipDataParallel(nn.Module):
             scales :meth:`progress`. None: no budget.
         neighbour_policy: ``fresh`` (the default), ``poisson``, ``available`` or ``scheduled``.
         pace: ``free`` (training never waits) or ``strict`` (it waits rather than fall more than
-            ``max_lag`` exchanges behind the comm rate; never for the dead).
+            ``max_lag`` exchanges behind the comm rate; never for the dead or silent).
         max_lag: for ``strict``: own demands for an exchange that may be unserved, 1 to 3.
         timeout_s: silence after which a neighbour is suspect.
         start_timeout_s: how long to wait for the other workers at the start.

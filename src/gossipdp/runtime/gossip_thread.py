@@ -111,8 +111,10 @@ class GossipThread:
                 logger.exception("the gossip thread has failed")
             self._failure = error
         finally:
-            self._loop.close()
-            self._fail_calls()
+            try:
+                self._loop.close()
+            finally:
+                self._fail_calls()
 
     def _turn_until_closed(self) -> None:
         while not self._stopping:

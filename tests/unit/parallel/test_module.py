@@ -2,6 +2,8 @@
 
 import copy
 import math
+from itertools import chain, repeat
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -200,6 +202,31 @@ def test_several_optimizers_and_steps_of_the_first_count(wrap):
     assert model.stats().gradient_steps == 3
 
 
+def test_strict_pace_leaves_what_other_optimizers_train_to_their_own_boundary(wrap, monkeypatch):
+    """Between a step of the first and another's, a backward pass may still need its parameters."""
+    net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in net)
+    engine = wrap(net, [first, second], pace="strict")._engine
+    for segment in engine._flat.state.segments:
+        for chunk in segment.chunks:
+            chunk.x.fill_(1.0)
+            chunk.take_over(torch.full_like(chunk.pending, 2.0))
+    backlogs = chain([5, 5], repeat(0))  # looked at twice a turn
+
+    class Behind:
+        neighbours = frozenset({1})
+
+        @property
+        def pairing(self):
+            return SimpleNamespace(backlog=next(backlogs), available={1: 1.0})
+
+    monkeypatch.setattr(engine, "_protocol", Behind())
+    engine._keep_pace()
+    assert all((parameter == 2.0).all() for parameter in net[0].parameters())
+    assert all((parameter == 1.0).all() for parameter in net[1].parameters())
+    monkeypatch.undo()
+
+
 def test_state_dict_has_the_modules_own_names_and_loads_both_ways(wrap):
     net = make()
     model = wrap(net, torch.optim.SGD(trainable(net), 0.1))
@@ -318,6 +345,23 @@ def test_averaged_alone_is_oneself_and_a_step_within_is_an_error(wrap):
         loss_of(model, 0).backward()
         with pytest.raises(RuntimeError, match="averaged"):
             optimizer.step()
+
+
+def test_a_consolidation_that_was_broken_off_before_it_began_loses_nothing(wrap, monkeypatch):
+    net = nn.Linear(2, 2)
+    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model._engine, "_wait_for_average", interrupt)
+    for segment in model._engine._flat.state.segments:
+        for chunk in segment.chunks:
+            chunk.take_over(torch.full_like(chunk.pending, 2.0))
+    with pytest.raises(KeyboardInterrupt):
+        model.consolidate()
+    model.close()
+    assert all((parameter == 2.0).all() for parameter in net.parameters())
 
 
 def test_consolidate_closes_and_the_module_trains_on_alone(wrap):

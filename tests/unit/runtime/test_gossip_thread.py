@@ -1,6 +1,8 @@
 """What the training thread may know of the gossip thread's work."""
 
 import math
+from concurrent.futures import Future
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -25,3 +27,25 @@ def test_steps_since_a_tick_came_due_are_counted(wake_at_step: float, behind: in
         thread.step(samples=1)
     assert thread.steps_behind == behind
     assert len(woken) == sum(step >= wake_at_step for step in range(1, 6))
+
+
+def test_calls_are_answered_even_if_closing_fails() -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no such device")
+
+    loop = SimpleNamespace(
+        protocol=SimpleNamespace(rank=0, clock=SimpleNamespace(timed_from_step=math.inf)),
+        clock=lambda: 0.0,
+        transport=SimpleNamespace(wake=lambda: None),
+        its_thread=nullcontext,
+        turn=fail,
+        close=fail,
+    )
+    thread = GossipThread(loop)
+    future: Future[None] = Future()
+    thread._calls.append((lambda: None, future))
+    thread._empty_queues = lambda: None
+    with pytest.raises(OSError, match="no such device"):
+        thread._run()
+    with pytest.raises(OSError, match="no such device"):
+        future.result(0)
