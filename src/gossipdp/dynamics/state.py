@@ -167,6 +167,7 @@ class Chunk:
         if self.c is not None:
             self.c.zero_()
         self._has_pending = self._has_momentum = False
+        self.theta = 0.0  # a worker that takes its place anew has a phase that begins anew
 
 
 class Segment:

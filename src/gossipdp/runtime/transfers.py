@@ -277,8 +277,13 @@ class Transfers:
             self._end_first(None)
 
     def pump(self) -> None:
-        """Send what there is room for; end a fetch that stands still."""
+        """Send what there is room for; end a fetch that stands still.
+
+        On a closed link there is always room, and nothing is sent: ``link_down`` is on its way.
+        """
         for sender in self._senders:
+            if sender.link.closed:
+                continue
             before = sender.num_sent
             sender.pump()
             self.num_chunks_sent += sender.num_sent - before

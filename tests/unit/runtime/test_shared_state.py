@@ -75,6 +75,22 @@ def test_a_chunk_whose_peer_was_there_first_ends_as_any_other() -> None:
     assert torch.equal(one.x, other.x)
 
 
+def test_after_a_reset_a_phase_that_begins_anew_flows() -> None:
+    shared = make_shared(torch.float32)
+    chunk = shared.state.chunks[0]
+    chunk.theta = 50.0
+    shared.reset()
+    shared._phase._theta = 0.3
+    theta = shared.start_exchange()
+    mine, peers = torch.empty(chunk.num_elements), torch.ones(chunk.num_elements)
+    assert shared.snapshot(chunk, theta, mine)
+    shared.exchange(chunk, mine, peers, 1.3)
+    assert chunk.c is not None
+    before = chunk.c.clone()
+    chunk.flow_to(1.3)
+    assert torch.equal(chunk.c, before * math.exp(-2.0))
+
+
 def test_a_snapshot_says_whether_all_is_finite() -> None:
     shared = make_shared(torch.float32)
     chunk = shared.state.chunks[1]

@@ -26,7 +26,8 @@ class QueueLink(Link):
         self.queue: deque[tuple] = deque()
 
     def send_chunk(self, frame_type, key, payload):
-        self.queue.append((frame_type, key, payload))
+        if not self.closed:
+            self.queue.append((frame_type, key, payload))
 
     @property
     def queued_chunks(self):
@@ -134,6 +135,23 @@ def test_a_state_is_taken_over_and_a_request_may_come_before_there_is_one(ends):
     assert taker.ended == [None]
     assert served == [True]
     assert all(torch.equal(x, y) for x, y in zip(giver.values, taker.values, strict=True))
+
+
+def test_what_a_closed_link_swallows_does_not_count_as_served(ends):
+    giver, taker = ends
+    served = []
+    giver.transfers.serve([1], lambda: served.append(True))
+    taker.fetch(0)
+    deliver(giver, taker, at_most=1)
+    giver.links[1].closed = True
+    giver.links[1].queue.clear()
+    giver.transfers.pump()
+    assert served == []
+    unlink(giver, taker)
+    linked(giver, taker)
+    deliver(giver, taker)
+    assert served == [True]
+    assert taker.ended == [None]
 
 
 @pytest.mark.parametrize("at", range(1, 6))
