@@ -230,10 +230,10 @@ def _slow_text(result: PairingResult) -> str:
         for run in slow
     )
     return (
-        f"**`fresh` is not immune.** {len(slow)} of its {num_runs} runs decayed at less than a third "
-        f"of what is usual on the same network ({found}). Where nothing jitters, workers can fall "
-        "for a while into cycles of partners, never the same one twice in a row, in which parts "
-        "of the graph do not meet. Among the runs with jitter there "
+        f"**`fresh` is not immune.** {len(slow)} of its {num_runs} runs decayed at less than a "
+        f"third of what is usual on the same network ({found}). Where nothing jitters, workers "
+        "can fall for a while into cycles of partners, never the same one twice in a row, in "
+        "which parts of the graph do not meet. Among the runs with jitter there "
         + ("is none such." if not any(run.is_jittered for run in slow) else "are such, too.")
     )
 
