@@ -88,15 +88,9 @@ class RunLogging:
             self._wake.set()
 
     def log(self, loss: Tensor | float | None, values: Mapping[str, Value]) -> None:
-        """Take what :func:`one_loss` made and values; after the end they are written at once."""
+        """Take what :func:`one_loss` made, and values; after the end they are written at once."""
         if loss is not None:
             self._losses.append(loss)
-        for name, value in values.items():
-            if not isinstance(value, bool | int | float | str):
-                raise ValueError(
-                    f"log({name}=...) takes numbers and text, not a {type(value).__name__}; of a "
-                    "tensor with one element, give .item()"
-                )
         if values:
             self._values.append(values)
             if self._is_closed:
@@ -208,6 +202,20 @@ def one_loss(loss: Tensor | float) -> Tensor | float:
     if loss.numel() != 1:
         raise ValueError(f"log(loss=...) takes one number, not {tuple(loss.shape)}")
     return loss.detach()
+
+
+def check_values(values: Mapping[str, object]) -> None:
+    """Look at what a script logs by name.
+
+    Raises:
+        ValueError: one is neither number nor text.
+    """
+    for name, value in values.items():
+        if not isinstance(value, bool | int | float | str):
+            raise ValueError(
+                f"log({name}=...) takes numbers and text, not a {type(value).__name__}; of a "
+                "tensor with one element, give .item()"
+            )
 
 
 def _remove_others(directory: Path, num_workers: int) -> None:
