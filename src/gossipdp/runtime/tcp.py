@@ -229,12 +229,17 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
         with fork.descriptors_guard:
             try:
                 connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+                opening = self._openings.dial(connection, peer, host, port)
             except OSError as error:
                 self._log.warn_once("dial", str(error.errno), "cannot dial: %s", error.strerror)
                 self.dial_failed(peer, False)
                 return
-            opening = self._openings.dial(connection, peer, host, port)
-        code = connection.connect_ex((host, port))
+        try:
+            code = connection.connect_ex((host, port))
+        except OSError as error:  # an IPv6 address with a zone that is none of this host's
+            self._log.warn_once("dial", f"{host}:{port}", "cannot dial rank %s: %s", peer, error)
+            self._openings.fail_dial(opening, False)
+            return
         if code not in (0, errno.EINPROGRESS):
             self._openings.fail_dial(opening, code == errno.ECONNREFUSED)
 

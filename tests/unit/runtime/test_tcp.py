@@ -94,8 +94,9 @@ def test_an_address_that_is_not_numeric_or_no_port_is_a_failed_dial(world: Any) 
     node = world.tcp(0)
     node.transport.dial(1, "a-name.example", 4000)
     node.transport.dial(2, "127.0.0.1", 70000)
+    node.transport.dial(3, "fe80::1%nowhere", 4000)
     world.settle()
-    assert node.handler.events == [("dial_failed", 1, False), ("dial_failed", 2, False)]
+    assert node.handler.events == [("dial_failed", peer, False) for peer in (1, 2, 3)]
 
 
 def test_out_of_descriptors(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +108,18 @@ def test_out_of_descriptors(world: Any, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(socket, "socket", no_socket)
     node.transport.dial(1, "127.0.0.1", 4000)
     node.transport.poll(0.0)
+    assert node.handler.events == [("dial_failed", 1, False)]
+
+
+def test_a_socket_that_cannot_be_watched(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = world.tcp(0)
+
+    def no_room(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tcp_sockets, "set_options", no_room)
+    node.transport.dial(1, "127.0.0.1", 4000)
+    world.settle()
     assert node.handler.events == [("dial_failed", 1, False)]
 
 
