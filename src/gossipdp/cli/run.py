@@ -143,11 +143,15 @@ def run(arguments: RunArguments) -> int:
     if not isinstance(team, LaunchedTeam):
         noun = "worker" if num_workers == 1 else "workers"
         _tell(f"starting {num_workers} {noun}; importing torch takes some seconds")
-    code = supervisor.run()
-    if report := supervisor.report():
-        _tell(f"what failed:\n{report}")
-    if isinstance(team, LaunchedTeam) and code <= 1:
-        team.tell_ended(wait=code == 1 and some_go_on)
+    waits = False
+    try:
+        code = supervisor.run()
+        if report := supervisor.report():
+            _tell(f"what failed:\n{report}")
+        waits = code == 1 and some_go_on
+    finally:  # however it ends: others may wait for this one's end
+        if isinstance(team, LaunchedTeam):
+            team.tell_ended(wait=waits)
     _flush_or_drop()
     if "torch" in sys.modules:
         # Nothing is left to do, and without torch's own end, or that of its import, it is quick.

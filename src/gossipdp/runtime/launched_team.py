@@ -17,8 +17,6 @@ from gossipdp.runtime.store import STORE_CALL_S, HostedStore, RemoteStore, ready
 from gossipdp.runtime.team import Team
 
 END_POLL_S = 0.5
-# From our worker's beginning to that of the last one, or to where this process sees it.
-OTHERS_BEGIN_S, BEGIN_POLL_S = 5.0, 0.05
 
 
 @final
@@ -34,10 +32,10 @@ class LaunchedTeam(Team):
         RendezvousError: the store's port is in use, or the address is not of this machine.
     """
 
-    others_elsewhere = True
-
     def __init__(self, environment: Environment, secret: str | None, host: str | None) -> None:
         assert environment.store_host is not None
+        self.others_elsewhere = environment.num_workers > 1
+        self._round = 0
         self.run_id = environment.run_id if environment.unique_run_id else None
         self.secret = secret
         self._environment = environment
@@ -66,7 +64,7 @@ class LaunchedTeam(Team):
             secret=self.secret,
             local_rank=environment.local_rank,
             num_local_workers=environment.num_local_workers,
-            round_number=environment.restart_count,
+            round_number=environment.restart_count + self._round,
         )
         del told["GROUP_RANK"]  # which host this is, nobody has told
         return {**told, "TORCHELASTIC_RUN_ID": environment.run_id}
@@ -92,12 +90,9 @@ class LaunchedTeam(Team):
 
         The store may go, with its host, after the last worker began and before we saw it.
         """
-        deadline = time.monotonic() + OTHERS_BEGIN_S
-        while begun and not (self._watched.has_all or self._watched.is_gone):
-            if self._watched.noticed is not None or time.monotonic() >= deadline:
-                break
-            time.sleep(BEGIN_POLL_S)
-        return self._watched.has_all or (self._watched.is_gone and bool(begun))
+        if not begun:
+            return self._watched.has_all
+        return self._watched.has_all_soon() or self._watched.is_gone
 
     def check(self) -> str | None:
         """See the base class."""
@@ -111,8 +106,9 @@ class LaunchedTeam(Team):
         self._watched.put_notice(reason)
 
     def begin_anew(self) -> None:
-        """See the base class; it cannot be known here that nobody is left."""
-        raise AssertionError
+        """See the base class: the only worker of a run, which meets nobody."""
+        assert not self.others_elsewhere, "it cannot be known here that nobody is left"
+        self._round += 1
 
     def published_addresses(self) -> dict[int, tuple[str, int]]:
         """See the base class."""

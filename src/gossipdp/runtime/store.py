@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gossipdp.runtime")
 
 WATCH_EVERY_S = 0.2
+# From the beginning of some workers to that of the last one, or to where it is seen here.
+COMES_WITHIN_S, COMES_POLL_S = 5.0, 0.05
 # The longest that one call on another host's store may take, and so the end of a run.
 STORE_CALL_S = 1.0
 # How long the end of a run waits for a thread that may be importing torch.
@@ -185,8 +187,21 @@ class RemoteStore:
         self._thread = threading.Thread(target=self._watch, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
+    def has_all_soon(self) -> bool:
+        """Whether everything awaited has come, or comes within ``COMES_WITHIN_S``.
+
+        For who has cause to think so: some of it came a moment ago, and the thread looks only now
+        and then. It gives up sooner where the store is gone or there is a notice.
+        """
+        deadline = time.monotonic() + COMES_WITHIN_S
+        while not (self.has_all or self.is_gone or self.noticed is not None):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(COMES_POLL_S)
+        return self.has_all
+
     def put_notice(self, text: str) -> None:
-        """Write the notice soon; at the latest :meth:`close` does."""
+        """Write the notice soon, unless all has come by then; at the latest :meth:`close` does."""
         self._own_notice = text
         self._wake.set()
 
@@ -211,7 +226,11 @@ class RemoteStore:
         try:
             store = self._connect()
             self._is_connected.set()
-            while store is not None and not self.has_all:
+            while store is not None:
+                # First of all: what was said to have failed before the beginning may be younger.
+                self.has_all = bool(store.check(self._awaited))
+                if self.has_all:
+                    return
                 if self._own_notice is not None:
                     store.set(self._notice_key, self._own_notice)
                     return
@@ -220,7 +239,6 @@ class RemoteStore:
                 if store.check([self._notice_key]):
                     self.noticed = store.get(self._notice_key).decode()
                     return
-                self.has_all = bool(store.check(self._awaited))
                 self._wake.wait(WATCH_EVERY_S)
         except RuntimeError as error:
             self.is_gone = True

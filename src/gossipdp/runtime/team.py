@@ -257,11 +257,13 @@ class RemoteTeam(_StoreTeam):
         self._store.close()
 
     def has_begun(self, begun: set[int]) -> bool:
-        """See the base class.
+        """See the base class; where all of ours began a moment ago, the others are awaited.
 
         The store may go, with its host, after the last worker began and before we saw it.
         """
-        return self._store.has_all or (self._store.is_gone and len(begun) == self._num_local)
+        if len(begun) < self._num_local:
+            return self._store.has_all
+        return self._store.has_all_soon() or self._store.is_gone
 
     def check(self) -> str | None:
         """See the base class."""

@@ -1,3 +1,4 @@
+import dataclasses
 import socket
 import time
 from collections.abc import Iterator
@@ -48,6 +49,16 @@ def test_the_worker_is_told_what_the_launcher_said() -> None:
     assert (worker.local_rank, worker.num_local_workers) == (1, 2)
     assert worker.key_prefix == told.key_prefix
     assert (worker.agent_store, worker.unique_run_id, worker.secret) == (True, False, b"secret")
+
+
+def test_the_only_worker_of_a_run_may_begin_anew() -> None:
+    told = dataclasses.replace(launched(0, 29500, agent_store=True), num_workers=1)
+    team = LaunchedTeam(told, None, None)
+    assert not team.others_elsewhere
+    before = Environment.read(team.variables(0)).key_prefix
+    team.begin_anew()
+    assert Environment.read(team.variables(0)).key_prefix != before
+    assert LaunchedTeam(launched(0, 29500, agent_store=True), None, None).others_elsewhere
 
 
 def test_where_no_launcher_hosts_the_store_rank_0_does() -> None:

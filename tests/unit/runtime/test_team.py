@@ -2,6 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from gossipdp.runtime import store
 from gossipdp.runtime.store import arrival_key, ready_key
 from gossipdp.runtime.team import HostingTeam, RemoteTeam
 
@@ -61,7 +62,40 @@ def test_garbage_in_the_store_is_no_address(team: HostingTeam) -> None:
     assert team.published_addresses() == {0: ("127.0.0.2", 7)}
 
 
-def test_another_host_s_store_may_go_just_when_the_run_begins(team: HostingTeam) -> None:
+def test_a_failure_after_all_have_begun_ends_nothing_on_another_host(team: HostingTeam) -> None:
+    """It may be told before that host's supervisor has seen that all have."""
+    host, port = team._address
+    remote = RemoteTeam(1, host, port, None, num_nodes=2, node_rank=1)
+    all_begin(team)
+    team._store.put(f"{PREFIX}failed", "worker 0 failed")
+    remote.tell_failed("worker 1 failed")
+    remote.open()
+    try:
+        remote._store._thread.join(60)
+        assert remote.check() is None
+        assert remote.has_begun(set())
+        assert team._store.text(f"{PREFIX}failed") == "worker 0 failed"
+    finally:
+        remote.close()
+
+
+def test_the_other_hosts_workers_are_awaited_where_ours_began(team: HostingTeam) -> None:
+    host, port = team._address
+    remote = RemoteTeam(1, host, port, None, num_nodes=2, node_rank=1)
+    remote.open()
+    try:
+        assert remote._store._is_connected.wait(60)
+        assert not remote.has_begun(set())
+        all_begin(team)
+        assert remote.has_begun({1})
+    finally:
+        remote.close()
+
+
+def test_another_host_s_store_may_go_just_when_the_run_begins(
+    team: HostingTeam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "COMES_WITHIN_S", 0.0)
     host, port = team._address
     remote = RemoteTeam(1, host, port, None, num_nodes=2, node_rank=1)
     remote.open()
