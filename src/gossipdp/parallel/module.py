@@ -533,9 +533,11 @@ def _boundary_hook(
 def _loaded_hook(
     model: "weakref.ref[GossipDataParallel]",
 ) -> Callable[[nn.Module, object], None]:
-    def hook(_: nn.Module, incompatible_keys: object) -> None:
+    """The hook after loading; a copy of the module brings it along, but is not what trains."""
+
+    def hook(module: nn.Module, incompatible_keys: object) -> None:
         alive = model()
-        if alive is not None:
+        if alive is not None and module is alive.module:
             alive._engine.loaded()
 
     return hook

@@ -240,6 +240,19 @@ def test_state_dict_has_the_modules_own_names_and_loads_both_ways(wrap):
         model.load_state_dict(other.state_dict(), assign=True)
 
 
+def test_loading_a_copy_of_the_module_leaves_the_run_as_it_is(wrap, monkeypatch):
+    net = make()
+    model = wrap(net, torch.optim.SGD(trainable(net), 0.1))
+    told = []
+    monkeypatch.setattr(model._engine, "loaded", lambda: told.append(True))
+    best, mean = copy.deepcopy(net), torch.optim.swa_utils.AveragedModel(net)
+    best.load_state_dict(net.state_dict())
+    mean.load_state_dict(mean.state_dict())
+    assert not told
+    net.load_state_dict(best.state_dict())
+    assert told
+
+
 def test_state_dict_does_not_change_when_training_goes_on(wrap):
     net = make()
     optimizer = torch.optim.SGD(trainable(net), 0.1)
