@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp import GossipDataParallel, ModelChangedError
@@ -329,14 +329,20 @@ def test_without_a_budget_progress_counts_steps(wrap):
         next(model.batches([1]))
 
 
-def test_batches_shuffles_anew_each_epoch_and_refuses_an_empty_loader(wrap):
+@pytest.mark.parametrize("within", [False, True])
+def test_batches_shuffles_anew_each_epoch_and_refuses_an_empty_loader(wrap, within):
     data = TensorDataset(torch.arange(8.0).reshape(8, 1))
     sampler = DistributedSampler(data, num_replicas=1, rank=0)
+    loader = (
+        DataLoader(data, batch_sampler=BatchSampler(sampler, 8, drop_last=False))
+        if within
+        else DataLoader(data, batch_size=8, sampler=sampler)
+    )
     net = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     model = wrap(net, optimizer, budget_samples=16)
     orders = []
-    for (values,) in model.batches(DataLoader(data, batch_size=8, sampler=sampler)):
+    for (values,) in model.batches(loader):
         orders.append(values.flatten().tolist())
         model(values).sum().backward()
         optimizer.step()
