@@ -522,12 +522,23 @@ def _boundary_hook(
 ) -> Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]:
     """The step post-hook; weak, so that an optimizer does not keep a dropped model's threads."""
 
-    def hook(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def hook(
+        optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         alive = model()
-        if alive is not None:
+        if alive is not None and not _has_skipped(optimizer):
             alive._boundary(index)
 
     return hook
+
+
+def _has_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step moved nothing: GradScaler calls a fused optimizer's all the same.
+
+    On a device this waits for the step, as the boundary does anyway.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
 
 
 def _loaded_hook(

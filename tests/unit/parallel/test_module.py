@@ -177,9 +177,11 @@ def test_a_compiled_module_trains_and_keeps_its_names(wrap):
     assert list(model.state_dict()) == list(compiled.state_dict())
 
 
-def test_a_step_that_grad_scaler_skips_is_no_boundary(wrap):
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_that_grad_scaler_skips_is_no_boundary(wrap, make_optimizer, fused):
     net = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    optimizer = make_optimizer(net.parameters(), 0.1, fused=fused)
     model = wrap(net, optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for value in (1.0, math.inf, 1.0):
