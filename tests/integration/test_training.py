@@ -339,6 +339,23 @@ def test_workers_that_do_not_fit_are_one_clear_error(
     assert time.monotonic() - started < 30
 
 
+def evaluate_alone(rank: int) -> bool:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = GossipDataParallel(net, optimizer, method="allreduce")
+    for training in (True, False):  # in eval mode BatchNorm stands still, but all train on
+        model.train(training)
+        train(model, optimizer, 2)
+        with torch.no_grad():
+            if model.rank == rank:
+                model(torch.ones(8, 16))
+    return model.consolidate().consensus_distance == 0.0
+
+
+def test_under_allreduce_one_worker_may_evaluate_without_the_others(workers: Callable) -> None:
+    assert workers(evaluate_alone, 2, (1,), timeout_s=20) == [True, True]
+
+
 def train_in_step() -> timedelta:
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

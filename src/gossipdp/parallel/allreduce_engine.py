@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from statistics import median
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -109,7 +109,7 @@ class AllReduceEngine(Engine):
         self._check_start()
         self._gather_status_addresses()
         atexit.register(self.close)
-        self.forward_module = DistributedDataParallel(self._module)
+        self.forward_module = _Synchronous(self._module)
         self.forward_module.register_comm_hook(None, self._average_bucket)
         if self._owns_group:
             # start_timeout_s was for the meeting; between steps a worker may evaluate, or save.
@@ -332,3 +332,18 @@ class AllReduceEngine(Engine):
             self.forward_module = self._module
             if self._owns_group and dist.is_initialized():
                 dist.destroy_process_group()
+
+
+@final
+class _Synchronous(DistributedDataParallel):
+    """A forward pass without gradients is one worker's own affair, as under the other methods.
+
+    DistributedDataParallel gives all workers rank 0's buffers at the first such pass after a
+    training step, so one that evaluated alone would wait for the others. It does so at the next
+    training step in any case. In eval mode with gradients all workers take part: they may train.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        return super().forward(*args, **kwargs)
