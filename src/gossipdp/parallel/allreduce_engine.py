@@ -346,4 +346,4 @@ class _Synchronous(DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        return super().forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
