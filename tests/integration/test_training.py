@@ -6,12 +6,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 
 from gossipdp import GossipDataParallel
 from gossipdp.errors import WorkerFailedError
@@ -334,3 +337,34 @@ def test_workers_that_do_not_fit_are_one_clear_error(
     with pytest.raises(WorkerFailedError, match=message):
         workers(differ, 4, (what,))
     assert time.monotonic() - started < 30
+
+
+def evaluate_alone(rank: int) -> bool:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = GossipDataParallel(net, optimizer, method="allreduce")
+    for training in (True, False):  # in eval mode BatchNorm stands still, but all train on
+        model.train(training)
+        train(model, optimizer, 2)
+        with torch.no_grad():
+            if model.rank == rank:
+                model(torch.ones(8, 16))
+    return model.consolidate().consensus_distance == 0.0
+
+
+def test_under_allreduce_one_worker_may_evaluate_without_the_others(workers: Callable) -> None:
+    assert workers(evaluate_alone, 2, (1,), timeout_s=20) == [True, True]
+
+
+def train_in_step() -> timedelta:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = GossipDataParallel(net, optimizer, method="allreduce", start_timeout_s=30.0)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    train(model, optimizer, 2)
+    model.consolidate()
+    return backend.options._timeout
+
+
+def test_under_allreduce_the_start_has_a_time_out_of_its_own(workers: Callable) -> None:
+    assert workers(train_in_step, 2) == [default_pg_timeout] * 2

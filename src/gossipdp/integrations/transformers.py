@@ -89,7 +89,8 @@ class GossipCallback(TrainerCallback):
         )
 
         def count(module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-            if module.training and torch.is_grad_enabled():
+            # A copy of the model brings this hook along.
+            if module is model and module.training and torch.is_grad_enabled():
                 wrapped.count_batch((positional, named))
 
         self._counting = model.register_forward_pre_hook(count, with_kwargs=True)

@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from statistics import median
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from gossipdp.dynamics.kernels import is_finite
@@ -44,6 +45,7 @@ class AllReduceEngine(Engine):
     Gradients are averaged by torch's own DistributedDataParallel during the backward pass, so the
     parameters are equal on all workers, bit for bit, and nobody is ahead. The process group is
     the user's where there is one; else gloo (NCCL for CUDA parameters), made here and ended here.
+    Once all have met, its time-out is torch's own: 30 minutes, of NCCL 10.
 
     The sample count travels beside the gradients, in an all-reduce of its own that is collected
     one step later: all workers see the same total at the same step, and so end together.
@@ -107,8 +109,13 @@ class AllReduceEngine(Engine):
         self._check_start()
         self._gather_status_addresses()
         atexit.register(self.close)
-        self.forward_module = DistributedDataParallel(self._module)
+        self.forward_module = _Synchronous(self._module)
         self.forward_module.register_comm_hook(None, self._average_bucket)
+        if self._owns_group:
+            # start_timeout_s was for the meeting; between steps a worker may evaluate, or save.
+            assert dist.group.WORLD is not None
+            usual = default_pg_nccl_timeout if on_cuda else default_pg_timeout
+            dist.group.WORLD.set_timeout(usual or default_pg_timeout)
 
     def _check_start(self) -> None:
         """Raise RefusedError unless all start from one step; add up what they carry over.
@@ -325,3 +332,18 @@ class AllReduceEngine(Engine):
             self.forward_module = self._module
             if self._owns_group and dist.is_initialized():
                 dist.destroy_process_group()
+
+
+@final
+class _Synchronous(DistributedDataParallel):
+    """A forward pass without gradients is one worker's own affair, as under the other methods.
+
+    DistributedDataParallel gives all workers rank 0's buffers at the first such pass after a
+    training step, so one that evaluated alone would wait for the others. It does so at the next
+    training step in any case. In eval mode with gradients all workers take part: they may train.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]

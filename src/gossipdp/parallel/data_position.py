@@ -109,8 +109,9 @@ class DataPosition:
         else:
             self._start = _start(loader)
         self._batch = 0
-        if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
-            loader.sampler.set_epoch(self._epoch)
+        for sampler in _samplers(loader):
+            if isinstance(sampler, DistributedSampler):
+                sampler.set_epoch(self._epoch)
         iterator = iter(loader)
         if resumed is not None:
             for _ in range(resumed["batch"]):
@@ -143,12 +144,20 @@ def _restore_start(start: dict[str, Any], loader: Any) -> None:
         generator.set_state(state)
 
 
+def _samplers(loader: Any) -> list[Any]:
+    """The distinct samplers from which a DataLoader takes its order; some may be None."""
+    if not isinstance(loader, DataLoader):
+        return []
+    within = getattr(loader.batch_sampler, "sampler", None)
+    samplers = [loader.sampler, loader.batch_sampler, within]
+    return list({id(each): each for each in samplers}.values())
+
+
 def _generators(loader: Any) -> list[torch.Generator]:
     """The distinct generators from which a DataLoader draws its order."""
     if not isinstance(loader, DataLoader):
         return []
-    holders: list[Any] = [loader, loader.sampler, loader.batch_sampler]
-    holders.append(getattr(loader.batch_sampler, "sampler", None))
+    holders = [loader, *_samplers(loader)]
     found = [getattr(holder, "generator", None) for holder in holders]
     distinct = {id(each): each for each in found if isinstance(each, torch.Generator)}
     return list(distinct.values())

@@ -323,9 +323,9 @@ class GossipDataParallel(nn.Module):
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, epoch after epoch, until the budget is used up.
 
-        A ``DistributedSampler`` gets ``set_epoch`` at the start of each epoch. In a resumed run
-        the first call goes on in the middle of the epoch where the checkpoint was taken: the
-        batches before it are loaded and dropped.
+        A ``DistributedSampler``, also within a batch sampler, gets ``set_epoch`` at the start of
+        each epoch. In a resumed run the first call goes on in the middle of the epoch where the
+        checkpoint was taken: the batches before it are loaded and dropped.
 
         Raises:
             ValueError: there is no budget, or the loader yields nothing.
@@ -522,20 +522,33 @@ def _boundary_hook(
 ) -> Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]:
     """The step post-hook; weak, so that an optimizer does not keep a dropped model's threads."""
 
-    def hook(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def hook(
+        optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         alive = model()
-        if alive is not None:
+        if alive is not None and not _has_skipped(optimizer):
             alive._boundary(index)
 
     return hook
 
 
+def _has_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step moved nothing: GradScaler calls a fused optimizer's all the same.
+
+    On a device this waits for the step, as the boundary does anyway.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
+
+
 def _loaded_hook(
     model: "weakref.ref[GossipDataParallel]",
 ) -> Callable[[nn.Module, object], None]:
-    def hook(_: nn.Module, incompatible_keys: object) -> None:
+    """The hook after loading; a copy of the module brings it along, but is not what trains."""
+
+    def hook(module: nn.Module, incompatible_keys: object) -> None:
         alive = model()
-        if alive is not None:
+        if alive is not None and module is alive.module:
             alive._engine.loaded()
 
     return hook

@@ -110,7 +110,9 @@ class TrainingRun:
             self._progress.step(loss, self._model.progress())
 
     def finish(self, metric_name: str, evaluate: Callable[[], float]) -> Outcome | None:
-        """Average all workers; then one evaluates the average, saves it, and shows the row.
+        """Average all workers; then one saves the average, evaluates it, and shows the row.
+
+        It is saved first: where the evaluation fails, the training is not lost.
 
         Returns:
             What came of it, on the worker that tells; None on the others.
@@ -122,6 +124,8 @@ class TrainingRun:
         stats, options = self._model.stats(), self._options
         if self._model.rank != _lowest_alive(stats):
             return None
+        options.directory.mkdir(parents=True, exist_ok=True)
+        self._model.save_averaged(options.directory / MODEL_FILE)
         steps = consolidated.gradient_steps_by_rank.values()
         has_exchanges = options.method in ("a2cid2", "gossip") and stats.num_workers > 1
         outcome = Outcome(
@@ -139,8 +143,6 @@ class TrainingRun:
             achieved_comm_rate=stats.achieved_comm_rate if has_exchanges else None,
             configuration=_configuration(options),
         )
-        options.directory.mkdir(parents=True, exist_ok=True)
-        self._model.save_averaged(options.directory / MODEL_FILE)
         if options.json is not None:
             options.json.write_text(json.dumps(asdict(outcome), indent=2) + "\n", "utf-8")
         self._show(outcome)

@@ -1,5 +1,6 @@
 """The callback on one worker: the Trainer's own training, bit for bit."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ def test_samples_are_counted_and_end_the_training(tmp_path: Path) -> None:
     stats = gossip.model.stats()
     assert (stats.gradient_steps, stats.samples) == (7, 96)
     assert gossip.progress() == 1.0
+
+
+def test_a_copy_of_the_model_is_not_counted(tmp_path: Path) -> None:
+    class Distiller(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            teacher = copy.deepcopy(others["model"])
+            teacher(inputs=torch.ones(5, 4), labels=torch.zeros(5, dtype=torch.long))
+
+    gossip = GossipCallback()
+    train(tmp_path, gossip, Distiller(), max_steps=2)
+    assert gossip.model.stats().samples == 16
 
 
 def test_evaluation_is_not_counted(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp import GossipDataParallel, ModelChangedError
@@ -177,9 +177,11 @@ def test_a_compiled_module_trains_and_keeps_its_names(wrap):
     assert list(model.state_dict()) == list(compiled.state_dict())
 
 
-def test_a_step_that_grad_scaler_skips_is_no_boundary(wrap):
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_that_grad_scaler_skips_is_no_boundary(wrap, make_optimizer, fused):
     net = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    optimizer = make_optimizer(net.parameters(), 0.1, fused=fused)
     model = wrap(net, optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for value in (1.0, math.inf, 1.0):
@@ -238,6 +240,19 @@ def test_state_dict_has_the_modules_own_names_and_loads_both_ways(wrap):
     assert_bitwise_equal(model, make(6))
     with pytest.raises(ValueError, match="assign=True"):
         model.load_state_dict(other.state_dict(), assign=True)
+
+
+def test_loading_a_copy_of_the_module_leaves_the_run_as_it_is(wrap, monkeypatch):
+    net = make()
+    model = wrap(net, torch.optim.SGD(trainable(net), 0.1))
+    told = []
+    monkeypatch.setattr(model._engine, "loaded", lambda: told.append(True))
+    best, mean = copy.deepcopy(net), torch.optim.swa_utils.AveragedModel(net)
+    best.load_state_dict(net.state_dict())
+    mean.load_state_dict(mean.state_dict())
+    assert not told
+    net.load_state_dict(best.state_dict())
+    assert told
 
 
 def test_state_dict_does_not_change_when_training_goes_on(wrap):
@@ -316,14 +331,20 @@ def test_without_a_budget_progress_counts_steps(wrap):
         next(model.batches([1]))
 
 
-def test_batches_shuffles_anew_each_epoch_and_refuses_an_empty_loader(wrap):
+@pytest.mark.parametrize("within", [False, True])
+def test_batches_shuffles_anew_each_epoch_and_refuses_an_empty_loader(wrap, within):
     data = TensorDataset(torch.arange(8.0).reshape(8, 1))
     sampler = DistributedSampler(data, num_replicas=1, rank=0)
+    loader = (
+        DataLoader(data, batch_sampler=BatchSampler(sampler, 8, drop_last=False))
+        if within
+        else DataLoader(data, batch_size=8, sampler=sampler)
+    )
     net = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     model = wrap(net, optimizer, budget_samples=16)
     orders = []
-    for (values,) in model.batches(DataLoader(data, batch_size=8, sampler=sampler)):
+    for (values,) in model.batches(loader):
         orders.append(values.flatten().tolist())
         model(values).sum().backward()
         optimizer.step()

@@ -11,12 +11,13 @@ import torch
 from recipe_archives import write_cifar10_archive
 from rich.console import Console
 
+from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.stats import Stats
 from gossipdp.recipes import make_recipe
 from gossipdp.recipes.options import BytesGptOptions, Cifar10Options, TrainOptions
 from gossipdp.recipes.progress import TrainingProgress
 from gossipdp.recipes.recipe import worker_device
-from gossipdp.recipes.training import MODEL_FILE, Outcome, _lowest_alive, train
+from gossipdp.recipes.training import MODEL_FILE, Outcome, TrainingRun, _lowest_alive, train
 from gossipdp.runtime.noticed import Notice
 
 OUTCOME = Outcome(
@@ -145,6 +146,25 @@ def test_the_papers_schedule(tmp_path: Path):
         progress=[0.0, 0.025, 0.05, 0.499, 0.5, 0.749, 0.75],
     )
     assert found == pytest.approx([0.1, 0.45, 0.8, 0.8, 0.08, 0.08, 0.008])
+
+
+def test_an_evaluation_that_fails_does_not_lose_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    net = torch.nn.Linear(2, 1)
+    model = GossipDataParallel(net, torch.optim.SGD(net.parameters(), 0.1), budget_samples=8)
+    options = BytesGptOptions(data=tmp_path, output=tmp_path / "output")
+    run = TrainingRun(model, options, 8, Console(file=io.StringIO()))
+
+    def evaluate() -> float:
+        raise OSError("broken image")
+
+    with pytest.raises(OSError, match="broken image"):
+        run.finish("test_accuracy", evaluate)
+    saved = torch.load(options.directory / MODEL_FILE, weights_only=True)
+    assert torch.equal(saved["weight"], net.weight)
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_the_same(
