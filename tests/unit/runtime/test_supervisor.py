@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import importlib
 import io
 import os
@@ -13,7 +14,13 @@ import pytest
 from run_processes import runs
 
 from gossipdp.errors import RendezvousError
-from gossipdp.runtime.script_worker import Outlet, Relay, error_tail
+from gossipdp.runtime.script_worker import (
+    MAX_LINE_BYTES,
+    PIPE_BYTES,
+    Outlet,
+    Relay,
+    error_tail,
+)
 from gossipdp.runtime.supervisor import Supervisor
 from gossipdp.runtime.team import HostingTeam
 
@@ -42,6 +49,46 @@ def test_whole_lines_are_passed_on_with_the_rank() -> None:
 def test_of_a_progress_bar_the_last_state_is_passed_on() -> None:
     _, target = relay(b"10%\r50%\r", b"100%\r\nnext\n")
     assert target.getvalue() == b"[3] 100%\n[3] next\n"
+
+
+class Refilled(io.BytesIO):
+    """Who is read here writes again at once, as much as was read."""
+
+    def __init__(self, pipe: int) -> None:
+        super().__init__()
+        self._pipe = pipe
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        assert self.tell() < 2 * PIPE_BYTES, "would be read for ever"
+        os.write(self._pipe, data[len(b"[3] ") :])
+        return super().write(data)
+
+
+def test_a_worker_that_prints_without_pause_is_left_for_the_others() -> None:
+    read, write = os.pipe()
+    with open(write, "wb", buffering=0) as source, open(read, "rb") as pipe:
+        target = Refilled(write)
+        passed = Relay(pipe, Outlet(target, "standard output", io.BytesIO()), b"[3] ")
+        source.write(b"again\n")
+        assert passed.take_in()
+        assert target.getvalue() == b"[3] again\n"
+        source.write(b"x" * 9000 + b"\n")
+        passed.drain()  # of a worker that has ended, while its child goes on
+        assert PIPE_BYTES <= target.tell() < 2 * PIPE_BYTES
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sets the size of a pipe")
+def test_all_that_an_ended_worker_wrote_is_shown() -> None:
+    read, write = os.pipe()
+    lines = b"line\n" * (MAX_LINE_BYTES // 2)
+    with open(write, "wb", buffering=0) as source, open(read, "rb") as pipe:
+        fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4 * MAX_LINE_BYTES)
+        assert source.write(lines + b"last") == len(lines) + 4
+        target = io.BytesIO()
+        passed = Relay(pipe, Outlet(target, "standard output", io.BytesIO()), b"")
+        passed.drain()
+        passed.flush()
+        assert target.getvalue() == lines + b"last\n"
 
 
 def test_the_error_tail_is_the_last_traceback_with_its_cause() -> None:
