@@ -177,10 +177,11 @@ class Supervisor:
                 self._ended_elsewhere = elsewhere
                 crew.end(signal.SIGTERM)
             while len(caught) > caught.handled:
-                if not self._has_begun():
-                    team.tell_failed("another host's launcher was interrupted")
                 crew.end(caught[caught.handled])
                 caught.handled += 1
+                # Without those of our workers who have begun: a team may await the others for them.
+                if not (crew.begun or team.has_begun(set())):
+                    team.tell_failed("another host's launcher was interrupted")
 
     def _close(self) -> None:
         """End what is not a worker, and let go of the workers."""

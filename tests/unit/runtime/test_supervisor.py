@@ -22,7 +22,7 @@ from gossipdp.runtime.script_worker import (
     error_tail,
 )
 from gossipdp.runtime.supervisor import Supervisor
-from gossipdp.runtime.team import HostingTeam
+from gossipdp.runtime.team import HostingTeam, Team
 
 
 def relay(*writes: bytes) -> tuple[Relay, io.BytesIO]:
@@ -204,6 +204,59 @@ def test_a_signal_ends_all_workers_and_what_they_started(number: int, tmp_path: 
     pids = [int(pid) for path in tmp_path.iterdir() for pid in path.read_text().split()]
     assert len(pids) == 4
     assert not [pid for pid in pids if runs(pid)]
+
+
+class OthersToBegin(Team):
+    """Of a launched run: our worker has begun, another has not, and may be awaited."""
+
+    run_id = secret = None
+    others_elsewhere = True
+
+    def __init__(self) -> None:
+        self.awaited: list[set[int]] = []
+        self.told: list[str] = []
+
+    def rank(self, local_rank: int) -> int:
+        return local_rank
+
+    def variables(self, local_rank: int) -> dict[str, str]:
+        return {}
+
+    def rejoin_variables(self, local_rank: int, rank: int | None) -> dict[str, str]:
+        return {}
+
+    def open(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def close(self) -> None:
+        pass
+
+    def has_begun(self, begun: set[int]) -> bool:
+        if begun:
+            self.awaited.append(set(begun))
+        return False
+
+    def check(self) -> None:
+        return
+
+    def tell_failed(self, reason: str) -> None:
+        self.told.append(reason)
+
+    def begin_anew(self) -> None:
+        raise AssertionError
+
+    def published_addresses(self) -> dict[int, tuple[str, int]]:
+        return {}
+
+
+@pytest.mark.processes
+def test_a_signal_does_not_wait_until_the_others_have_begun() -> None:
+    team = OthersToBegin()
+    supervisor = Supervisor(["sleep", "60"], 1, team=team, output=io.BytesIO(), errors=io.BytesIO())
+    supervisor._begun.add(0)
+    assert supervisor.run() == 128 + signal.SIGTERM
+    assert team.awaited == []
+    assert team.told == ["another host's launcher was interrupted"]
 
 
 def test_a_port_in_use_is_one_clear_error() -> None:
