@@ -206,6 +206,37 @@ def test_a_signal_ends_all_workers_and_what_they_started(number: int, tmp_path: 
     assert not [pid for pid in pids if runs(pid)]
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a spare waits")
+def test_what_a_dead_worker_left_behind_is_no_zombie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its next life looks for the child of the first, which was killed with it.
+    path, opened = tmp_path / "child", tmp_path / "opened"
+    team = HostingTeam(1, "127.0.0.1", 0, None)
+    monkeypatch.setattr(team, "open", opened.touch)  # comes after the start of the spare
+    code = (
+        "import os, subprocess, sys, time\n"
+        "from gossipdp.runtime.reports import Report, send_report\n"
+        "if os.environ.get('GOSSIPDP_RESTARTS') is None:\n"
+        "    send_report(Report(begins=True))\n"
+        f"    while not os.path.exists({str(opened)!r}): time.sleep(0.01)\n"
+        f"    open({str(path)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\n"
+        "    os._exit(1)\n"
+        f"child = open({str(path)!r}).read()\n"
+        "deadline = time.monotonic() + 10\n"
+        "while os.path.exists('/proc/' + child):\n"
+        "    assert time.monotonic() < deadline\n"
+        "    time.sleep(0.01)\n"
+    )
+    errors = io.BytesIO()
+    command = [sys.executable, "-u", "-c", code]
+    options = {"team": team, "output": io.BytesIO(), "errors": errors}
+    status = Supervisor(command, 1, max_restarts=1, **options).run()
+    assert path.exists()
+    assert status == 0, errors.getvalue().decode()
+
+
 class OthersToBegin(Team):
     """Of a launched run: our worker has begun, another has not, and may be awaited."""
 
