@@ -16,7 +16,7 @@ import pytest
 from run_processes import runs
 
 from gossipdp.errors import WorkerFailedError
-from gossipdp.runtime import crew
+from gossipdp.runtime import crew, launcher
 from gossipdp.runtime.launcher import launch
 
 pytestmark = pytest.mark.processes
@@ -241,6 +241,45 @@ def test_nothing_is_left_after_a_signal(
         workers(stay, 2, (str(tmp_path),), on_poll=signal_when_all_stay)
     assert all_gone(pids_in(tmp_path), before=sent_at[0] + 3)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def stay_whatever_comes(directory: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    Path(directory, "here").touch()
+    time.sleep(20)
+
+
+def test_a_second_sigterm_kills_at_once(
+    workers: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent_at: list[float] = []
+
+    def signal_twice(running: crew.Crew, timeout_s: float, wait: Callable = launcher._wait) -> None:
+        if (tmp_path / "here").exists() and len(sent_at) < 2:
+            sent_at.append(time.monotonic())
+            signal.raise_signal(signal.SIGTERM)
+        wait(running, timeout_s)
+
+    monkeypatch.setattr(launcher, "_wait", signal_twice)
+    monkeypatch.setattr(crew, "PATIENCE_S", 60)
+    with pytest.raises(SystemExit) as ended:
+        workers(stay_whatever_comes, 1, (str(tmp_path),))
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert time.monotonic() - sent_at[1] < 5
+
+
+def test_a_worker_that_the_crew_does_not_know_is_ended(
+    workers: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(crew.Crew, "add", interrupted)
+    before = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        workers(time.sleep, 1, (20,))
+    assert time.monotonic() - before < 10
 
 
 def test_nothing_is_left_when_the_caller_is_killed(tmp_path: Path) -> None:

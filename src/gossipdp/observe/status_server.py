@@ -94,14 +94,15 @@ class StatusServer(fork.DescriptorOwner):
 
     def close(self) -> None:
         """End the thread and free the port. A second call does nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        # The thread closes the waker under the same guard: not between the flag and the byte.
+        with fork.descriptors_guard:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._waker.send(b"\0")
         if self._thread is None:
             self._close_all()
-            return
-        self._waker.send(b"\0")
-        if self._thread is not threading.current_thread():
+        elif self._thread is not threading.current_thread():
             self._thread.join(JOIN_TIMEOUT_S)
 
     def close_in_child(self) -> None:

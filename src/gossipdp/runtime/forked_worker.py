@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -62,8 +63,9 @@ class ForkedWorker(WorkerProcess):
         if code is None:
             return None
         if self._received[:1] == ERROR:
-            reason, details = pickle.loads(self._received[1:])
-            return Ending(True, reason, details)
+            with suppress(Exception):  # it was killed before all of it was written
+                reason, details = pickle.loads(self._received[1:])
+                return Ending(True, reason, details)
         if code != 0:
             return Ending(True, exit_reason(code))
         try:
@@ -81,8 +83,14 @@ class ForkedWorker(WorkerProcess):
         """What the function returned, after an ending without failure."""
         return self._result
 
+    def kill(self) -> None:
+        """Send SIGKILL to it and what it started, unless it has ended or is closed."""
+        if not self._reader.closed and self._process.exitcode is None:
+            self.kill_group()
+            self.send(signal.SIGKILL)  # where it has not yet made its group
+
     def close(self) -> None:
-        """Release the pipe and the ended process; a second call does nothing."""
+        """Release the pipe and the process, whose end is awaited; a second call does nothing."""
         if self._reader.closed:
             return
         self._reader.close()

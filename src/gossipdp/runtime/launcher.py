@@ -137,6 +137,8 @@ def launch(
             finally:
                 _finish(crew)
     finally:
+        for worker in started.values():  # whom the crew did not come to know, or to see end
+            worker.kill()
         for worker in started.values():
             keeper.remove(worker.pid)
             worker.close()
@@ -185,16 +187,22 @@ def _watch(
 
 
 def _finish(crew: Crew) -> None:
-    """End who still runs; a second Ctrl+C kills at once."""
+    """End who still runs; a second Ctrl+C or SIGTERM kills at once."""
+    terminated: SystemExit | None = None
     while True:
         try:
             if crew.running and not crew.ending:
                 crew.end(signal.SIGINT)
             if not crew.watch():
-                return
+                break
             _wait(crew, 0.05)
         except KeyboardInterrupt:
             crew.kill()
+        except SystemExit as error:
+            terminated = error
+            crew.kill()
+    if terminated is not None:
+        raise terminated
 
 
 def _wait(crew: Crew, timeout_s: float) -> None:

@@ -19,6 +19,8 @@ from gossipdp.runtime.warm_spare import WarmSpare
 
 TAIL_LINES = 200
 MAX_LINE_BYTES = 1 << 16
+# The most that a pipe holds on Linux, unless root made it larger.
+PIPE_BYTES = 1 << 20
 
 
 @final
@@ -104,7 +106,7 @@ class ScriptWorker(WorkerProcess):
         if code is None:
             return None
         for stream in (self.standard_output, self.standard_error):
-            stream.take_in()
+            stream.drain()
             stream.flush()
         if code == 0:
             return Ending(False)
@@ -182,16 +184,30 @@ class Relay:
         self._folder = TracebackFolder(target.tracebacks)
 
     def take_in(self) -> bool:
-        """Pass on what has arrived; False at the end of the stream. Never blocks on the worker."""
+        """Pass on some of what has arrived; False at the end of the stream.
+
+        Never blocks on the worker, and reads once: one that prints without pause refills its pipe
+        as fast as it is emptied, and the others would wait for ever.
+        """
+        return self._take_in() != 0
+
+    def drain(self) -> None:
+        """Pass on all that a worker wrote which has ended; what it started may be writing still."""
+        left_bytes = PIPE_BYTES
+        while left_bytes > 0 and (num_bytes := self._take_in()):
+            left_bytes -= num_bytes
+
+    def _take_in(self) -> int | None:
+        """How many bytes have been passed on: 0 at the end of the stream, None for none yet."""
         try:
-            while data := os.read(self.pipe.fileno(), MAX_LINE_BYTES):
-                *lines, self._partial = (self._partial + data).split(b"\n")
-                self._write(lines)
-                if len(self._partial) > MAX_LINE_BYTES:
-                    self.flush()
+            data = os.read(self.pipe.fileno(), MAX_LINE_BYTES)
         except BlockingIOError:
-            return True
-        return False
+            return None
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        self._write(lines)
+        if len(self._partial) > MAX_LINE_BYTES:
+            self.flush()
+        return len(data)
 
     def flush(self) -> None:
         """Pass on a last line without its end, and what is held of a traceback."""

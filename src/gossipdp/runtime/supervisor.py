@@ -24,7 +24,7 @@ from gossipdp.runtime.launcher import available_cores
 from gossipdp.runtime.restarts import Restarts
 from gossipdp.runtime.script_worker import Outlet, Relay, ScriptWorker
 from gossipdp.runtime.team import HostingTeam, Team
-from gossipdp.runtime.warm_spare import WarmSpare, script_words
+from gossipdp.runtime.warm_spare import WarmSpare, reap, script_words
 
 POLL_S = 0.1
 # Of another launcher's that started us: they would tell a worker things that are not so.
@@ -114,6 +114,7 @@ class Supervisor:
         self._ended_elsewhere: str | None = None
         self._keeper: Keeper | None = None
         self._spare: WarmSpare | None = None
+        self._orphaned_groups: set[int] = set()
         self._crew = Crew(
             self._has_begun,
             on_failure=lambda failure, go_on: self._failed(failure, go_on, on_failure),
@@ -172,15 +173,17 @@ class Supervisor:
                 if self._spare.keep_alive():
                     self._keeper.remove(before)
                     self._keeper.add(self._spare.pid)
+            self._orphaned_groups = {group for group in self._orphaned_groups if reap(group)}
             elsewhere = team.check()
             if elsewhere is not None and not crew.ending and not crew.begun:
                 self._ended_elsewhere = elsewhere
                 crew.end(signal.SIGTERM)
             while len(caught) > caught.handled:
-                if not self._has_begun():
-                    team.tell_failed("another host's launcher was interrupted")
                 crew.end(caught[caught.handled])
                 caught.handled += 1
+                # Without those of our workers who have begun: a team may await the others for them.
+                if not (crew.begun or team.has_begun(set())):
+                    team.tell_failed("another host's launcher was interrupted")
 
     def _close(self) -> None:
         """End what is not a worker, and let go of the workers."""
@@ -268,7 +271,10 @@ class Supervisor:
     def _failed(
         self, failure: Failure, others_go_on: bool, tell: Callable[[Failure, bool], None]
     ) -> None:
-        self._release(self._workers[failure.rank].pid)
+        group = self._workers[failure.rank].pid
+        self._release(group)
+        if self._spare is not None and reap(group):
+            self._orphaned_groups.add(group)
         shown = self._shown(failure)
         if not others_go_on:
             who = f"on another host worker {shown_rank(shown.rank)}"

@@ -56,12 +56,26 @@ def script_words(command: Sequence[str]) -> list[str] | None:
     return None if words[0].startswith("-") else words
 
 
+def reap(group: int) -> bool:
+    """Let go of the children in this process group that have ended; whether any are left.
+
+    To be asked from the end of the group's leader on, until False: only then may the number be
+    another's.
+    """
+    try:
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
 @final
 class WarmSpare:
     """Starts the spare at once; replaces it when it has died; ends it at :meth:`close`.
 
     Meanwhile this process inherits the orphans among its descendants: that is how workers forked by
-    the spare become its children.
+    the spare become its children. Those of ended workers, too, who wait for :func:`reap`.
 
     Args:
         command: ``python -u`` and the script, as for a fresh worker.

@@ -186,6 +186,28 @@ def test_a_closed_server_frees_its_port_at_once(serve: Serve) -> None:
     again.close()
 
 
+class HeldUp:
+    """A waker whose owner loses the processor before it sends, while the server's thread runs."""
+
+    def __init__(self, server: StatusServer) -> None:
+        self._server, self._waker = server, server._waker
+        self.close = self._waker.close
+
+    def send(self, data: bytes) -> int:
+        assert self._server._thread is not None
+        with socket.create_connection(self._server.address, timeout=10):  # wakes the thread
+            self._server._thread.join(0.1)
+        return self._waker.send(data)
+
+
+def test_the_thread_may_see_its_end_before_it_is_woken(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    monkeypatch.setattr(server, "_waker", HeldUp(server))
+    server.close()
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_keeps_nothing_of_it(serve: Serve) -> None:
     server = serve()

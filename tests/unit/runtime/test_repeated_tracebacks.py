@@ -66,7 +66,8 @@ def test_the_relay_folds_what_it_passes_on_and_remembers_all() -> None:
         os.write(start, b"\n".join(TRACEBACK) + b"\nlast")
         os.close(start)
         relay = Relay(os.fdopen(output, "rb"), outlet, f"[{rank}] ".encode())
-        assert relay.take_in() is False
+        assert relay.take_in()
+        assert not relay.take_in()
         relay.flush()
         relay.pipe.close()
         assert list(relay.tail) == [line.decode() for line in (*TRACEBACK, b"last")]

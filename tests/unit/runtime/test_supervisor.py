@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import importlib
 import io
 import os
@@ -13,9 +14,15 @@ import pytest
 from run_processes import runs
 
 from gossipdp.errors import RendezvousError
-from gossipdp.runtime.script_worker import Outlet, Relay, error_tail
+from gossipdp.runtime.script_worker import (
+    MAX_LINE_BYTES,
+    PIPE_BYTES,
+    Outlet,
+    Relay,
+    error_tail,
+)
 from gossipdp.runtime.supervisor import Supervisor
-from gossipdp.runtime.team import HostingTeam
+from gossipdp.runtime.team import HostingTeam, Team
 
 
 def relay(*writes: bytes) -> tuple[Relay, io.BytesIO]:
@@ -42,6 +49,46 @@ def test_whole_lines_are_passed_on_with_the_rank() -> None:
 def test_of_a_progress_bar_the_last_state_is_passed_on() -> None:
     _, target = relay(b"10%\r50%\r", b"100%\r\nnext\n")
     assert target.getvalue() == b"[3] 100%\n[3] next\n"
+
+
+class Refilled(io.BytesIO):
+    """Who is read here writes again at once, as much as was read."""
+
+    def __init__(self, pipe: int) -> None:
+        super().__init__()
+        self._pipe = pipe
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        assert self.tell() < 2 * PIPE_BYTES, "would be read for ever"
+        os.write(self._pipe, data[len(b"[3] ") :])
+        return super().write(data)
+
+
+def test_a_worker_that_prints_without_pause_is_left_for_the_others() -> None:
+    read, write = os.pipe()
+    with open(write, "wb", buffering=0) as source, open(read, "rb") as pipe:
+        target = Refilled(write)
+        passed = Relay(pipe, Outlet(target, "standard output", io.BytesIO()), b"[3] ")
+        source.write(b"again\n")
+        assert passed.take_in()
+        assert target.getvalue() == b"[3] again\n"
+        source.write(b"x" * 9000 + b"\n")
+        passed.drain()  # of a worker that has ended, while its child goes on
+        assert PIPE_BYTES <= target.tell() < 2 * PIPE_BYTES
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sets the size of a pipe")
+def test_all_that_an_ended_worker_wrote_is_shown() -> None:
+    read, write = os.pipe()
+    lines = b"line\n" * (MAX_LINE_BYTES // 2)
+    with open(write, "wb", buffering=0) as source, open(read, "rb") as pipe:
+        fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4 * MAX_LINE_BYTES)
+        assert source.write(lines + b"last") == len(lines) + 4
+        target = io.BytesIO()
+        passed = Relay(pipe, Outlet(target, "standard output", io.BytesIO()), b"")
+        passed.drain()
+        passed.flush()
+        assert target.getvalue() == lines + b"last\n"
 
 
 def test_the_error_tail_is_the_last_traceback_with_its_cause() -> None:
@@ -157,6 +204,90 @@ def test_a_signal_ends_all_workers_and_what_they_started(number: int, tmp_path: 
     pids = [int(pid) for path in tmp_path.iterdir() for pid in path.read_text().split()]
     assert len(pids) == 4
     assert not [pid for pid in pids if runs(pid)]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a spare waits")
+def test_what_a_dead_worker_left_behind_is_no_zombie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its next life looks for the child of the first, which was killed with it.
+    path, opened = tmp_path / "child", tmp_path / "opened"
+    team = HostingTeam(1, "127.0.0.1", 0, None)
+    monkeypatch.setattr(team, "open", opened.touch)  # comes after the start of the spare
+    code = (
+        "import os, subprocess, sys, time\n"
+        "from gossipdp.runtime.reports import Report, send_report\n"
+        "if os.environ.get('GOSSIPDP_RESTARTS') is None:\n"
+        "    send_report(Report(begins=True))\n"
+        f"    while not os.path.exists({str(opened)!r}): time.sleep(0.01)\n"
+        f"    open({str(path)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\n"
+        "    os._exit(1)\n"
+        f"child = open({str(path)!r}).read()\n"
+        "deadline = time.monotonic() + 10\n"
+        "while os.path.exists('/proc/' + child):\n"
+        "    assert time.monotonic() < deadline\n"
+        "    time.sleep(0.01)\n"
+    )
+    errors = io.BytesIO()
+    command = [sys.executable, "-u", "-c", code]
+    options = {"team": team, "output": io.BytesIO(), "errors": errors}
+    status = Supervisor(command, 1, max_restarts=1, **options).run()
+    assert path.exists()
+    assert status == 0, errors.getvalue().decode()
+
+
+class OthersToBegin(Team):
+    """Of a launched run: our worker has begun, another has not, and may be awaited."""
+
+    run_id = secret = None
+    others_elsewhere = True
+
+    def __init__(self) -> None:
+        self.awaited: list[set[int]] = []
+        self.told: list[str] = []
+
+    def rank(self, local_rank: int) -> int:
+        return local_rank
+
+    def variables(self, local_rank: int) -> dict[str, str]:
+        return {}
+
+    def rejoin_variables(self, local_rank: int, rank: int | None) -> dict[str, str]:
+        return {}
+
+    def open(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def close(self) -> None:
+        pass
+
+    def has_begun(self, begun: set[int]) -> bool:
+        if begun:
+            self.awaited.append(set(begun))
+        return False
+
+    def check(self) -> None:
+        return
+
+    def tell_failed(self, reason: str) -> None:
+        self.told.append(reason)
+
+    def begin_anew(self) -> None:
+        raise AssertionError
+
+    def published_addresses(self) -> dict[int, tuple[str, int]]:
+        return {}
+
+
+@pytest.mark.processes
+def test_a_signal_does_not_wait_until_the_others_have_begun() -> None:
+    team = OthersToBegin()
+    supervisor = Supervisor(["sleep", "60"], 1, team=team, output=io.BytesIO(), errors=io.BytesIO())
+    supervisor._begun.add(0)
+    assert supervisor.run() == 128 + signal.SIGTERM
+    assert team.awaited == []
+    assert team.told == ["another host's launcher was interrupted"]
 
 
 def test_a_port_in_use_is_one_clear_error() -> None:
