@@ -172,14 +172,15 @@ class Checkpointer:
         """Take the checkpoint that is due, unless the last is still being written.
 
         Only the first call after a step does so. Later ones may come between the forward passes
-        of one step (accumulation, a closure): what that step has done so far would be lost.
+        of one step (accumulation, a closure): what that step has done so far would be lost. After
+        SIGTERM too such a step goes on to its end, for as long as :class:`LastCheckpoint` waits.
 
         Args:
             finally_: there is no later occasion: wait for that, and for a running exchange.
             in_loop: the next step may have begun, with random numbers for its batch: the states
                 saved are those right after the last step.
         """
-        if self._last is not None and self._last.is_asked:
+        if self._last is not None and self._last.is_asked and (finally_ or not self._has_looked):
             self._save_and_end(self._last)
         has_looked, self._has_looked = self._has_looked, True
         if not self.is_due or (has_looked and not finally_):
@@ -204,13 +205,12 @@ class Checkpointer:
             self._written = self._writer.write(draft)
 
     def _save_and_end(self, last: LastCheckpoint) -> None:
-        """After SIGTERM: save, where training stands between two steps, and end the process."""
-        if not self._has_looked:
-            try:
-                path = self.save(None)
-                logger.warning("worker %d: SIGTERM; saved %s", self._engine.rank, path)
-            except (OSError, PoisonedError) as error:
-                logger.error("worker %d: SIGTERM; nothing saved: %s", self._engine.rank, error)
+        """After SIGTERM, where training stands between two steps: save and end the process."""
+        try:
+            path = self.save(None)
+            logger.warning("worker %d: SIGTERM; saved %s", self._engine.rank, path)
+        except (OSError, PoisonedError) as error:
+            logger.error("worker %d: SIGTERM; nothing saved: %s", self._engine.rank, error)
         last.end()
 
     def save(self, directory: Path | None) -> Path:

@@ -144,8 +144,9 @@ def test_names_are_taken_once_and_what_is_new_begins_anew(tmp_path, caplog):
 
 
 @pytest.fixture
-def terminable(tmp_path: Path):
+def terminable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A model with checkpoints, in a process whose SIGTERM is as it comes."""
+    monkeypatch.setattr(last_checkpoint, "LONGEST_WAIT_S", 60.0)
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -167,6 +168,55 @@ def test_sigterm_saves_between_two_steps_and_ends_the_worker(terminable, tmp_pat
     with pytest.raises(SystemExit) as ended:
         step(model, optimizer)
     assert ended.value.code == 128 + signal.SIGTERM
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [2]
+
+
+def test_sigterm_in_the_middle_of_an_accumulation_saves_at_its_end(terminable, tmp_path):
+    model, optimizer = terminable
+    step(model, optimizer)
+    optimizer.zero_grad()
+    for batch in range(3):
+        model(torch.ones(1, 3)).sum().backward()
+        if batch == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+    optimizer.step()
+    with pytest.raises(SystemExit):
+        model(torch.ones(1, 3))
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [2]
+
+
+def test_sigterm_while_the_next_batch_is_loaded_saves_after_that_batch(terminable, tmp_path):
+    model, optimizer = terminable
+    model._budget_samples = 100
+
+    class Loader:
+        def __iter__(self):
+            for index in range(5):
+                if index == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield torch.ones(1, 3)
+
+    def train() -> None:
+        for batch in model.batches(Loader()):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(SystemExit):
+        train()
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [2]
+
+
+def test_sigterm_after_the_last_batch_saves_before_the_consolidation(terminable, tmp_path):
+    model, optimizer = terminable
+    model._budget_samples = 2
+    for batch in model.batches([torch.ones(1, 3)]):
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        model.consolidate()
     assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [2]
 
 
