@@ -206,10 +206,11 @@ class Checkpointer:
 
     def _save_and_end(self, last: LastCheckpoint) -> None:
         """After SIGTERM, where training stands between two steps: save and end the process."""
+        last.begin()
         try:
             path = self.save(None)
             logger.warning("worker %d: SIGTERM; saved %s", self._engine.rank, path)
-        except (OSError, PoisonedError) as error:
+        except Exception as error:  # nothing else ends the process any more
             logger.error("worker %d: SIGTERM; nothing saved: %s", self._engine.rank, error)
         last.end()
 

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from gossipdp import GossipDataParallel
 from gossipdp.parallel import checkpointer, last_checkpoint
 from gossipdp.parallel.checkpoint import saved_by
+from gossipdp.parallel.checkpoint_writer import Draft
 from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.data_position import DataPosition
 
@@ -218,6 +220,42 @@ def test_sigterm_after_the_last_batch_saves_before_the_consolidation(terminable,
     with pytest.raises(SystemExit):
         model.consolidate()
     assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [2]
+
+
+def test_a_last_checkpoint_takes_what_it_takes(
+    terminable, tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    model, optimizer = terminable
+    step(model, optimizer)
+    write = model._checkpointer._writer.write
+
+    def slow_write(draft: Draft) -> Future[Path]:
+        last._send_again(signal.SIGTERM)  # LONGEST_WAIT_S is over
+        return write(draft)
+
+    last = model._checkpointer._last
+    monkeypatch.setattr(model._checkpointer._writer, "write", slow_write)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        step(model, optimizer)
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [1]
+
+
+def test_a_last_checkpoint_that_cannot_be_made_ends_the_worker_too(
+    terminable, caplog: pytest.LogCaptureFixture
+):
+    model, optimizer = terminable
+
+    class Unsaved:
+        def state_dict(self) -> dict[str, object]:
+            return {"value": object()}
+
+    model.also_checkpoint(unsaved=Unsaved())
+    step(model, optimizer)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        step(model, optimizer)
+    assert "SIGTERM; nothing saved: " in caplog.text
 
 
 def test_a_loop_that_does_not_get_there_is_ended_all_the_same(
