@@ -450,8 +450,12 @@ class GossipEngine(Engine):
         return self._samples + self._loop.others_samples
 
     def check(self) -> None:
-        """See :class:`Engine`."""
-        if self._flat.check():
+        """See :class:`Engine`.
+
+        Not within ``averaged()``, where the module holds other storage: that would be taken for a
+        load of the average. This worker's own is there again at the end.
+        """
+        if not self._is_averaged and self._flat.check():
             self.loaded()
 
     def loaded(self) -> None:
@@ -473,9 +477,9 @@ class GossipEngine(Engine):
         x and pending are copied as they are: adding one to the other here could change parameters
         between a forward and a backward pass of the user's.
         """
-        self.check()
         if self._is_averaged:
             raise RuntimeError("save no checkpoint within model.averaged(): step out of it first")
+        self.check()
         deadline_s = time.monotonic() + wait_s
         while not self._thread.call(self._loop.pause).result():
             self._thread.check()
