@@ -1,9 +1,10 @@
 """When a worker's checkpoints are taken, what is in them, and what becomes of errors."""
 
 import atexit
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -105,6 +106,7 @@ class Checkpointer:
         self._known_directories: set[Path] = set()
         self._has_waited = False
         self._has_looked = False
+        self._num_generators = 0
         self._random_states: dict[str, Any] | None = None
         self._others: dict[str, Stateful] = {}
         # What the run resumed from, until the first step.
@@ -158,7 +160,7 @@ class Checkpointer:
         self._resumed = None
         if self._written is not None and self._written.done():
             self._report()
-        if not self._has_looked:  # a loop that goes its own way
+        if not self._has_looked and self._num_generators == 0:  # a loop that goes its own way
             self.take_due()
         self._has_looked = False
         if self._every is None:
@@ -167,6 +169,19 @@ class Checkpointer:
             self.is_due = True
         if self.is_due:
             self._random_states = random_states()
+
+    @contextlib.contextmanager
+    def of_batches(self) -> Iterator[None]:
+        """While it lasts, checkpoints are taken at the end of the loop's body alone.
+
+        A body may step several optimizers, or one several times: of a checkpoint between two of
+        these the batch is done, and the rest of the body would be lost.
+        """
+        self._num_generators += 1
+        try:
+            yield
+        finally:
+            self._num_generators -= 1
 
     def take_due(self, *, finally_: bool = False, in_loop: bool = False) -> None:
         """Take the checkpoint that is due, unless the last is still being written.
@@ -178,8 +193,11 @@ class Checkpointer:
         Args:
             finally_: there is no later occasion: wait for that, and for a running exchange.
             in_loop: the next step may have begun, with random numbers for its batch: the states
-                saved are those right after the last step.
+                saved are those right after the last step. Nothing is done in a loop
+                :meth:`of_batches`.
         """
+        if in_loop and self._num_generators > 0:
+            return
         if self._last is not None and self._last.is_asked and (finally_ or not self._has_looked):
             self._save_and_end(self._last)
         has_looked, self._has_looked = self._has_looked, True

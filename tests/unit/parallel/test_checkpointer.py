@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,34 @@ def test_none_is_taken_between_the_forward_passes_of_one_step(busy, tmp_path):
     model(torch.ones(1, 3))
     model.close()
     assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [3]
+
+
+def test_with_batches_none_is_taken_within_the_body(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    judge, maker = (torch.optim.SGD(part.parameters(), 0.1) for part in net)
+    model = GossipDataParallel(
+        net, [judge, maker], checkpoint_dir=tmp_path, checkpoint_every=1, budget_samples=11
+    )
+    events: list[str] = []
+    capture = model._engine.capture
+    monkeypatch.setattr(
+        model._engine, "capture", lambda wait_s: events.append("saved") or capture(wait_s)
+    )
+    for batch in model.batches([torch.ones(1, 3)]):
+        for optimizer in (judge, judge, maker):
+            model(batch).sum().backward()
+            optimizer.step()
+        events.append("body")
+    assert events[:2] == ["body", "saved"]
+    assert events.count("body") == 4
+    assert ("saved", "saved") not in pairwise(events)
+    model._checkpointer._wait_for_writer()
+    events.clear()
+    model(torch.ones(1, 3)).sum().backward()
+    judge.step()  # in a loop of one's own again
+    model(torch.ones(1, 3))
+    assert events == ["saved"]
+    model.close()
 
 
 def test_a_loop_that_does_not_call_the_wrapper_is_saved_at_its_next_step(busy, tmp_path):
