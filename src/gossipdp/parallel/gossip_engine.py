@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -310,8 +311,9 @@ class GossipEngine(Engine):
         )
         training_state.restore(self._states.take(), self._optimizers)
         progress = self._protocol.progress
-        steps = progress.worker_steps(rank)
-        self._before = Counts(steps, steps, progress.worker_samples(rank))
+        steps, samples = progress.worker_steps(rank), progress.worker_samples(rank)
+        directory = None if options.checkpoint_dir is None else Path(options.checkpoint_dir)
+        self._before = Counts.of_joiner(steps, samples, directory, rank)
         self._thread.call(lambda: self._loop.serve_state((), lambda: None)).result()
         self._thread.call(self._loop.joined).result()
         logger.info("worker %d joined the run, in its life %d", rank, incarnation)
