@@ -232,6 +232,34 @@ def die_in_mid_write(directory: str) -> None:
         model._checkpointer._wait_for_writer()  # steps are shorter than a write here
 
 
+def save_die_and_come_back(directory: str) -> None:
+    model, optimizer = make_model(directory, timeout_s=2.0)
+    if model.rank == 0:
+        while not any(notice.kind == "rejoined" for notice in model.stats().noticed):
+            train(model, optimizer, 1)
+    else:
+        while model.stats().exchanges == 0:
+            train(model, optimizer, 1)
+        model.save_checkpoint()
+        if model._engine.incarnation == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    model.consolidate()
+
+
+def test_who_comes_back_saves_what_is_newer_than_the_files_of_its_earlier_life(
+    workers: Callable, tmp_path: Path
+) -> None:
+    model, optimizer = make_model(str(tmp_path))
+    train(model, optimizer, 30)
+    model.save_checkpoint()
+    model.close()
+    # Rank 1 is new: it numbers its steps on from 30 and has counted none.
+    workers(save_die_and_come_back, 2, (str(tmp_path),), max_restarts=1)
+    newer, older = (saved.facts for saved in saved_in(tmp_path)[1])
+    assert (newer.incarnation, older.incarnation) == (1, 0)
+    assert newer.step > older.step > 30
+
+
 def test_all_killed_in_the_middle_of_a_write_go_on_from_the_checkpoint_before_it(
     workers: Callable, tmp_path: Path
 ) -> None:

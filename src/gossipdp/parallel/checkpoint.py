@@ -124,6 +124,16 @@ class Counts:
             return cls()
         return cls(resumption.step, resumption.steps, resumption.samples)
 
+    @classmethod
+    def of_joiner(cls, steps: int, samples: int, directory: Path | None, rank: int) -> "Counts":
+        """The counts of one that comes into a run that goes on, as the others know them.
+
+        Its steps are numbered on from the files of its earlier life, which in a resumed run may
+        have begun beyond what was counted: what it saves must be newer than they are.
+        """
+        saved = [] if directory is None else saved_by(directory, rank)
+        return cls(max([steps, *(each.facts.step for each in saved)]), steps, samples)
+
 
 class Resumption:
     r"""What a worker starts from when its run goes on.

@@ -1,9 +1,10 @@
 """When a worker's checkpoints are taken, what is in them, and what becomes of errors."""
 
 import atexit
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -105,6 +106,7 @@ class Checkpointer:
         self._known_directories: set[Path] = set()
         self._has_waited = False
         self._has_looked = False
+        self._num_generators = 0
         self._random_states: dict[str, Any] | None = None
         self._others: dict[str, Stateful] = {}
         # What the run resumed from, until the first step.
@@ -158,7 +160,7 @@ class Checkpointer:
         self._resumed = None
         if self._written is not None and self._written.done():
             self._report()
-        if not self._has_looked:  # a loop that goes its own way
+        if not self._has_looked and self._num_generators == 0:  # a loop that goes its own way
             self.take_due()
         self._has_looked = False
         if self._every is None:
@@ -168,18 +170,35 @@ class Checkpointer:
         if self.is_due:
             self._random_states = random_states()
 
+    @contextlib.contextmanager
+    def of_batches(self) -> Iterator[None]:
+        """While it lasts, checkpoints are taken at the end of the loop's body alone.
+
+        A body may step several optimizers, or one several times: of a checkpoint between two of
+        these the batch is done, and the rest of the body would be lost.
+        """
+        self._num_generators += 1
+        try:
+            yield
+        finally:
+            self._num_generators -= 1
+
     def take_due(self, *, finally_: bool = False, in_loop: bool = False) -> None:
         """Take the checkpoint that is due, unless the last is still being written.
 
         Only the first call after a step does so. Later ones may come between the forward passes
-        of one step (accumulation, a closure): what that step has done so far would be lost.
+        of one step (accumulation, a closure): what that step has done so far would be lost. After
+        SIGTERM too such a step goes on to its end, for as long as :class:`LastCheckpoint` waits.
 
         Args:
             finally_: there is no later occasion: wait for that, and for a running exchange.
             in_loop: the next step may have begun, with random numbers for its batch: the states
-                saved are those right after the last step.
+                saved are those right after the last step. Nothing is done in a loop
+                :meth:`of_batches`.
         """
-        if self._last is not None and self._last.is_asked:
+        if in_loop and self._num_generators > 0:
+            return
+        if self._last is not None and self._last.is_asked and (finally_ or not self._has_looked):
             self._save_and_end(self._last)
         has_looked, self._has_looked = self._has_looked, True
         if not self.is_due or (has_looked and not finally_):
@@ -204,13 +223,13 @@ class Checkpointer:
             self._written = self._writer.write(draft)
 
     def _save_and_end(self, last: LastCheckpoint) -> None:
-        """After SIGTERM: save, where training stands between two steps, and end the process."""
-        if not self._has_looked:
-            try:
-                path = self.save(None)
-                logger.warning("worker %d: SIGTERM; saved %s", self._engine.rank, path)
-            except (OSError, PoisonedError) as error:
-                logger.error("worker %d: SIGTERM; nothing saved: %s", self._engine.rank, error)
+        """After SIGTERM, where training stands between two steps: save and end the process."""
+        last.begin()
+        try:
+            path = self.save(None)
+            logger.warning("worker %d: SIGTERM; saved %s", self._engine.rank, path)
+        except Exception as error:  # nothing else ends the process any more
+            logger.error("worker %d: SIGTERM; nothing saved: %s", self._engine.rank, error)
         last.end()
 
     def save(self, directory: Path | None) -> Path:

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -310,8 +311,9 @@ class GossipEngine(Engine):
         )
         training_state.restore(self._states.take(), self._optimizers)
         progress = self._protocol.progress
-        steps = progress.worker_steps(rank)
-        self._before = Counts(steps, steps, progress.worker_samples(rank))
+        steps, samples = progress.worker_steps(rank), progress.worker_samples(rank)
+        directory = None if options.checkpoint_dir is None else Path(options.checkpoint_dir)
+        self._before = Counts.of_joiner(steps, samples, directory, rank)
         self._thread.call(lambda: self._loop.serve_state((), lambda: None)).result()
         self._thread.call(self._loop.joined).result()
         logger.info("worker %d joined the run, in its life %d", rank, incarnation)
@@ -450,8 +452,12 @@ class GossipEngine(Engine):
         return self._samples + self._loop.others_samples
 
     def check(self) -> None:
-        """See :class:`Engine`."""
-        if self._flat.check():
+        """See :class:`Engine`.
+
+        Not within ``averaged()``, where the module holds other storage: that would be taken for a
+        load of the average. This worker's own is there again at the end.
+        """
+        if not self._is_averaged and self._flat.check():
             self.loaded()
 
     def loaded(self) -> None:
@@ -473,9 +479,9 @@ class GossipEngine(Engine):
         x and pending are copied as they are: adding one to the other here could change parameters
         between a forward and a backward pass of the user's.
         """
-        self.check()
         if self._is_averaged:
             raise RuntimeError("save no checkpoint within model.averaged(): step out of it first")
+        self.check()
         deadline_s = time.monotonic() + wait_s
         while not self._thread.call(self._loop.pause).result():
             self._thread.check()

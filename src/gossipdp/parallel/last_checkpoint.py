@@ -20,10 +20,11 @@ class LastCheckpoint:
     A signal handler cannot save: it may run in the middle of ``optimizer.step()``. So it only
     asks; the training loop sees :attr:`is_asked` between two steps, saves, and ends. A loop that
     does not get there in ``LONGEST_WAIT_S`` gets the signal again, which then raises SystemExit,
-    wherever it is. One that others send meanwhile changes nothing: the kernel sends it once for
-    each thread of a parent that is killed, and Slurm to the launcher, which passes it on, as well
-    as to the workers. A handler that the user or a launcher installed is left alone. Until
-    :meth:`close` the loop may print although the supervisor that would read it is dead.
+    wherever it is; one that does takes for its checkpoint what it takes. One that others send
+    meanwhile changes nothing: the kernel sends it once for each thread of a parent that is killed,
+    and Slurm to the launcher, which passes it on, as well as to the workers. A handler that the
+    user or a launcher installed is left alone. Until :meth:`close` the loop may print although
+    the supervisor that would read it is dead.
 
     Only the main thread of a process may install it.
     """
@@ -42,7 +43,7 @@ class LastCheckpoint:
             self._output = HeldOutput()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._is_late:
+        if self._is_late and self._again is not None:
             raise SystemExit(128 + number)
         if self.is_asked:
             return
@@ -55,9 +56,12 @@ class LastCheckpoint:
         self._is_late = True
         os.kill(os.getpid(), number)
 
+    def begin(self) -> None:
+        """The loop got there: neither the checkpoint nor what unwinds the stack is broken into."""
+        self._forget()
+
     def end(self) -> None:
         """End the process, as the signal asked."""
-        self._forget()
         raise SystemExit(128 + signal.SIGTERM)
 
     def close(self) -> None:
@@ -71,7 +75,7 @@ class LastCheckpoint:
             self._output.close()
 
     def _forget(self) -> None:
-        """Send the signal no second time: it would break into what unwinds the stack."""
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
+        """Send the signal no second time; one that was sent at this moment is not heeded."""
+        again, self._again = self._again, None
+        if again is not None:
+            again.cancel()

@@ -333,17 +333,18 @@ class GossipDataParallel(nn.Module):
         if self._budget_samples is None:
             raise ValueError("batches() needs to know when to end: wrap with budget_samples=")
         self._position.begin()
-        while not self._is_budget_used():
-            for batch in self._position.epoch(loader):
-                yield batch
-                self._checkpointer.take_due()
-                if self._is_budget_used():
-                    return
-            if self._position.batch == 0:
-                raise ValueError(
-                    "the loader yielded no batch: it is empty, or it is an iterator that can be "
-                    "gone through only once (pass the loader itself)"
-                )
+        with self._checkpointer.of_batches():
+            while not self._is_budget_used():
+                for batch in self._position.epoch(loader):
+                    yield batch
+                    self._checkpointer.take_due()
+                    if self._is_budget_used():
+                        return
+                if self._position.batch == 0:
+                    raise ValueError(
+                        "the loader yielded no batch: it is empty, or it is an iterator that can "
+                        "be gone through only once (pass the loader itself)"
+                    )
 
     def log(self, *, loss: Tensor | float | None = None, **values: bool | float | str) -> None:
         """Put the loss of a step, and numbers or text by name, into the run's log and its status.

@@ -4,6 +4,8 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from gossipdp import GossipDataParallel
 from gossipdp.parallel import checkpointer, last_checkpoint
 from gossipdp.parallel.checkpoint import saved_by
+from gossipdp.parallel.checkpoint_writer import Draft
 from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.data_position import DataPosition
 
@@ -110,6 +113,34 @@ def test_none_is_taken_between_the_forward_passes_of_one_step(busy, tmp_path):
     assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [3]
 
 
+def test_with_batches_none_is_taken_within_the_body(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    judge, maker = (torch.optim.SGD(part.parameters(), 0.1) for part in net)
+    model = GossipDataParallel(
+        net, [judge, maker], checkpoint_dir=tmp_path, checkpoint_every=1, budget_samples=11
+    )
+    events: list[str] = []
+    capture = model._engine.capture
+    monkeypatch.setattr(
+        model._engine, "capture", lambda wait_s: events.append("saved") or capture(wait_s)
+    )
+    for batch in model.batches([torch.ones(1, 3)]):
+        for optimizer in (judge, judge, maker):
+            model(batch).sum().backward()
+            optimizer.step()
+        events.append("body")
+    assert events[:2] == ["body", "saved"]
+    assert events.count("body") == 4
+    assert ("saved", "saved") not in pairwise(events)
+    model._checkpointer._wait_for_writer()
+    events.clear()
+    model(torch.ones(1, 3)).sum().backward()
+    judge.step()  # in a loop of one's own again
+    model(torch.ones(1, 3))
+    assert events == ["saved"]
+    model.close()
+
+
 def test_a_loop_that_does_not_call_the_wrapper_is_saved_at_its_next_step(busy, tmp_path):
     model, optimizer, running, _ = busy
     running.clear()
@@ -144,8 +175,9 @@ def test_names_are_taken_once_and_what_is_new_begins_anew(tmp_path, caplog):
 
 
 @pytest.fixture
-def terminable(tmp_path: Path):
+def terminable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A model with checkpoints, in a process whose SIGTERM is as it comes."""
+    monkeypatch.setattr(last_checkpoint, "LONGEST_WAIT_S", 60.0)
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -168,6 +200,91 @@ def test_sigterm_saves_between_two_steps_and_ends_the_worker(terminable, tmp_pat
         step(model, optimizer)
     assert ended.value.code == 128 + signal.SIGTERM
     assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [2]
+
+
+def test_sigterm_in_the_middle_of_an_accumulation_saves_at_its_end(terminable, tmp_path):
+    model, optimizer = terminable
+    step(model, optimizer)
+    optimizer.zero_grad()
+    for batch in range(3):
+        model(torch.ones(1, 3)).sum().backward()
+        if batch == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+    optimizer.step()
+    with pytest.raises(SystemExit):
+        model(torch.ones(1, 3))
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [2]
+
+
+def test_sigterm_while_the_next_batch_is_loaded_saves_after_that_batch(terminable, tmp_path):
+    model, optimizer = terminable
+    model._budget_samples = 100
+
+    class Loader:
+        def __iter__(self):
+            for index in range(5):
+                if index == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield torch.ones(1, 3)
+
+    def train() -> None:
+        for batch in model.batches(Loader()):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(SystemExit):
+        train()
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [2]
+
+
+def test_sigterm_after_the_last_batch_saves_before_the_consolidation(terminable, tmp_path):
+    model, optimizer = terminable
+    model._budget_samples = 2
+    for batch in model.batches([torch.ones(1, 3)]):
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        model.consolidate()
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [2]
+
+
+def test_a_last_checkpoint_takes_what_it_takes(
+    terminable, tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    model, optimizer = terminable
+    step(model, optimizer)
+    write = model._checkpointer._writer.write
+
+    def slow_write(draft: Draft) -> Future[Path]:
+        last._send_again(signal.SIGTERM)  # LONGEST_WAIT_S is over
+        return write(draft)
+
+    last = model._checkpointer._last
+    monkeypatch.setattr(model._checkpointer._writer, "write", slow_write)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        step(model, optimizer)
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [1]
+
+
+def test_a_last_checkpoint_that_cannot_be_made_ends_the_worker_too(
+    terminable, caplog: pytest.LogCaptureFixture
+):
+    model, optimizer = terminable
+
+    class Unsaved:
+        def state_dict(self) -> dict[str, object]:
+            return {"value": object()}
+
+    model.also_checkpoint(unsaved=Unsaved())
+    step(model, optimizer)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        step(model, optimizer)
+    assert "SIGTERM; nothing saved: " in caplog.text
 
 
 def test_a_loop_that_does_not_get_there_is_ended_all_the_same(

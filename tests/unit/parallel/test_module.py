@@ -368,6 +368,24 @@ def test_averaged_alone_is_oneself_and_a_step_within_is_an_error(wrap):
             optimizer.step()
 
 
+def test_within_averaged_a_checkpoint_or_a_move_leaves_the_worker_s_own_parameters(wrap, tmp_path):
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = wrap(net, optimizer, checkpoint_dir=tmp_path)
+    chunks = [chunk for segment in model._engine._flat.state.segments for chunk in segment.chunks]
+    for chunk in chunks:
+        chunk.take_over(torch.full_like(chunk.pending, 2.0))
+    before = copy.deepcopy(net.state_dict())
+    with model.averaged():
+        assert not torch.equal(net.weight, before["weight"])
+        with pytest.raises(RuntimeError, match=r"within model\.averaged"):
+            model.save_checkpoint()
+        model.to("cpu")
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    for chunk in chunks:
+        torch.testing.assert_close(chunk.x + chunk.pending, torch.full_like(chunk.x, 2.0))
+
+
 def test_a_consolidation_that_was_broken_off_before_it_began_loses_nothing(wrap, monkeypatch):
     net = nn.Linear(2, 2)
     model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
