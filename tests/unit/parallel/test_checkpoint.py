@@ -337,6 +337,7 @@ def test_poisoned_buffers_are_neither_saved_nor_averaged(tmp_path):
         model.save_checkpoint()
     with pytest.raises(PoisonedError, match="are not averaged"):
         model.consolidate()
+    model.close()  # and with it the handler of SIGTERM
     assert saved_by(tmp_path, 0) == []
 
 
