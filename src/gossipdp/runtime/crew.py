@@ -69,6 +69,12 @@ class WorkerProcess(abc.ABC):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
+    @final
+    def kill(self) -> None:
+        """Send SIGKILL to it, which may not yet have made its group, and to what it started."""
+        self.kill_group()
+        self.send(signal.SIGKILL)
+
 
 def exit_reason(code: int) -> str:
     """An exit code in words; a negative one is minus the signal that killed the process.
@@ -206,8 +212,7 @@ class Crew:
         self._kill_at = self._clock()
         self._give_up_waiting()
         for worker in self.running.values():
-            worker.kill_group()
-            worker.send(signal.SIGKILL)  # one that has not yet made its group
+            worker.kill()
 
     def next_restart_in_s(self) -> float | None:
         """Seconds until someone is due to be started again; None if nobody is."""

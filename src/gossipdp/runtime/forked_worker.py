@@ -83,11 +83,10 @@ class ForkedWorker(WorkerProcess):
         """What the function returned, after an ending without failure."""
         return self._result
 
-    def kill(self) -> None:
-        """Send SIGKILL to it and what it started, unless it has ended or is closed."""
+    def kill_if_running(self) -> None:
+        """:meth:`kill`, unless it has ended or is closed."""
         if not self._reader.closed and self._process.exitcode is None:
-            self.kill_group()
-            self.send(signal.SIGKILL)  # where it has not yet made its group
+            self.kill()
 
     def close(self) -> None:
         """Release the pipe and the process, whose end is awaited; a second call does nothing."""

@@ -86,13 +86,8 @@ class LaunchedTeam(Team):
             self._hosted.close()
 
     def has_begun(self, begun: set[int]) -> bool:
-        """See the base class; where our worker began a moment ago, that of the others is awaited.
-
-        The store may go, with its host, after the last worker began and before we saw it.
-        """
-        if not begun:
-            return self._watched.has_all
-        return self._watched.has_all_soon() or self._watched.is_gone
+        """See the base class; where our worker began a moment ago, the others are awaited."""
+        return self._watched.have_begun(ours=bool(begun))
 
     def check(self) -> str | None:
         """See the base class."""

@@ -138,7 +138,7 @@ def launch(
                 _finish(crew)
     finally:
         for worker in started.values():  # whom the crew did not come to know, or to see end
-            worker.kill()
+            worker.kill_if_running()
         for worker in started.values():
             keeper.remove(worker.pid)
             worker.close()

@@ -187,18 +187,21 @@ class RemoteStore:
         self._thread = threading.Thread(target=self._watch, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
-    def has_all_soon(self) -> bool:
-        """Whether everything awaited has come, or comes within ``COMES_WITHIN_S``.
+    def have_begun(self, *, ours: bool) -> bool:
+        """Whether all whose keys are awaited have begun; ``ours``: those of this host have.
 
-        For who has cause to think so: some of it came a moment ago, and the thread looks only now
-        and then. It gives up sooner where the store is gone or there is a notice.
+        Where ours began a moment ago the others are given ``COMES_WITHIN_S``: the thread looks only
+        now and then. Less where there is a notice. The store may also go, with its host, after the
+        last one began and before that was seen here.
         """
+        if not ours:
+            return self.has_all
         deadline = time.monotonic() + COMES_WITHIN_S
         while not (self.has_all or self.is_gone or self.noticed is not None):
             if time.monotonic() >= deadline:
                 break
             time.sleep(COMES_POLL_S)
-        return self.has_all
+        return self.has_all or self.is_gone
 
     def put_notice(self, text: str) -> None:
         """Write the notice soon, unless all has come by then; at the latest :meth:`close` does."""

@@ -257,13 +257,8 @@ class RemoteTeam(_StoreTeam):
         self._store.close()
 
     def has_begun(self, begun: set[int]) -> bool:
-        """See the base class; where all of ours began a moment ago, the others are awaited.
-
-        The store may go, with its host, after the last worker began and before we saw it.
-        """
-        if len(begun) < self._num_local:
-            return self._store.has_all
-        return self._store.has_all_soon() or self._store.is_gone
+        """See the base class; where all of ours began a moment ago, the others are awaited."""
+        return self._store.have_begun(ours=len(begun) == self._num_local)
 
     def check(self) -> str | None:
         """See the base class."""

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import logging
+import os
 import random
 import socket
 import sys
@@ -99,27 +100,22 @@ def test_an_address_that_is_not_numeric_or_no_port_is_a_failed_dial(world: Any) 
     assert node.handler.events == [("dial_failed", peer, False) for peer in (1, 2, 3)]
 
 
-def test_out_of_descriptors(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "name", "code"),
+    [(socket, "socket", errno.EMFILE), (tcp_sockets, "set_options", errno.ENOSPC)],
+    ids=["out of descriptors", "cannot be watched"],
+)
+def test_a_socket_that_cannot_be_had_is_a_failed_dial(
+    world: Any, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, code: int
+) -> None:
     node = world.tcp(0)
 
-    def no_socket(*_: Any) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
+    def fail(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(socket, "socket", no_socket)
+    monkeypatch.setattr(module, name, fail)
     node.transport.dial(1, "127.0.0.1", 4000)
     node.transport.poll(0.0)
-    assert node.handler.events == [("dial_failed", 1, False)]
-
-
-def test_a_socket_that_cannot_be_watched(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = world.tcp(0)
-
-    def no_room(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(tcp_sockets, "set_options", no_room)
-    node.transport.dial(1, "127.0.0.1", 4000)
-    world.settle()
     assert node.handler.events == [("dial_failed", 1, False)]
 
 
