@@ -150,8 +150,9 @@ def run(arguments: RunArguments) -> int:
             _tell(f"what failed:\n{report}")
         waits = code == 1 and some_go_on
     finally:  # however it ends: others may wait for this one's end
-        if isinstance(team, LaunchedTeam):
-            team.tell_ended(wait=waits)
+        if isinstance(team, LaunchedTeam) and (lost := team.tell_ended(wait=waits)):
+            ranks = ", ".join(map(str, lost))
+            _tell(f"not waiting for the end of workers {ranks}: their supervisors are lost")
     _flush_or_drop()
     if "torch" in sys.modules:
         # Nothing is left to do, and without torch's own end, or that of its import, it is quick.

@@ -33,6 +33,8 @@ LEAVE_S = 0.2
 # How long a host whose run failed before it began waits until it has told the others. It is the
 # import of torch that may take so long, on a busy machine; no store there ends the wait at once.
 NOTICE_S = 60.0
+# How often a host shows that it lives, where others may wait for its end.
+RENEW_EVERY_S = 5.0
 THREAD_NAME = "gossipdp store"
 
 
@@ -155,17 +157,20 @@ class RemoteStore:
     """A store on another host, watched in a thread of its own until all awaited keys are set.
 
     No call on it waits for the network. Once everything awaited has come, or the store is gone, it
-    is let go.
+    is let go, unless there is something to renew.
 
     Args:
         host: of the store.
         port: of the store.
         notice_key: what hosts write when the run fails before it begins.
+        renewed_key: a number that grows every RENEW_EVERY_S from then on until :meth:`close`.
     """
 
-    def __init__(self, host: str, port: int, notice_key: str) -> None:
+    def __init__(
+        self, host: str, port: int, notice_key: str, *, renewed_key: str | None = None
+    ) -> None:
         self.host, self.port = host, port
-        self._notice_key = notice_key
+        self._notice_key, self._renewed_key = notice_key, renewed_key
         self._awaited: list[str] = []
         self._ends = threading.Event()
         self._wake = threading.Event()
@@ -233,6 +238,7 @@ class RemoteStore:
                 # First of all: what was said to have failed before the beginning may be younger.
                 self.has_all = bool(store.check(self._awaited))
                 if self.has_all:
+                    self._renew(store)
                     return
                 if self._own_notice is not None:
                     store.set(self._notice_key, self._own_notice)
@@ -249,6 +255,18 @@ class RemoteStore:
             logger.info("the store at %s:%d is gone: %s", self.host, self.port, error)
         except BaseException as error:
             self._error = error
+
+    def _renew(self, store: "Store") -> None:
+        """Show the other hosts that this one lives."""
+        while self._renewed_key is not None and not self._ends.is_set():
+            try:
+                store.add(self._renewed_key, 1)
+            except RuntimeError:  # it may come back, and nothing else here needs it
+                again = self._connect()
+                if again is None:
+                    return
+                store = again
+            self._ends.wait(RENEW_EVERY_S)
 
     def _connect(self) -> "Store | None":
         """None if the end comes first."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from gossipdp.runtime.environment import Environment
-from gossipdp.runtime.launched_team import END_POLL_S, LaunchedTeam
+from gossipdp.runtime.launched_team import END_POLL_S, LOST_AFTER_S, LaunchedTeam
 from gossipdp.runtime.store import HostedStore, connect, ready_key
 
 
@@ -107,5 +107,45 @@ def test_who_failed_ends_after_the_others(agent: HostedStore) -> None:
         if len(pauses) == 3:
             other.tell_ended(wait=False)
 
-    failed.tell_ended(wait=True, sleep=pause)
+    assert failed.tell_ended(wait=True, sleep=pause) == []
     assert pauses == [END_POLL_S] * 3
+
+
+def test_who_is_lost_is_not_waited_for(agent: HostedStore) -> None:
+    failed, lost = (
+        LaunchedTeam(launched(rank, agent.port, agent_store=True), None, None) for rank in (0, 1)
+    )
+    passed_s = 0.0
+    lost.open()
+    store = connect(launched(1, agent.port, agent_store=True), 30)
+    alive = f"{launched(1, agent.port, agent_store=True).key_prefix}alive/1"
+
+    def pause(seconds: float) -> None:
+        nonlocal passed_s
+        passed_s += seconds
+        if passed_s == 10 * END_POLL_S:  # it has begun, shows so, and ends without a word
+            for rank in range(2):
+                store.set(ready_key(launched(1, 0, agent_store=True).key_prefix, rank), "1")
+            until(lambda: store.check([alive]) and store.add(alive, 0) > 0)
+            lost.close()
+
+    assert failed.tell_ended(wait=True, sleep=pause, now=lambda: passed_s) == [1]
+    assert LOST_AFTER_S < passed_s - 10 * END_POLL_S <= LOST_AFTER_S + 2 * END_POLL_S
+
+
+def test_a_run_that_takes_longer_is_waited_for(agent: HostedStore) -> None:
+    failed, other = (
+        LaunchedTeam(launched(rank, agent.port, agent_store=True), None, None) for rank in (0, 1)
+    )
+    store = connect(launched(1, agent.port, agent_store=True), 30)
+    passed_s = 0.0
+
+    def pause(seconds: float) -> None:
+        nonlocal passed_s
+        passed_s += 20 * seconds
+        store.add(f"{launched(1, 0, agent_store=True).key_prefix}alive/1", 1)
+        if passed_s > 5 * LOST_AFTER_S:
+            other.tell_ended(wait=False)
+
+    assert failed.tell_ended(wait=True, sleep=pause, now=lambda: passed_s) == []
+    assert passed_s > 5 * LOST_AFTER_S
