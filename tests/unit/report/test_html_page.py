@@ -223,6 +223,24 @@ def test_a_run_that_ended_before_its_first_record() -> None:
     assert "Without an end in the log: worker 0" in words
 
 
+def test_a_run_without_duration() -> None:
+    workers = a_run(2).workers
+    step = replace(workers[0].steps[0], time_s=0.0)
+    bare = {
+        rank: WorkerLog(replace(log.start, started_at=0.0), (step,), (), None)
+        for rank, log in workers.items()
+    }
+    assert RunView(RunLog(bare)).duration_s == 0
+    assert "no exchange" in Page(render(RunLog(bare), "run")).words
+
+
+def test_a_comm_rate_that_is_missing_is_not_compared() -> None:
+    log = a_run(2)
+    for worker in log.workers.values():
+        del worker.start.configuration["comm_rate"]
+    assert "Nothing was planned" in Page(render(log, "run")).words
+
+
 def test_time_is_shared_out_whole() -> None:
     view = RunView(a_run())
     for rank in view.ranks:

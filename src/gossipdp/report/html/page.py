@@ -122,7 +122,7 @@ def _tiles(view: RunView) -> str:
             (
                 "comm rate",
                 f"{achieved:.2f}" if achieved is not None else "–",
-                f"asked for {asked:g}",
+                f"asked for {asked:g}" if asked is not None else "",
             )
         )
     tiles.append(

@@ -27,12 +27,13 @@ class Comparison:
 def constants_of(view: RunView) -> Constants | None:
     """The constants of the run's graph; None without exchanges or without a graph in the log."""
     configuration = view.configuration
-    edges = configuration.get("edges")
-    if configuration.get("method") not in ("a2cid2", "gossip") or not edges:
+    edges, comm_rate = configuration.get("edges"), configuration.get("comm_rate")
+    gossips = configuration.get("method") in ("a2cid2", "gossip")
+    if not gossips or not edges or comm_rate is None:
         return None
     from gossipdp.graph.constants import Constants
 
-    return Constants.of(_graph(view), configuration["comm_rate"])
+    return Constants.of(_graph(view), comm_rate)
 
 
 def _graph(view: RunView) -> nx.Graph[int]:
@@ -63,7 +64,8 @@ def compare(view: RunView, counts: dict[tuple[int, int], int]) -> list[Compariso
     bound = planned.a2cid2_decay_bound if accelerated else planned.gossip_decay_bound
     half_life = math.log(2) / bound
     num_workers = len(view.ranks)
-    per_worker_s = 2 * view.exchanges / num_workers / view.duration_s
+    took_s = view.duration_s
+    per_worker_s = 2 * view.exchanges / num_workers / took_s if took_s else 0.0
     mean_steps = sum(view.gradient_steps.values()) / max(1, len(view.gradient_steps))
     total = sum(counts.values())
     rows = [
