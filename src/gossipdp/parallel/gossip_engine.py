@@ -462,6 +462,11 @@ class GossipEngine(Engine):
 
     def loaded(self) -> None:
         """See :class:`Engine`: no pending, no momentum, no half exchange is left."""
+        if self._is_averaged:
+            raise RuntimeError(
+                "load_state_dict() within model.averaged(): the module's own parameters come back "
+                "at its end, and what was loaded would be lost. Load before it, or after it"
+            )
         self._thread.call(self._loop.hold).result()
         self._shared.reset()
         self._thread.call(self._loop.release).result()

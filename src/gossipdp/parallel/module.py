@@ -382,6 +382,7 @@ class GossipDataParallel(nn.Module):
 
         Raises:
             PeerLostError: a live worker could not be asked.
+            RuntimeError: within it, on a step, a checkpoint or the loading of a state.
         """
         return self._engine.averaged()
 

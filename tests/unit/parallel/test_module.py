@@ -368,7 +368,7 @@ def test_averaged_alone_is_oneself_and_a_step_within_is_an_error(wrap):
             optimizer.step()
 
 
-def test_within_averaged_a_checkpoint_or_a_move_leaves_the_worker_s_own_parameters(wrap, tmp_path):
+def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap, tmp_path):
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     model = wrap(net, optimizer, checkpoint_dir=tmp_path)
@@ -380,6 +380,8 @@ def test_within_averaged_a_checkpoint_or_a_move_leaves_the_worker_s_own_paramete
         assert not torch.equal(net.weight, before["weight"])
         with pytest.raises(RuntimeError, match=r"within model\.averaged"):
             model.save_checkpoint()
+        with pytest.raises(RuntimeError, match=r"within model\.averaged"):
+            model.load_state_dict({key: torch.zeros_like(each) for key, each in before.items()})
         model.to("cpu")
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
     for chunk in chunks:
