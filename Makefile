@@ -9,8 +9,9 @@ BIN := $(VENV)/bin
 demo: $(VENV)/base.installed
 	$(BIN)/gossipdp demo $(ARGS)
 
+# In two processes; ARGS="-k pairing" for some tests, ARGS="-n 0" in one process.
 test: $(VENV)/dev.installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .

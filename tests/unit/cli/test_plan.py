@@ -40,8 +40,9 @@ def test_json(tmp_path):
     assert written["chi2"] == pytest.approx(15 / 32)
 
 
-def test_an_edge_list_brings_its_own_number_of_workers(tmp_path, capsys):
-    edges = tmp_path / "[red].edges"
+def test_an_edge_list_brings_its_own_number_of_workers(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    edges = Path("[red].edges")
     edges.write_text("0 1\n1 2\n")
     assert run(PlanArguments(edge_list=edges)) == 0
     assert "[red].edges" in capsys.readouterr().out
