@@ -7,18 +7,12 @@ MASTER_ADDR:MASTER_PORT. The store there is torchrun's, or else rank 0's supervi
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from datetime import timedelta
 from typing import final
 
 from gossipdp.runtime.environment import Environment, worker_variables
-from gossipdp.runtime.store import STORE_CALL_S, HostedStore, RemoteStore, ready_key
+from gossipdp.runtime.farewell import Farewell, alive_key
+from gossipdp.runtime.store import HostedStore, RemoteStore, ready_key
 from gossipdp.runtime.team import Team
-
-END_POLL_S = 0.5
-# Whose supervisor shows nothing for so long is not waited for: its host is gone, or it was killed.
-LOST_AFTER_S = 60.0
 
 
 @final
@@ -46,10 +40,11 @@ class LaunchedTeam(Team):
         self._hosted: HostedStore | None = None
         if environment.rank == 0 and not environment.agent_store:
             self._hosted = HostedStore(host or environment.store_host, environment.store_port)
+        alive = alive_key(self._prefix, environment.rank)
         self._watched = RemoteStore(
             *self._address,
             f"{self._prefix}failed",
-            renewed_key=self._alive_key(environment.rank) if environment.agent_store else None,
+            renewed_key=alive if environment.agent_store else None,
         )
         ranks = range(environment.num_workers)
         self._watched.await_all([ready_key(self._prefix, rank) for rank in ranks])
@@ -115,54 +110,16 @@ class LaunchedTeam(Team):
         """See the base class."""
         return {}
 
-    def tell_ended(
-        self,
-        *,
-        wait: bool,
-        sleep: Callable[[float], None] = time.sleep,
-        now: Callable[[], float] = time.monotonic,
-    ) -> list[int]:
+    def tell_ended(self, *, wait: bool) -> list[int]:
         """Let the other supervisors know that this one ends; with ``wait``, after all of them.
 
-        torchrun ends everybody when one of its processes fails, so one whose worker failed stays
-        until the others have ended. It does not wait for a store that is gone, nor for those of
-        which nothing was heard for LOST_AFTER_S. Under another launcher nothing is to be told.
+        Under another launcher than torchrun nothing is to be told.
 
         Returns:
-            The ranks of which nothing was heard any more.
+            As :meth:`Farewell.say`.
         """
-        if not self._environment.agent_store:
+        environment = self._environment
+        if not environment.agent_store:
             return []
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        others = [
-            rank for rank in range(self._environment.num_workers) if rank != self._environment.rank
-        ]
-        heard_at = dict.fromkeys(others, now())
-        counts = dict.fromkeys(others, 0)
-        try:
-            store = TCPStore(
-                *self._address,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=STORE_CALL_S),
-            )
-            store.set(self._ended_key(self._environment.rank), "1")
-            while wait:
-                others = [rank for rank in others if not store.check([self._ended_key(rank)])]
-                for rank in others:
-                    count = store.add(self._alive_key(rank), 0)
-                    if count != counts[rank]:
-                        counts[rank], heard_at[rank] = count, now()
-                if all(now() - heard_at[rank] > LOST_AFTER_S for rank in others):
-                    return others
-                sleep(END_POLL_S)
-        except RuntimeError:  # torchrun has ended, and with it its other processes
-            pass
-        return []
-
-    def _alive_key(self, rank: int) -> str:
-        return f"{self._prefix}alive/{rank}"
-
-    def _ended_key(self, rank: int) -> str:
-        return f"{self._prefix}ended/{rank}"
+        farewell = Farewell(*self._address, self._prefix, environment.rank, environment.num_workers)
+        return farewell.say(wait=wait)

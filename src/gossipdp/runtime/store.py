@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,8 @@ logger = logging.getLogger("gossipdp.runtime")
 WATCH_EVERY_S = 0.2
 # From the beginning of some workers to that of the last one, or to where it is seen here.
 COMES_WITHIN_S, COMES_POLL_S = 5.0, 0.05
-# The longest that one call on another host's store may take, and so the end of a run.
+# The longest that one call on another host's store may take while its host answers, and that the
+# end of a run waits for one.
 STORE_CALL_S = 1.0
 # How long the end of a run waits for a thread that may be importing torch.
 LEAVE_S = 0.2
@@ -262,33 +264,41 @@ class RemoteStore:
             try:
                 store.add(self._renewed_key, 1)
             except RuntimeError:  # it may come back, and nothing else here needs it
-                again = self._connect()
-                if again is None:
-                    return
-                store = again
+                with suppress(OSError, RuntimeError):
+                    store = reach(self.host, self.port)
             self._ends.wait(RENEW_EVERY_S)
 
     def _connect(self) -> "Store | None":
         """None if the end comes first."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
         # As long as it takes: the workers have a limit of their own, and say who is missing.
         while not self._ends.is_set():
             try:
-                socket.create_connection((self.host, self.port), STORE_CALL_S).close()
+                return reach(self.host, self.port)
             except OSError:
                 if self._own_notice is not None:
                     return None
                 self._wake.wait(WATCH_EVERY_S)
-                continue
-            return TCPStore(
-                self.host,
-                self.port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=STORE_CALL_S),
-            )
         return None
+
+
+def reach(host: str, port: int) -> "Store":
+    """A connection to another process's store; its calls may wait for as long as that is stopped.
+
+    Raises:
+        OSError: nobody listens there.
+        RuntimeError: whoever does is no store.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    # TCPStore's own attempt logs a C++ trace for every failure.
+    socket.create_connection((host, port), STORE_CALL_S).close()
+    return TCPStore(
+        host,
+        port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=STORE_CALL_S),
+    )
 
 
 def connect(environment: Environment, timeout_s: float) -> "Store":

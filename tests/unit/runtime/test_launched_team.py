@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from gossipdp.runtime.environment import Environment
-from gossipdp.runtime.launched_team import END_POLL_S, LOST_AFTER_S, LaunchedTeam
+from gossipdp.runtime.farewell import alive_key
+from gossipdp.runtime.launched_team import LaunchedTeam
 from gossipdp.runtime.store import HostedStore, connect, ready_key
 
 
@@ -96,56 +97,22 @@ def test_a_failure_before_the_beginning_is_told_to_the_others(agent: HostedStore
         team.close()
 
 
-def test_who_failed_ends_after_the_others(agent: HostedStore) -> None:
-    failed, other = (
+def test_who_has_begun_shows_life_and_tells_of_its_end(agent: HostedStore) -> None:
+    teams = [
         LaunchedTeam(launched(rank, agent.port, agent_store=True), None, None) for rank in (0, 1)
-    )
-    pauses: list[float] = []
-
-    def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 3:
-            other.tell_ended(wait=False)
-
-    assert failed.tell_ended(wait=True, sleep=pause) == []
-    assert pauses == [END_POLL_S] * 3
-
-
-def test_who_is_lost_is_not_waited_for(agent: HostedStore) -> None:
-    failed, lost = (
-        LaunchedTeam(launched(rank, agent.port, agent_store=True), None, None) for rank in (0, 1)
-    )
-    passed_s = 0.0
-    lost.open()
+    ]
+    prefix = launched(0, 0, agent_store=True).key_prefix
     store = connect(launched(1, agent.port, agent_store=True), 30)
-    alive = f"{launched(1, agent.port, agent_store=True).key_prefix}alive/1"
-
-    def pause(seconds: float) -> None:
-        nonlocal passed_s
-        passed_s += seconds
-        if passed_s == 10 * END_POLL_S:  # it has begun, shows so, and ends without a word
-            for rank in range(2):
-                store.set(ready_key(launched(1, 0, agent_store=True).key_prefix, rank), "1")
-            until(lambda: store.check([alive]) and store.add(alive, 0) > 0)
-            lost.close()
-
-    assert failed.tell_ended(wait=True, sleep=pause, now=lambda: passed_s) == [1]
-    assert LOST_AFTER_S < passed_s - 10 * END_POLL_S <= LOST_AFTER_S + 2 * END_POLL_S
+    for rank, team in enumerate(teams):
+        team.open()
+        store.set(ready_key(prefix, rank), "1")
+    until(lambda: all(store.add(alive_key(prefix, rank), 0) > 0 for rank in (0, 1)))
+    for team in teams:
+        team.close()
+    assert teams[1].tell_ended(wait=False) == []
+    assert teams[0].tell_ended(wait=True) == []
 
 
-def test_a_run_that_takes_longer_is_waited_for(agent: HostedStore) -> None:
-    failed, other = (
-        LaunchedTeam(launched(rank, agent.port, agent_store=True), None, None) for rank in (0, 1)
-    )
-    store = connect(launched(1, agent.port, agent_store=True), 30)
-    passed_s = 0.0
-
-    def pause(seconds: float) -> None:
-        nonlocal passed_s
-        passed_s += 20 * seconds
-        store.add(f"{launched(1, 0, agent_store=True).key_prefix}alive/1", 1)
-        if passed_s > 5 * LOST_AFTER_S:
-            other.tell_ended(wait=False)
-
-    assert failed.tell_ended(wait=True, sleep=pause, now=lambda: passed_s) == []
-    assert passed_s > 5 * LOST_AFTER_S
+def test_where_torchrun_did_not_start_it_nobody_is_told() -> None:
+    team = LaunchedTeam(launched(1, 29500, agent_store=False), None, None)
+    assert team.tell_ended(wait=True) == []
