@@ -24,7 +24,7 @@ from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.options import GossipOptions
 from gossipdp.parallel.run_configuration import describe
-from gossipdp.parallel.run_logging import RunLogging, check_values, one_loss
+from gossipdp.parallel.run_logging import RunLogging, one_loss, plain_values
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.parallel.status_page import StatusPage
 from gossipdp.runtime.environment import Environment
@@ -366,11 +366,11 @@ class GossipDataParallel(nn.Module):
         if self._logging is None and self._status is None:
             return
         kept = None if loss is None else one_loss(loss)
-        check_values(values)
+        plain = plain_values(values)
         if self._logging is not None:
-            self._logging.log(kept, values)
+            self._logging.log(kept, plain)
         if self._status is not None:
-            self._status.log(kept, values)
+            self._status.log(kept, plain)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within ``with model.averaged():`` the module holds the average of all live workers.
