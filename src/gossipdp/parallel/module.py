@@ -22,7 +22,7 @@ from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.export import check_name, copied_state, write_state
 from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
-from gossipdp.parallel.options import GossipOptions
+from gossipdp.parallel.options import GossipOptions, whole_number
 from gossipdp.parallel.run_configuration import describe
 from gossipdp.parallel.run_logging import RunLogging, one_loss, plain_values
 from gossipdp.parallel.stats import Consolidated, Stats
@@ -157,6 +157,8 @@ class GossipDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         logs.configure()  # GOSSIPDP_LOG, under whichever launcher
+        budget_samples = whole_number("budget_samples", budget_samples)
+        samples_per_step = whole_number("samples_per_step", samples_per_step)
         if budget_samples is not None and budget_samples < 1:
             raise ValueError(f"budget_samples is at least 1, or None, not {budget_samples}")
         if samples_per_step is not None and samples_per_step < 1:
@@ -209,7 +211,7 @@ class GossipDataParallel(nn.Module):
         self._budget_samples = budget_samples
         self._samples_per_step = samples_per_step
         self._forwarded_samples = 0
-        self._seed = seed
+        self._seed = options.seed
         self._status = StatusPage.wanted(options, environment)
         make_engine = AllReduceEngine if method == "allreduce" else GossipEngine
         try:
@@ -229,8 +231,8 @@ class GossipDataParallel(nn.Module):
                 self._position,
                 method=method,
                 directory=directory,
-                every=checkpoint_every,
-                keep=keep_checkpoints,
+                every=options.checkpoint_every,
+                keep=options.keep_checkpoints,
                 resumption=resumption,
                 is_joining=environment.is_joining,
             )
