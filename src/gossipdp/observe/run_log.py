@@ -85,6 +85,17 @@ class RunLog:
         """How many workers the run was started with."""
         return max(worker.start.num_workers for worker in self.workers.values())
 
+    @property
+    def num_ranks(self) -> int:
+        """How many workers the logs tell of, joiners too, be their own logs here or not."""
+        partners = (
+            rank
+            for worker in self.workers.values()
+            if worker.exchanges
+            for rank in worker.exchanges[-1].exchanges_by_neighbour
+        )
+        return max(self.num_workers, 1 + max(self.workers), 1 + max(partners, default=0))
+
     @classmethod
     def read(cls, directory: Path) -> Self:
         """Read the logs in a directory; a last line cut short (a worker was killed) is left out.

@@ -1,5 +1,6 @@
 """The page of a run by its elements: structure, all sections, nothing from outside."""
 
+import dataclasses
 import json
 import re
 from html.parser import HTMLParser
@@ -221,6 +222,16 @@ def test_a_run_that_ended_before_its_first_record() -> None:
     words = Page(render(RunLog({0: bare}), "run")).words
     assert "no worker came to the end" in words
     assert "Without an end in the log: worker 0" in words
+
+
+def test_a_worker_that_joined_without_a_log_here_is_named() -> None:
+    log = a_run(2)
+    first = log.workers[0]
+    joined = replace(first.exchanges[-1], exchanges_by_neighbour={1: 240, 2: 9})
+    log.workers[0] = dataclasses.replace(first, exchanges=(*first.exchanges[:-1], joined))
+    words = Page(render(log, "run")).words
+    assert "No log here of worker 2." in words
+    assert "0 – 2: 9 exchanges" in words
 
 
 def test_a_run_without_duration() -> None:
