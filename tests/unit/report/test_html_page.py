@@ -234,6 +234,18 @@ def test_a_worker_that_joined_without_a_log_here_is_named() -> None:
     assert "0 – 2: 9 exchanges" in words
 
 
+def test_a_run_that_one_worker_began_and_another_joined() -> None:
+    log = a_run(2)
+    for rank, worker in log.workers.items():
+        start = replace(worker.start, num_workers=1)
+        log.workers[rank] = dataclasses.replace(worker, start=start)
+    words = Page(render(log, "run")).words
+    assert "nobody to exchange with" not in words
+    assert "0 – 1: 240 exchanges" in words
+    assert "comm rate 0.40 asked for 1" in words
+    assert "2 workers" in words
+
+
 def test_a_run_without_duration() -> None:
     workers = a_run(2).workers
     step = replace(workers[0].steps[0], time_s=0.0)
