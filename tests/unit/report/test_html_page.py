@@ -338,6 +338,13 @@ def test_scales_and_numbers() -> None:
     assert (scale(25), scale(99)) == (150, 200)
     assert Scale(0.05, 200, 0, 1, is_log=True).ticks() == pytest.approx([0.1, 1, 10, 100])
     assert [number(each) for each in (0, 0.05, 1234567)] == ["0", "0.05", "1.23 M"]
+    assert [number(each) for each in (999.6, 1234.6, 9999.6, -999_600, 999_999_999)] == [
+        "1000",
+        "1235",
+        "10 k",
+        "-1 M",
+        "1 G",
+    ]
     assert [duration(each) for each in (0.4, 245, 7800)] == ["0.4 s", "4 min 5 s", "2 h 10 min"]
 
 
