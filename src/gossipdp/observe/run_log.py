@@ -61,6 +61,14 @@ class WorkerLog:
     last_s: float = field(default=0.0)
     """Of the last record that has a time."""
 
+    def pairs(self) -> list[tuple[StepRecord, ExchangeRecord]]:
+        """The step and exchange records of one moment; a half whose other half is lost, left out.
+
+        A full disk loses single lines, and so does a kill between the two.
+        """
+        exchanges = {exchange.time_s: exchange for exchange in self.exchanges}
+        return [(step, exchanges[step.time_s]) for step in self.steps if step.time_s in exchanges]
+
     def last_values(self) -> dict[str, Value | None]:
         """The latest of each value that the script logged."""
         latest: dict[str, Value | None] = {}

@@ -65,6 +65,20 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert worker.last_s == 6.0
 
 
+def test_a_pair_of_which_one_line_was_lost_shifts_no_other(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    path = worker_file(tmp_path, 0)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:4] + lines[5:7] + lines[8:]))
+    worker = RunLog.read(tmp_path).workers[0]
+    assert len(worker.steps) == len(worker.exchanges) == 4
+    assert [(step.time_s, exchange.time_s) for step, exchange in worker.pairs()] == [
+        (1.0, 1.0),
+        (3.0, 3.0),
+        (5.0, 5.0),
+    ]
+
+
 def test_records_come_ever_less_often(tmp_path: Path) -> None:
     clock = Clock()
     num_records = 0

@@ -315,6 +315,17 @@ def test_notices_of_one_death_are_one_event() -> None:
     assert dead[0].last_noticed_s == pytest.approx(4.5)
 
 
+def test_an_exchange_record_that_was_lost_moves_no_other() -> None:
+    log = a_run(2)
+    worker = log.workers[0]
+    log.workers[0] = dataclasses.replace(worker, exchanges=worker.exchanges[1:])
+    view = RunView(log)
+    distances, _ = view.over_time(lambda _, exchange: exchange.edge_distance)
+    assert distances == [(pytest.approx(0.2 * index), 0.1 / index) for index in range(2, 61)]
+    (first, *_) = (span for span in view.spans(0) if span.exchanging)
+    assert (first.start_s, first.end_s) == (pytest.approx(0.1), pytest.approx(0.4))
+
+
 def test_loss_is_drawn_over_the_samples_of_all() -> None:
     samples_at = RunView(a_run()).samples_at()
     assert samples_at(0.0) == 0
