@@ -227,6 +227,14 @@ def test_what_was_noticed_last() -> None:
     assert "2 min ago: worker 7 was found dead" in text
 
 
+@pytest.mark.parametrize("place", ["[fd00::5]:9400", "[/x]", "[bold]:smile:"])
+def test_text_from_the_network_is_no_markup(place: str) -> None:
+    seen = job(2)
+    named = msgspec.structs.replace(seen.workers[1], host=place, process_id=7, status_address=place)
+    lines = drawn(msgspec.structs.replace(seen, workers=(seen.workers[0], named)), 200, None)
+    assert any(line.endswith(f"{place} (7) {place}") for line in map(str.rstrip, lines))
+
+
 def test_text_from_the_network_commands_no_terminal() -> None:
     hostile = msgspec.structs.replace(job(1), run_id="\x1b]0;x\x07", graph="\x1b[2J")
     text = "\n".join(drawn(hostile, 200, None))
