@@ -120,7 +120,9 @@ class Top:
         from rich.text import Text
 
         began_s = self._clock()
-        is_drawing = self._console.is_terminal and not self._arguments.json
+        # On a dumb terminal, which cannot go back, Live would show the end alone.
+        can_redraw = self._console.is_terminal and not self._console.is_dumb_terminal
+        is_drawing = can_redraw and not self._arguments.json
         live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
         if is_drawing:
             live.start()

@@ -111,6 +111,15 @@ def test_live_without_a_terminal_it_prints_tables() -> None:
     assert world.output.getvalue().count("run 7f") == 4
 
 
+def test_on_a_dumb_terminal_it_prints_tables_while_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    world = World(ends_s=2.5, budget_samples=400)
+    assert world.top(is_terminal=True) == 0
+    assert world.output.getvalue().count("run 7f") == 4
+
+
 def test_when_all_are_gone_before_the_end_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     world = World(ends_s=5.0)
     assert world.top() == 1
