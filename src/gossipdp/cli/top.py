@@ -102,10 +102,12 @@ class Top:
         return self._board.job(now_s) if self._board.has_answers else None
 
     def _once(self) -> int:
-        # The first finds the others, the second asks them, the third gives speeds.
-        for _ in range(2):
-            if self._look() is None:
+        # The first answer finds the others, the next look asks them, the last gives speeds.
+        began_s = self._clock()
+        while self._look() is None:
+            if self._board.all_failed or self._clock() - began_s >= PATIENCE_S:
                 return self._tell_nobody()
+        self._look()
         self._sleep(self._arguments.interval)
         job = self._look()
         assert job is not None, "somebody has answered"

@@ -60,6 +60,11 @@ class StatusBoard:
         return any(source.status is not None for source in self._sources.values())
 
     @property
+    def all_failed(self) -> bool:
+        """Whether it is known of every address asked now that it does not answer."""
+        return self.failures.keys() >= set(self.addresses())
+
+    @property
     def failures(self) -> dict[str, str]:
         """Why each address that does not answer does not."""
         return {
@@ -79,7 +84,7 @@ class StatusBoard:
         for address, answer in answers.items():
             source = self._sources.setdefault(address, _Source())
             if isinstance(answer, Exception):
-                source.is_answering, source.failure = False, str(answer)
+                source.is_answering, source.failure = False, str(answer) or repr(answer)
                 continue
             if self._run_id is None:
                 self._run_id = answer.run_id

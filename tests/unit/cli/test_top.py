@@ -138,6 +138,22 @@ def test_a_job_that_has_not_begun_is_waited_for(capsys: pytest.CaptureFixture[st
     assert "no worker answers (127.0.0.1:9400: [Errno 111] refused)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("answers_after_s", "code"), [(0.7, 0), (9.0, 0), (30.0, 1)])
+def test_once_waits_for_a_slow_answer(answers_after_s: float, code: int) -> None:
+    world = World()
+    answer = world.ask
+
+    def ask(addresses: Iterable[str], wait_s: float) -> Mapping[str, Any]:
+        if world.now_s + wait_s < answers_after_s:
+            world.now_s += wait_s
+            return {}
+        return answer(addresses, wait_s)
+
+    world.ask = ask  # type: ignore[method-assign]
+    assert world.top(once=True) == code
+    assert world.now_s <= 12
+
+
 def test_what_others_answer_commands_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     def ask(addresses: Iterable[str], wait_s: float) -> Mapping[str, Any]:
         return {each: ValueError(f"{each} answers 500 \x1b]0;x\x07") for each in addresses}
