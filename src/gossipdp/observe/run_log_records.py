@@ -36,8 +36,9 @@ class KnownConfiguration(TypedDict, total=False):
 class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
     """Training starts now.
 
-    started_at: seconds since 1970. started_s: the same moment by ``since_boot_s``. configuration:
-    how the wrapper was called, in words and numbers.
+    started_at: seconds since 1970. started_s: the same moment by ``since_boot_s``, and boot_id: of
+    which boot; empty where it is not known. configuration: how the wrapper was called, in words and
+    numbers.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
     configuration: dict[str, Any]
     started_s: float = 0.0
     format: int = 1  # the first one did not say
+    boot_id: str = ""
 
 
 class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import msgspec
 
-from gossipdp.observe.run_log import read_worker
+from gossipdp.observe.run_log import WorkerLog, read_worker
 from gossipdp.observe.run_log_records import (
     FORMAT,
     BeganRecord,
@@ -62,6 +62,8 @@ class RunLogWriter:
         path: the file, replaced if it exists; every line is flushed, so that a reader can follow.
         interval_s: least time between two pairs of step and exchange records.
         clock: monotonic, in seconds.
+        date: the time of day, in seconds since 1970.
+        boot_id: of the boot since which ``clock`` counts; empty: not known.
         goes_on: a former process of this worker wrote the log; go on with its totals.
 
     Example:
@@ -76,6 +78,8 @@ class RunLogWriter:
         *,
         interval_s: float = 0.2,
         clock: Callable[[], float] = since_boot_s,
+        date: Callable[[], float] = time.time,
+        boot_id: str = "",
         goes_on: bool = False,
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,6 +93,8 @@ class RunLogWriter:
         self._position = self._file.seek(0, os.SEEK_END)
         self._interval_s = interval_s
         self._clock = clock
+        self._date = date
+        self._boot_id = boot_id
         self._started = self._recorded = clock()
         self._num_notices = 0
         self._is_failing = False
@@ -111,19 +117,32 @@ class RunLogWriter:
         """Write the start record; time counts from here, or from the first process's start."""
         self._started = self._recorded = self._clock()
         if self._before is not None:
-            self._started -= time.time() - self._before.start.started_at
+            self._started -= self._elapsed_s(self._before)
             return
         self._write(
             StartRecord(
                 rank,
                 num_workers,
                 os.getpid(),
-                time.time(),
+                self._date(),
                 dict(configuration),
                 self._started,
                 FORMAT,
+                self._boot_id,
             )
         )
+
+    def _elapsed_s(self, before: WorkerLog) -> float:
+        """Since the first process's start: by the date only where the machine was started since.
+
+        The date may have been set back: time goes on from the last record at least.
+        """
+        start = before.start
+        if self._boot_id and self._boot_id == start.boot_id:
+            elapsed_s = self._started - start.started_s
+        else:
+            elapsed_s = self._date() - start.started_at
+        return max(elapsed_s, before.last_s)
 
     def began(self, at_s: float | None = None) -> None:
         """Write that this process has made its first gradient step, now or at ``at_s``."""

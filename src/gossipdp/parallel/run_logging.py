@@ -22,7 +22,7 @@ from gossipdp.observe.run_log_records import (
 from gossipdp.observe.run_log_writer import RunLogWriter
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.stats import Consolidated, Stats
-from gossipdp.runtime.clock import since_boot_s
+from gossipdp.runtime.clock import boot_id, since_boot_s
 
 logger = logging.getLogger("gossipdp")
 
@@ -59,7 +59,9 @@ class RunLogging:
         goes_on: bool,
     ) -> None:
         self._engine = engine
-        self._writer = RunLogWriter(worker_file(directory, engine.rank), goes_on=goes_on)
+        self._writer = RunLogWriter(
+            worker_file(directory, engine.rank), boot_id=boot_id(), goes_on=goes_on
+        )
         if not goes_on:
             _remove_others(directory, engine.num_workers)
         self._writer.start(

@@ -186,6 +186,37 @@ def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path: Path) -> N
     assert worker.lives[1].time_s >= 0
 
 
+@pytest.mark.parametrize(
+    ("date_step_s", "boot_id", "begins_s"),
+    [
+        (-3600.0, "one", 50.0),
+        (3600.0, "one", 50.0),
+        (0.0, "two", 50.0),
+        (-3600.0, "two", 2.0),
+        (-3600.0, "", 2.0),
+    ],
+    ids=["set back", "set forward", "new boot", "new boot, set back", "boot not known, set back"],
+)
+def test_the_time_of_a_log_that_goes_on_never_goes_back(
+    tmp_path: Path, date_step_s: float, boot_id: str, begins_s: float
+) -> None:
+    clock, date_s = Clock(), 1.7e9
+    path = worker_file(tmp_path, 0)
+    with RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id="one") as log:
+        log.start(rank=0, num_workers=2, configuration={})
+        clock.now += 2
+        log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
+    clock.now, date_s = 150.0, 1.7e9 + 50 + date_step_s
+    with RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id=boot_id, goes_on=True) as log:
+        log.start(rank=0, num_workers=2, configuration={})
+        log.began()
+        clock.now += 1
+        log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
+    worker = RunLog.read(tmp_path).workers[0]
+    assert [life.time_s for life in worker.lives] == [begins_s]
+    assert [step.time_s for step in worker.steps] == [2.0, begins_s + 1]
+
+
 def test_notices_beyond_the_most_are_left_out(tmp_path: Path) -> None:
     with RunLogWriter(worker_file(tmp_path, 0), clock=Clock()) as log:
         log.start(rank=0, num_workers=2, configuration={})
