@@ -64,7 +64,10 @@ class RunLogWriter:
         clock: monotonic, in seconds.
         date: the time of day, in seconds since 1970.
         boot_id: of the boot since which ``clock`` counts; empty: not known.
-        goes_on: a former process of this worker wrote the log; go on with its totals.
+        run_id: of the run.
+        goes_on: a former process of this worker may have written the log: where it took part in
+            the same run, go on with its totals.
+        resumes: go on also where that was another run, which this one resumes.
 
     Example:
         >>> with RunLogWriter(path) as log:  # doctest: +SKIP
@@ -80,10 +83,14 @@ class RunLogWriter:
         clock: Callable[[], float] = since_boot_s,
         date: Callable[[], float] = time.time,
         boot_id: str = "",
+        run_id: str = "",
         goes_on: bool = False,
+        resumes: bool = False,
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._before = read_worker(path) if goes_on and path.exists() else None
+        before = read_worker(path) if (goes_on or resumes) and path.exists() else None
+        goes_on = before is not None and (resumes or before.run_id == run_id)
+        self._before = before if goes_on else None
         if self._before is not None:
             _drop_cut_line(path)
         else:
@@ -95,6 +102,7 @@ class RunLogWriter:
         self._clock = clock
         self._date = date
         self._boot_id = boot_id
+        self._run_id = run_id
         self._started = self._recorded = clock()
         self._num_notices = 0
         self._is_failing = False
@@ -114,11 +122,10 @@ class RunLogWriter:
         return self._recorded + interval_s - self._clock()
 
     def start(self, *, rank: int, num_workers: int, configuration: Mapping[str, Any]) -> None:
-        """Write the start record; time counts from here, or from the first process's start."""
+        """Write a start record; time counts from here, or from the first process's start."""
         self._started = self._recorded = self._clock()
         if self._before is not None:
             self._started -= self._elapsed_s(self._before)
-            return
         self._write(
             StartRecord(
                 rank,
@@ -126,9 +133,10 @@ class RunLogWriter:
                 os.getpid(),
                 self._date(),
                 dict(configuration),
-                self._started,
+                self._recorded,
                 FORMAT,
                 self._boot_id,
+                self._run_id,
             )
         )
 

@@ -245,7 +245,8 @@ class GossipDataParallel(nn.Module):
                     Path(log_dir),
                     self._engine,
                     describe(module, optimizers, options, self._engine, budget_samples),
-                    goes_on=environment.is_joining or resumption is not None,
+                    joins=environment.is_joining,
+                    resumes=resumption is not None,
                 )
         except BaseException:
             self._engine.close()

@@ -43,11 +43,13 @@ class RunLogging:
         directory: the log becomes ``worker-RANK.jsonl`` in it.
         engine: whose statistics are written.
         configuration: for the start record.
-        goes_on: add to the log of a former process of this worker, where there is one.
+        joins: the worker came into a run that goes on, perhaps not for the first time: add to the
+            log of a former process of it in the same run, where there is one.
+        resumes: add to it, whatever its run.
 
     Raises:
         OSError: the file cannot be made.
-        ValueError: it goes on, and the file there is no log that this version can read.
+        ValueError: it may go on, and the file there is no log that this version can read.
     """
 
     def __init__(
@@ -56,13 +58,18 @@ class RunLogging:
         engine: Engine,
         configuration: Mapping[str, Any],
         *,
-        goes_on: bool,
+        joins: bool,
+        resumes: bool,
     ) -> None:
         self._engine = engine
         self._writer = RunLogWriter(
-            worker_file(directory, engine.rank), boot_id=boot_id(), goes_on=goes_on
+            worker_file(directory, engine.rank),
+            boot_id=boot_id(),
+            run_id=engine.view().run_id,
+            goes_on=joins,
+            resumes=resumes,
         )
-        if not goes_on:
+        if not (joins or resumes):
             _remove_others(directory, engine.num_workers)
         self._writer.start(
             rank=engine.rank, num_workers=engine.num_workers, configuration=configuration

@@ -186,6 +186,31 @@ def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path: Path) -> N
     assert worker.lives[1].time_s >= 0
 
 
+def test_a_log_goes_on_in_its_own_run_and_where_that_is_resumed(tmp_path: Path) -> None:
+    path = worker_file(tmp_path, 0)
+
+    def live(run_id: str, **options: bool) -> tuple[int, float]:
+        """One process that makes a step; all steps in the log then, and its date."""
+        nonlocal date_s
+        date_s += 100
+        with RunLogWriter(
+            path, clock=Clock(), date=lambda: date_s, run_id=run_id, **options
+        ) as log:
+            log.start(rank=0, num_workers=2, configuration={})
+            log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
+        worker = RunLog.read(tmp_path).workers[0]
+        assert worker.run_id == run_id
+        return worker.steps[-1].gradient_steps, worker.start.started_at
+
+    date_s = 0.0
+    assert live("yesterday's") == (1, 100)
+    assert live("yesterday's", goes_on=True) == (2, 100)
+    assert live("today's", goes_on=True) == (1, 300), "it joins another run, for the first time"
+    assert live("tomorrow's", resumes=True) == (2, 300)
+    assert live("tomorrow's", goes_on=True) == (3, 300)
+    assert live("tomorrow's") == (1, 600)
+
+
 @pytest.mark.parametrize(
     ("date_step_s", "boot_id", "begins_s"),
     [
