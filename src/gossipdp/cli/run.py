@@ -181,6 +181,7 @@ class _JoinLine:
             for name in ("tls_cert", "tls_key", "tls_ca")
             if (path := getattr(arguments, name)) is not None
         )
+        self._log_dir = f" --log-dir {arguments.log_dir}" if arguments.log_dir else ""
         self._is_due = read_secret(self._file) is not None and arguments.join is None
 
     def __call__(self, addresses: Mapping[int, tuple[str, int]]) -> None:
@@ -191,7 +192,8 @@ class _JoinLine:
         self._is_due = False
         where = show_address(*addresses[min(addresses)])
         secret = f" --secret-file {self._file}" if self._file is not None else ""
-        _tell(f"to add a worker: gossipdp run --join {where}{secret}{self._tls} SCRIPT")
+        options = f"{where}{secret}{self._tls}{self._log_dir}"
+        _tell(f"to add a worker: gossipdp run --join {options} SCRIPT")
 
 
 def _num_workers(arguments: RunArguments) -> int:

@@ -102,10 +102,12 @@ class Top:
         return self._board.job(now_s) if self._board.has_answers else None
 
     def _once(self) -> int:
-        # The first finds the others, the second asks them, the third gives speeds.
-        for _ in range(2):
-            if self._look() is None:
+        # The first answer finds the others, the next look asks them, the last gives speeds.
+        began_s = self._clock()
+        while self._look() is None:
+            if self._board.all_failed or self._clock() - began_s >= PATIENCE_S:
                 return self._tell_nobody()
+        self._look()
         self._sleep(self._arguments.interval)
         job = self._look()
         assert job is not None, "somebody has answered"
@@ -120,7 +122,9 @@ class Top:
         from rich.text import Text
 
         began_s = self._clock()
-        is_drawing = self._console.is_terminal and not self._arguments.json
+        # On a dumb terminal, which cannot go back, Live would show the end alone.
+        can_redraw = self._console.is_terminal and not self._console.is_dumb_terminal
+        is_drawing = can_redraw and not self._arguments.json
         live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
         if is_drawing:
             live.start()

@@ -146,7 +146,8 @@ def _workers(
         justify = "left" if column.is_text else "right"
         table.add_column(column.heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for worker in shown:
-        table.add_row(*(column.show(worker) for column in columns), style=STYLES.get(worker.state))
+        cells = [Text(column.show(worker)) for column in columns]  # no markup: hosts may have "["
+        table.add_row(*cells, style=STYLES.get(worker.state))
     hidden = [worker for worker in workers if worker not in shown]
     if not hidden:
         return [table]

@@ -73,7 +73,7 @@ class JobStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         samples, samples_per_second: of all workers.
-        loss, edge_distance: means over workers.
+        loss, edge_distance: means over the workers that are not dead and have not left.
         heard_ago_s: since the last answer of any.
         num_answering: how many workers answered when they were asked last.
         notices: oldest first.

@@ -51,6 +51,7 @@ class WorkerLog:
     """The records of one worker, by kind, in the order in which they were written."""
 
     start: StartRecord
+    """Of the first process."""
     steps: tuple[StepRecord, ...]
     exchanges: tuple[ExchangeRecord, ...]
     end: EndRecord | None
@@ -60,6 +61,16 @@ class WorkerLog:
     consolidating: ConsolidatingRecord | None = None
     last_s: float = field(default=0.0)
     """Of the last record that has a time."""
+    run_id: str = ""
+    """Of the run that the last process took part in."""
+
+    def pairs(self) -> list[tuple[StepRecord, ExchangeRecord]]:
+        """The step and exchange records of one moment; a half whose other half is lost, left out.
+
+        A full disk loses single lines, and so does a kill between the two.
+        """
+        exchanges = {exchange.time_s: exchange for exchange in self.exchanges}
+        return [(step, exchanges[step.time_s]) for step in self.steps if step.time_s in exchanges]
 
     def last_values(self) -> dict[str, Value | None]:
         """The latest of each value that the script logged."""
@@ -84,6 +95,17 @@ class RunLog:
     def num_workers(self) -> int:
         """How many workers the run was started with."""
         return max(worker.start.num_workers for worker in self.workers.values())
+
+    @property
+    def num_ranks(self) -> int:
+        """How many workers the logs tell of, joiners too, be their own logs here or not."""
+        partners = (
+            rank
+            for worker in self.workers.values()
+            if worker.exchanges
+            for rank in worker.exchanges[-1].exchanges_by_neighbour
+        )
+        return max(self.num_workers, 1 + max(self.workers), 1 + max(partners, default=0))
 
     @classmethod
     def read(cls, directory: Path) -> Self:
@@ -127,6 +149,7 @@ def read_worker(path: Path) -> WorkerLog | None:
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}, line 1 holds a configuration that cannot be: {error}") from error
     records = list(_decode(path, lines))
+    starts = [record for record in records if isinstance(record, StartRecord)]
     ends = [record for record in records if isinstance(record, EndRecord)]
     waits = [record for record in records if isinstance(record, ConsolidatingRecord)]
     return WorkerLog(
@@ -139,6 +162,7 @@ def read_worker(path: Path) -> WorkerLog | None:
         tuple(record for record in records if isinstance(record, ValuesRecord)),
         waits[-1] if waits else None,
         max(0.0 if isinstance(record, StartRecord) else record.time_s for record in records),
+        starts[-1].run_id,
     )
 
 

@@ -4,8 +4,9 @@ A file starts with a ``start`` record. Then come pairs of a ``step`` and an ``ex
 each with totals up to then. ``began`` stands where a process made its first gradient step,
 ``notice`` where a worker noticed what befell another, ``values`` where the script logged something,
 ``consolidating`` where the worker had nothing left to do but to wait for the others; ``end`` where
-it had the average. Time (``time_s``) is in seconds since the worker's first start,
-whose date is in ``start``. The log of a worker that was started again goes on where it ended.
+it had the average. Time (``time_s``) is in seconds since the worker's first start, whose date is in
+``start``. The log of a worker that was started again goes on where it ended, with a ``start``
+record of the new process.
 """
 
 from pathlib import Path
@@ -34,10 +35,12 @@ class KnownConfiguration(TypedDict, total=False):
 
 
 class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
-    """Training starts now.
+    """Training starts now, or goes on in another process.
 
-    started_at: seconds since 1970. started_s: the same moment by ``since_boot_s``. configuration:
-    how the wrapper was called, in words and numbers.
+    run_id: of the run; the log of one that resumes holds the runs before it too.
+    started_at: seconds since 1970. started_s: the same moment by ``since_boot_s``, and boot_id: of
+    which boot; empty where it is not known. configuration: how the wrapper was called, in words and
+    numbers.
     """
 
     rank: int
@@ -47,6 +50,8 @@ class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
     configuration: dict[str, Any]
     started_s: float = 0.0
     format: int = 1  # the first one did not say
+    boot_id: str = ""
+    run_id: str = ""
 
 
 class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):

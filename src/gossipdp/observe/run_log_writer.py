@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import msgspec
 
-from gossipdp.observe.run_log import read_worker
+from gossipdp.observe.run_log import WorkerLog, read_worker
 from gossipdp.observe.run_log_records import (
     FORMAT,
     BeganRecord,
@@ -62,7 +62,12 @@ class RunLogWriter:
         path: the file, replaced if it exists; every line is flushed, so that a reader can follow.
         interval_s: least time between two pairs of step and exchange records.
         clock: monotonic, in seconds.
-        goes_on: a former process of this worker wrote the log; go on with its totals.
+        date: the time of day, in seconds since 1970.
+        boot_id: of the boot since which ``clock`` counts; empty: not known.
+        run_id: of the run.
+        goes_on: a former process of this worker may have written the log: where it took part in
+            the same run, go on with its totals.
+        resumes: go on also where that was another run, which this one resumes.
 
     Example:
         >>> with RunLogWriter(path) as log:  # doctest: +SKIP
@@ -76,10 +81,16 @@ class RunLogWriter:
         *,
         interval_s: float = 0.2,
         clock: Callable[[], float] = since_boot_s,
+        date: Callable[[], float] = time.time,
+        boot_id: str = "",
+        run_id: str = "",
         goes_on: bool = False,
+        resumes: bool = False,
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._before = read_worker(path) if goes_on and path.exists() else None
+        before = read_worker(path) if (goes_on or resumes) and path.exists() else None
+        goes_on = before is not None and (resumes or before.run_id == run_id)
+        self._before = before if goes_on else None
         if self._before is not None:
             _drop_cut_line(path)
         else:
@@ -89,6 +100,9 @@ class RunLogWriter:
         self._position = self._file.seek(0, os.SEEK_END)
         self._interval_s = interval_s
         self._clock = clock
+        self._date = date
+        self._boot_id = boot_id
+        self._run_id = run_id
         self._started = self._recorded = clock()
         self._num_notices = 0
         self._is_failing = False
@@ -108,22 +122,35 @@ class RunLogWriter:
         return self._recorded + interval_s - self._clock()
 
     def start(self, *, rank: int, num_workers: int, configuration: Mapping[str, Any]) -> None:
-        """Write the start record; time counts from here, or from the first process's start."""
+        """Write a start record; time counts from here, or from the first process's start."""
         self._started = self._recorded = self._clock()
         if self._before is not None:
-            self._started -= time.time() - self._before.start.started_at
-            return
+            self._started -= self._elapsed_s(self._before)
         self._write(
             StartRecord(
                 rank,
                 num_workers,
                 os.getpid(),
-                time.time(),
+                self._date(),
                 dict(configuration),
-                self._started,
+                self._recorded,
                 FORMAT,
+                self._boot_id,
+                self._run_id,
             )
         )
+
+    def _elapsed_s(self, before: WorkerLog) -> float:
+        """Since the first process's start: by the date only where the machine was started since.
+
+        The date may have been set back: time goes on from the last record at least.
+        """
+        start = before.start
+        if self._boot_id and self._boot_id == start.boot_id:
+            elapsed_s = self._started - start.started_s
+        else:
+            elapsed_s = self._date() - start.started_at
+        return max(elapsed_s, before.last_s)
 
     def began(self, at_s: float | None = None) -> None:
         """Write that this process has made its first gradient step, now or at ``at_s``."""

@@ -60,6 +60,11 @@ class StatusBoard:
         return any(source.status is not None for source in self._sources.values())
 
     @property
+    def all_failed(self) -> bool:
+        """Whether it is known of every address asked now that it does not answer."""
+        return self.failures.keys() >= set(self.addresses())
+
+    @property
     def failures(self) -> dict[str, str]:
         """Why each address that does not answer does not."""
         return {
@@ -79,7 +84,7 @@ class StatusBoard:
         for address, answer in answers.items():
             source = self._sources.setdefault(address, _Source())
             if isinstance(answer, Exception):
-                source.is_answering, source.failure = False, str(answer)
+                source.is_answering, source.failure = False, str(answer) or repr(answer)
                 continue
             if self._run_id is None:
                 self._run_id = answer.run_id
@@ -97,7 +102,8 @@ class StatusBoard:
             if status is None:
                 self._speeds.note(rank, now_s, member.samples)
                 continue
-            sent = status.bytes_sent + status.shared_bytes_sent
+            is_answering = self._is_answering(status)
+            sent = status.bytes_sent + status.shared_bytes_sent if is_answering else None
             self._speeds.note(rank, now_s, max(status.samples, member.samples), sent)
             for each in status.neighbours:
                 self._speeds.note((rank, each.rank), now_s, 0, each.bytes_sent)
@@ -113,12 +119,9 @@ class StatusBoard:
         if about is None:
             raise ValueError("no worker has answered yet")
         workers = self._marked(list(self._workers(now_s)))
-        losses = [
-            worker.loss
-            for worker in workers
-            if worker.loss is not None and worker.state not in GONE
-        ]
-        distances = [each.edge_distance for each in workers if each.edge_distance is not None]
+        present = [worker for worker in workers if worker.state not in GONE]
+        losses = [each.loss for each in present if each.loss is not None]
+        distances = [each.edge_distance for each in present if each.edge_distance is not None]
         speeds = [worker.samples_per_second for worker in workers]
         return JobStatus(
             run_id=about.run_id,

@@ -22,9 +22,9 @@ from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.export import check_name, copied_state, write_state
 from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
-from gossipdp.parallel.options import GossipOptions
+from gossipdp.parallel.options import GossipOptions, whole_number
 from gossipdp.parallel.run_configuration import describe
-from gossipdp.parallel.run_logging import RunLogging, check_values, one_loss
+from gossipdp.parallel.run_logging import RunLogging, one_loss, plain_values
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.parallel.status_page import StatusPage
 from gossipdp.runtime.environment import Environment
@@ -157,6 +157,8 @@ class GossipDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         logs.configure()  # GOSSIPDP_LOG, under whichever launcher
+        budget_samples = whole_number("budget_samples", budget_samples)
+        samples_per_step = whole_number("samples_per_step", samples_per_step)
         if budget_samples is not None and budget_samples < 1:
             raise ValueError(f"budget_samples is at least 1, or None, not {budget_samples}")
         if samples_per_step is not None and samples_per_step < 1:
@@ -209,7 +211,7 @@ class GossipDataParallel(nn.Module):
         self._budget_samples = budget_samples
         self._samples_per_step = samples_per_step
         self._forwarded_samples = 0
-        self._seed = seed
+        self._seed = options.seed
         self._status = StatusPage.wanted(options, environment)
         make_engine = AllReduceEngine if method == "allreduce" else GossipEngine
         try:
@@ -229,8 +231,8 @@ class GossipDataParallel(nn.Module):
                 self._position,
                 method=method,
                 directory=directory,
-                every=checkpoint_every,
-                keep=keep_checkpoints,
+                every=options.checkpoint_every,
+                keep=options.keep_checkpoints,
                 resumption=resumption,
                 is_joining=environment.is_joining,
             )
@@ -243,7 +245,8 @@ class GossipDataParallel(nn.Module):
                     Path(log_dir),
                     self._engine,
                     describe(module, optimizers, options, self._engine, budget_samples),
-                    goes_on=environment.is_joining or resumption is not None,
+                    joins=environment.is_joining,
+                    resumes=resumption is not None,
                 )
         except BaseException:
             self._engine.close()
@@ -366,11 +369,11 @@ class GossipDataParallel(nn.Module):
         if self._logging is None and self._status is None:
             return
         kept = None if loss is None else one_loss(loss)
-        check_values(values)
+        plain = plain_values(values)
         if self._logging is not None:
-            self._logging.log(kept, values)
+            self._logging.log(kept, plain)
         if self._status is not None:
-            self._status.log(kept, values)
+            self._status.log(kept, plain)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within ``with model.averaged():`` the module holds the average of all live workers.

@@ -1,6 +1,7 @@
 """The arguments of ``GossipDataParallel`` that reach its engine, checked."""
 
 import math
+import operator
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ METHODS = ("a2cid2", "gossip", "allreduce", "none")
 PACES = ("free", "strict")
 ON_POISON = ("stop", "refresh", "exit")
 SHARED_MEMORY = ("auto", "off")
+WHOLE_NUMBERS = ("max_lag", "seed", "port", "checkpoint_every", "keep_checkpoints", "status_port")
+RATES_AND_TIMES = ("comm_rate", "timeout_s", "start_timeout_s", "max_bytes_per_s")
 NO_TLS = (
     "TLS protects the links of gossip, and method='allreduce' has none: torch.distributed would "
     "send everything in the clear. Give no tls_cert, tls_key, tls_ca"
@@ -17,7 +20,10 @@ NO_TLS = (
 
 @dataclass(frozen=True)
 class GossipOptions:
-    """See ``GossipDataParallel``; construction checks what needs no other worker."""
+    """See ``GossipDataParallel``; construction checks what needs no other worker.
+
+    Numbers become Python's own, which logs and status pages can hold, whoever's they were.
+    """
 
     graph: Any
     comm_rate: float
@@ -63,6 +69,10 @@ class GossipOptions:
         ):
             if value not in known:
                 raise ValueError(f"unknown {name} {value!r}; choose one of: {', '.join(known)}")
+        for name in WHOLE_NUMBERS:
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+        for name in RATES_AND_TIMES:
+            object.__setattr__(self, name, _number(name, getattr(self, name)))
         for name in ("comm_rate", "timeout_s", "start_timeout_s"):
             number = getattr(self, name)
             if not (math.isfinite(number) and number > 0):
@@ -101,3 +111,22 @@ class GossipOptions:
             raise ValueError("checkpoint_every and resume='auto' need checkpoint_dir=")
         if tls_files(self.tls_cert, self.tls_key, self.tls_ca) and self.method == "allreduce":
             raise ValueError(NO_TLS)
+
+
+def whole_number(name: str, value: Any) -> int | None:
+    """Return the argument of that name as an ``int``, None as it is.
+
+    Raises:
+        ValueError: it is something else than a whole number.
+    """
+    try:
+        return None if value is None else operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, not {value!r}: pass an int") from None
+
+
+def _number(name: str, value: Any) -> float | None:
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number, not {value!r}") from None

@@ -1,10 +1,12 @@
 """The log of a run, written beside training by a thread that training never waits for."""
 
 import atexit
+import contextlib
+import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -20,7 +22,9 @@ from gossipdp.observe.run_log_records import (
 from gossipdp.observe.run_log_writer import RunLogWriter
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.stats import Consolidated, Stats
-from gossipdp.runtime.clock import since_boot_s
+from gossipdp.runtime.clock import boot_id, since_boot_s
+
+logger = logging.getLogger("gossipdp")
 
 LOOK_EVERY_S = 0.2
 MAX_LOSSES = 256
@@ -39,11 +43,13 @@ class RunLogging:
         directory: the log becomes ``worker-RANK.jsonl`` in it.
         engine: whose statistics are written.
         configuration: for the start record.
-        goes_on: add to the log of a former process of this worker, where there is one.
+        joins: the worker came into a run that goes on, perhaps not for the first time: add to the
+            log of a former process of it in the same run, where there is one.
+        resumes: add to it, whatever its run.
 
     Raises:
         OSError: the file cannot be made.
-        ValueError: it goes on, and the file there is no log that this version can read.
+        ValueError: it may go on, and the file there is no log that this version can read.
     """
 
     def __init__(
@@ -52,11 +58,18 @@ class RunLogging:
         engine: Engine,
         configuration: Mapping[str, Any],
         *,
-        goes_on: bool,
+        joins: bool,
+        resumes: bool,
     ) -> None:
         self._engine = engine
-        self._writer = RunLogWriter(worker_file(directory, engine.rank), goes_on=goes_on)
-        if not goes_on:
+        self._writer = RunLogWriter(
+            worker_file(directory, engine.rank),
+            boot_id=boot_id(),
+            run_id=engine.view().run_id,
+            goes_on=joins,
+            resumes=resumes,
+        )
+        if not (joins or resumes):
             _remove_others(directory, engine.num_workers)
         self._writer.start(
             rank=engine.rank, num_workers=engine.num_workers, configuration=configuration
@@ -68,6 +81,7 @@ class RunLogging:
         self._has_told_begin = False
         self._num_noticed = 0
         self._recent_s = 0.0
+        self._has_warned = False
         self._is_closed = False
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -88,7 +102,7 @@ class RunLogging:
             self._wake.set()
 
     def log(self, loss: Tensor | float | None, values: Mapping[str, Value]) -> None:
-        """Take what :func:`one_loss` made, and values; after the end they are written at once."""
+        """Take what :func:`one_loss` and :func:`plain_values` made; after the end write at once."""
         if loss is not None:
             self._losses.append(loss)
         if values:
@@ -132,7 +146,19 @@ class RunLogging:
             self._wake.clear()
 
     def _look(self, finally_: bool = False) -> None:
-        """Write what is new and due."""
+        """Write what is new and due; whatever goes wrong costs lines, not training."""
+        try:
+            self._write_new(finally_)
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "the log of worker %d lacks what could not be written (%r): training goes on",
+                    self._engine.rank,
+                    error,
+                )
+
+    def _write_new(self, finally_: bool) -> None:
         if self._began_s is not None and not self._has_told_begin:
             self._has_told_begin = True
             self._writer.began(self._began_s)
@@ -148,7 +174,7 @@ class RunLogging:
 
     def _write_records(self, stats: Stats) -> None:
         self._recorded_steps = self._gradient_steps
-        losses = [float(self._losses.popleft()) for _ in range(len(self._losses))]
+        losses = [self._losses.popleft() for _ in range(len(self._losses))]
         recent = [one for one in stats.recent_exchanges if one.ended_s > self._recent_s]
         if recent:
             self._recent_s = recent[-1].ended_s
@@ -156,7 +182,7 @@ class RunLogging:
         self._writer.record(
             gradient_steps=self._gradient_steps,
             samples=self._samples,
-            loss=sum(losses) / len(losses) if losses else None,
+            loss=mean_loss(losses),
             exchanges=ExchangeRecord(
                 time_s=0.0,
                 exchanges_initiated=stats.exchanges_initiated,
@@ -198,24 +224,55 @@ def one_loss(loss: Tensor | float) -> Tensor | float:
         ValueError: it is not one number.
     """
     if not isinstance(loss, Tensor):
-        return loss
+        try:
+            return float(loss)
+        except (TypeError, ValueError):
+            raise ValueError(f"log(loss=...) takes one number, not {loss!r}") from None
     if loss.numel() != 1:
         raise ValueError(f"log(loss=...) takes one number, not {tuple(loss.shape)}")
     return loss.detach()
 
 
-def check_values(values: Mapping[str, object]) -> None:
-    """Look at what a script logs by name.
+def mean_loss(losses: Iterable[SupportsFloat]) -> float | None:
+    """Return the mean of the losses that can be read; None where there is none."""
+    numbers = []
+    for loss in losses:
+        # Torch refuses what a CUDA graph has computed once the graph has run again.
+        with contextlib.suppress(RuntimeError):
+            numbers.append(float(loss))
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def plain_values(values: Mapping[str, object]) -> dict[str, Value]:
+    """Return what a script logs by name as Python's own numbers and text, which JSON can hold.
+
+    A NumPy number that is a ``float`` becomes one; half a surrogate pair, as names of files may
+    hold, becomes its escape sequence.
 
     Raises:
         ValueError: one is neither number nor text.
     """
-    for name, value in values.items():
-        if not isinstance(value, bool | int | float | str):
-            raise ValueError(
-                f"log({name}=...) takes numbers and text, not a {type(value).__name__}; of a "
-                "tensor with one element, give .item()"
-            )
+    return {_text(name): _plain(name, value) for name, value in values.items()}
+
+
+def _plain(name: str, value: object) -> Value:
+    match value:
+        case bool():
+            return value
+        case int():
+            return int(value)
+        case float():
+            return float(value)
+        case str():
+            return _text(value)
+    raise ValueError(
+        f"log({name}=...) takes numbers and text, not a {type(value).__name__}; of a tensor with "
+        "one element, give .item()"
+    )
+
+
+def _text(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _remove_others(directory: Path, num_workers: int) -> None:

@@ -24,6 +24,7 @@ from gossipdp.observe.status_server import Page, StatusServer
 from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.options import GossipOptions
+from gossipdp.parallel.run_logging import mean_loss
 from gossipdp.runtime.clock import since_boot_s
 from gossipdp.runtime.environment import Environment, show_address
 
@@ -124,7 +125,7 @@ class StatusPage:
         self._stepped_s = since_boot_s()
 
     def log(self, loss: Tensor | float | None, values: Mapping[str, Any]) -> None:
-        """Keep what the script logs, a loss as ``one_loss`` made it; text is not shown."""
+        """Keep what ``one_loss`` and ``plain_values`` made of what the script logs, but no text."""
         if loss is not None:
             self._losses.append(loss)
         for name, value in values.items():
@@ -139,7 +140,7 @@ class StatusPage:
         losses, values = list(self._losses.copy()), self._values.copy()
         logged: dict[str, float | None] = {name: _known(value) for name, value in values.items()}
         if losses:
-            logged["loss"] = _known(sum(float(loss) for loss in losses) / len(losses))
+            logged["loss"] = _known(mean_loss(losses))
         return logged
 
     def _status(
@@ -191,5 +192,5 @@ class StatusPage:
         )
 
 
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _known(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -47,8 +47,7 @@ def exchange_counts(run_log: RunLog) -> NDArray[np.int64]:
     """
     import numpy as np
 
-    num_workers = max(run_log.num_workers, 1 + max(run_log.workers))
-    counts = np.zeros((num_workers, num_workers), dtype=np.int64)
+    counts = np.zeros((run_log.num_ranks, run_log.num_ranks), dtype=np.int64)
     for rank, worker in run_log.workers.items():
         if worker.exchanges:
             for neighbour, count in worker.exchanges[-1].exchanges_by_neighbour.items():

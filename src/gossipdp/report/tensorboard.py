@@ -54,8 +54,7 @@ def _write_worker(worker: WorkerLog, writer: "SummaryWriter") -> None:
                 name, value, gradient_steps, walltime=worker.start.started_at + time_s
             )
 
-    # The writer adds an exchange record right after each step record.
-    for step, exchange in zip(worker.steps, worker.exchanges, strict=False):
+    for step, exchange in worker.pairs():
         at = (step.gradient_steps, step.time_s)
         num_exchanges = exchange.exchanges_initiated + exchange.exchanges_answered
         write("train/loss", step.loss, *at)

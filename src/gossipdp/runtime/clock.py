@@ -9,6 +9,7 @@ only, such as that for a child to end, may use any.
 """
 
 import time
+from pathlib import Path
 
 
 def since_boot_s() -> float:
@@ -17,3 +18,14 @@ def since_boot_s() -> float:
     It is ``time.clock_gettime(time.CLOCK_BOOTTIME)``, which never goes back.
     """
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def boot_id() -> str:
+    """Return what tells this start of this machine from all others; empty where nobody says it.
+
+    Times of :func:`since_boot_s` from processes with the same can be compared.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return ""

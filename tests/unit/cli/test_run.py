@@ -68,17 +68,17 @@ def test_nobody_to_join_is_one_line(
     )
 
 
-def test_the_line_on_joining_names_all_files_that_a_joiner_needs(
+def test_the_line_on_joining_names_all_that_a_joiner_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hush")
     tls = {"tls_cert": Path("cert.pem"), "tls_key": Path("key.pem"), "tls_ca": Path("ca.pem")}
-    line = _JoinLine(RunArguments(workers=2, secret_file=secret, **tls))
+    line = _JoinLine(RunArguments(workers=2, secret_file=secret, log_dir=Path("runs/mine"), **tls))
     line({})
     line({1: ("10.0.0.2", 5), 0: ("10.0.0.1", 4)})
     line({0: ("10.0.0.1", 4)})
     assert capsys.readouterr().err == (
         f"gossipdp: to add a worker: gossipdp run --join 10.0.0.1:4 --secret-file {secret} "
-        "--tls-cert cert.pem --tls-key key.pem --tls-ca ca.pem SCRIPT\n"
+        "--tls-cert cert.pem --tls-key key.pem --tls-ca ca.pem --log-dir runs/mine SCRIPT\n"
     )

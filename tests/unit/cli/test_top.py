@@ -111,6 +111,15 @@ def test_live_without_a_terminal_it_prints_tables() -> None:
     assert world.output.getvalue().count("run 7f") == 4
 
 
+def test_on_a_dumb_terminal_it_prints_tables_while_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    world = World(ends_s=2.5, budget_samples=400)
+    assert world.top(is_terminal=True) == 0
+    assert world.output.getvalue().count("run 7f") == 4
+
+
 def test_when_all_are_gone_before_the_end_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     world = World(ends_s=5.0)
     assert world.top() == 1
@@ -127,6 +136,22 @@ def test_a_job_that_has_not_begun_is_waited_for(capsys: pytest.CaptureFixture[st
     assert 10 <= world.now_s <= 12
     assert World(begins_s=5.0).top(once=True) == 1
     assert "no worker answers (127.0.0.1:9400: [Errno 111] refused)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("answers_after_s", "code"), [(0.7, 0), (9.0, 0), (30.0, 1)])
+def test_once_waits_for_a_slow_answer(answers_after_s: float, code: int) -> None:
+    world = World()
+    answer = world.ask
+
+    def ask(addresses: Iterable[str], wait_s: float) -> Mapping[str, Any]:
+        if world.now_s + wait_s < answers_after_s:
+            world.now_s += wait_s
+            return {}
+        return answer(addresses, wait_s)
+
+    world.ask = ask  # type: ignore[method-assign]
+    assert world.top(once=True) == code
+    assert world.now_s <= 12
 
 
 def test_what_others_answer_commands_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,6 +250,14 @@ def test_what_was_noticed_last() -> None:
     text = "\n".join(drawn(job(2, notices=notices), 100, None))
     assert "2 min ago: worker 2 was found dead" not in text
     assert "2 min ago: worker 7 was found dead" in text
+
+
+@pytest.mark.parametrize("place", ["[fd00::5]:9400", "[/x]", "[bold]:smile:"])
+def test_text_from_the_network_is_no_markup(place: str) -> None:
+    seen = job(2)
+    named = msgspec.structs.replace(seen.workers[1], host=place, process_id=7, status_address=place)
+    lines = drawn(msgspec.structs.replace(seen, workers=(seen.workers[0], named)), 200, None)
+    assert any(line.endswith(f"{place} (7) {place}") for line in map(str.rstrip, lines))
 
 
 def test_text_from_the_network_commands_no_terminal() -> None:

@@ -65,6 +65,20 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert worker.last_s == 6.0
 
 
+def test_a_pair_of_which_one_line_was_lost_shifts_no_other(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    path = worker_file(tmp_path, 0)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:4] + lines[5:7] + lines[8:]))
+    worker = RunLog.read(tmp_path).workers[0]
+    assert len(worker.steps) == len(worker.exchanges) == 4
+    assert [(step.time_s, exchange.time_s) for step, exchange in worker.pairs()] == [
+        (1.0, 1.0),
+        (3.0, 3.0),
+        (5.0, 5.0),
+    ]
+
+
 def test_records_come_ever_less_often(tmp_path: Path) -> None:
     clock = Clock()
     num_records = 0
@@ -170,6 +184,62 @@ def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path: Path) -> N
     assert worker.exchanges[-1].shared_bytes_received == 40
     assert worker.notices[0] == NoticeRecord(1, "dead", 101.5, 1.5)
     assert worker.lives[1].time_s >= 0
+
+
+def test_a_log_goes_on_in_its_own_run_and_where_that_is_resumed(tmp_path: Path) -> None:
+    path = worker_file(tmp_path, 0)
+
+    def live(run_id: str, **options: bool) -> tuple[int, float]:
+        """One process that makes a step; all steps in the log then, and its date."""
+        nonlocal date_s
+        date_s += 100
+        with RunLogWriter(
+            path, clock=Clock(), date=lambda: date_s, run_id=run_id, **options
+        ) as log:
+            log.start(rank=0, num_workers=2, configuration={})
+            log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
+        worker = RunLog.read(tmp_path).workers[0]
+        assert worker.run_id == run_id
+        return worker.steps[-1].gradient_steps, worker.start.started_at
+
+    date_s = 0.0
+    assert live("yesterday's") == (1, 100)
+    assert live("yesterday's", goes_on=True) == (2, 100)
+    assert live("today's", goes_on=True) == (1, 300), "it joins another run, for the first time"
+    assert live("tomorrow's", resumes=True) == (2, 300)
+    assert live("tomorrow's", goes_on=True) == (3, 300)
+    assert live("tomorrow's") == (1, 600)
+
+
+@pytest.mark.parametrize(
+    ("date_step_s", "boot_id", "begins_s"),
+    [
+        (-3600.0, "one", 50.0),
+        (3600.0, "one", 50.0),
+        (0.0, "two", 50.0),
+        (-3600.0, "two", 2.0),
+        (-3600.0, "", 2.0),
+    ],
+    ids=["set back", "set forward", "new boot", "new boot, set back", "boot not known, set back"],
+)
+def test_the_time_of_a_log_that_goes_on_never_goes_back(
+    tmp_path: Path, date_step_s: float, boot_id: str, begins_s: float
+) -> None:
+    clock, date_s = Clock(), 1.7e9
+    path = worker_file(tmp_path, 0)
+    with RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id="one") as log:
+        log.start(rank=0, num_workers=2, configuration={})
+        clock.now += 2
+        log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
+    clock.now, date_s = 150.0, 1.7e9 + 50 + date_step_s
+    with RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id=boot_id, goes_on=True) as log:
+        log.start(rank=0, num_workers=2, configuration={})
+        log.began()
+        clock.now += 1
+        log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
+    worker = RunLog.read(tmp_path).workers[0]
+    assert [life.time_s for life in worker.lives] == [begins_s]
+    assert [step.time_s for step in worker.steps] == [2.0, begins_s + 1]
 
 
 def test_notices_beyond_the_most_are_left_out(tmp_path: Path) -> None:

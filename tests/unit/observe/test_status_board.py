@@ -99,15 +99,20 @@ def test_workers_without_a_status_port_are_shown_by_what_others_know() -> None:
 def test_the_view_outlives_the_worker_that_was_asked_first() -> None:
     job = Job(0)
     job.look({0: status(0)})
-    job.look({rank: status(rank) for rank in range(4)})
+    job.look({rank: status(rank, edge_distance=99.0) for rank in range(4)})
     dead = tuple(member(rank, "dead" if rank == 0 else "training") for rank in range(4))
     notice = (NoticeStatus(0, "dead", 0.2),)
-    answers = {rank: status(rank, members=dead, notices=notice) for rank in (1, 2, 3)}
+    answers = {
+        rank: status(rank, members=dead, notices=notice, edge_distance=0.1 * rank)
+        for rank in (1, 2, 3)
+    }
     seen = job.look({0: None, **answers})
     assert worker(seen, 0).state == "dead"
     assert worker(seen, 0).samples_per_second is None
     assert worker(seen, 0).loss == 1.0, "what it said last"
     assert seen.loss == 3.0, "the mean is over those that live"
+    assert worker(seen, 0).edge_distance == 99.0
+    assert seen.edge_distance == pytest.approx(0.2)
     assert seen.num_answering == 3
     assert [(each.rank, each.kind) for each in seen.notices] == [(0, "dead")], "of three, one"
     # It is asked no more, but for the address that was given.
@@ -189,6 +194,17 @@ def test_speeds_are_over_the_last_seconds_and_begin_anew_with_a_process() -> Non
         last = look(1000 + 10 * (second + 1), 5 * (second + 1))
     assert (last.samples_per_second, last.bytes_sent_per_second) == (10.0, 10.0)
     assert look(1110, 0).samples_per_second is None, "its bytes count from 0 again"
+
+
+def test_what_a_worker_sends_is_unknown_while_it_does_not_answer() -> None:
+    job = Job(0, 1)
+    for second in range(3):
+        job.look({rank: status(rank, 2, bytes_sent=1000 * second) for rank in range(2)})
+    seen = job.look({0: status(0, 2, bytes_sent=3000), 1: None})
+    assert [each.bytes_sent_per_second for each in seen.workers] == [1000.0, None]
+    assert worker(seen, 1).state == "no answer"
+    seen = job.look({0: None, 1: None})
+    assert worker(seen, 0).bytes_sent_per_second == 1000.0, "nobody answers: the last stays"
 
 
 def test_links_are_what_both_ends_say() -> None:

@@ -4,6 +4,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from gossipdp import GossipDataParallel
 from gossipdp.observe.run_log import RunLog, WorkerLog
 from gossipdp.observe.run_log_records import worker_file
+from gossipdp.observe.run_log_writer import RunLogWriter
 
 
 def train(log_dir: Path | None, num_steps: int = 3, **options: object) -> GossipDataParallel:
@@ -104,7 +106,56 @@ def test_what_is_no_number_is_refused(tmp_path: Path) -> None:
         model.log(loss=torch.zeros(2))
     with pytest.raises(ValueError, match=r"log\(accuracy=\.\.\.\) takes numbers and text"):
         model.log(accuracy=torch.tensor(0.5))  # type: ignore[arg-type]
+    for loss in (np.zeros(2), "small", [0.5]):
+        with pytest.raises(ValueError, match=r"log\(loss=\.\.\.\) takes one number, not "):
+            model.log(loss=loss)  # type: ignore[arg-type]
     model.close()
+
+
+def test_numbers_of_numpy_and_any_text_are_logged_before_and_after_the_end(tmp_path: Path) -> None:
+    model = train(tmp_path)
+    model.log(loss=np.float32(0.5), accuracy=np.mean([0.5, 1.0]), file="caf\udce9", passed=True)
+    model.consolidate()
+    model.log(test_accuracy=np.float64(0.9), name=np.str_("best"))
+    worker = read(tmp_path)
+    assert worker.end is not None
+    assert worker.last_values() == {
+        "learning_rate": 0.1,
+        "accuracy": 0.75,
+        "file": "caf\\udce9",
+        "passed": True,
+        "test_accuracy": 0.9,
+        "name": "best",
+    }
+
+
+def test_a_loss_that_can_be_read_no_more_is_left_out(tmp_path: Path) -> None:
+    model = train(tmp_path, num_steps=0, samples_per_step=8)
+    model.log(loss=torch.empty((), device="meta"))
+    model.log(loss=2.0)
+    model._boundary(0)
+    model.close()
+    assert [step.loss for step in read(tmp_path).steps] == [2.0]
+
+
+def test_what_goes_wrong_in_the_log_ends_neither_its_thread_nor_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+
+    def fail(self: RunLogWriter) -> float:
+        asked.set()
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(RunLogWriter, "wait_s", fail)
+    model = train(tmp_path)
+    assert asked.wait(20)
+    model.log(accuracy=0.5)
+    model.consolidate()
+    worker = read(tmp_path)
+    assert (worker.end is not None, worker.steps[-1].gradient_steps) == (True, 3)
+    assert worker.last_values()["accuracy"] == 0.5
+    assert caplog.text.count("RuntimeError('out of order')): training goes on") == 1
 
 
 def test_a_run_that_resumes_goes_on_with_its_log(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from gossipdp import GossipDataParallel, RendezvousError
 from gossipdp.observe.run_log import RunLog
+from gossipdp.observe.status import METRICS_PATH
 from gossipdp.observe.status_client import ask
 from gossipdp.parallel.status_page import MEAN_OF_LOSSES, StatusPage
 from gossipdp.runtime.environment import Environment, show_address
@@ -62,6 +64,27 @@ def test_a_worker_tells_how_far_it_is(make: Make, method: str) -> None:
         ask(address)
 
 
+def test_numbers_of_numpy_are_shown_and_logged_as_all_others(make: Make, tmp_path: Path) -> None:
+    model, address = make(
+        status_port=np.int64(0),
+        log_dir=tmp_path,
+        budget_samples=np.int64(64),
+        samples_per_step=np.int32(4),
+        comm_rate=np.float64(0.5),
+        timeout_s=np.float32(2.0),
+        seed=np.int64(7),
+    )
+    train(model, 5)
+    status = ask(address)
+    assert (status.budget_samples, status.samples, status.comm_rate) == (64, 20, 0.5)
+    metrics = model._status._pages[METRICS_PATH].build()
+    assert b'gossipdp_budget_samples{rank="0"} 64\n' in metrics
+    assert b'gossipdp_samples_total{rank="0"} 20\n' in metrics
+    configuration = RunLog.read(tmp_path).workers[0].start.configuration
+    known = {"budget_samples": 64, "comm_rate": 0.5, "timeout_s": 2.0, "seed": 7}
+    assert {name: configuration[name] for name in known} == known
+
+
 def ask_anew(model: GossipDataParallel, address: str) -> Any:
     """Without the page that was built just before."""
     assert model._status is not None
@@ -81,6 +104,9 @@ def test_what_the_script_logs_is_shown(make: Make) -> None:
     assert set(logged) == {"loss", "lr"}
     model.log(loss=math.nan)
     assert ask_anew(model, address).logged["loss"] is None
+    for loss in (torch.empty((), device="meta"), *[3.0] * (MEAN_OF_LOSSES - 1)):
+        model.log(loss=loss)
+    assert ask_anew(model, address).logged["loss"] == 3.0, "of those that can be read"
     for number in range(200):
         model.log(**{f"value {number}": number})
     assert len(ask_anew(model, address).logged) == 101

@@ -52,6 +52,11 @@ def test_counts_are_symmetric_and_the_larger_of_both_ends() -> None:
     assert counts.tolist() == [[0, 7, 0], [7, 0, 4], [0, 4, 0]]
 
 
+def test_a_worker_that_joined_and_left_no_log_here_is_counted() -> None:
+    run_log = small_run({0: {1: 7, 2: 3}, 1: {0: 7}}, num_workers=2)
+    assert exchange_counts(run_log).tolist() == [[0, 7, 3], [7, 0, 0], [3, 0, 0]]
+
+
 @pytest.mark.parametrize("num_workers", [1, 4, 7, 8, 64])
 def test_every_worker_has_its_own_colour(num_workers: int) -> None:
     assert len(set(worker_colours(num_workers))) == num_workers

@@ -1,5 +1,6 @@
 """The page of a run by its elements: structure, all sections, nothing from outside."""
 
+import dataclasses
 import json
 import re
 from html.parser import HTMLParser
@@ -223,6 +224,28 @@ def test_a_run_that_ended_before_its_first_record() -> None:
     assert "Without an end in the log: worker 0" in words
 
 
+def test_a_worker_that_joined_without_a_log_here_is_named() -> None:
+    log = a_run(2)
+    first = log.workers[0]
+    joined = replace(first.exchanges[-1], exchanges_by_neighbour={1: 240, 2: 9})
+    log.workers[0] = dataclasses.replace(first, exchanges=(*first.exchanges[:-1], joined))
+    words = Page(render(log, "run")).words
+    assert "No log here of worker 2." in words
+    assert "0 – 2: 9 exchanges" in words
+
+
+def test_a_run_that_one_worker_began_and_another_joined() -> None:
+    log = a_run(2)
+    for rank, worker in log.workers.items():
+        start = replace(worker.start, num_workers=1)
+        log.workers[rank] = dataclasses.replace(worker, start=start)
+    words = Page(render(log, "run")).words
+    assert "nobody to exchange with" not in words
+    assert "0 – 1: 240 exchanges" in words
+    assert "comm rate 0.40 asked for 1" in words
+    assert "2 workers" in words
+
+
 def test_a_run_without_duration() -> None:
     workers = a_run(2).workers
     step = replace(workers[0].steps[0], time_s=0.0)
@@ -292,6 +315,17 @@ def test_notices_of_one_death_are_one_event() -> None:
     assert dead[0].last_noticed_s == pytest.approx(4.5)
 
 
+def test_an_exchange_record_that_was_lost_moves_no_other() -> None:
+    log = a_run(2)
+    worker = log.workers[0]
+    log.workers[0] = dataclasses.replace(worker, exchanges=worker.exchanges[1:])
+    view = RunView(log)
+    distances, _ = view.over_time(lambda _, exchange: exchange.edge_distance)
+    assert distances == [(pytest.approx(0.2 * index), 0.1 / index) for index in range(2, 61)]
+    (first, *_) = (span for span in view.spans(0) if span.exchanging)
+    assert (first.start_s, first.end_s) == (pytest.approx(0.1), pytest.approx(0.4))
+
+
 def test_loss_is_drawn_over_the_samples_of_all() -> None:
     samples_at = RunView(a_run()).samples_at()
     assert samples_at(0.0) == 0
@@ -315,6 +349,13 @@ def test_scales_and_numbers() -> None:
     assert (scale(25), scale(99)) == (150, 200)
     assert Scale(0.05, 200, 0, 1, is_log=True).ticks() == pytest.approx([0.1, 1, 10, 100])
     assert [number(each) for each in (0, 0.05, 1234567)] == ["0", "0.05", "1.23 M"]
+    assert [number(each) for each in (999.6, 1234.6, 9999.6, -999_600, 999_999_999)] == [
+        "1000",
+        "1235",
+        "10 k",
+        "-1 M",
+        "1 G",
+    ]
     assert [duration(each) for each in (0.4, 245, 7800)] == ["0.4 s", "4 min 5 s", "2 h 10 min"]
 
 

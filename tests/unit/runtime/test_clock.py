@@ -2,10 +2,14 @@
 
 import time
 
-from gossipdp.runtime.clock import since_boot_s
+from gossipdp.runtime.clock import boot_id, since_boot_s
 
 
 def test_it_is_the_kernels_clock_that_counts_suspend_too() -> None:
     before = time.clock_gettime(time.CLOCK_BOOTTIME)
     now_s = since_boot_s()
     assert before <= now_s <= time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def test_a_boot_has_one_name() -> None:
+    assert boot_id() == boot_id() != ""

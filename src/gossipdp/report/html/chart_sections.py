@@ -83,7 +83,7 @@ def consensus_section(view: RunView) -> str:
 
 def exchanges_section(view: RunView, counts: dict[tuple[int, int], int]) -> str:
     """Heat maps of pairs; ``counts``: completed exchanges by (lower rank, higher rank)."""
-    if view.log.num_workers == 1:
+    if view.log.num_ranks == 1:
         return '<p class="nothing">One worker has nobody to exchange with.</p>'
     if not counts:
         return '<p class="nothing">No exchanges.</p>'

@@ -90,7 +90,8 @@ def _tiles(view: RunView) -> str:
     steps = sorted(view.gradient_steps.values())
     achieved = view.achieved_comm_rate
     asked = view.configuration.get("comm_rate")
-    gossips = view.configuration.get("method") in ("a2cid2", "gossip") and view.log.num_workers > 1
+    num_workers = view.log.num_ranks
+    gossips = view.configuration.get("method") in ("a2cid2", "gossip") and num_workers > 1
     losses = [line[-1][1] for line in view.over_time(lambda step, _: step.loss) if line]
     distance = view.consensus_distance
     ended = sum(worker.end is not None for worker in view.log.workers.values())
@@ -117,7 +118,7 @@ def _tiles(view: RunView) -> str:
         ),
     ]
     if gossips:
-        tiles.append(("exchanges", number(view.exchanges), f"{view.log.num_workers} workers"))
+        tiles.append(("exchanges", number(view.exchanges), f"{num_workers} workers"))
         tiles.append(
             (
                 "comm rate",

@@ -112,7 +112,7 @@ class RunView:
         lines = []
         for rank, worker in self.log.workers.items():
             line = []
-            for step, exchange in zip(worker.steps, worker.exchanges, strict=False):
+            for step, exchange in worker.pairs():
                 number = value(step, exchange)
                 if number is not None:
                     line.append((self.offsets[rank] + step.time_s, number))

@@ -50,8 +50,9 @@ def spans_of(worker: WorkerLog) -> list[Span]:
     first_s = worker.lives[0].time_s if worker.lives else 0.0
     spans.append(Span(0.0, first_s, idle=1.0))
     before_s, exchanging_s, waited_s = first_s, 0.0, 0.0
-    still = _standing_still(worker.steps)
-    for index, (step, exchange) in enumerate(zip(worker.steps, worker.exchanges, strict=False)):
+    pairs = worker.pairs()
+    still = _standing_still([step for step, _ in pairs])
+    for index, (step, exchange) in enumerate(pairs):
         now_s = step.time_s
         begun = [life.time_s for life in worker.lives[1:] if before_s < life.time_s <= now_s]
         if begun:

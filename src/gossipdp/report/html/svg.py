@@ -50,6 +50,8 @@ def number(value: float) -> str:
     >>> [number(value) for value in (0, 12, 0.05, 1234567, 3e-7)]
     ['0', '12', '0.05', '1.23 M', '3e-07']
     """
+    # Rounded first: in three digits 999,600 is a million.
+    value = round(value) if 1000 <= abs(value) < 9999.5 else float(f"{value:.3g}")
     for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             return f"{value / {'T': 1e12, 'G': 1e9, 'M': 1e6, 'k': 1e3}[letter]:.3g} {letter}"

@@ -16,7 +16,7 @@ def faults_section(view: RunView) -> str:
     """Deaths, stops and returns, and the workers without an end or a log."""
     events = view.events()
     unended = [f"worker {rank}" for rank, worker in view.log.workers.items() if worker.end is None]
-    missing = sorted(set(range(view.log.num_workers)) - set(view.ranks))
+    missing = sorted(set(range(view.log.num_ranks)) - set(view.ranks))
     words = []
     if unended:
         words.append(
