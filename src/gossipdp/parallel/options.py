@@ -75,7 +75,7 @@ class GossipOptions:
             object.__setattr__(self, name, _number(name, getattr(self, name)))
         for name in ("comm_rate", "timeout_s", "start_timeout_s"):
             number = getattr(self, name)
-            if not (math.isfinite(number) and number > 0):
+            if number is None or not (math.isfinite(number) and number > 0):
                 raise ValueError(f"{name} must be a positive number, not {number}")
         if not 1 <= self.max_lag <= 3:
             raise ValueError(
@@ -114,11 +114,13 @@ class GossipOptions:
 
 
 def whole_number(name: str, value: Any) -> int | None:
-    """Return the argument of that name as an ``int``, None as it is.
+    """Return the argument of that name as an ``int``, such as 1e6, and None as it is.
 
     Raises:
         ValueError: it is something else than a whole number.
     """
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
     try:
         return None if value is None else operator.index(value)
     except TypeError:

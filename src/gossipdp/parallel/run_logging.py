@@ -260,6 +260,8 @@ def _plain(name: str, value: object) -> Value:
         case bool():
             return value
         case int():
+            if value.bit_length() >= 64:
+                raise ValueError(f"log({name}=...) takes whole numbers of at most 64 bits")
             return int(value)
         case float():
             return float(value)

@@ -436,6 +436,7 @@ def test_a_dropped_model_does_not_hold_its_optimizer_back(wrap):
         ({"neighbour_policy": "rude"}, "fresh"),
         ({"max_lag": 9}, "max_lag"),
         ({"timeout_s": -1.0}, "timeout_s"),
+        ({"timeout_s": None}, "timeout_s must be a positive number, not None"),
         ({"budget_samples": 0}, "budget_samples"),
         ({"budget_samples": 1234.5}, "budget_samples must be a whole number, not 1234.5"),
         ({"samples_per_step": 0}, "samples_per_step"),

@@ -106,6 +106,8 @@ def test_what_is_no_number_is_refused(tmp_path: Path) -> None:
         model.log(loss=torch.zeros(2))
     with pytest.raises(ValueError, match=r"log\(accuracy=\.\.\.\) takes numbers and text"):
         model.log(accuracy=torch.tensor(0.5))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"log\(steps=\.\.\.\) takes whole numbers of at most 64"):
+        model.log(steps=10**400)
     for loss in (np.zeros(2), "small", [0.5]):
         with pytest.raises(ValueError, match=r"log\(loss=\.\.\.\) takes one number, not "):
             model.log(loss=loss)  # type: ignore[arg-type]
