@@ -27,6 +27,7 @@ from gossipdp.protocol.actions import (
     Superseded,
     Unlink,
 )
+from gossipdp.protocol.consolidation_actions import Prepare
 from gossipdp.protocol.messages import (
     DIALLED_MESSAGES,
     Envelope,
@@ -324,6 +325,8 @@ class GossipLoop(LinkHandler):
                     "in the run, so this one ends; start one process a rank"
                 )
             case _:
+                if isinstance(action, Prepare):  # pending is about to hold sums
+                    self.transfers.refuse_parameters("it consolidates")
                 self.averaging.perform(action, self.clock())
 
     # Links.

@@ -12,7 +12,15 @@ from gossipdp.graph import build_graph
 from gossipdp.graph.constants import Constants
 from gossipdp.protocol.actions import Begin, Refresh, Superseded
 from gossipdp.protocol.membership import Member, Status
-from gossipdp.protocol.messages import ExchangeId, RequestState, decode
+from gossipdp.protocol.messages import (
+    Envelope,
+    ExchangeId,
+    Heartbeat,
+    RequestState,
+    StateRefused,
+    decode,
+    encode,
+)
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp.runtime import plain_exchange
 from gossipdp.runtime.frames import ChunkKey, FrameType
@@ -20,6 +28,7 @@ from gossipdp.runtime.gossip_loop import GossipLoop
 from gossipdp.runtime.identity import Identity, Refusal
 from gossipdp.runtime.link import Link
 from gossipdp.runtime.shared_state import SharedState
+from gossipdp.runtime.transfer import SLOTS
 from gossipdp.runtime.transport import Transport
 
 TIMEOUT_S = 5.0
@@ -56,6 +65,16 @@ class FakeLink(Link):
     queued_chunks = queued_bytes = bytes_sent = bytes_received = 0
     last_heard_s = 0.0
     closed = False
+
+
+class NarrowLink(FakeLink):
+    """Chunks stay queued until the test says how many have left."""
+
+    num_left = 0
+
+    @property
+    def queued_chunks(self):
+        return len(self.chunks) - self.num_left
 
 
 class Worker:
@@ -184,6 +203,25 @@ def test_a_poisoned_x_is_written_over_for_nothing_can_be_added_to_it():
     assert torch.equal(worker.segment.x, 10 * X)
     assert worker.loop.poisoned is None
     assert worker.loop.protocol.can_donate
+
+
+def test_a_state_under_way_is_refused_where_consolidation_begins():
+    """From then on pending holds sums, and x + pending is nobody's parameters."""
+    worker = Worker(chunk_bytes=4)
+    worker.loop.serve_state((), lambda: None)
+    worker.loop.link_up(joiner := NarrowLink(3))
+    worker.loop.control(joiner, encode(Envelope(RequestState(7, 0))))
+    worker.loop.writable(joiner)
+    assert len(joiner.chunks) == SLOTS
+    worker.loop.consolidate(lambda outcome: None)
+    done = tuple(Member(rank, 0, 7, Status.DONE, "127.0.0.1", 1 + rank) for rank in (1, 2))
+    worker.loop.control(worker.links[1], encode(Envelope(Heartbeat(), done)))
+    assert worker.loop.averaging.has_begun
+    joiner.num_left = SLOTS
+    worker.loop.writable(joiner)
+    assert len(joiner.chunks) == SLOTS
+    refusals = [each for each in joiner.said if isinstance(each, StateRefused)]
+    assert [refusal.counter for refusal in refusals] == [7]
 
 
 def test_a_superseded_worker_ends_with_one_error():
