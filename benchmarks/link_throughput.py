@@ -70,7 +70,9 @@ class Exchanger(LinkHandler):
     def refused(self, peer: int | None, refusal: Any) -> None:
         raise RuntimeError(str(refusal))
 
-    def dial_failed(self, peer: int | None, refused_connection: bool) -> None:
+    def dial_failed(
+        self, peer: int | None, address: tuple[str, int], refused_connection: bool
+    ) -> None:
         raise RuntimeError("the dial failed")
 
 

@@ -155,7 +155,9 @@ class Handler(LinkHandler):
     def refused(self, peer: int | None, refusal: Refusal) -> None:
         raise RuntimeError(str(refusal))
 
-    def dial_failed(self, peer: int | None, refused_connection: bool) -> None:
+    def dial_failed(
+        self, peer: int | None, address: tuple[str, int], refused_connection: bool
+    ) -> None:
         raise RuntimeError("the dial failed")
 
 

@@ -109,7 +109,9 @@ class _End(LinkHandler):
         """See :class:`LinkHandler`."""
         self.error = RefusedError(str(refusal))
 
-    def dial_failed(self, peer: int | None, refused_connection: bool) -> None:
+    def dial_failed(
+        self, peer: int | None, address: tuple[str, int], refused_connection: bool
+    ) -> None:
         """See :class:`LinkHandler`."""
         why = (
             "nobody listens there; run gossipdp doctor --listen on that machine first"

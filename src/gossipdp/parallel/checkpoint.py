@@ -100,6 +100,30 @@ def saved_in(directory: Path) -> dict[int, list[Saved]]:
     return {rank: saved for rank, saved in latest_of.items() if saved}
 
 
+def generation_after(facts: Facts, num_workers: int) -> int:
+    """Return the generation of what ``num_workers`` save that go on from such a checkpoint."""
+    return facts.generation + (num_workers != facts.num_workers)
+
+
+def generation_of_joiner(
+    checkpoint_dir: Path, resume: str | os.PathLike[str] | None, num_workers: int
+) -> int:
+    """Return the generation that the workers of a run save to which one more comes.
+
+    Nobody may have saved since the run was resumed: what it went on from tells it then.
+
+    Args:
+        checkpoint_dir: where the run saves.
+        resume: as the run was given it.
+        num_workers: that the run began with.
+    """
+    resumed = None if resume is None or resume == "auto" else Path(resume)
+    for directory in (checkpoint_dir, resumed):
+        if directory is not None and (by_rank := saved_in(directory)):
+            return generation_after(next(iter(by_rank.values()))[0].facts, num_workers)
+    return 1
+
+
 def _facts(path: Path, metadata: Mapping[str, str]) -> Facts:
     if metadata.get("format") != FORMAT:
         raise DamagedFileError(f"{path} is no checkpoint: its format is not {FORMAT!r}")
@@ -187,7 +211,7 @@ class Resumption:
         self.num_saved = first.num_workers
         self._rank, self._num_workers, self._layout = rank, num_workers, layout
         self._is_same_number = num_workers == self.num_saved
-        self.generation = first.generation + (not self._is_same_number)
+        self.generation = generation_after(first, num_workers)
         self.start = f"from checkpoints of {self.num_saved} workers, generation {first.generation}"
         synchronous = method == "allreduce"
         if synchronous != (first.method == "allreduce") and synchronous:

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -20,8 +21,8 @@ from gossipdp.parallel.checkpoint import (
     TRAINING_PREFIX,
     Captured,
     Resumption,
+    generation_of_joiner,
     saved_by,
-    saved_in,
 )
 from gossipdp.parallel.checkpoint_facts import Facts
 from gossipdp.parallel.checkpoint_files import GivenUpError
@@ -74,7 +75,8 @@ class Checkpointer:
         keep: how many of this worker's checkpoints stay.
         resumption: what the run goes on from.
         is_joining: this worker comes into a run that goes on: the files in ``directory`` are that
-            run's own, of this worker's earlier life among them.
+            run's own, of this worker's earlier life among them, or what it was resumed from.
+        resume: as the run that it comes into was given it.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Checkpointer:
         keep: int,
         resumption: Resumption | None,
         is_joining: bool = False,
+        resume: str | os.PathLike[str] | None = None,
     ) -> None:
         self.is_due = False
         self.num_saved = 0
@@ -118,8 +121,7 @@ class Checkpointer:
         self._last = None if directory is None else LastCheckpoint()
         if is_joining and directory is not None:
             self._known_directories.add(directory.resolve())
-            generations = [saved[0].facts.generation for saved in saved_in(directory).values()]
-            self._generation = max(generations, default=1)
+            self._generation = generation_of_joiner(directory, resume, engine.num_workers)
         if resumption is not None:
             self._known_directories.add(resumption.directory.resolve())
             self._resume(resumption)

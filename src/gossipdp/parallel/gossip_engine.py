@@ -386,13 +386,18 @@ class GossipEngine(Engine):
         would come to more of them than a backlog holds. At the start every neighbour is expected
         to be linked within ``timeout_s``. The protocol's values are read without a lock: each is
         one object, replaced whole by the gossip thread, and a stale one costs a turn.
+
+        While this worker may exchange with nobody nothing is waited for: what ends that may be up
+        to this very thread, as where a due checkpoint waits for the end of a running exchange, or
+        where the parameters are poisoned.
         """
         protocol, thread = self._protocol, self._thread
+        pairing = protocol.pairing
         started_s = time.monotonic()
         if self._first_link_due_s is None:
             self._first_link_due_s = started_s + self._options.timeout_s
-        while protocol.pairing.backlog + thread.steps_behind > self._options.max_lag:
-            if protocol.pairing.available:
+        while pairing.answers and pairing.backlog + thread.steps_behind > self._options.max_lag:
+            if pairing.available:
                 self._first_link_due_s = -math.inf
             elif not protocol.neighbours or time.monotonic() >= self._first_link_due_s:
                 break

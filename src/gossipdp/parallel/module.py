@@ -235,6 +235,7 @@ class GossipDataParallel(nn.Module):
                 keep=options.keep_checkpoints,
                 resumption=resumption,
                 is_joining=environment.is_joining,
+                resume=resume,
             )
             if self._status is not None:
                 self._status.show(self._engine, self._checkpointer, options, budget_samples)

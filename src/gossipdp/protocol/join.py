@@ -16,9 +16,10 @@ Races:
 - Two joiners without a rank take the same one: the higher process id keeps it, the other is told
   by ``Superseded`` and starts anew with another rank. Two of the same given rank: the other ends.
 - The run ends meanwhile. A worker that has begun to consolidate says ``is_ending``, and gives no
-  parameters: the joiner is refused, and ends. One that had its parameters before is alive: it is
-  waited for if no result is computed yet, and else takes that result, if it is done before all
-  have left; if not, it trains on and consolidates by itself, as one cut off until then.
+  parameters, not even the rest of what is under way: the joiner is refused, and ends. One that had
+  its parameters before is alive: it is waited for if no result is computed yet, and else takes that
+  result, if it is done before all have left; if not, it trains on and consolidates by itself, as
+  one cut off until then.
 """
 
 from __future__ import annotations

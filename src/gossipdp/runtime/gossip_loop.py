@@ -27,6 +27,7 @@ from gossipdp.protocol.actions import (
     Superseded,
     Unlink,
 )
+from gossipdp.protocol.consolidation_actions import Prepare
 from gossipdp.protocol.messages import (
     DIALLED_MESSAGES,
     Envelope,
@@ -109,7 +110,6 @@ class GossipLoop(LinkHandler):
         self._is_performing = False
         self._links: dict[int, Link] = {}
         self._outbox: dict[int, list[bytes]] = {}
-        self._dialled: dict[int, tuple[str, int]] = {}
         self._dialer = Dialer(protocol.rank, Random(protocol.rank))
         self._exchange: Exchange | None = None
         self._asked_s = self._exchange_started_s = 0.0
@@ -312,7 +312,7 @@ class GossipLoop(LinkHandler):
                 if link is not None:
                     link.close(reason)
             case Reach(peer=peer, host=host, port=port):
-                self._dial_to(peer, (host, port))
+                self.transport.dial(peer, host, port)
             case Rebuilt():
                 self._shared.set_speed(action.eta, action.worker_rate)
                 self._dialer.want(action.neighbours | action.dead, self.clock())
@@ -324,6 +324,8 @@ class GossipLoop(LinkHandler):
                     "in the run, so this one ends; start one process a rank"
                 )
             case _:
+                if isinstance(action, Prepare):  # pending is about to hold sums
+                    self.transfers.refuse_parameters("it consolidates")
                 self.averaging.perform(action, self.clock())
 
     # Links.
@@ -367,7 +369,9 @@ class GossipLoop(LinkHandler):
             kind = PeerLostError if refusal.field in REFUSALS_OF_THE_LIVING else RefusedError
             self.transfers.gone(peer, kind(f"worker {peer} refused this worker: {refusal}"))
 
-    def dial_failed(self, peer: int | None, refused_connection: bool) -> None:
+    def dial_failed(
+        self, peer: int | None, address: tuple[str, int], refused_connection: bool
+    ) -> None:
         if peer is None:
             return
         now = self.clock()
@@ -376,17 +380,13 @@ class GossipLoop(LinkHandler):
             self.perform(self.protocol.peer_unreachable(peer, now))
             return
         self._outbox.pop(peer, None)
-        self.perform(self.protocol.peer_dead(peer, now, self._dialled.get(peer)))
+        self.perform(self.protocol.peer_dead(peer, now, address))
         self.transfers.dead(peer)
 
     def _dial(self, now: float) -> None:
         addresses = self.protocol.membership.addresses()
         for peer in self._dialer.due(addresses, now):
-            self._dial_to(peer, addresses[peer])
-
-    def _dial_to(self, peer: int, address: tuple[str, int]) -> None:
-        self._dialled[peer] = address
-        self.transport.dial(peer, *address)
+            self.transport.dial(peer, *addresses[peer])
 
     # Control messages.
 

@@ -87,7 +87,9 @@ class _Visitor(LinkHandler):
         self.all_refused = False
         self.num_failed += 1
 
-    def dial_failed(self, peer: int | None, refused_connection: bool) -> None:
+    def dial_failed(
+        self, peer: int | None, address: tuple[str, int], refused_connection: bool
+    ) -> None:
         self.all_refused = self.all_refused and refused_connection
         self.num_failed += 1
 

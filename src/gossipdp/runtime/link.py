@@ -159,5 +159,10 @@ class LinkHandler(abc.ABC):
         """The worker dialled turned us away (or we it): ``str(refusal)`` says why."""
 
     @abc.abstractmethod
-    def dial_failed(self, peer: int | None, refused_connection: bool) -> None:
-        """A dial came to nothing; ``refused_connection``: nobody listens at that address."""
+    def dial_failed(
+        self, peer: int | None, address: tuple[str, int], refused_connection: bool
+    ) -> None:
+        """The dial to ``address`` came to nothing; ``refused_connection``: nobody listens there.
+
+        That address, and not one that was to be dialled while this dial was under way.
+        """

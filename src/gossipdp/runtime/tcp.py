@@ -223,7 +223,7 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
                 raise ValueError(f"port {port} is not in 1..65535")
         except ValueError as error:
             self._log.warn_once("dial", f"{host}:{port}", "cannot dial rank %s: %s", peer, error)
-            self.dial_failed(peer, False)
+            self.dial_failed(peer, (host, port), False)
             return
         family = socket.AF_INET if version == 4 else socket.AF_INET6
         with fork.descriptors_guard:
@@ -232,7 +232,7 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
                 opening = self._openings.dial(connection, peer, host, port)
             except OSError as error:
                 self._log.warn_once("dial", str(error.errno), "cannot dial: %s", error.strerror)
-                self.dial_failed(peer, False)
+                self.dial_failed(peer, (host, port), False)
                 return
         try:
             code = connection.connect_ex((host, port))
@@ -487,10 +487,13 @@ class TcpTransport(Transport, LinkOwner, OpeningsOwner, fork.DescriptorOwner):
         """See :class:`OpeningsOwner`."""
         self._notices.append(partial(self.handler.refused, peer, refusal))
 
-    def dial_failed(self, peer: int | None, refused_connection: bool) -> None:
+    def dial_failed(
+        self, peer: int | None, address: tuple[str, int], refused_connection: bool
+    ) -> None:
         """See :class:`OpeningsOwner`."""
         if peer not in self._links:
-            self._notices.append(partial(self.handler.dial_failed, peer, refused_connection))
+            failed = partial(self.handler.dial_failed, peer, address, refused_connection)
+            self._notices.append(failed)
 
     def _release(self, source: TcpLink | Opening) -> None:
         """Close a socket and forget it; the caller tells whoever needs to know."""

@@ -36,7 +36,8 @@ class Opening:
 
     Attributes:
         handshake: ours.
-        address: the other end, for messages; of a dial with its port.
+        there: host and port of the other end.
+        address: the same for messages; without the port where it dialled us.
         deadline_s: when it is given up, by the transport's clock.
         wanted: whom a dial wants to reach.
         connected: whether the dial has got through.
@@ -46,10 +47,15 @@ class Opening:
     """
 
     def __init__(
-        self, connection: socket.socket, handshake: Handshake, address: str, deadline_s: float
+        self,
+        connection: socket.socket,
+        handshake: Handshake,
+        there: tuple[str, int],
+        deadline_s: float,
     ) -> None:
+        host, port = self.there = there
         self.handshake = handshake
-        self.address = address
+        self.address = f"{host}:{port}" if handshake.dialler else host
         self.deadline_s = deadline_s
         self.wanted = handshake.wanted_rank
         self.connected = not handshake.dialler
@@ -103,7 +109,9 @@ class OpeningsOwner(abc.ABC):
         """A dial met a worker that does not want the link, and said why."""
 
     @abc.abstractmethod
-    def dial_failed(self, peer: int | None, refused_connection: bool) -> None:
+    def dial_failed(
+        self, peer: int | None, address: tuple[str, int], refused_connection: bool
+    ) -> None:
         """A dial came to nothing."""
 
 
@@ -169,7 +177,7 @@ class Openings:
                 except ConnectionError:
                     continue  # it was gone before we looked
                 handshake = Handshake(self._owner.identity, self._secret, dialler=False)
-                opening = self._begin(connection, handshake, address[0], None)
+                opening = self._begin(connection, handshake, address[:2])
                 self.accepted[opening] = None
             # What it has said by now counts when one must go.
             self.advance(opening)
@@ -187,7 +195,7 @@ class Openings:
     def dial(self, connection: socket.socket, peer: int | None, host: str, port: int) -> Opening:
         """Begin with a socket that is about to connect, under the guard of :mod:`.fork`."""
         handshake = Handshake(self._owner.identity, self._secret, dialler=True, wanted_rank=peer)
-        opening = self._begin(connection, handshake, host, port)
+        opening = self._begin(connection, handshake, (host, port))
         self.dials[opening] = None
         return opening
 
@@ -235,7 +243,7 @@ class Openings:
     def fail_dial(self, opening: Opening, refused_connection: bool) -> None:
         """End a dial; ``refused_connection``: nobody listens there."""
         self._release(opening)
-        self._owner.dial_failed(opening.wanted, refused_connection)
+        self._owner.dial_failed(opening.wanted, opening.there, refused_connection)
 
     def forget(self, opening: Opening) -> None:
         """It is a link from now on."""
@@ -243,13 +251,12 @@ class Openings:
         self.dials.pop(opening, None)
 
     def _begin(
-        self, connection: socket.socket, handshake: Handshake, host: str, port: int | None
+        self, connection: socket.socket, handshake: Handshake, there: tuple[str, int]
     ) -> Opening:
         deadline_s = self._owner.clock() + self._timeout_s
-        address = host if port is None else f"{host}:{port}"
-        opening = Opening(connection, handshake, address, deadline_s)
+        opening = Opening(connection, handshake, there, deadline_s)
         try:
-            tcp_sockets.set_options(connection, host, self._max_bytes_per_s)
+            tcp_sockets.set_options(connection, there[0], self._max_bytes_per_s)
             self._owner.watch(opening)
         except OSError:
             connection.close()

@@ -27,10 +27,14 @@ class StateSender:
         shared: the state and its locks.
         link: to the worker that asked.
         request: echoed in every chunk; its ``start`` is the first chunk sent.
+
+    Attributes:
+        counter: of the request.
     """
 
     def __init__(self, shared: SharedState, link: Link, request: RequestState) -> None:
         self.link = link
+        self.counter = request.counter
         self._request = (link.peer, link.peer_incarnation, request.counter)
         self._shared = shared
         self._num_exchanged = len(shared.state.chunks)
@@ -44,9 +48,14 @@ class StateSender:
         return self._num_sent
 
     @property
+    def has_read_all(self) -> bool:
+        """Whether every chunk was copied and handed to the link."""
+        return self._num_sent == len(self._chunks)
+
+    @property
     def is_finished(self) -> bool:
         """Whether every chunk was handed to the link, and by the link to the kernel."""
-        return self._num_sent == len(self._chunks) and self.link.queued_chunks == 0
+        return self.has_read_all and self.link.queued_chunks == 0
 
     def pump(self) -> None:
         """Send chunks as long as a slot is free."""

@@ -14,6 +14,11 @@ Races:
 - The taker dies in the middle: its link goes down, and what was to be sent is dropped.
 - Asked while this worker has no state to give (it joins, is poisoned, refreshes, consolidates):
   it says so at once.
+- Consolidation begins while this worker's parameters are under way: before pending lends its memory
+  to the sums the loop calls :meth:`Transfers.refuse_parameters`, and from then on no chunk is read.
+  Chunks read before are copies, and sound; where all were, the taker has the state whole. So has it
+  the optimizers' state, which was copied in one piece. Else it is refused, asks others, who refuse
+  too, and ends as one that came too late.
 """
 
 from collections import deque
@@ -124,6 +129,17 @@ class Transfers:
         for peer, request in self._training_requests.items():
             self._send(peer, StateRefused(request.counter, reason))
         self._training_requests.clear()
+
+    def refuse_parameters(self, reason: str) -> None:
+        """Read no more of the parameters for anybody, and say why."""
+        reading = [
+            sender
+            for sender in self._senders
+            if isinstance(sender, StateSender) and not sender.has_read_all
+        ]
+        self._senders = [sender for sender in self._senders if sender not in reading]
+        for sender in reading:
+            self._send(sender.link.peer, StateRefused(sender.counter, reason))
 
     def _give(self, peer: int, request: RequestState) -> None:
         link = self._links.get(peer)

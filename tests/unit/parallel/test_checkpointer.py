@@ -315,28 +315,65 @@ def test_a_handler_of_the_user_s_stays(tmp_path: Path):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_who_joins_goes_on_with_the_files_of_its_earlier_life(tmp_path: Path, request):
-    def make(is_joining: bool) -> Checkpointer:
+@pytest.fixture
+def make(tmp_path: Path, request):
+    """``make(...)``: a checkpointer of worker 0 that saves in ``directory``."""
+
+    def make(
+        directory: Path = tmp_path, *, is_joining: bool, num_workers: int = 1, **options
+    ) -> Checkpointer:
         net = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         model = GossipDataParallel(net, optimizer)
         request.addfinalizer(model.close)
+        model._engine.num_workers = num_workers
         made = Checkpointer(
             model._engine,
             [optimizer],
             DataPosition(),
             method="a2cid2",
-            directory=tmp_path,
+            directory=directory,
             every=None,
             keep=3,
             resumption=None,
             is_joining=is_joining,
+            **options,
         )
         request.addfinalizer(made.close)
         return made
 
+    return make
+
+
+def generation(path: Path) -> int:
+    (saved,) = [saved for saved in saved_by(path.parent.parent, 0) if saved.path == path]
+    return saved.facts.generation
+
+
+def test_who_joins_goes_on_with_the_files_of_its_earlier_life(make, tmp_path: Path):
     make(is_joining=False).save(None)
     with pytest.raises(ValueError, match="checkpoints of another run"):
         make(is_joining=False).save(None)
     make(is_joining=True).save(None)
     assert {saved.facts.generation for saved in saved_by(tmp_path, 0)} == {1}
+
+
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_who_joins_a_run_that_was_resumed_with_another_number_is_of_its_generation(
+    make, tmp_path: Path, resume: str
+):
+    """Though nobody has saved since: the newest files are of those who were resumed."""
+    make(is_joining=False, num_workers=4).save(None)
+    directory, resume = (tmp_path, resume) if resume == "auto" else (tmp_path / "new", tmp_path)
+    options = {"directory": directory, "is_joining": True, "resume": resume}
+    assert generation(make(num_workers=2, **options).save(None)) == 2
+    assert generation(make(num_workers=2, **options).save(None)) == 2, "as those here say by now"
+
+
+def test_who_joins_a_run_that_was_resumed_with_the_same_number_is_of_its_generation(
+    make, tmp_path: Path
+):
+    make(is_joining=False, num_workers=4).save(None)
+    make(is_joining=True, num_workers=2, resume="auto").save(None)
+    joiner = make(tmp_path / "new", is_joining=True, num_workers=2, resume=tmp_path)
+    assert generation(joiner.save(None)) == 2

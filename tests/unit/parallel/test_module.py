@@ -213,16 +213,17 @@ def test_strict_pace_leaves_what_other_optimizers_train_to_their_own_boundary(wr
         for chunk in segment.chunks:
             chunk.x.fill_(1.0)
             chunk.take_over(torch.full_like(chunk.pending, 2.0))
-    backlogs = chain([5, 5], repeat(0))  # looked at twice a turn
+    backlogs = chain([5], repeat(0))  # looked at once a turn
 
     class Behind:
-        neighbours = frozenset({1})
+        answers, available = True, {1: 1.0}
 
         @property
-        def pairing(self):
-            return SimpleNamespace(backlog=next(backlogs), available={1: 1.0})
+        def backlog(self):
+            return next(backlogs)
 
-    monkeypatch.setattr(engine, "_protocol", Behind())
+    protocol = SimpleNamespace(pairing=Behind(), neighbours=frozenset({1}))
+    monkeypatch.setattr(engine, "_protocol", protocol)
     engine._keep_pace()
     assert all((parameter == 2.0).all() for parameter in net[0].parameters())
     assert all((parameter == 1.0).all() for parameter in net[1].parameters())

@@ -78,8 +78,10 @@ class Recorder(LinkHandler):
     def refused(self, peer: int | None, refusal: Refusal) -> None:
         self._record("refused", peer, refusal)
 
-    def dial_failed(self, peer: int | None, refused_connection: bool) -> None:
-        self._record("dial_failed", peer, refused_connection)
+    def dial_failed(
+        self, peer: int | None, address: tuple[str, int], refused_connection: bool
+    ) -> None:
+        self._record("dial_failed", peer, address, refused_connection)
 
 
 @dataclass(eq=False)

@@ -118,7 +118,7 @@ VICTIM = """
         def chunk(self, link, frame_type, key, payload): pass
         def writable(self, link): pass
         def refused(self, peer, refusal): sys.exit(str(refusal))
-        def dial_failed(self, peer, refused_connection): sys.exit("dial failed")
+        def dial_failed(self, peer, address, refused_connection): sys.exit("dial failed")
 
     handler = Handler()
     identity = Identity(

@@ -10,9 +10,17 @@ from gossipdp.dynamics.state import Role, Segment, State
 from gossipdp.errors import PeerLostError, SupersededError
 from gossipdp.graph import build_graph
 from gossipdp.graph.constants import Constants
-from gossipdp.protocol.actions import Begin, Refresh, Superseded
+from gossipdp.protocol.actions import Begin, Reach, Refresh, Superseded
 from gossipdp.protocol.membership import Member, Status
-from gossipdp.protocol.messages import ExchangeId, RequestState, decode
+from gossipdp.protocol.messages import (
+    Envelope,
+    ExchangeId,
+    Heartbeat,
+    RequestState,
+    StateRefused,
+    decode,
+    encode,
+)
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp.runtime import plain_exchange
 from gossipdp.runtime.frames import ChunkKey, FrameType
@@ -20,6 +28,7 @@ from gossipdp.runtime.gossip_loop import GossipLoop
 from gossipdp.runtime.identity import Identity, Refusal
 from gossipdp.runtime.link import Link
 from gossipdp.runtime.shared_state import SharedState
+from gossipdp.runtime.transfer import SLOTS
 from gossipdp.runtime.transport import Transport
 
 TIMEOUT_S = 5.0
@@ -58,6 +67,16 @@ class FakeLink(Link):
     closed = False
 
 
+class NarrowLink(FakeLink):
+    """Chunks stay queued until the test says how many have left."""
+
+    num_left = 0
+
+    @property
+    def queued_chunks(self):
+        return len(self.chunks) - self.num_left
+
+
 class Worker:
     """Worker 0 of a ring of three, linked to 1 and 2, on a clock of the test's own."""
 
@@ -79,13 +98,17 @@ class Worker:
             num_chunks=len(self.segment.chunks),
         )
         protocol.membership.merge_all(
-            Member(rank, 0, 7, Status.ALIVE, "127.0.0.1", 1 + rank) for rank in (1, 2)
+            Member(rank, 0, 7, Status.ALIVE, *self.address(rank)) for rank in (1, 2)
         )
         self.loop = GossipLoop(protocol, shared, NoTransport, lambda: self.now)
         self.links = {peer: FakeLink(peer) for peer in (1, 2)}
         for link in self.links.values():
             self.loop.link_up(link)
         self.loop.release()
+
+    @staticmethod
+    def address(rank: int) -> tuple[str, int]:
+        return "127.0.0.1", 1 + rank
 
     def stall(self) -> FakeLink:
         """Stand still for longer than the time-out; whom the loop asks for parameters."""
@@ -135,10 +158,25 @@ def test_one_that_gives_nothing_is_followed_by_another():
     first = worker.stall()
     (other,) = set(worker.links.values()) - {first}
     worker.loop.link_down(first, "lost")
-    worker.loop.dial_failed(first.peer, refused_connection=True)
+    worker.loop.dial_failed(first.peer, worker.address(first.peer), refused_connection=True)
     worker.loop.turn(0.0)
     worker.give(other, 2 * X)
     assert torch.equal(worker.parameters, 2 * X)
+
+
+def test_what_an_old_address_refuses_is_not_laid_to_the_new_one():
+    """A dial was under way when the peer came back elsewhere, and was asked for there."""
+    worker = Worker()
+    worker.loop.link_down(worker.links[1], "lost")
+    old, new = worker.address(1), ("127.0.0.1", 4001)
+    worker.loop.perform([Reach(1, *old)])
+    back = Member(1, 1, 8, Status.ALIVE, *new)
+    worker.loop.protocol.membership.merge(back)
+    worker.loop.perform([Reach(1, *new)])
+    worker.loop.dial_failed(1, old, refused_connection=True)
+    assert worker.loop.protocol.membership.get(1) == back
+    worker.loop.dial_failed(1, new, refused_connection=True)
+    assert worker.loop.protocol.membership.get(1).status is Status.DEAD
 
 
 def test_parameters_that_are_loaded_meanwhile_stay():
@@ -184,6 +222,25 @@ def test_a_poisoned_x_is_written_over_for_nothing_can_be_added_to_it():
     assert torch.equal(worker.segment.x, 10 * X)
     assert worker.loop.poisoned is None
     assert worker.loop.protocol.can_donate
+
+
+def test_a_state_under_way_is_refused_where_consolidation_begins():
+    """From then on pending holds sums, and x + pending is nobody's parameters."""
+    worker = Worker(chunk_bytes=4)
+    worker.loop.serve_state((), lambda: None)
+    worker.loop.link_up(joiner := NarrowLink(3))
+    worker.loop.control(joiner, encode(Envelope(RequestState(7, 0))))
+    worker.loop.writable(joiner)
+    assert len(joiner.chunks) == SLOTS
+    worker.loop.consolidate(lambda outcome: None)
+    done = tuple(Member(rank, 0, 7, Status.DONE, *worker.address(rank)) for rank in (1, 2))
+    worker.loop.control(worker.links[1], encode(Envelope(Heartbeat(), done)))
+    assert worker.loop.averaging.has_begun
+    joiner.num_left = SLOTS
+    worker.loop.writable(joiner)
+    assert len(joiner.chunks) == SLOTS
+    refusals = [each for each in joiner.said if isinstance(each, StateRefused)]
+    assert [refusal.counter for refusal in refusals] == [7]
 
 
 def test_a_superseded_worker_ends_with_one_error():

@@ -431,7 +431,8 @@ def test_an_echo_is_no_worker(make: Any, world: Any) -> None:
     """Every byte that the dialler says comes straight back."""
     node = make(0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        node.transport.dial(1, *listener.getsockname())
+        address = listener.getsockname()
+        node.transport.dial(1, *address)
         echo, _ = listener.accept()
         echo.setblocking(False)
         with echo:
@@ -444,7 +445,7 @@ def test_an_echo_is_no_worker(make: Any, world: Any) -> None:
                 return bool(node.handler.events)
 
             world.until(relay)
-    assert node.handler.events == [("dial_failed", 1, False)]
+    assert node.handler.events == [("dial_failed", 1, address, False)]
 
 
 def test_a_wrong_secret_tried_again_and_again(

@@ -76,28 +76,45 @@ def test_nobody_listens(world: Any) -> None:
     world.close(gone)
     node.dial(gone)
     world.until(lambda: node.handler.events)
-    assert node.handler.events == [("dial_failed", 1, True)]
+    assert node.handler.events == [("dial_failed", 1, (gone.host, gone.port), True)]
+
+
+def test_a_failed_dial_says_which_address_it_was(world: Any) -> None:
+    """The peer has come back elsewhere meanwhile, and is to be dialled there."""
+    gone, node = world.tcp(1), world.tcp(0)
+    world.close(gone)
+    node.dial(gone)
+    with socket.create_server(("127.0.0.1", 0)) as back:
+        node.transport.dial(1, *back.getsockname())
+        world.until(lambda: node.handler.events)
+        world.settle()
+    assert node.handler.events == [("dial_failed", 1, (gone.host, gone.port), True)]
 
 
 def test_somebody_listens_and_says_nothing(world: Any) -> None:
     clock = Clock()
     node = world.tcp(0, clock=clock)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        node.transport.dial(1, *silent.getsockname())
+        address = silent.getsockname()
+        node.transport.dial(1, *address)
         world.settle()
         assert node.handler.events == []
         clock.now_s = 5.1
         world.settle()
-    assert node.handler.events == [("dial_failed", 1, False)]
+    assert node.handler.events == [("dial_failed", 1, address, False)]
 
 
 def test_an_address_that_is_not_numeric_or_no_port_is_a_failed_dial(world: Any) -> None:
     node = world.tcp(0)
-    node.transport.dial(1, "a-name.example", 4000)
-    node.transport.dial(2, "127.0.0.1", 70000)
-    node.transport.dial(3, "fe80::1%nowhere", 4000)
+    dials = [
+        (1, ("a-name.example", 4000)),
+        (2, ("127.0.0.1", 70000)),
+        (3, ("fe80::1%nowhere", 4000)),
+    ]
+    for peer, address in dials:
+        node.transport.dial(peer, *address)
     world.settle()
-    assert node.handler.events == [("dial_failed", peer, False) for peer in (1, 2, 3)]
+    assert node.handler.events == [("dial_failed", peer, address, False) for peer, address in dials]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +133,7 @@ def test_a_socket_that_cannot_be_had_is_a_failed_dial(
     monkeypatch.setattr(module, name, fail)
     node.transport.dial(1, "127.0.0.1", 4000)
     node.transport.poll(0.0)
-    assert node.handler.events == [("dial_failed", 1, False)]
+    assert node.handler.events == [("dial_failed", 1, ("127.0.0.1", 4000), False)]
 
 
 def test_a_second_dial_to_the_same_peer_does_nothing(world: Any) -> None:
@@ -321,7 +338,7 @@ def test_crossing_dials_end_in_one_link_dialled_by_the_lower_rank(
         for node in (low, high):
             assert node.handler.links
             assert not node.handler.of("refused")
-            assert all(not refused for _, refused in node.handler.of("dial_failed"))
+            assert all(not refused for *_, refused in node.handler.of("dial_failed"))
             world.close(node)
     assert not caplog.records
 

@@ -206,7 +206,9 @@ def test_a_certificate_that_is_refused(
         dialler.handler.events.clear()
         dialler.dial(acceptor)
         world.until(lambda: dialler.handler.events)
-        assert dialler.handler.events == [("dial_failed", acceptor.rank, False)]
+        assert dialler.handler.events == [
+            ("dial_failed", acceptor.rank, (acceptor.host, acceptor.port), False)
+        ]
         world.settle(turns=5)
     assert acceptor.handler.events == []
     reason = {"expired": "certificate has expired", "authority": "it is not signed by the auth"}

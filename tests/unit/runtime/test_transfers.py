@@ -13,7 +13,7 @@ from gossipdp.runtime.identity import Identity
 from gossipdp.runtime.link import Link
 from gossipdp.runtime.shared_state import SharedState
 from gossipdp.runtime.training_transfer import CHUNK_BYTES
-from gossipdp.runtime.transfers import Transfers
+from gossipdp.runtime.transfers import Transfers, TurnedAwayError
 
 TIMEOUT_S = 5.0
 
@@ -220,6 +220,60 @@ def test_who_has_nothing_to_give_says_so(ends):
     giver.transfers.refuse_training("its state cannot be encoded")
     deliver(giver, taker)
     assert "encoded" in str(taker.ended[-1])
+
+
+def consolidates(end: End) -> None:
+    """Pending lends its memory to the sums."""
+    end.transfers.refuse_parameters("it consolidates")
+    end.refusal = "it consolidates"
+    end.shared.flow_to_the_end()
+    end.shared.start_sums()
+
+
+@pytest.mark.parametrize("overtakes", [False, True])
+def test_no_chunk_is_read_once_consolidation_has_begun(ends, overtakes):
+    giver, taker = ends
+    given = giver.values[0].clone()
+    before = taker.values[0].clone()
+    giver.transfers.serve([], lambda: None)
+    taker.fetch(0)
+    deliver(giver, taker, at_most=2)
+    consolidates(giver)
+    if overtakes:  # as control frames do
+        giver.links[1].queue.rotate(1)
+    taker.fetch(0)
+    deliver(giver, taker)
+    assert [type(error) for error in taker.ended] == [TurnedAwayError, TurnedAwayError]
+    assert all("it consolidates" in str(error) for error in taker.ended)
+    # One chunk of 256 was there, and two more were on their way.
+    num_taken = 256 if overtakes else 3 * 256
+    assert torch.equal(taker.values[0][:num_taken], given[:num_taken])
+    assert torch.equal(taker.values[0][num_taken:], before[num_taken:])
+
+
+def test_what_was_read_whole_before_consolidation_is_taken(ends):
+    giver, taker = ends
+    given = [values.clone() for values in giver.values]
+    giver.transfers.serve([], lambda: None)
+    taker.fetch(0)
+    deliver(giver, taker, at_most=5)
+    assert giver.links[1].queued_chunks == 2
+    consolidates(giver)
+    deliver(giver, taker)
+    assert taker.ended == [None]
+    assert all(torch.equal(x, y) for x, y in zip(given, taker.values, strict=True))
+
+
+def test_the_optimizers_state_goes_on_while_consolidation_begins(ends):
+    giver, taker = ends
+    taker.fetch_training(0)
+    deliver(giver, taker)
+    data = b"a" * (3 * CHUNK_BYTES)
+    giver.transfers.give_training(data)
+    deliver(giver, taker, at_most=2)
+    consolidates(giver)
+    deliver(giver, taker)
+    assert taker.ended == [data]
 
 
 @pytest.mark.parametrize("segment", [0, 1])
