@@ -601,7 +601,7 @@ class GossipEngine(Engine):
             if segment.role.is_exchanged
             for chunk, room in segment.split(total)
         }
-        # By chunk, since a worker may die when it has sent some of them.
+        # By chunk, since a worker may die, or refuse, when it has sent some of them.
         counts = dict.fromkeys(rooms, 1)
 
         def add(chunk: Chunk, values: Tensor) -> None:
@@ -609,15 +609,7 @@ class GossipEngine(Engine):
                 rooms[chunk.index].add_(values)
                 counts[chunk.index] += 1
 
-        for peer in self._states.live():
-            if peer == self.rank:
-                continue
-            try:
-                self._states.fetch(peer, add, self._options.start_timeout_s, only_while_live=True)
-            except PeerLostError as error:
-                if peer in self._states.live():
-                    raise
-                logger.warning("worker %d averages without worker %d: %s", self.rank, peer, error)
+        self._states.fetch_all(add)
         for index, room in rooms.items():
             room.div_(counts[index])
         segments = self._flat.state.segments
