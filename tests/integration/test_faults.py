@@ -527,7 +527,8 @@ def test_averaged_waits_for_a_worker_that_is_being_refreshed(
     assert ends[0]["found"] == [[pytest.approx((1 + 2 + 4) / 3)]] * 7
 
 
-def turn_to_nan(directory: Path, on_poison: str) -> None:
+def turn_to_nan(directory: Path, on_poison: str, at_once: bool) -> None:
+    """Rank 1 does; with ``at_once`` it averages before an exchange may find that."""
     worker = Worker(directory, on_poison=on_poison)
     worker.train_until_exchanged()
     if worker.model.rank == 1:
@@ -541,6 +542,10 @@ def turn_to_nan(directory: Path, on_poison: str) -> None:
                 end()
             worker.model.close()
             return
+        if at_once:
+            with worker.model.averaged():
+                assert all(value.isfinite().all() for value in worker.net.parameters())
+            assert worker.noticed("refreshed")
         worker.train_until(lambda: worker.noticed("refreshed"))
         worker.train_until_exchanged()
     else:
@@ -554,11 +559,14 @@ def turn_to_nan(directory: Path, on_poison: str) -> None:
     )
 
 
-@pytest.mark.parametrize("on_poison", ["stop", "refresh", "exit"])
+@pytest.mark.parametrize(
+    ("on_poison", "at_once"),
+    [("stop", False), ("refresh", False), ("refresh", True), ("exit", False)],
+)
 def test_poison_is_not_averaged_and_may_be_cured(
-    workers: Callable, tmp_path: Path, on_poison: str
+    workers: Callable, tmp_path: Path, on_poison: str, at_once: bool
 ) -> None:
-    workers(turn_to_nan, 3, (tmp_path, on_poison))
+    workers(turn_to_nan, 3, (tmp_path, on_poison, at_once))
     ends = diaries(tmp_path)
     assert [end["rank"] for end in ends] == ([0, 1, 2] if on_poison == "refresh" else [0, 2])
     assert {end["num_workers"] for end in ends} == {len(ends)}

@@ -383,6 +383,8 @@ class GossipDataParallel(nn.Module):
 
         Raises:
             PeerLostError: a live worker did not answer.
+            PoisonedError: this worker's parameters hold NaN or infinity, and ``on_poison`` did not
+                cure that.
             RuntimeError: within it, on a step, a checkpoint or the loading of a state.
         """
         return self._engine.averaged()
@@ -475,6 +477,7 @@ class GossipDataParallel(nn.Module):
         Raises:
             ValueError: another name, or a state that the format cannot hold.
             PeerLostError: a live worker did not answer.
+            PoisonedError: as from :meth:`averaged`.
             OSError: it could not be written.
         """
         check_name(path)
