@@ -444,7 +444,7 @@ def test_two_that_join_at_once_get_a_rank_each(workers: Callable, tmp_path: Path
 
 
 def average_without(directory: Path, what: str) -> None:
-    """Rank 0 averages, and rank 2 fails while it gives its state; nobody trains."""
+    """Rank 0 averages, and rank 2 fails or refuses at first; nobody trains."""
     worker = Worker(directory, method="none")
     rank, asked = worker.model.rank, directory / "asked"
     values = [*worker.net.parameters(), worker.net[1].running_mean]  # of two chunks
@@ -452,7 +452,11 @@ def average_without(directory: Path, what: str) -> None:
         value.data.fill_((1.0, 2.0, 4.0)[rank])
     (directory / f"ready-{rank}").touch()
     wait_for(*(directory / f"ready-{other}" for other in range(3)))
-    if rank == 2:
+    if rank == 2 and what == "refuses":
+        refusals = iter(["it is being refreshed"] * 2)
+        worker.transfers._refusal = lambda: next(refusals, None)
+        (directory / "failing").touch()
+    elif rank == 2:
         (directory / "pid-2").write_text(str(os.getpid()))
         pump = StateSender.pump
 
@@ -514,7 +518,17 @@ def test_averaged_goes_on_without_a_worker_that_fails_meanwhile(
     assert ends[0]["took_s"] < SILENCE_S + 2.0
 
 
-def turn_to_nan(directory: Path, on_poison: str) -> None:
+def test_averaged_waits_for_a_worker_that_is_being_refreshed(
+    workers: Callable, tmp_path: Path
+) -> None:
+    workers(average_without, 3, (tmp_path, "refuses"))
+    ends = diaries(tmp_path)
+    assert len(ends) == 3
+    assert ends[0]["found"] == [[pytest.approx((1 + 2 + 4) / 3)]] * 7
+
+
+def turn_to_nan(directory: Path, on_poison: str, at_once: bool) -> None:
+    """Rank 1 does; with ``at_once`` it averages before an exchange may find that."""
     worker = Worker(directory, on_poison=on_poison)
     worker.train_until_exchanged()
     if worker.model.rank == 1:
@@ -528,6 +542,10 @@ def turn_to_nan(directory: Path, on_poison: str) -> None:
                 end()
             worker.model.close()
             return
+        if at_once:
+            with worker.model.averaged():
+                assert all(value.isfinite().all() for value in worker.net.parameters())
+            assert worker.noticed("refreshed")
         worker.train_until(lambda: worker.noticed("refreshed"))
         worker.train_until_exchanged()
     else:
@@ -541,11 +559,14 @@ def turn_to_nan(directory: Path, on_poison: str) -> None:
     )
 
 
-@pytest.mark.parametrize("on_poison", ["stop", "refresh", "exit"])
+@pytest.mark.parametrize(
+    ("on_poison", "at_once"),
+    [("stop", False), ("refresh", False), ("refresh", True), ("exit", False)],
+)
 def test_poison_is_not_averaged_and_may_be_cured(
-    workers: Callable, tmp_path: Path, on_poison: str
+    workers: Callable, tmp_path: Path, on_poison: str, at_once: bool
 ) -> None:
-    workers(turn_to_nan, 3, (tmp_path, on_poison))
+    workers(turn_to_nan, 3, (tmp_path, on_poison, at_once))
     ends = diaries(tmp_path)
     assert [end["rank"] for end in ends] == ([0, 1, 2] if on_poison == "refresh" else [0, 2])
     assert {end["num_workers"] for end in ends} == {len(ends)}

@@ -40,7 +40,8 @@ logger = logging.getLogger("gossipdp")
 # How long training waits for a running exchange; after that it goes on, no other exchange begins,
 # and the checkpoint is taken at the first later boundary that finds none running.
 WAIT_FOR_EXCHANGE_S = 1.0
-# An explicit save waits for it: exchanges that do not advance end by their own time-outs.
+# An explicit save and the last one due wait for it: exchanges that do not advance end by their own
+# time-outs.
 LONGEST_WAIT_S = 120.0
 CLOSE_TIMEOUT_S = 60.0
 EXIT_TIMEOUT_S = 1.0
@@ -193,7 +194,8 @@ class Checkpointer:
         SIGTERM too such a step goes on to its end, for as long as :class:`LastCheckpoint` waits.
 
         Args:
-            finally_: there is no later occasion: wait for that, and for a running exchange.
+            finally_: there is no later occasion: wait for that, and for a running exchange. One
+                that does not end is a checkpoint that failed.
             in_loop: the next step may have begun, with random numbers for its batch: the states
                 saved are those right after the last step. Nothing is done in a loop
                 :meth:`of_batches`.
@@ -210,7 +212,10 @@ class Checkpointer:
             self._wait_for_writer()
         elif self._written is not None and not self._written.done():
             return
-        wait_s = WAIT_FOR_EXCHANGE_S if finally_ or not self._has_waited else 0.0
+        if finally_:
+            wait_s = LONGEST_WAIT_S
+        else:
+            wait_s = 0.0 if self._has_waited else WAIT_FOR_EXCHANGE_S
         try:
             states = self._random_states if in_loop else None
             draft = self._draft(self._directory, wait_s, states)
@@ -223,6 +228,16 @@ class Checkpointer:
         if draft is not None:
             self.is_due = False
             self._written = self._writer.write(draft)
+        elif finally_:
+            self._engine.release()
+            self.is_due = False
+            self.num_failed += 1
+            logger.error(
+                "worker %d: the last checkpoint that was due could NOT be taken: an exchange did "
+                "not end within %g s. Those written before are kept",
+                self._engine.rank,
+                LONGEST_WAIT_S,
+            )
 
     def _save_and_end(self, last: LastCheckpoint) -> None:
         """After SIGTERM, where training stands between two steps: save and end the process."""

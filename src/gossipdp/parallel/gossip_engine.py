@@ -598,6 +598,7 @@ class GossipEngine(Engine):
             self._is_averaged = False
 
     def _average(self) -> list[Tensor]:
+        self._refuse_poison()
         # The gossip thread adds the others'.
         sums = self._copies(self._shared.read_flowed, "cpu")
         rooms = {
@@ -606,7 +607,7 @@ class GossipEngine(Engine):
             if segment.role.is_exchanged
             for chunk, room in segment.split(total)
         }
-        # By chunk, since a worker may die when it has sent some of them.
+        # By chunk, since a worker may die, or refuse, when it has sent some of them.
         counts = dict.fromkeys(rooms, 1)
 
         def add(chunk: Chunk, values: Tensor) -> None:
@@ -614,15 +615,7 @@ class GossipEngine(Engine):
                 rooms[chunk.index].add_(values)
                 counts[chunk.index] += 1
 
-        for peer in self._states.live():
-            if peer == self.rank:
-                continue
-            try:
-                self._states.fetch(peer, add, self._options.start_timeout_s, only_while_live=True)
-            except PeerLostError as error:
-                if peer in self._states.live():
-                    raise
-                logger.warning("worker %d averages without worker %d: %s", self.rank, peer, error)
+        self._states.fetch_all(add)
         for index, room in rooms.items():
             room.div_(counts[index])
         segments = self._flat.state.segments
@@ -634,7 +627,7 @@ class GossipEngine(Engine):
         """See ``GossipDataParallel.consolidate``."""
         if self._is_closed:
             raise RuntimeError("consolidate() was called before, or the model is closed")
-        self._refuse_poison()
+        self._refuse_poison(is_end=True)
         # From here to the end the gossip thread alone writes x: this one only waits.
         self._is_consolidating = True
         try:
@@ -676,8 +669,12 @@ class GossipEngine(Engine):
                 missing = self._protocol.consolidation.missing()
                 logger.warning("worker %d waits in consolidate(): %s", self.rank, _names(missing))
 
-    def _refuse_poison(self) -> None:
-        """Let no NaN into the average, which all others would take over."""
+    def _refuse_poison(self, *, is_end: bool = False) -> None:
+        """Let no NaN into an average: by ``on_poison`` raise, or take another worker's state.
+
+        Args:
+            is_end: the others wait for this worker, so with ``stop`` it leaves the run too.
+        """
         if self._loop.poisoned is None and all(
             is_finite(segment.x)
             for segment in self._flat.state.segments
@@ -688,10 +685,10 @@ class GossipEngine(Engine):
             f"the parameters or buffers of worker {self.rank} hold NaN or infinity: they are not "
             "averaged with the others'. Lower the learning rate or clip gradients"
         )
-        if self._options.on_poison != "refresh":
+        if self._options.on_poison != "stop":
+            self._thread.call(lambda: self._loop.poison(poison)).result()
+        elif is_end:
             self.close()
-            raise poison
-        self._thread.call(lambda: self._loop.poison(poison)).result()
         self._deal_with_poison(poison)
 
     def stats(self) -> Stats:

@@ -382,10 +382,13 @@ class GossipDataParallel(nn.Module):
         The other workers go on training: each sends its parameters as they are at that moment
         (x + c/2, and float buffers). This worker's own parameters are untouched, go on serving
         exchanges, and are back at the end. Costs one more copy of the model and its transfer from
-        every worker; do not step the optimizer within.
+        every worker; do not step the optimizer within. A worker without a state to give (it takes
+        another's, or is poisoned) is asked for ``timeout_s``, then left out with a warning.
 
         Raises:
-            PeerLostError: a live worker could not be asked.
+            PeerLostError: a live worker did not answer.
+            PoisonedError: this worker's parameters hold NaN or infinity, and ``on_poison`` did not
+                cure that.
             RuntimeError: within it, on a step, a checkpoint or the loading of a state.
         """
         return self._engine.averaged()
@@ -477,7 +480,8 @@ class GossipDataParallel(nn.Module):
 
         Raises:
             ValueError: another name, or a state that the format cannot hold.
-            PeerLostError: a live worker could not be asked.
+            PeerLostError: a live worker did not answer.
+            PoisonedError: as from :meth:`averaged`.
             OSError: it could not be written.
         """
         check_name(path)

@@ -11,6 +11,9 @@ Races, besides those of :mod:`gossipdp.runtime.transfers`:
 - All donors consolidate meanwhile: each says that it gives nothing; when all have left, the joiner
   ends with an error.
 - Nothing advances for ``start_timeout_s``: the joiner ends with an error.
+- A worker that stood still is alive again some time before it holds another's parameters, and
+  refuses until then: who averages asks it again for as long as the time-out, then does without it.
+  What it had given before it refused, on a link that was replaced, counts once.
 """
 
 import logging
@@ -31,7 +34,7 @@ from gossipdp.runtime.gossip_loop import GossipLoop
 from gossipdp.runtime.gossip_thread import GossipThread
 from gossipdp.runtime.joining import donors
 from gossipdp.runtime.shared_state import SharedState
-from gossipdp.runtime.transfers import TurnedAwayError
+from gossipdp.runtime.transfers import StateRefusedError, TurnedAwayError
 
 logger = logging.getLogger("gossipdp")
 
@@ -110,6 +113,40 @@ class StateTransfers:
                 dead = PeerLostError(f"worker {peer} is dead")
                 self._thread.call(partial(self._loop.transfers.gone, peer, dead)).result()
         arrived.result()
+
+    def fetch_all(self, sink: Callable[[Chunk, Tensor], None]) -> None:
+        """Run a state transfer from every other live worker, except those that cannot give one.
+
+        One that refuses may be about to have a state again: it is asked again, after the others,
+        until it has refused for ``timeout_s``. So all that do are waited for at once. One that
+        sends NaN is not: it would send all of its state each time.
+
+        Args:
+            sink: is called once with each chunk of each worker, in the gossip thread.
+
+        Raises:
+            PeerLostError: a live worker did not answer for ``start_timeout_s``.
+        """
+        missing = {peer: _once(sink) for peer in self.live() if peer != self._rank}
+        asked_until_s: dict[int, float] = {}
+        while missing:
+            for peer, sink_once in list(missing.items()):
+                try:
+                    self.fetch(peer, sink_once, self._options.start_timeout_s, only_while_live=True)
+                except PeerLostError as error:
+                    is_live, now = peer in self.live(), time.monotonic()
+                    if is_live and not isinstance(error, TurnedAwayError):
+                        raise
+                    if is_live and isinstance(error, StateRefusedError):
+                        until_s = asked_until_s.setdefault(peer, now + self._options.timeout_s)
+                        if now < until_s:
+                            continue
+                    logger.warning(
+                        "worker %d averages without worker %d: %s", self._rank, peer, error
+                    )
+                del missing[peer]
+            if missing:
+                time.sleep(PAUSE_BETWEEN_ROUNDS_S)
 
     def take(self) -> Any:
         """Take parameters and buffers of a live worker; return its optimizers' state.
@@ -204,3 +241,15 @@ class StateTransfers:
             len(data),
             1e3 * pause_s,
         )
+
+
+def _once(sink: Callable[[Chunk, Tensor], None]) -> Callable[[Chunk, Tensor], None]:
+    """Pass each chunk on to ``sink`` the first time: a transfer that is begun anew brings all."""
+    passed_on: set[int] = set()
+
+    def sink_once(chunk: Chunk, values: Tensor) -> None:
+        if chunk.index not in passed_on:
+            passed_on.add(chunk.index)
+            sink(chunk, values)
+
+    return sink_once

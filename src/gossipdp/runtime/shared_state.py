@@ -37,7 +37,7 @@ Taking over another's parameters (:meth:`SharedState.take_over`), while the main
   nobody left, the worker goes on with both, which is no worse than what it held.
 * ``consolidate`` meanwhile: the averaging begins when it has ended.
 * Poisoned parameters cannot be added to, so x itself is written (:meth:`SharedState.replace`),
-  while the main thread waits at a boundary.
+  while the main thread waits, at a boundary or before it averages.
 
 All this holds where an operation is done when its call returns. What else it takes on a device
 that only queues them stands in :mod:`~gossipdp.runtime.queued_device`.

@@ -50,6 +50,10 @@ class TurnedAwayError(PeerLostError):
     """The peer answers, but its state is not to be had, or not worth having."""
 
 
+class StateRefusedError(TurnedAwayError):
+    """The peer says itself that its state is not to be had just now, and sends nothing of it."""
+
+
 @dataclass
 class _Fetch:
     """A state on its way to this worker, or waiting for its turn."""
@@ -240,7 +244,7 @@ class Transfers:
             case StateRefused(counter=counter, reason=reason):
                 if first is not None and first.receiver.counter == counter:
                     self._end_first(
-                        TurnedAwayError(f"worker {link.peer} cannot give its state: {reason}")
+                        StateRefusedError(f"worker {link.peer} cannot give its state: {reason}")
                     )
             case OfferTraining(counter=counter):
                 if (

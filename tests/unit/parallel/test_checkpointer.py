@@ -65,6 +65,36 @@ def test_a_long_exchange_is_waited_for_once_and_then_taken_up_when_it_has_ended(
     assert model.stats().checkpoint_pause_seconds >= 0.05
 
 
+def test_the_last_one_due_waits_for_an_exchange_as_a_save_does(busy, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpointer, "WAIT_FOR_EXCHANGE_S", 0.0)
+    monkeypatch.setattr(checkpointer, "LONGEST_WAIT_S", 60.0)
+    model, optimizer, running, asked = busy
+    pause = model._engine._loop.pause
+
+    def end_at_the_third_look() -> bool:
+        if len(asked) >= 2:
+            running.clear()
+        return pause()
+
+    for _ in range(2):
+        step(model, optimizer)
+    monkeypatch.setattr(model._engine._loop, "pause", end_at_the_third_look)
+    model.consolidate()
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [2]
+
+
+def test_the_last_one_due_is_not_dropped_in_silence(busy, tmp_path, caplog):
+    model, optimizer, _running, _ = busy
+    for _ in range(2):
+        step(model, optimizer)
+    model._checkpointer.take_due(finally_=True)
+    assert model._engine._protocol.pairing._answers
+    model.consolidate()
+    assert not saved_by(tmp_path, 0)
+    assert model.stats().checkpoints_failed == 1
+    assert "could NOT be taken: an exchange did not end within 0.05 s" in caplog.text
+
+
 def test_exchanges_begin_again_after_a_checkpoint(busy, tmp_path):
     model, optimizer, running, _ = busy
     running.clear()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from gossipdp import GossipDataParallel, ModelChangedError
+from gossipdp import GossipDataParallel, ModelChangedError, PoisonedError
 
 
 class Net(nn.Module):
@@ -369,6 +369,48 @@ def test_averaged_alone_is_oneself_and_a_step_within_is_an_error(wrap):
             optimizer.step()
 
 
+def test_own_nan_is_not_averaged_into_what_is_shown_or_saved(wrap, tmp_path):
+    net = nn.Linear(2, 2)
+    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
+    good = copy.deepcopy(net.state_dict())
+    net.bias.data[0] = math.nan
+    with pytest.raises(PoisonedError, match="of worker 0 hold NaN"), model.averaged():
+        pass
+    with pytest.raises(PoisonedError, match="not averaged"):
+        model.save_averaged(tmp_path / "model.pt")
+    assert not list(tmp_path.iterdir())
+    model.load_state_dict(good)
+    with model.averaged():
+        assert torch.equal(net.bias, good["bias"])
+
+
+def test_own_nan_ends_the_run_at_the_average_where_that_is_wanted(wrap):
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = wrap(net, optimizer, on_poison="exit")
+    net.bias.data[0] = math.nan
+    with pytest.raises(PoisonedError), model.averaged():
+        pass
+    assert model._engine._is_closed
+    with pytest.raises(PoisonedError):
+        optimizer.step()
+
+
+def test_own_nan_is_replaced_before_the_average_where_that_is_wanted(wrap, monkeypatch):
+    net = nn.Linear(2, 2)
+    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1), on_poison="refresh")
+
+    def take_over(poison):
+        assert model._engine._loop.poisoned is poison
+        for parameter in net.parameters():
+            parameter.data.fill_(2.0)
+
+    monkeypatch.setattr(model._engine, "_deal_with_poison", take_over)
+    net.bias.data[0] = math.nan
+    with model.averaged():
+        assert all((parameter == 2.0).all() for parameter in net.parameters())
+
+
 def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap, tmp_path):
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -403,7 +445,8 @@ def test_a_consolidation_that_was_broken_off_before_it_began_loses_nothing(wrap,
     with pytest.raises(KeyboardInterrupt):
         model.consolidate()
     model.close()
-    assert all((parameter == 2.0).all() for parameter in net.parameters())
+    for parameter in net.parameters():
+        torch.testing.assert_close(parameter, torch.full_like(parameter, 2.0))  # x + (2 - x) rounds
 
 
 def test_consolidate_closes_and_the_module_trains_on_alone(wrap):
