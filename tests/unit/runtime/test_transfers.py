@@ -13,7 +13,7 @@ from gossipdp.runtime.identity import Identity
 from gossipdp.runtime.link import Link
 from gossipdp.runtime.shared_state import SharedState
 from gossipdp.runtime.training_transfer import CHUNK_BYTES
-from gossipdp.runtime.transfers import Transfers, TurnedAwayError
+from gossipdp.runtime.transfers import StateRefusedError, Transfers
 
 TIMEOUT_S = 5.0
 
@@ -243,7 +243,7 @@ def test_no_chunk_is_read_once_consolidation_has_begun(ends, overtakes):
         giver.links[1].queue.rotate(1)
     taker.fetch(0)
     deliver(giver, taker)
-    assert [type(error) for error in taker.ended] == [TurnedAwayError, TurnedAwayError]
+    assert [type(error) for error in taker.ended] == [StateRefusedError, StateRefusedError]
     assert all("it consolidates" in str(error) for error in taker.ended)
     # One chunk of 256 was there, and two more were on their way.
     num_taken = 256 if overtakes else 3 * 256
