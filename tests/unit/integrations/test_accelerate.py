@@ -1,5 +1,6 @@
 """Under Accelerate, on one worker."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,12 +8,17 @@ import torch
 from torch import nn
 
 accelerate = pytest.importorskip("accelerate")
+safetensors = pytest.importorskip("safetensors.torch")
 
 from gossipdp.integrations.accelerate import gossip_data_parallel  # noqa: E402
 
 
-def train(wrapped: bool, **arguments: Any) -> tuple[dict[str, torch.Tensor], Any]:
+def reset() -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def train(wrapped: bool, **arguments: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    reset()
     accelerator = accelerate.Accelerator(cpu=True, **arguments)
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
@@ -47,3 +53,58 @@ def test_one_worker_is_the_loop_alone(arguments: dict[str, Any], steps: int) -> 
     with_us, stats = train(True, **arguments)
     assert all(torch.equal(alone[name], with_us[name]) for name in alone)
     assert (stats.gradient_steps, stats.samples) == (steps, 80)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(tokens)))
+
+
+def test_what_accelerate_saves_is_whole(tmp_path: Path) -> None:
+    reset()
+    accelerator = accelerate.Accelerator(cpu=True)
+    net = Tied()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net, optimizer = accelerator.prepare(net, optimizer)
+    model = gossip_data_parallel(accelerator, net, optimizer)
+
+    def step() -> None:
+        accelerator.backward(model(torch.arange(5)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def kept() -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in net.state_dict().items()}
+
+    def saved(file: Path) -> dict[str, torch.Tensor]:
+        tensors = safetensors.load_file(file)
+        tensors.setdefault("head.weight", tensors.get("embedding.weight"))
+        tensors.setdefault("embedding.weight", tensors["head.weight"])
+        return tensors
+
+    def check(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+    step()
+    before = kept()
+    accelerator.save_state(tmp_path / "state")
+    with model.averaged():
+        accelerator.save_model(net, tmp_path / "averaged")
+    accelerator.save(model.state_dict(), tmp_path / "wrapper", safe_serialization=True)
+    check(saved(tmp_path / "averaged" / "model.safetensors"), before)
+    check(saved(tmp_path / "wrapper"), before)
+    step()
+    accelerator.load_state(tmp_path / "state")
+    check(kept(), before)
+    step()
+    model.consolidate()
+    accelerator.save_model(net, tmp_path / "end")
+    check(saved(tmp_path / "end" / "model.safetensors"), kept())
