@@ -1,5 +1,7 @@
 """The Trainer of Lightning."""
 
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -54,6 +56,7 @@ class GossipStrategy(SingleDeviceStrategy):
         self.consolidated: Consolidated | None = None
         self._options = options
         self._gossip: GossipDataParallel | None = None
+        self._users_sigterm: Any = None
 
     @property
     def is_global_zero(self) -> bool:
@@ -75,10 +78,20 @@ class GossipStrategy(SingleDeviceStrategy):
         """Progress of the whole run for a scheduler; 0 before training begins."""
         return 0.0 if self._gossip is None else self._gossip.progress()
 
+    def setup_environment(self) -> None:
+        """See who handles SIGTERM before Lightning does."""
+        self._users_sigterm = signal.getsignal(signal.SIGTERM)
+        super().setup_environment()
+
     def on_train_start(self) -> None:
         """Wrap the module and the optimizers; wait for the other workers."""
         super().on_train_start()
         assert self.lightning_module is not None
+        # Lightning's handler would end the process with status 0, as one that is done, and without
+        # a last checkpoint. Lightning itself puts back what it found, when training has ended.
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and self._users_sigterm == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._gossip = GossipDataParallel(self.lightning_module, self.optimizers, **self._options)
         # One that joins a run is given its rank here.
         self.global_rank = rank_zero_only.rank = self._gossip.rank
