@@ -103,6 +103,9 @@ class GossipStrategy(SingleDeviceStrategy):
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if isinstance(loss, torch.Tensor):
             self.gossip.log(loss=loss.detach())
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            self._stop_if_finished()  # it may have stepped an optimizer that Lightning has not seen
         return result
 
     def optimizer_step(
@@ -114,10 +117,13 @@ class GossipStrategy(SingleDeviceStrategy):
     ) -> Any:
         """Step the optimizer; end training where the budget is used up."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._stop_if_finished()
+        return result
+
+    def _stop_if_finished(self) -> None:
         if self.gossip.finished:
             assert self.lightning_module is not None
             self.lightning_module.trainer.should_stop = True
-        return result
 
     def on_train_end(self) -> None:
         """Wait for the other workers, and give the module the average of all."""

@@ -75,6 +75,28 @@ def test_samples_are_counted_and_end_the_training(tmp_path: Path) -> None:
     assert strategy.progress() == 1.0
 
 
+class Manual(Module):
+    """Steps the optimizer itself, below Lightning, and returns what is no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        outputs = self.layers(batch)
+        self.manual_backward(outputs.square().mean())
+        optimizer.step()
+        return outputs
+
+
+def test_the_budget_ends_a_training_that_steps_its_optimizer_itself(tmp_path: Path) -> None:
+    strategy = GossipStrategy(budget_samples=20)
+    fit(tmp_path, strategy, Manual(), max_epochs=2)
+    assert strategy.gossip.stats().samples == 24
+
+
 def test_an_error_in_training_ends_the_part_in_the_run(tmp_path: Path) -> None:
     class Failing(Module):
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
