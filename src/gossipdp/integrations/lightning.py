@@ -101,7 +101,8 @@ class GossipStrategy(SingleDeviceStrategy):
         self.gossip.count_batch((args, kwargs))
         result = super().training_step(*args, **kwargs)
         loss = result.get("loss") if isinstance(result, Mapping) else result
-        if isinstance(loss, torch.Tensor):
+        # In manual optimization a step may return whatever it likes.
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self.gossip.log(loss=loss.detach())
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:

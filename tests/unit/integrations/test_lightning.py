@@ -97,6 +97,12 @@ def test_the_budget_ends_a_training_that_steps_its_optimizer_itself(tmp_path: Pa
     assert strategy.gossip.stats().samples == 24
 
 
+def test_what_a_step_returns_that_is_no_loss_is_not_logged(tmp_path: Path) -> None:
+    strategy = GossipStrategy(budget_samples=20, log_dir=tmp_path / "log")
+    fit(tmp_path, strategy, Manual(), max_epochs=1)
+    assert strategy.consolidated is not None
+
+
 def test_an_error_in_training_ends_the_part_in_the_run(tmp_path: Path) -> None:
     class Failing(Module):
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
