@@ -88,6 +88,7 @@ class GossipCallback(TrainerCallback):
     ) -> None:
         """Wrap the model and the optimizer; wait for the other workers."""
         _check(args)
+        self._leave()  # an exception may have ended the training before: there is no hook for that
         self._model = wrapped = GossipDataParallel(
             model, torch_optimizer(optimizer), **self._options
         )
@@ -125,8 +126,14 @@ class GossipCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
         """Wait for the other workers, and give the model the average of all."""
-        self._counting.remove()
         self.consolidated = self.model.consolidate()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Stop taking part and counting; the wrapper still tells its ``stats()``."""
+        if self._model is not None:
+            self._counting.remove()
+            self._model.close()
 
 
 def _check(args: TrainingArguments) -> None:
