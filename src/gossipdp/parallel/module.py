@@ -323,9 +323,10 @@ class GossipDataParallel(nn.Module):
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, epoch after epoch, until the budget is used up.
 
-        A ``DistributedSampler``, also within a batch sampler, gets ``set_epoch`` at the start of
-        each epoch. In a resumed run the first call goes on in the middle of the epoch where the
-        checkpoint was taken: the batches before it are loaded and dropped.
+        Loader and samplers, also one within a batch sampler, get ``set_epoch`` at the start of each
+        epoch where they have it, as a ``DistributedSampler`` does. In a resumed run the first call
+        goes on in the middle of the epoch where the checkpoint was taken: the batches before it are
+        loaded and dropped.
 
         Raises:
             ValueError: there is no budget, or the loader yields nothing.

@@ -55,6 +55,38 @@ def test_one_worker_is_the_loop_alone(arguments: dict[str, Any], steps: int) -> 
     assert (stats.gradient_steps, stats.samples) == (steps, 80)
 
 
+def test_the_data_of_a_seedable_sampler_go_on_where_they_were(tmp_path: Path) -> None:
+    def train(stop_after: int, **options: Any) -> list[list[float]]:
+        reset()
+        accelerator = accelerate.Accelerator(
+            cpu=True,
+            dataloader_config=accelerate.DataLoaderConfiguration(use_seedable_sampler=True),
+        )
+        torch.manual_seed(3)
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        data = torch.arange(12.0).reshape(12, 1)
+        loader = torch.utils.data.DataLoader(data, batch_size=3, shuffle=True)
+        net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+        model = gossip_data_parallel(accelerator, net, optimizer, budget_samples=36, **options)
+        seen = []
+        for batch in model.batches(loader):
+            seen.append(batch.flatten().tolist())
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            if len(seen) == stop_after:
+                model.save_checkpoint(tmp_path)
+                break
+        model.close()
+        return seen
+
+    whole = train(99)
+    assert len(whole) == 12
+    assert train(6) == whole[:6]
+    assert train(99, checkpoint_dir=tmp_path, resume="auto") == whole[6:]
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
