@@ -245,20 +245,20 @@ class GossipDataParallel(nn.Module):
                     describe(module, optimizers, options, self._engine, budget_samples),
                     goes_on=environment.is_joining or resumption is not None,
                 )
+            self._handles = [
+                each.register_step_post_hook(_boundary_hook(weakref.ref(self), index))
+                for index, each in enumerate(optimizers)
+            ]
+            self._handles.append(
+                module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+                    _loaded_hook(weakref.ref(self))
+                )
+            )
         except BaseException:
             self._engine.close()
             if self._status is not None:
                 self._status.close()
             raise
-        self._handles = [
-            each.register_step_post_hook(_boundary_hook(weakref.ref(self), index))
-            for index, each in enumerate(optimizers)
-        ]
-        self._handles.append(
-            module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                _loaded_hook(weakref.ref(self))
-            )
-        )
 
     # Who and how far.
 
@@ -515,6 +515,14 @@ def _optimizers(
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
             raise ValueError(f"{each!r} is no torch.optim.Optimizer")
+        try:
+            each.register_step_post_hook(lambda *_: None).remove()
+        except AttributeError as error:
+            raise ValueError(
+                f"this {type(each).__name__} calls no hooks after a step, so it is a shell around "
+                "the optimizer that does: give that one, or for Accelerate's wrap with "
+                "gossipdp.integrations.accelerate.gossip_data_parallel"
+            ) from error
     if not optimizers:
         raise ValueError("give at least one optimizer")
     return optimizers

@@ -1,5 +1,6 @@
 """Under Accelerate, on one worker."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 accelerate = pytest.importorskip("accelerate")
 safetensors = pytest.importorskip("safetensors.torch")
 
+from gossipdp import GossipDataParallel  # noqa: E402
 from gossipdp.integrations.accelerate import gossip_data_parallel  # noqa: E402
 
 
@@ -53,6 +55,30 @@ def test_one_worker_is_the_loop_alone(arguments: dict[str, Any], steps: int) -> 
     with_us, stats = train(True, **arguments)
     assert all(torch.equal(alone[name], with_us[name]) for name in alone)
     assert (stats.gradient_steps, stats.samples) == (steps, 80)
+
+
+def test_several_optimizers_step_their_own_parameters() -> None:
+    reset()
+    accelerator = accelerate.Accelerator(cpu=True)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in net]
+    net, *optimizers = accelerator.prepare(net, *optimizers)
+    model = gossip_data_parallel(accelerator, net, optimizers)
+    accelerator.backward(model(torch.ones(8, 4)).sum())
+    for optimizer in optimizers:
+        optimizer.step()
+    assert model.consolidate().samples == 8
+
+
+@pytest.mark.parametrize("are_several", [False, True])
+def test_a_prepared_optimizer_is_refused_by_the_plain_wrapper(are_several: bool) -> None:
+    reset()
+    accelerator = accelerate.Accelerator(cpu=True)
+    net = nn.Linear(4, 2)
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"AcceleratedOptimizer .*gossip_data_parallel"):
+        GossipDataParallel(net, [optimizer] if are_several else optimizer)
+    assert not [each for each in threading.enumerate() if each.name.startswith("gossip")]
 
 
 def test_the_data_of_a_seedable_sampler_go_on_where_they_were(tmp_path: Path) -> None:
