@@ -14,6 +14,7 @@ from rich.console import Console
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.stats import Stats
 from gossipdp.recipes import make_recipe
+from gossipdp.recipes.bytes_gpt import read_windows
 from gossipdp.recipes.options import BytesGptOptions, Cifar10Options, TrainOptions
 from gossipdp.recipes.progress import TrainingProgress
 from gossipdp.recipes.recipe import worker_device
@@ -146,6 +147,21 @@ def test_the_papers_schedule(tmp_path: Path):
         progress=[0.0, 0.025, 0.05, 0.499, 0.5, 0.749, 0.75],
     )
     assert found == pytest.approx([0.1, 0.45, 0.8, 0.8, 0.08, 0.08, 0.008])
+
+
+@pytest.mark.parametrize(
+    ("context", "batch_size", "message"),
+    [(1024, 8, "1000 bytes are held out, less than one window"), (64, 999, "less than one batch")],
+)
+def test_too_little_text_is_refused_before_training(
+    tmp_path: Path, context: int, batch_size: int, message: str
+):
+    (tmp_path / "text.txt").write_text("x" * 19_999)
+    options = BytesGptOptions(data=tmp_path, context=context, batch_size=batch_size)
+    with pytest.raises(ValueError, match=message):
+        read_windows(options)
+    with pytest.raises(ValueError, match=message):
+        make_recipe(options)
 
 
 def test_an_evaluation_that_fails_does_not_lose_the_model(
