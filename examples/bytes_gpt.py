@@ -12,10 +12,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gossipdp import GossipDataParallel, parameter_groups
 from gossipdp.recipes.batches import whole_batches
-from gossipdp.recipes.bytes_gpt import Windows, bits_per_byte, next_byte_loss
+from gossipdp.recipes.bytes_gpt import bits_per_byte, next_byte_loss, read_windows
 from gossipdp.recipes.options import BytesGptOptions
 from gossipdp.recipes.recipe import worker_device
-from gossipdp.recipes.text_data import read_text
 from gossipdp.recipes.training import TrainingRun
 from gossipdp.workloads import learning_rate_factor
 from gossipdp.workloads.byte_transformer import ByteTransformer
@@ -23,8 +22,7 @@ from gossipdp.workloads.byte_transformer import ByteTransformer
 options = tyro.cli(BytesGptOptions)
 torch.manual_seed(options.seed)
 device = worker_device(options.device)
-text = read_text(options.data)
-train, validation = (Windows(part, options.context) for part in (text.train, text.validation))
+train, validation = read_windows(options)
 
 net = ByteTransformer(
     width=options.width,

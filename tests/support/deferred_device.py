@@ -10,6 +10,7 @@ As with CUDA, a copy between the device and plain host memory is waited for, one
 ``non_blocking`` is not; reading a number (``float()``, ``bool()``) waits for the stream.
 """
 
+import bisect
 import contextlib
 import threading
 from collections import deque
@@ -68,8 +69,8 @@ class DeferredDevice(QueuedDevice):
         self._streams: dict[str, deque[_Task]] = {MAIN: deque(), GOSSIP: deque()}
         self._slow = MAIN
         self._local = threading.local()
-        # Kept, so that no address is used twice.
-        self._storages: dict[int, Any] = {}
+        # Kept, so that no address is used twice; by address, in ascending order.
+        self._storages: list[tuple[int, Any]] = []
 
     @property
     def stream(self) -> str:
@@ -93,8 +94,9 @@ class DeferredDevice(QueuedDevice):
     def adopt(self, *tensors: Tensor) -> None:
         """Let these be the device's."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._storages[storage.data_ptr()] = storage
+            if not self.holds(tensor) and tensor.numel():
+                storage = tensor.untyped_storage()
+                bisect.insort(self._storages, (storage.data_ptr(), storage), key=_address)
 
     def adopt_state(self, state: State) -> None:
         for segment in state.segments:
@@ -169,7 +171,17 @@ class DeferredDevice(QueuedDevice):
         return room
 
     def holds(self, values: Tensor) -> bool:
-        return values.untyped_storage().data_ptr() in self._storages
+        """Whether they are in the device's memory, be it through a storage over a piece of it."""
+        address = values.untyped_storage().data_ptr()
+        place = bisect.bisect_right(self._storages, address, key=_address) - 1
+        if place < 0:
+            return False
+        start, storage = self._storages[place]
+        return address < start + storage.nbytes()
+
+
+def _address(held: tuple[int, Any]) -> int:
+    return held[0]
 
 
 class _Mark(Mark):

@@ -1,5 +1,6 @@
 """A loop of one's own under Hugging Face Accelerate."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,14 +20,17 @@ except ModuleNotFoundError as error:
 
 
 def gossip_data_parallel(
-    accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+    accelerator: Accelerator,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    **options: Any,
 ) -> GossipDataParallel:
     """Wrap what ``accelerator.prepare`` has returned.
 
     Args:
         accelerator: made within ``single_process()``, so that it is one process.
         module: the prepared module.
-        optimizer: the prepared optimizer.
+        optimizer: the prepared optimizer, or several.
         options: of :class:`~gossipdp.GossipDataParallel`.
 
     Returns:
@@ -55,7 +59,8 @@ def gossip_data_parallel(
             f"{accelerator.num_processes} processes): make it within `with single_process():`, "
             "and without DeepSpeed, FSDP or Megatron, which gossipdp does not go with"
         )
-    return GossipDataParallel(module, torch_optimizer(optimizer), **options)
+    several = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    return GossipDataParallel(module, [torch_optimizer(each) for each in several], **options)
 
 
 def torch_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -1,12 +1,14 @@
 """The Trainer of Lightning."""
 
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from gossipdp.integrations.options import check_options
+from gossipdp.integrations.options import check_options, known_num_workers
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.stats import Consolidated
 from gossipdp.runtime.environment import Environment
@@ -54,6 +56,7 @@ class GossipStrategy(SingleDeviceStrategy):
         self.consolidated: Consolidated | None = None
         self._options = options
         self._gossip: GossipDataParallel | None = None
+        self._users_sigterm: Any = None
 
     @property
     def is_global_zero(self) -> bool:
@@ -75,10 +78,24 @@ class GossipStrategy(SingleDeviceStrategy):
         """Progress of the whole run for a scheduler; 0 before training begins."""
         return 0.0 if self._gossip is None else self._gossip.progress()
 
+    def num_workers(self) -> int:
+        """Workers in the run, for a schedule; 1 before training begins in one that joins."""
+        return known_num_workers(self._gossip)
+
+    def setup_environment(self) -> None:
+        """See who handles SIGTERM before Lightning does."""
+        self._users_sigterm = signal.getsignal(signal.SIGTERM)
+        super().setup_environment()
+
     def on_train_start(self) -> None:
         """Wrap the module and the optimizers; wait for the other workers."""
         super().on_train_start()
         assert self.lightning_module is not None
+        # Lightning's handler would end the process with status 0, as one that is done, and without
+        # a last checkpoint. Lightning itself puts back what it found, when training has ended.
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and self._users_sigterm == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._gossip = GossipDataParallel(self.lightning_module, self.optimizers, **self._options)
         # One that joins a run is given its rank here.
         self.global_rank = rank_zero_only.rank = self._gossip.rank
@@ -88,8 +105,12 @@ class GossipStrategy(SingleDeviceStrategy):
         self.gossip.count_batch((args, kwargs))
         result = super().training_step(*args, **kwargs)
         loss = result.get("loss") if isinstance(result, Mapping) else result
-        if isinstance(loss, torch.Tensor):
+        # In manual optimization a step may return whatever it likes.
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self.gossip.log(loss=loss.detach())
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            self._stop_if_finished()  # it may have stepped an optimizer that Lightning has not seen
         return result
 
     def optimizer_step(
@@ -101,10 +122,13 @@ class GossipStrategy(SingleDeviceStrategy):
     ) -> Any:
         """Step the optimizer; end training where the budget is used up."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._stop_if_finished()
+        return result
+
+    def _stop_if_finished(self) -> None:
         if self.gossip.finished:
             assert self.lightning_module is not None
             self.lightning_module.trainer.should_stop = True
-        return result
 
     def on_train_end(self) -> None:
         """Wait for the other workers, and give the module the average of all."""

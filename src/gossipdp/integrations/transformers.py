@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gossipdp.integrations.accelerate import torch_optimizer
-from gossipdp.integrations.options import check_options
+from gossipdp.integrations.options import check_options, known_num_workers
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.stats import Consolidated
 
@@ -72,6 +72,10 @@ class GossipCallback(TrainerCallback):
         """Progress of the whole run for a scheduler; 0 before training begins."""
         return 0.0 if self._model is None else self._model.progress()
 
+    def num_workers(self) -> int:
+        """Workers in the run, for a schedule; 1 before training begins in one that joins."""
+        return known_num_workers(self._model)
+
     def on_train_begin(
         self,
         args: TrainingArguments,
@@ -84,6 +88,7 @@ class GossipCallback(TrainerCallback):
     ) -> None:
         """Wrap the model and the optimizer; wait for the other workers."""
         _check(args)
+        self._leave()  # an exception may have ended the training before: there is no hook for that
         self._model = wrapped = GossipDataParallel(
             model, torch_optimizer(optimizer), **self._options
         )
@@ -121,8 +126,14 @@ class GossipCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
         """Wait for the other workers, and give the model the average of all."""
-        self._counting.remove()
         self.consolidated = self.model.consolidate()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Stop taking part and counting; the wrapper still tells its ``stats()``."""
+        if self._model is not None:
+            self._counting.remove()
+            self._model.close()
 
 
 def _check(args: TrainingArguments) -> None:

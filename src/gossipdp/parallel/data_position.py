@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 Batch = TypeVar("Batch")
 
@@ -109,9 +108,11 @@ class DataPosition:
         else:
             self._start = _start(loader)
         self._batch = 0
-        for sampler in _samplers(loader):
-            if isinstance(sampler, DistributedSampler):
-                sampler.set_epoch(self._epoch)
+        # torch's DistributedSampler has one, and so have loaders and samplers of Accelerate.
+        for holder in (loader, *_samplers(loader)):
+            set_epoch = getattr(holder, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(self._epoch)
         iterator = iter(loader)
         if resumed is not None:
             for _ in range(resumed["batch"]):

@@ -22,10 +22,7 @@ def check_name(path: str | os.PathLike[str]) -> None:
 
 
 def copied_state(module: nn.Module) -> dict[str, Any]:
-    """Copy a module's ``state_dict`` to host memory; tied parameters stay one tensor.
-
-    The module's own tensors are views of larger ones, which a file must not drag along.
-    """
+    """Copy a module's ``state_dict`` to host memory; tied parameters stay one tensor."""
     copies: dict[tuple[Any, ...], Tensor] = {}
     state: dict[str, Any] = {}
     for name, value in module.state_dict().items():

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from gossipdp.dynamics.kernels import is_finite
 from gossipdp.dynamics.state import DEFAULT_CHUNK_BYTES, Role, Segment, State
@@ -38,13 +39,26 @@ class _View:
         """Return this parameter's view of a flat tensor, with its own strides."""
         return flat.as_strided(self.shape, self.stride, self.offset)
 
+    def alone(self, flat: Tensor) -> Tensor:
+        """The same memory as :meth:`of`, as a tensor whose storage holds nothing else.
+
+        What saves models tells tensors apart by their storage: of all that share one, Accelerate
+        saves the first alone, and safetensors' ``save_model`` refuses them.
+        """
+        start = self.offset * flat.itemsize
+        own = flat.view(torch.uint8)[start : start + self.tensor.numel() * flat.itemsize]
+        # As bytes, which DLPack knows whatever the type.
+        alone: Tensor = from_dlpack(to_dlpack(own))
+        return alone.view(flat.dtype).as_strided(self.shape, self.stride)
+
 
 class FlatParameters:
     """Moves a module's parameters and buffers into flat segments, in place.
 
-    Every parameter keeps its identity, shape and strides (channels_last stays so); its storage
-    becomes a 64-byte aligned view of a segment. Tied parameters are moved once. Non-persistent
-    buffers are caches that the module makes itself; they stay where they are.
+    Every parameter keeps its identity, shape and strides (channels_last stays so); its memory
+    becomes a 64-byte aligned piece of a segment, with a storage of its own over it. Tied
+    parameters are moved once. Non-persistent buffers are caches that the module makes itself; they
+    stay where they are.
 
     Args:
         module: the user's module.
@@ -110,7 +124,7 @@ class FlatParameters:
 
     @staticmethod
     def _bind(view: _View, flat: Tensor) -> None:
-        view.tensor.data = view.of(flat)
+        view.tensor.data = view.alone(flat)
         view.data_ptr = view.tensor.data_ptr()
 
     def description(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -188,12 +202,12 @@ class FlatParameters:
     def bind_to(self, flats: Sequence[Tensor]) -> None:
         """Make the module use other flat tensors, of the same layout; see :meth:`bind_back`."""
         for view in self._views:
-            view.tensor.data = view.of(flats[view.segment])
+            view.tensor.data = view.alone(flats[view.segment])
 
     def bind_back(self) -> None:
         """Make the module use its own storage again."""
         for view in self._views:
-            view.tensor.data = view.of(self._flats[view.segment])
+            view.tensor.data = view.alone(self._flats[view.segment])
 
     def named(self, flats: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Map each name to its view of ``flats``, which are of the same layout or None."""
@@ -207,7 +221,7 @@ class FlatParameters:
     def exported(self, flats: Sequence[Tensor]) -> dict[int, Tensor]:
         """Map each parameter's present address to its view of ``flats``, for ``state_dict``."""
         return {
-            view.data_ptr: view.of(flats[view.segment])
+            view.data_ptr: view.alone(flats[view.segment])
             for view in self._views
             if view.tensor.numel()
         }

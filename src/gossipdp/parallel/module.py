@@ -249,20 +249,20 @@ class GossipDataParallel(nn.Module):
                     joins=environment.is_joining,
                     resumes=resumption is not None,
                 )
+            self._handles = [
+                each.register_step_post_hook(_boundary_hook(weakref.ref(self), index))
+                for index, each in enumerate(optimizers)
+            ]
+            self._handles.append(
+                module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+                    _loaded_hook(weakref.ref(self))
+                )
+            )
         except BaseException:
             self._engine.close()
             if self._status is not None:
                 self._status.close()
             raise
-        self._handles = [
-            each.register_step_post_hook(_boundary_hook(weakref.ref(self), index))
-            for index, each in enumerate(optimizers)
-        ]
-        self._handles.append(
-            module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                _loaded_hook(weakref.ref(self))
-            )
-        )
 
     # Who and how far.
 
@@ -327,9 +327,10 @@ class GossipDataParallel(nn.Module):
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, epoch after epoch, until the budget is used up.
 
-        A ``DistributedSampler``, also within a batch sampler, gets ``set_epoch`` at the start of
-        each epoch. In a resumed run the first call goes on in the middle of the epoch where the
-        checkpoint was taken: the batches before it are loaded and dropped.
+        Loader and samplers, also one within a batch sampler, get ``set_epoch`` at the start of each
+        epoch where they have it, as a ``DistributedSampler`` does. In a resumed run the first call
+        goes on in the middle of the epoch where the checkpoint was taken: the batches before it are
+        loaded and dropped.
 
         Raises:
             ValueError: there is no budget, or the loader yields nothing.
@@ -522,6 +523,14 @@ def _optimizers(
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
             raise ValueError(f"{each!r} is no torch.optim.Optimizer")
+        try:
+            each.register_step_post_hook(lambda *_: None).remove()
+        except AttributeError as error:
+            raise ValueError(
+                f"this {type(each).__name__} calls no hooks after a step, so it is a shell around "
+                "the optimizer that does: give that one, or for Accelerate's wrap with "
+                "gossipdp.integrations.accelerate.gossip_data_parallel"
+            ) from error
     if not optimizers:
         raise ValueError("give at least one optimizer")
     return optimizers

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 def large_batch_schedule(
     optimizer: torch.optim.Optimizer,
     progress: Callable[[], float],
-    num_workers: int,
+    num_workers: int | Callable[[], int],
     *,
     warmup: float = 0.05,
     milestones: Sequence[float] = (0.5, 0.75),
@@ -31,7 +31,7 @@ def large_batch_schedule(
     Args:
         optimizer: its present rates are those of one worker.
         progress: of the run, in 0..1: ``model.progress`` of a model with ``budget_samples``.
-        num_workers: the factor after warm-up.
+        num_workers: the factor after warm-up; where it is not known yet, what tells it then.
         warmup: where the warm-up ends.
         milestones: where the rate is multiplied by ``decay``; ascending.
         decay: the factor.
@@ -40,7 +40,8 @@ def large_batch_schedule(
         A torch scheduler; call its ``step()`` once after each ``optimizer.step()``.
 
     Raises:
-        ValueError: a fraction lies outside 0..1, or the milestones do not ascend.
+        ValueError: a fraction lies outside 0..1, the milestones do not ascend, or there is no
+            worker.
 
     Example:
         >>> parameter = nn.Parameter(torch.zeros(1))
@@ -64,9 +65,15 @@ def large_batch_schedule(
         raise ValueError(f"milestones must ascend within 0..1, not {tuple(milestones)}")
 
     def factor(_: int) -> float:
-        now = progress()
+        now, count = progress(), num_workers() if callable(num_workers) else num_workers
+        if count < 1:
+            raise ValueError(
+                f"num_workers is {count}; it must be at least 1. A worker that joins a run does "
+                "not know it before it has wrapped its model: give what tells it then, such as "
+                "lambda: model.num_workers"
+            )
         rising = min(1.0, now / warmup) if warmup > 0.0 else 1.0
-        scale: float = 1.0 + (num_workers - 1) * rising
+        scale: float = 1.0 + (count - 1) * rising
         return scale * decay ** sum(milestone <= now for milestone in milestones)
 
     return LambdaLR(optimizer, factor)

@@ -33,15 +33,7 @@ class BytesGpt(Recipe[Tensor]):
 
     def __init__(self, options: BytesGptOptions) -> None:
         super().__init__(worker_device(options.device))
-        text = read_text(options.data)
-        self.train = Windows(text.train, options.context)
-        self.validation = Windows(text.validation, options.context)
-        check_samples("the text", len(self.train), options.batch_size)
-        if not len(self.validation):
-            raise ValueError(
-                f"{len(text.validation)} bytes are held out, less than one window of "
-                f"--context {options.context}; give more text or a smaller --context"
-            )
+        self.train, self.validation = read_windows(options)
         self._options = options
 
     @property
@@ -94,6 +86,24 @@ class Windows(Dataset[Tensor]):
         """What a DataLoader fetches at once: the batch as a whole, int64."""
         starts = torch.tensor(numbers) * self._context
         return self._text[starts[:, None] + self._offsets].long()
+
+
+def read_windows(options: BytesGptOptions) -> tuple[Windows, Windows]:
+    """Windows of the text to train on, and of what is held out.
+
+    Raises:
+        FileNotFoundError: there is no such text.
+        ValueError: it does not fill one batch, or one window that is held out.
+    """
+    text = read_text(options.data)
+    train, validation = (Windows(part, options.context) for part in (text.train, text.validation))
+    check_samples("the text", len(train), options.batch_size)
+    if not len(validation):
+        raise ValueError(
+            f"{len(text.validation)} bytes are held out, less than one window of "
+            f"--context {options.context}; give more text or a smaller --context"
+        )
+    return train, validation
 
 
 def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:

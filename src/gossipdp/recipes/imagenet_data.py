@@ -7,6 +7,7 @@ import io
 import os
 import re
 import tarfile
+import zipfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,9 +95,9 @@ def _train_archive(archive: Path) -> tuple[tuple[str, ...], ImageSet]:
     """An archive of archives, one for each class: WNID.tar."""
     cache = _cache_file(archive)
     try:
-        with np.load(cache, allow_pickle=False) as saved:
+        with cache.open("rb") as file, np.load(file, allow_pickle=False) as saved:
             synsets, places, labels = saved["synsets"], saved["places"], saved["labels"]
-    except (OSError, KeyError, ValueError):
+    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile):
         with archive.open("rb") as file:
             synsets, places, labels = _contents(archive, file)
         _keep(cache, synsets=synsets, places=places, labels=labels)

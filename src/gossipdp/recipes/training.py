@@ -30,7 +30,9 @@ class Outcome:
 
     Attributes:
         metric: of the averaged model; its name is ``metric_name``.
-        minutes: from the first batch until all workers hold the average, by the clock.
+        minutes: from the first batch of the worker that tells until all workers hold the average,
+            by the clock; where it went on from a checkpoint or was started again, since then.
+        progress_at_start: of the run, 0 to 1, where these minutes begin.
         slowest_steps, fastest_steps: gradient steps of the worker that took fewest, and most.
         samples: that all workers together trained on, also in the lives before a restart.
         consensus_distance: just before averaging.
@@ -45,6 +47,7 @@ class Outcome:
     metric_name: str
     metric: float
     minutes: float
+    progress_at_start: float
     slowest_steps: int
     fastest_steps: int
     samples: int
@@ -93,13 +96,14 @@ class TrainingRun:
         self._options = options
         self._console = Console() if console is None else console
         self._started_s = time.monotonic()
+        self._progress_at_start = model.progress()
         self._progress: TrainingProgress | None = None
         if model.rank == 0:
             self._console.print(self._opening(num_samples), highlight=False, soft_wrap=True)
             self._progress = TrainingProgress(
                 epochs=options.epochs,
                 samples_per_epoch=num_samples,
-                share=model.progress(),
+                share=self._progress_at_start,
                 console=self._console,
             )
 
@@ -136,6 +140,7 @@ class TrainingRun:
             metric_name=metric_name,
             metric=evaluate(),
             minutes=minutes,
+            progress_at_start=self._progress_at_start,
             slowest_steps=min(steps),
             fastest_steps=max(steps),
             samples=consolidated.samples,
@@ -165,6 +170,12 @@ class TrainingRun:
             f"trained on {outcome.samples:,} samples; consensus distance just before averaging: "
             f"{outcome.consensus_distance:.3g}"
         ]
+        # Where all began together, others may have made a step before this one looked.
+        if outcome.progress_at_start >= 0.01:
+            lines.append(
+                f"minutes: since worker {self._model.rank} began, at "
+                f"{outcome.progress_at_start:.0%} of the run"
+            )
         if outcome.achieved_comm_rate is not None:
             lines.append(
                 f"achieved comm rate of worker {self._model.rank}: "

@@ -1,5 +1,7 @@
 """Under Accelerate, on one worker."""
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,12 +9,18 @@ import torch
 from torch import nn
 
 accelerate = pytest.importorskip("accelerate")
+safetensors = pytest.importorskip("safetensors.torch")
 
+from gossipdp import GossipDataParallel  # noqa: E402
 from gossipdp.integrations.accelerate import gossip_data_parallel  # noqa: E402
 
 
-def train(wrapped: bool, **arguments: Any) -> tuple[dict[str, torch.Tensor], Any]:
+def reset() -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def train(wrapped: bool, **arguments: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    reset()
     accelerator = accelerate.Accelerator(cpu=True, **arguments)
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
@@ -47,3 +55,114 @@ def test_one_worker_is_the_loop_alone(arguments: dict[str, Any], steps: int) -> 
     with_us, stats = train(True, **arguments)
     assert all(torch.equal(alone[name], with_us[name]) for name in alone)
     assert (stats.gradient_steps, stats.samples) == (steps, 80)
+
+
+def test_several_optimizers_step_their_own_parameters() -> None:
+    reset()
+    accelerator = accelerate.Accelerator(cpu=True)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in net]
+    net, *optimizers = accelerator.prepare(net, *optimizers)
+    model = gossip_data_parallel(accelerator, net, optimizers)
+    accelerator.backward(model(torch.ones(8, 4)).sum())
+    for optimizer in optimizers:
+        optimizer.step()
+    assert model.consolidate().samples == 8
+
+
+@pytest.mark.parametrize("are_several", [False, True])
+def test_a_prepared_optimizer_is_refused_by_the_plain_wrapper(are_several: bool) -> None:
+    reset()
+    accelerator = accelerate.Accelerator(cpu=True)
+    net = nn.Linear(4, 2)
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"AcceleratedOptimizer .*gossip_data_parallel"):
+        GossipDataParallel(net, [optimizer] if are_several else optimizer)
+    assert not [each for each in threading.enumerate() if each.name.startswith("gossip")]
+
+
+def test_the_data_of_a_seedable_sampler_go_on_where_they_were(tmp_path: Path) -> None:
+    def train(stop_after: int, **options: Any) -> list[list[float]]:
+        reset()
+        accelerator = accelerate.Accelerator(
+            cpu=True,
+            dataloader_config=accelerate.DataLoaderConfiguration(use_seedable_sampler=True),
+        )
+        torch.manual_seed(3)
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        data = torch.arange(12.0).reshape(12, 1)
+        loader = torch.utils.data.DataLoader(data, batch_size=3, shuffle=True)
+        net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+        model = gossip_data_parallel(accelerator, net, optimizer, budget_samples=36, **options)
+        seen = []
+        for batch in model.batches(loader):
+            seen.append(batch.flatten().tolist())
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            if len(seen) == stop_after:
+                model.save_checkpoint(tmp_path)
+                break
+        model.close()
+        return seen
+
+    whole = train(99)
+    assert len(whole) == 12
+    assert train(6) == whole[:6]
+    assert train(99, checkpoint_dir=tmp_path, resume="auto") == whole[6:]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(tokens)))
+
+
+def test_what_accelerate_saves_is_whole(tmp_path: Path) -> None:
+    reset()
+    accelerator = accelerate.Accelerator(cpu=True)
+    net = Tied()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net, optimizer = accelerator.prepare(net, optimizer)
+    model = gossip_data_parallel(accelerator, net, optimizer)
+
+    def step() -> None:
+        accelerator.backward(model(torch.arange(5)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def kept() -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in net.state_dict().items()}
+
+    def saved(file: Path) -> dict[str, torch.Tensor]:
+        tensors = safetensors.load_file(file)
+        tensors.setdefault("head.weight", tensors.get("embedding.weight"))
+        tensors.setdefault("embedding.weight", tensors["head.weight"])
+        return tensors
+
+    def check(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+    step()
+    before = kept()
+    accelerator.save_state(tmp_path / "state")
+    with model.averaged():
+        accelerator.save_model(net, tmp_path / "averaged")
+    accelerator.save(model.state_dict(), tmp_path / "wrapper", safe_serialization=True)
+    check(saved(tmp_path / "averaged" / "model.safetensors"), before)
+    check(saved(tmp_path / "wrapper"), before)
+    step()
+    accelerator.load_state(tmp_path / "state")
+    check(kept(), before)
+    step()
+    model.consolidate()
+    accelerator.save_model(net, tmp_path / "end")
+    check(saved(tmp_path / "end" / "model.safetensors"), kept())

@@ -1,6 +1,8 @@
 """The strategy on one worker: Lightning's own training, bit for bit; and whose rank it has."""
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +14,8 @@ from torch import nn
 lightning = pytest.importorskip("lightning")
 
 from gossipdp.integrations.lightning import GossipStrategy  # noqa: E402
+from gossipdp.parallel import last_checkpoint  # noqa: E402
+from gossipdp.parallel.checkpoint import saved_by  # noqa: E402
 
 
 class Module(lightning.LightningModule):
@@ -71,6 +75,34 @@ def test_samples_are_counted_and_end_the_training(tmp_path: Path) -> None:
     assert strategy.progress() == 1.0
 
 
+class Manual(Module):
+    """Steps the optimizer itself, below Lightning, and returns what is no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        outputs = self.layers(batch)
+        self.manual_backward(outputs.square().mean())
+        optimizer.step()
+        return outputs
+
+
+def test_the_budget_ends_a_training_that_steps_its_optimizer_itself(tmp_path: Path) -> None:
+    strategy = GossipStrategy(budget_samples=20)
+    fit(tmp_path, strategy, Manual(), max_epochs=2)
+    assert strategy.gossip.stats().samples == 24
+
+
+def test_what_a_step_returns_that_is_no_loss_is_not_logged(tmp_path: Path) -> None:
+    strategy = GossipStrategy(budget_samples=20, log_dir=tmp_path / "log")
+    fit(tmp_path, strategy, Manual(), max_epochs=1)
+    assert strategy.consolidated is not None
+
+
 def test_an_error_in_training_ends_the_part_in_the_run(tmp_path: Path) -> None:
     class Failing(Module):
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
@@ -83,6 +115,57 @@ def test_an_error_in_training_ends_the_part_in_the_run(tmp_path: Path) -> None:
         fit(tmp_path, strategy, Failing())
     with pytest.raises(RuntimeError, match="closed"):
         strategy.gossip.consolidate()
+
+
+class Terminated(Module):
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        if index == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, index)
+
+
+@pytest.fixture
+def sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """SIGTERM is as it comes, and waited for on a busy machine too."""
+    monkeypatch.setattr(last_checkpoint, "LONGEST_WAIT_S", 60.0)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("sigterm")
+def test_sigterm_saves_between_two_steps_and_ends_the_worker(tmp_path: Path) -> None:
+    strategy = GossipStrategy(checkpoint_dir=tmp_path / "checkpoints")
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, strategy, Terminated())
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert [saved.facts.step for saved in saved_by(tmp_path / "checkpoints", 0)] == [3]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("sigterm")
+def test_without_checkpoints_sigterm_is_as_it_comes_while_training(tmp_path: Path) -> None:
+    class Looking(Module):
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            handlers.append(signal.getsignal(signal.SIGTERM))
+            return super().training_step(batch, index)
+
+    handlers: list[Any] = []
+    fit(tmp_path, GossipStrategy(), Looking(), max_steps=2)
+    assert handlers == [signal.SIG_DFL] * 2
+
+
+@pytest.mark.usefixtures("sigterm")
+def test_a_user_s_handler_of_sigterm_is_left_alone(tmp_path: Path) -> None:
+    def handle(number: int, frame: Any) -> None:
+        heard.append(number)
+
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, handle)
+    with pytest.raises(SystemExit):
+        fit(tmp_path, GossipStrategy(checkpoint_dir=tmp_path / "checkpoints"), Terminated())
+    assert heard == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) == handle
 
 
 def test_the_rank_is_the_worker_s() -> None:

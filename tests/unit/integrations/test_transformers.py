@@ -77,6 +77,30 @@ def test_a_copy_of_the_model_is_not_counted(tmp_path: Path) -> None:
     assert gossip.model.stats().samples == 16
 
 
+def test_training_again_after_an_exception_ends_the_part_before(tmp_path: Path) -> None:
+    class Failing(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            wrappers.append(gossip.model)
+            if len(wrappers) == 1:
+                raise KeyError("the user's")
+
+    wrappers: list[Any] = []
+    gossip = GossipCallback()
+    data = [{"inputs": torch.ones(4), "labels": torch.tensor(0)}] * 16
+    args = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
+        max_steps=2,
+    )  # fmt: skip
+    trainer = transformers.Trainer(Model(), args, train_dataset=data, callbacks=[gossip, Failing()])
+    with pytest.raises(KeyError, match="the user's"):
+        trainer.train()
+    trainer.train()
+    with pytest.raises(RuntimeError, match="closed"):
+        wrappers[0].consolidate()
+    assert wrappers[0].stats().samples == 8
+    assert gossip.model.stats().samples == 16
+
+
 def test_evaluation_is_not_counted(tmp_path: Path) -> None:
     gossip = GossipCallback()
     data = [{"inputs": torch.ones(4), "labels": torch.tensor(0)}] * 16
@@ -101,7 +125,9 @@ def test_a_schedule_follows_the_whole_run(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gossip = GossipCallback(budget_samples=64)
-    schedule = large_batch_schedule(optimizer, gossip.progress, 1, milestones=(0.5,))
+    schedule = large_batch_schedule(
+        optimizer, gossip.progress, gossip.num_workers, milestones=(0.5,)
+    )
     args = transformers.TrainingArguments(
         str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
         max_steps=100,

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp import GossipDataParallel, PoisonedError
@@ -148,6 +148,36 @@ def dataset() -> TensorDataset:
     return TensorDataset(images, torch.randint(0, 3, (54,), generator=generator))
 
 
+class SeededByEpoch(RandomSampler):
+    """Its order follows from the epoch alone, as that of Accelerate's seedable sampler."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        super().__init__(data)
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self.epoch)
+        yield from super().__iter__()
+        self.epoch += 1
+
+
+class CountingLoader(DataLoader):
+    """Tells its sampler the epoch that it has counted itself, as that of Accelerate does."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        self.sampler.set_epoch(self.epoch)
+        yield from super().__iter__()
+        self.epoch += 1
+
+
 LOADERS = {
     "plain": lambda: DataLoader(dataset(), 6, shuffle=True),
     "own generator": lambda: DataLoader(
@@ -156,6 +186,8 @@ LOADERS = {
     "distributed": lambda: DataLoader(
         dataset(), 6, sampler=DistributedSampler(dataset(), num_replicas=1, rank=0)
     ),
+    "seeded by epoch": lambda: DataLoader(dataset(), 6, sampler=SeededByEpoch(dataset())),
+    "counting": lambda: CountingLoader(dataset(), 6, sampler=SeededByEpoch(dataset())),
     "list": lambda: list(DataLoader(dataset(), 6)),
 }
 

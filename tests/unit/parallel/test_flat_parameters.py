@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -46,13 +49,44 @@ def test_values_identities_shapes_and_tied_weights_stay():
     assert net.tied.weight is net.head.weight
 
 
-def test_every_parameter_is_an_aligned_view_of_its_segment():
+def test_every_parameter_is_an_aligned_piece_of_its_segment():
     net = Net()
     flat = flatten(net)
-    storages = {segment.x.untyped_storage().data_ptr() for segment in flat.state.segments}
+    for segment in flat.state.segments:
+        segment.x.fill_(7)
     for tensor in [*net.parameters(), *net.norm.buffers()]:
-        assert tensor.untyped_storage().data_ptr() in storages
+        assert (tensor == 7).all()
         assert tensor.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_tensor_has_a_storage_of_its_own(dtype):
+    net = Net().to(dtype).to(memory_format=torch.channels_last)
+    net.register_buffer("empty", torch.zeros(0, 3))
+    flat = flatten(net)
+    flat.bind_to([segment.x.clone() for segment in flat.state.segments])
+    flat.bind_back()
+    exported = flat.exported([segment.x.clone() for segment in flat.state.segments]).values()
+    state = net.state_dict()
+    assert state["tied.weight"].data_ptr() == state["head.weight"].data_ptr()
+    for tensors in (list(net.parameters()) + list(net.norm.buffers()), list(exported)):
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        assert len({storage.data_ptr() for storage in storages}) == len(tensors)
+        for tensor, storage in zip(tensors, storages, strict=True):
+            assert storage.data_ptr() == tensor.data_ptr()
+            assert storage.nbytes() == tensor.numel() * tensor.itemsize
+
+
+def test_the_storages_outlive_the_flat_parameters():
+    net = Net()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    segments = [weakref.ref(segment.x) for segment in flatten(net).state.segments]
+    gc.collect()
+    assert all(segment() is None for segment in segments)
+    # Memory that was let go would be used for these.
+    others = [torch.full_like(value, 7) for value in before.values() for _ in range(20)]
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert others
 
 
 def test_roles():

@@ -72,8 +72,13 @@ def test_the_table_of_contents_is_kept_and_read_anew_for_another_archive(
     monkeypatch.setattr(imagenet_data, "_contents", lambda *_: pytest.fail("it was read again"))
     assert contents(open_imagenet(data).train) == contents(first.train)
     monkeypatch.setattr(imagenet_data, "_contents", read)
-    kept.write_bytes(b"damaged")
-    assert contents(open_imagenet(data).train) == contents(first.train)
+    whole = kept.read_bytes()
+    flipped = bytearray(whole)
+    flipped[200] ^= 1  # in the first array
+    for damaged in (b"damaged", b"", whole[: len(whole) // 2], flipped):
+        kept.write_bytes(damaged)
+        assert contents(open_imagenet(data).train) == contents(first.train)
+        assert kept.read_bytes() == whole
     write_imagenet_archives(data, per_class=2)
     assert len(open_imagenet(data).train.labels) == 6
 

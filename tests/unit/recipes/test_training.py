@@ -14,6 +14,7 @@ from rich.console import Console
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.stats import Stats
 from gossipdp.recipes import make_recipe
+from gossipdp.recipes.bytes_gpt import read_windows
 from gossipdp.recipes.options import BytesGptOptions, Cifar10Options, TrainOptions
 from gossipdp.recipes.progress import TrainingProgress
 from gossipdp.recipes.recipe import worker_device
@@ -28,6 +29,7 @@ OUTCOME = Outcome(
     metric_name="test_accuracy",
     metric=0.9434,
     minutes=20.94,
+    progress_at_start=0.0,
     slowest_steps=2391,
     fastest_steps=2512,
     samples=5_000_000,
@@ -148,6 +150,21 @@ def test_the_papers_schedule(tmp_path: Path):
     assert found == pytest.approx([0.1, 0.45, 0.8, 0.8, 0.08, 0.08, 0.008])
 
 
+@pytest.mark.parametrize(
+    ("context", "batch_size", "message"),
+    [(1024, 8, "1000 bytes are held out, less than one window"), (64, 999, "less than one batch")],
+)
+def test_too_little_text_is_refused_before_training(
+    tmp_path: Path, context: int, batch_size: int, message: str
+):
+    (tmp_path / "text.txt").write_text("x" * 19_999)
+    options = BytesGptOptions(data=tmp_path, context=context, batch_size=batch_size)
+    with pytest.raises(ValueError, match=message):
+        read_windows(options)
+    with pytest.raises(ValueError, match=message):
+        make_recipe(options)
+
+
 def test_an_evaluation_that_fails_does_not_lose_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -168,7 +185,7 @@ def test_an_evaluation_that_fails_does_not_lose_the_model(
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
@@ -193,10 +210,15 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_the_same(
     assert len(checkpoints) == 2
     checkpoints[1].unlink()
     (options.directory / MODEL_FILE).unlink()
+    assert outcome.progress_at_start == 0.0
+    assert "minutes: since" not in capsys.readouterr().out
 
     resumed = train(replace(options, resume=True))
 
     assert resumed is not None
+    share = resumed.progress_at_start
+    assert share == pytest.approx(7 * options.batch_size / outcome.samples, rel=0.1)
+    assert f"since worker 0 began, at {share:.0%} of the run" in capsys.readouterr().out
     assert (resumed.metric, resumed.samples) == (outcome.metric, outcome.samples)
     found = torch.load(options.directory / MODEL_FILE, weights_only=True)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
