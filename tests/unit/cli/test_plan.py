@@ -155,6 +155,27 @@ def test_a_fast_network_sustains_the_rate_that_is_asked_for(tmp_path, capsys):
         assert each["link_bytes_per_s"] == pytest.approx(per_worker * 4 / each["num_edges"])
 
 
+@pytest.mark.parametrize(("workers", "comm_rate"), [(4, 0.1), (2, 0.003), (2, 1e-9)])
+def test_how_many_exchanges_happen_to_be_asked_for_says_nothing_of_the_network(workers, comm_rate):
+    from gossipdp.cli.plan_network import served_share
+    from gossipdp.graph import build_graph
+    from gossipdp.graph.network_plan import TrainingConditions
+
+    conditions = TrainingConditions(model_bytes=4e6, step_s=0.1, bytes_per_s=1.25e9)
+    graph = build_graph("ring", workers)
+    assert served_share(graph, conditions, comm_rate, seed=1) == pytest.approx(1.0, abs=0.01)
+
+
+def test_rare_exchanges_that_take_long_are_served_too():
+    from gossipdp.cli.plan_network import served_share
+    from gossipdp.graph import build_graph
+    from gossipdp.graph.network_plan import TrainingConditions
+
+    # An exchange takes 300 steps, and a worker is in one for 3 steps of 10.
+    conditions = TrainingConditions(model_bytes=3e10, step_s=0.1, bytes_per_s=1e9)
+    assert served_share(build_graph("ring", 8), conditions, 0.001, seed=0) > 0.95
+
+
 def test_a_slow_network_sustains_less(tmp_path, capsys):
     path = tmp_path / "plan.json"
     arguments = network_arguments(
