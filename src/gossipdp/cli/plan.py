@@ -72,7 +72,7 @@ class PlanArguments:
     """Latency of a link in milliseconds, 1 by default."""
 
     step_spread: float | None = None
-    """Standard deviation of the logarithm of step times, 0 by default."""
+    """Standard deviation of the logarithm of step times, such as 0.1; 0 by default."""
 
 
 NETWORK_OPTIONS = (

@@ -33,7 +33,8 @@ class ComputeOptions:
     """Mean duration of a gradient step, in milliseconds; by default 100."""
 
     step_spread: float | None = None
-    """Lognormal step times: the standard deviation of their logarithm. By default all are equal."""
+    """Lognormal step times: the standard deviation of their logarithm, such as 0.1. By default all
+    are equal."""
 
     step_times: Path | None = None
     """Draw step times from this file instead: one time in seconds a line, '#' comments."""

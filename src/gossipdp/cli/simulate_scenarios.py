@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from gossipdp.cli.bench_consensus import parse_seeds
 from gossipdp.cli.simulate_tasks import make_objective, make_optimizer
+from gossipdp.graph.step_spread import check_step_spread
 from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
 from gossipdp.simulate.batch import Job
 from gossipdp.simulate.compute_time import (
@@ -251,7 +252,8 @@ def _compute_time(arguments: SimulateArguments) -> ComputeTime:
     else:
         step_ms = DEFAULT_STEP_MS if options.step_ms is None else options.step_ms
         step_s = _check("--step-ms", step_ms, is_positive=True) / 1e3
-        spread = _check("--step-spread", options.step_spread or 0.0)
+        spread = options.step_spread or 0.0
+        check_step_spread("--step-spread", spread)
         time = LognormalTime(step_s, spread) if spread else ConstantTime(step_s)
     factors = parse_slow_workers(options.slow_worker, arguments.workers)
     return SlowedTime(time, factors) if factors else time

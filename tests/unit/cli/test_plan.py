@@ -229,6 +229,10 @@ def test_an_edge_list_on_a_network_and_the_same_seed_gives_the_same(tmp_path, ca
         ({"workers": 4, "step_ms": 1.0, "link_mbps": 1.0, "model_mb": 0.0}, "--model-mb 0.0"),
         ({"workers": 4, "step_ms": 0.0, "link_mbps": 1.0, "model_mb": 1.0}, "step_s is 0.0"),
         ({"workers": 1, "step_ms": 1.0, "link_mbps": 1.0, "model_mb": 1.0}, "pass 2 or more"),
+        (
+            {"workers": 4, "step_ms": 1, "link_mbps": 1, "model_mb": 1, "step_spread": 10.0},
+            "step_spread is 10, but must be from 0 to 3",
+        ),
     ],
 )
 def test_bad_input_to_the_longer_plans(capsys, arguments, message):

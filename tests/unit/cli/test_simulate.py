@@ -75,6 +75,7 @@ def strict(path: Path) -> Any:
         ("--step-times times.txt", "--step-times times.txt cannot be read: No such file"),
         ("--step-times . --step-ms 3", "leave out --step-ms"),
         ("--step-ms 0", "--step-ms is 0; it must be a positive number"),
+        ("--workload quadratic --step-spread 10", "--step-spread is 10, but must be from 0 to 3"),
         ("--link-mbps 10", "--link-mbps plays no part here"),
         ("--neighbour-policy poisson --methods allreduce", "--neighbour-policy plays no part"),
         ("--fidelity links --neighbour-policy rude", "no neighbour policy 'rude'"),
