@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 import gossipdp
+from gossipdp.cli.output_files import check_output
 from gossipdp.cli.run import read_secret
 
 if TYPE_CHECKING:
@@ -128,8 +129,7 @@ def _check(arguments: DoctorArguments) -> None:
         )
     if not 0 <= arguments.port < 65536:
         raise ValueError(f"--port is {arguments.port}; it must be in 0..65535")
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        raise ValueError(f"--json {arguments.json}: the directory to write it to does not exist")
+    check_output("--json", arguments.json)
     if arguments.listen and arguments.json is not None:
         raise ValueError("--listen finds nothing by itself; give --json on the other machine")
 

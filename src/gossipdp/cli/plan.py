@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from gossipdp.cli.output_files import check_output
+
 if TYPE_CHECKING:
     import networkx as nx
     from rich.console import Console
@@ -96,12 +98,8 @@ def run(arguments: PlanArguments) -> int:
         _check(arguments)
         graph = _graph(arguments)
         plan, tuned, network = _plan(graph, arguments)
-        if arguments.json is not None:
-            written = _as_json(plan, tuned, network)
-            arguments.json.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"gossipdp plan: {error}\n")
-        return 2
+        return _complain(error)
     console = Console()
     console.print(_table(plan))
     console.print(_verdict(plan), highlight=False)
@@ -113,7 +111,18 @@ def run(arguments: PlanArguments) -> int:
         from gossipdp.cli import plan_network
 
         _print_part(console, plan_network.table(network), plan_network.remarks(network))
+    if arguments.json is not None:
+        written = _as_json(plan, tuned, network)
+        try:
+            arguments.json.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
+        except OSError as error:
+            return _complain(error)
     return 0
+
+
+def _complain(error: Exception) -> int:
+    sys.stderr.write(f"gossipdp plan: {error}\n")
+    return 2
 
 
 def _print_part(console: Console, table: Table, remarks: list[str]) -> None:
@@ -124,6 +133,7 @@ def _print_part(console: Console, table: Table, remarks: list[str]) -> None:
 
 
 def _check(arguments: PlanArguments) -> None:
+    check_output("--json", arguments.json)
     given = [name for name in NETWORK_OPTIONS if getattr(arguments, name) is not None]
     if arguments.noise is not None and not (arguments.tune or given):
         raise ValueError(

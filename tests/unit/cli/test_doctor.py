@@ -241,6 +241,7 @@ def test_the_table_reads_in_80_columns() -> None:
         (["--listen", "--port", "70000"], "--port is 70000"),
         (["--listen", "--json", "x"], "give --json on the other machine"),
         (["--json", "nowhere/x"], "the directory to write it to does not exist"),
+        (["--json", "/"], "--json / cannot be written"),
         (["--secret-file", "x"], "--secret-file is for a link between two machines"),
         (["10.0.0.1"], "the address is '10.0.0.1'; write HOST:PORT"),
         (["10.0.0.1:1,10.0.0.2:1"], "give one HOST:PORT"),

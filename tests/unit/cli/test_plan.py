@@ -74,10 +74,22 @@ def test_files_that_cannot_be_used(tmp_path, capsys):
     missing = tmp_path / "missing"
     assert run(PlanArguments(edge_list=missing)) == 2
     assert "missing" in capsys.readouterr().err
-    assert run(PlanArguments(workers=4, json=missing / "plan.json")) == 2
-    assert "plan.json" in capsys.readouterr().err
     assert run(PlanArguments(workers=4, graph="torus", edge_list=missing)) == 2
     assert "pass one of them" in capsys.readouterr().err
+
+
+def test_where_the_file_cannot_be_written_nothing_is_searched(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("gossipdp.graph.plan", None)
+    for path in (tmp_path, tmp_path / "missing" / "plan.json"):
+        assert run(PlanArguments(workers=4, json=path)) == 2
+        assert f"--json {path}" in capsys.readouterr().err
+
+
+def test_where_writing_fails_the_figures_are_shown(capsys):
+    assert run(PlanArguments(workers=4, json=Path("/dev/full"))) == 2
+    printed = capsys.readouterr()
+    assert "A2CiD2 helps here" in printed.out
+    assert "No space left" in printed.err
 
 
 def test_tune(tmp_path, capsys):
