@@ -172,10 +172,13 @@ def _graph(arguments: PlanArguments) -> nx.Graph[int]:
 def _plan(
     graph: nx.Graph[int], arguments: PlanArguments
 ) -> tuple[Plan, TunedPlan | None, NetworkPlan | None]:
+    from rich.console import Console
+
     from gossipdp.graph import plan
 
     tuned = network = None
-    planned = plan(graph, arguments.comm_rate)
+    with Console(stderr=True).status("working out eigenvalues and resistances"):
+        planned = plan(graph, arguments.comm_rate)
     noise = arguments.noise or DEFAULT_NOISE
     # The size of the model is checked before anything slow.
     conditions = None
