@@ -98,7 +98,7 @@ def tuned_plan(
     ]
     rates = at_rates = None
     if len(constants.edges) <= MAX_EDGES:
-        rates = best_rates(graph, comm_rate, goal="a2cid2")
+        rates = best_rates(graph, comm_rate, goal="a2cid2", on_evaluation=on_evaluation)
         if rates.best is not rates.default:
             at_rates = tune(rates.best, model, on_evaluation=on_evaluation)
             rows += [
