@@ -153,6 +153,8 @@ def test_limits_of_containers_are_read_of_both_versions(tmp_path: Path) -> None:
     (tmp_path / "memory.current").write_text("1000\n")
     assert machine.cgroup_cores(tmp_path) == 1.5
     assert machine.cgroup_free_bytes(tmp_path) == 2000
+    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 600\nactive_file 100\n")
+    assert machine.cgroup_free_bytes(tmp_path) == 2600
     first = tmp_path / "first"
     (first / "cpu").mkdir(parents=True)
     (first / "memory").mkdir()
@@ -164,6 +166,9 @@ def test_limits_of_containers_are_read_of_both_versions(tmp_path: Path) -> None:
     (first / "memory" / "memory.usage_in_bytes").write_text("5000")
     assert machine.cgroup_cores(first) == 2.0
     assert machine.cgroup_free_bytes(first) is None
+    (first / "memory" / "memory.limit_in_bytes").write_text("9000")
+    (first / "memory" / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 4500\n")
+    assert machine.cgroup_free_bytes(first) == 8500
 
 
 def test_shared_memory_is_really_tried(monkeypatch: pytest.MonkeyPatch) -> None:
