@@ -15,12 +15,13 @@ from pathlib import Path
 
 from gossipdp.cli.doctor_findings import Check, Finding
 from gossipdp.errors import GossipError
+from gossipdp.runtime.environment import Environment, show_address
 
 _SIOCGIFADDR = 0x8915
 """<linux/sockios.h>: the IPv4 address of an interface."""
 
-ANYWHERE = "192.0.2.1"
-"""Kept for documentation (RFC 5737), so on no network: where the default route leads."""
+ANYWHERE = ("192.0.2.1", "2001:db8::1")
+"""Kept for documentation (RFC 5737, RFC 3849), so on no network: where default routes lead."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Interface:
 def checks() -> list[Check]:
     """All checks of this file, in the order in which they are shown."""
     return [
-        ("interfaces", lambda: judge_interfaces(interfaces(), routed_address(ANYWHERE))),
+        ("interfaces", lambda: judge_interfaces(interfaces(), outward_address())),
         ("address", _look_at_address),
         ("ports", _look_at_ports),
     ]
@@ -84,8 +85,8 @@ def judge_address(
         found += " (the default: one machine)"
         if outward is not None:
             advice = (
-                f"for several machines: --nnodes and --rendezvous {outward}:29400 on all, "
-                "if this is the first"
+                f"for several machines: --nnodes and --rendezvous {show_address(outward, 29400)} "
+                "on all, if this is the first"
             )
     return Finding("address", "ok", found, advice, figures)
 
@@ -142,6 +143,11 @@ def routed_address(target: str) -> str | None:
         return None
 
 
+def outward_address() -> str | None:
+    """The address from which other machines are reached, IPv4 before IPv6; None: there is none."""
+    return next((own for target in ANYWHERE if (own := routed_address(target))), None)
+
+
 def port_range() -> tuple[int, int] | None:
     """The first and the last port that the kernel gives where none was asked for."""
     try:
@@ -152,8 +158,6 @@ def port_range() -> tuple[int, int] | None:
 
 
 def _look_at_address() -> Finding:
-    from gossipdp.runtime.environment import Environment
-
     nodes = os.environ.get("SLURM_JOB_NUM_NODES") or "1"
     num_nodes = int(nodes) if nodes.isdigit() else 1
     store_host = os.environ.get("MASTER_ADDR") or None
@@ -163,9 +167,7 @@ def _look_at_address() -> Finding:
         chosen = Environment(store_host=store_host, host=host).choose_host()
     except GossipError as failed:
         error = str(failed)
-    return judge_address(
-        chosen, error, bool(store_host or host), routed_address(ANYWHERE), num_nodes
-    )
+    return judge_address(chosen, error, bool(store_host or host), outward_address(), num_nodes)
 
 
 def _look_at_ports() -> Finding:

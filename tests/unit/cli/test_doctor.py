@@ -78,6 +78,7 @@ CASES: list[tuple[Callable[..., Finding], tuple[object, ...], str, str]] = [
     (network.judge_interfaces, ([LOOPBACK], None), "warn", "workers of this machine alone"),
     (network.judge_interfaces, ([ETHERNET], "10.0.0.7"), "fail", "ip link set lo up"),
     (network.judge_address, ("127.0.0.1", "", False, "10.0.0.7", 1), "ok", "10.0.0.7:29400"),
+    (network.judge_address, ("127.0.0.1", "", False, "fd00::7", 1), "ok", "[fd00::7]:29400"),
     (network.judge_address, ("10.0.0.7", "", True, "10.0.0.7", 2), "ok", "listen on 10.0.0.7"),
     (network.judge_address, ("127.0.0.1", "", True, "10.0.0.7", 2), "warn", "set GOSSIPDP_HOST to"),
     (network.judge_address, (None, "no such name", True, None, 1), "fail", "no such name"),
@@ -197,6 +198,18 @@ def test_this_machine_s_interfaces_and_ports(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("GOSSIPDP_HOST", "203.0.113.1")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert "listen on 203.0.113.1" in network._look_at_address().found
+
+
+def test_a_machine_that_has_ipv6_alone_is_reached_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only(routes: dict[str, str]) -> None:
+        monkeypatch.setattr(network, "routed_address", routes.get)
+
+    only({"192.0.2.1": "10.0.0.7", "2001:db8::1": "fd00::7"})
+    assert network.outward_address() == "10.0.0.7"
+    only({"2001:db8::1": "fd00::7"})
+    assert network.outward_address() == "fd00::7"
+    only({})
+    assert network.outward_address() is None
 
 
 def fake_checks(*findings: Finding) -> Callable[[], list[tuple[str, Callable[[], Finding]]]]:
