@@ -10,6 +10,7 @@ import ipaddress
 import os
 import socket
 import struct
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,11 +37,10 @@ class Interface:
 
 def checks() -> list[Check]:
     """All checks of this file, in the order in which they are shown."""
-    return [
-        ("interfaces", lambda: judge_interfaces(interfaces(), outward_address())),
-        ("address", _look_at_address),
-        ("ports", _look_at_ports),
-    ]
+    found: list[Check] = [("address", _look_at_address), ("ports", _look_at_ports)]
+    if sys.platform == "linux":  # the others tell of their interfaces in other ways
+        found.insert(0, ("interfaces", _look_at_interfaces))
+    return found
 
 
 def judge_interfaces(found: list[Interface], outward: str | None) -> Finding:
@@ -121,7 +121,7 @@ def judge_ports(
 
 
 def interfaces() -> list[Interface]:
-    """The interfaces that have an address, loopback first."""
+    """The interfaces that have an address, loopback first; on Linux."""
     sixes = _ipv6_addresses()
     found = []
     for _, name in socket.if_nameindex():
@@ -157,6 +157,10 @@ def port_range() -> tuple[int, int] | None:
     return int(first), int(last)
 
 
+def _look_at_interfaces() -> Finding:
+    return judge_interfaces(interfaces(), outward_address())
+
+
 def _look_at_address() -> Finding:
     nodes = os.environ.get("SLURM_JOB_NUM_NODES") or "1"
     num_nodes = int(nodes) if nodes.isdigit() else 1
@@ -173,7 +177,9 @@ def _look_at_address() -> Finding:
 def _look_at_ports() -> Finding:
     from gossipdp.runtime.tcp_sockets import listen
 
-    addresses = [address for each in interfaces() for address in each.addresses]
+    addresses = ["127.0.0.1"]
+    if sys.platform == "linux":
+        addresses = [address for each in interfaces() for address in each.addresses]
     refused = {}
     for address in addresses:
         try:

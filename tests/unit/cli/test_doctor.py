@@ -200,6 +200,17 @@ def test_this_machine_s_interfaces_and_ports(monkeypatch: pytest.MonkeyPatch) ->
     assert "listen on 203.0.113.1" in network._look_at_address().found
 
 
+def test_elsewhere_than_on_linux_interfaces_are_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert [name for name, _ in network.checks()] == ["interfaces", "address", "ports"]
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr(network, "interfaces", None)
+    assert [name for name, _ in network.checks()] == ["address", "ports"]
+    monkeypatch.delenv("GOSSIPDP_PORT", raising=False)
+    assert "listening works on all 1 addresses" in network._look_at_ports().found
+
+
 def test_a_machine_that_has_ipv6_alone_is_reached_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def only(routes: dict[str, str]) -> None:
         monkeypatch.setattr(network, "routed_address", routes.get)
