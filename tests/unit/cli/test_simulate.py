@@ -332,8 +332,27 @@ def test_what_never_agrees_or_diverges(capsys: pytest.CaptureFixture[str]) -> No
     assert "allreduce: the workers agree after a few exchanges at once" in printed
     words = "--workload quadratic --workers 4 --learning-rate 1e9 --methods gossip --seeds 1"
     assert simulate(f"{words} --json results.json") == 0
-    assert "diverged: gossip" in capsys.readouterr().out
+    assert "diverged: gossip; try a lower --learning-rate" in capsys.readouterr().out
     assert strict(Path("results.json"))["methods"]["gossip"]["consensus_distance"][-1] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("--methods a2cid2 --eta-factor 40", "--alpha-tilde-factor or --eta-factor"),
+        ("--methods a2cid2 --alpha-tilde-factor 40", "--alpha-tilde-factor or --eta-factor"),
+        ("--workers 1", None),
+    ],
+)
+def test_no_steps_help_those_that_diverge_or_are_alone(
+    words: str, advice: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(f"{words} --seeds 1 --steps 300 --dimension 2") == 0
+    printed = capsys.readouterr().out
+    assert "--steps" not in printed
+    assert "--learning-rate" not in printed
+    assert ("diverged: a2cid2" in printed) == (advice is not None)
+    assert advice is None or advice in printed
 
 
 OBJECTIVE = """
