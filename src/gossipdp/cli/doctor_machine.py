@@ -88,6 +88,11 @@ def judge_open_files(soft: int, hard: int) -> Finding:
     found = "no limit" if soft == unlimited else f"{soft:,} a process"
     reachable = ENOUGH_DESCRIPTORS if hard == unlimited else max(hard, soft)
     advice = f"ulimit -n {min(reachable, 65536)} in the shell that starts workers"
+    if hard != unlimited and hard < ENOUGH_DESCRIPTORS:
+        advice = (
+            f"raise the hard limit, {hard:,}, to {ENOUGH_DESCRIPTORS} at least (nofile in "
+            f"/etc/security/limits.conf, docker run --ulimit nofile={ENOUGH_DESCRIPTORS})"
+        )
     if soft != unlimited and soft < LEAST_DESCRIPTORS:
         return Finding("open files", "fail", found, advice, figures)
     if soft != unlimited and soft < ENOUGH_DESCRIPTORS:

@@ -61,6 +61,7 @@ CASES: list[tuple[Callable[..., Finding], tuple[object, ...], str, str]] = [
     (machine.judge_open_files, (65536, 65536), "ok", "65,536"),
     (machine.judge_open_files, (UNLIMITED, UNLIMITED), "ok", "no limit"),
     (machine.judge_open_files, (256, 4096), "warn", "ulimit -n 4096"),
+    (machine.judge_open_files, (512, 512), "warn", "raise the hard limit, 512, to 1024"),
     (machine.judge_open_files, (16, UNLIMITED), "fail", "ulimit -n 1024"),
     (machine.judge_clock, ("tsc", 60e-9), "ok", "tsc, 60 ns"),
     (machine.judge_clock, ("hpet", 3e-6), "warn", "choose another clocksource"),
