@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from gossipdp.cli.option_numbers import check_number
 from gossipdp.cli.output_files import check_output
 
 if TYPE_CHECKING:
@@ -144,6 +145,9 @@ def _check(arguments: PlanArguments) -> None:
             if getattr(arguments, name) is None:
                 option = given[0].replace("_", "-")
                 raise ValueError(f"--{option} plans a run on a network: add {example}")
+        for name in ("step_ms", "link_mbps"):
+            check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), is_positive=True)
+        check_number("--latency-ms", arguments.latency_ms or 0.0)
 
 
 def _graph(arguments: PlanArguments) -> nx.Graph[int]:

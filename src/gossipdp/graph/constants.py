@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 BUDGET_TOLERANCE = 1e-9
 SPECTRUM_TOLERANCE = 1e-6
 
+# Beyond, chi1 chi2 is zero or infinite in double precision.
+LEAST_RATE, LARGEST_RATE = 1e-100, 1e100
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -98,8 +101,11 @@ class Constants:
         if len(self.rates) != len(self.edges):
             raise ValueError(f"{len(self.edges)} edges need as many rates, not {len(self.rates)}")
         for edge, rate in zip(self.edges, self.rates, strict=True):
-            if not (math.isfinite(rate) and rate > 0):
-                raise ValueError(f"the rate of edge {edge} is {rate}, but must be positive")
+            if not LEAST_RATE <= rate <= LARGEST_RATE:
+                raise ValueError(
+                    f"the rate of edge {edge} is {rate:g}, but must be positive, from "
+                    f"{LEAST_RATE:g} to {LARGEST_RATE:g}"
+                )
         import networkx as nx
 
         graph: nx.Graph[int] = nx.Graph(self.edges)

@@ -56,6 +56,7 @@ def test_an_edge_list_brings_its_own_number_of_workers(tmp_path, capsys, monkeyp
         ({}, "pass --workers"),
         ({"workers": 4, "graph": "rign"}, "did you mean 'ring'"),
         ({"workers": 4, "comm_rate": 0.0}, "comm rate 0.0 is not"),
+        ({"workers": 4, "comm_rate": 1e300}, "is 5e+299, but must be positive, from"),
         ({"workers": 0}, "at least 1"),
         ({"workers": 6, "graph": "hypercube"}, "power of two"),
         ({"edge_list": Path("nowhere")}, "--edge-list nowhere cannot be read: No such file"),
@@ -239,7 +240,11 @@ def test_an_edge_list_on_a_network_and_the_same_seed_gives_the_same(tmp_path, ca
             "--parameters '25.6X' is not a number",
         ),
         ({"workers": 4, "step_ms": 1.0, "link_mbps": 1.0, "model_mb": 0.0}, "--model-mb 0.0"),
-        ({"workers": 4, "step_ms": 0.0, "link_mbps": 1.0, "model_mb": 1.0}, "step_s is 0.0"),
+        (
+            {"workers": 4, "step_ms": 0.0, "link_mbps": 1.0, "model_mb": 1.0},
+            "--step-ms is 0;",
+        ),
+        ({"workers": 4, "step_ms": 1.0, "link_mbps": -1.0, "model_mb": 1.0}, "--link-mbps is -1"),
         ({"workers": 1, "step_ms": 1.0, "link_mbps": 1.0, "model_mb": 1.0}, "pass 2 or more"),
         (
             {"workers": 4, "step_ms": 1, "link_mbps": 1, "model_mb": 1, "step_spread": 10.0},

@@ -20,7 +20,7 @@ from gossipdp.cli.simulate import (
     command,
     run,
 )
-from gossipdp.cli.simulate_scenarios import make_study
+from gossipdp.cli.simulate_scenarios import make_study, read_step_times
 from gossipdp.simulate.compute_time import ConstantTime, LognormalTime, MeasuredTime, SlowedTime
 from gossipdp.simulate.link_model import Link
 from gossipdp.simulate.optimizers import AdamW, Sgd
@@ -123,6 +123,15 @@ def test_step_times_that_are_none(elsewhere: Path, capsys: pytest.CaptureFixture
         times.write_text(text)
         assert simulate("--step-times times.txt") == 2
         assert message in capsys.readouterr().err
+    times.write_bytes(b"\xff\xfe0")
+    assert simulate("--step-times times.txt") == 2
+    assert "times.txt is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_step_times_that_begin_with_a_byte_order_mark(elsewhere: Path) -> None:
+    times = elsewhere / "times.txt"
+    times.write_text("0.1\n0.3\n", "utf-8-sig")
+    assert read_step_times(times) == (0.1, 0.3)
 
 
 # What options come to.
