@@ -97,7 +97,7 @@ def test_tune(tmp_path, capsys):
     path = tmp_path / "plan.json"
     arguments = PlanArguments(workers=12, graph="torus", tune=True, noise="white", json=path)
     assert run(arguments) == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     for expected in (
         "white gradient noise",
         "plain gossip",
@@ -106,6 +106,7 @@ def test_tune(tmp_path, capsys):
         "tuned rates",
         "--eta-factor",
         "--alpha-tilde-factor",
+        "Training takes the default rates",
     ):
         assert expected in printed
     written = json.loads(path.read_text())["tune"]
