@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from gossipdp.cli.output_files import check_output
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -140,8 +142,7 @@ def check(arguments: ConsensusBenchmark) -> list[int]:
     ):
         if quantity is not None and not (math.isfinite(quantity) and quantity > 0):
             raise ValueError(f"{option} is {quantity}; it must be a positive number")
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        raise ValueError(f"--json {arguments.json}: the directory to write it to does not exist")
+    check_output("--json", arguments.json)
     seeds = parse_seeds(arguments.seeds)
 
     from gossipdp.graph import build_graph

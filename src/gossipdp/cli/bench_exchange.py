@@ -14,6 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from gossipdp.cli.output_files import check_output
+
 # The order of the table, and what each is.
 CONTENDERS = {
     "shared_memory": "shared memory, writing the values there included",
@@ -53,8 +55,7 @@ def run(benchmark: ExchangeBenchmark) -> int:
         ValueError: Bad input, before any process starts.
         RuntimeError: A process failed; it has said why.
     """
-    if benchmark.json is not None and not benchmark.json.absolute().parent.is_dir():
-        raise ValueError(f"the directory of {benchmark.json} does not exist; make it first")
+    check_output("--json", benchmark.json)
     result = measure(benchmark, "gossipdp bench exchange")
     lines = [f"{'GB/s each way':>14} {'least':>6} {'most':>6} {'CPU ms':>7}"]
     for row in result["rows"]:

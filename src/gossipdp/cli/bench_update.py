@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from gossipdp.cli.output_files import check_output
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -75,8 +77,7 @@ def check(benchmark: UpdateBenchmark) -> None:
     for option, number in (("--parameters", benchmark.parameters), ("--runs", benchmark.runs)):
         if number < 1:
             raise ValueError(f"{option} is {number}; it must be at least 1")
-    if benchmark.json is not None and not benchmark.json.absolute().parent.is_dir():
-        raise ValueError(f"--json {benchmark.json}: the directory to write it to does not exist")
+    check_output("--json", benchmark.json)
 
 
 def measure(benchmark: UpdateBenchmark, command: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gossipdp.cli.demo_faults import least_duration_s, parse_faults
+from gossipdp.cli.output_files import check_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -152,8 +153,6 @@ def run(arguments: DemoArguments) -> int:
     console.print(_table(workload, results))
     for line in _lines(workload, task, summary):
         console.print(line, highlight=False, soft_wrap=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(summary, indent=2) + "\n", "utf-8")
     _write_reports(console, arguments, task)
     problems = _problems(injector.injections, results, averaged)
     problems += _crashes(surprises)
@@ -161,6 +160,9 @@ def run(arguments: DemoArguments) -> int:
         problems += _not_back(summary.get("faults", ()))
     for problem in problems:
         console.print(f"[bold red]{problem}[/bold red]", highlight=False, soft_wrap=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(summary, indent=2) + "\n", "utf-8")
+        console.print(f"results: {arguments.json}", highlight=False, soft_wrap=True, markup=False)
     return 1 if problems else 0
 
 
@@ -190,8 +192,7 @@ def check(arguments: DemoArguments) -> None:
         )
     if arguments.restart and arguments.kill is None:
         raise ValueError("--restart starts again who was killed; say who with --kill RANK@TIME")
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        raise ValueError(f"--json {arguments.json}: the directory to write it to does not exist")
+    check_output("--json", arguments.json)
 
     from gossipdp.graph import build_graph
 
@@ -494,8 +495,6 @@ def _write_reports(console: Console, arguments: DemoArguments, task: DemoTask) -
         "averaged model": _short(average_file(task.directory)),
         "TensorBoard files": tensorboard,
     }
-    if arguments.json is not None:
-        files["results"] = str(arguments.json)
     for name, text in files.items():
         console.print(f"{name}: {escape(text)}", highlight=False, soft_wrap=True)
 

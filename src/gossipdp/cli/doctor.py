@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 import gossipdp
+from gossipdp.cli.output_files import check_output
 from gossipdp.cli.run import read_secret
 
 if TYPE_CHECKING:
@@ -128,8 +129,7 @@ def _check(arguments: DoctorArguments) -> None:
         )
     if not 0 <= arguments.port < 65536:
         raise ValueError(f"--port is {arguments.port}; it must be in 0..65535")
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        raise ValueError(f"--json {arguments.json}: the directory to write it to does not exist")
+    check_output("--json", arguments.json)
     if arguments.listen and arguments.json is not None:
         raise ValueError("--listen finds nothing by itself; give --json on the other machine")
 
@@ -186,11 +186,11 @@ def _link_checks(arguments: DoctorArguments) -> list[Check]:
 
 def _listen(arguments: DoctorArguments) -> None:
     from gossipdp.cli.doctor_link import serve
-    from gossipdp.cli.doctor_network import ANYWHERE, routed_address
+    from gossipdp.cli.doctor_network import outward_address
     from gossipdp.runtime.environment import show_address
     from gossipdp.runtime.tcp_sockets import listen
 
-    host = arguments.host or routed_address(ANYWHERE)
+    host = arguments.host or outward_address()
     if host is None:
         raise ValueError("no interface leads to other machines; name an address with --host")
     secret = read_secret(arguments.secret_file)
@@ -204,7 +204,7 @@ def _listen(arguments: DoctorArguments) -> None:
         given = f"GOSSIPDP_SECRET={secret} "
     where = show_address(bound, port)
     _tell(f"listening; on the other machine run: {given}gossipdp doctor {where}{option}")
-    own = bound if bound not in ("0.0.0.0", "::") else routed_address(ANYWHERE) or "127.0.0.1"
+    own = bound if bound not in ("0.0.0.0", "::") else outward_address() or "127.0.0.1"
     serve(listener, own, secret.encode(), tls=tls, tell=_tell)
 
 

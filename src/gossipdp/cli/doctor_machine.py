@@ -88,6 +88,11 @@ def judge_open_files(soft: int, hard: int) -> Finding:
     found = "no limit" if soft == unlimited else f"{soft:,} a process"
     reachable = ENOUGH_DESCRIPTORS if hard == unlimited else max(hard, soft)
     advice = f"ulimit -n {min(reachable, 65536)} in the shell that starts workers"
+    if hard != unlimited and hard < ENOUGH_DESCRIPTORS:
+        advice = (
+            f"raise the hard limit, {hard:,}, to {ENOUGH_DESCRIPTORS} at least (nofile in "
+            f"/etc/security/limits.conf, docker run --ulimit nofile={ENOUGH_DESCRIPTORS})"
+        )
     if soft != unlimited and soft < LEAST_DESCRIPTORS:
         return Finding("open files", "fail", found, advice, figures)
     if soft != unlimited and soft < ENOUGH_DESCRIPTORS:
@@ -152,17 +157,34 @@ def cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What is left of the memory of a container's control group; None for no limit."""
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    """What is left of the memory of a container's control group; None for no limit.
+
+    Files that were read lately count as used there, but make room when programs need it.
+    """
+    for folder, limit, usage, cache in (
+        (root, "memory.max", "memory.current", "inactive_file"),
+        (
+            root / "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
     ):
         try:
-            left = int(_text(root / limit) or "") - int(_text(root / usage) or "")
+            most, used = int(_text(folder / limit) or ""), int(_text(folder / usage) or "")
         except ValueError:
             continue
-        return max(0, left) if left < 1 << 60 else None
+        used = max(0, used - _cgroup_statistic(folder / "memory.stat", cache))
+        return max(0, most - used) if most - used < 1 << 60 else None
     return None
+
+
+def _cgroup_statistic(path: Path, name: str) -> int:
+    for line in (_text(path) or "").splitlines():
+        key, _, value = line.partition(" ")
+        if key == name and value.isdigit():
+            return int(value)
+    return 0
 
 
 def available_bytes(path: Path = Path("/proc/meminfo")) -> int | None:

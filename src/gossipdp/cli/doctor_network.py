@@ -10,17 +10,19 @@ import ipaddress
 import os
 import socket
 import struct
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gossipdp.cli.doctor_findings import Check, Finding
 from gossipdp.errors import GossipError
+from gossipdp.runtime.environment import Environment, show_address
 
 _SIOCGIFADDR = 0x8915
 """<linux/sockios.h>: the IPv4 address of an interface."""
 
-ANYWHERE = "192.0.2.1"
-"""Kept for documentation (RFC 5737), so on no network: where the default route leads."""
+ANYWHERE = ("192.0.2.1", "2001:db8::1")
+"""Kept for documentation (RFC 5737, RFC 3849), so on no network: where default routes lead."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,10 @@ class Interface:
 
 def checks() -> list[Check]:
     """All checks of this file, in the order in which they are shown."""
-    return [
-        ("interfaces", lambda: judge_interfaces(interfaces(), routed_address(ANYWHERE))),
-        ("address", _look_at_address),
-        ("ports", _look_at_ports),
-    ]
+    found: list[Check] = [("address", _look_at_address), ("ports", _look_at_ports)]
+    if sys.platform == "linux":  # the others tell of their interfaces in other ways
+        found.insert(0, ("interfaces", _look_at_interfaces))
+    return found
 
 
 def judge_interfaces(found: list[Interface], outward: str | None) -> Finding:
@@ -84,8 +85,8 @@ def judge_address(
         found += " (the default: one machine)"
         if outward is not None:
             advice = (
-                f"for several machines: --nnodes and --rendezvous {outward}:29400 on all, "
-                "if this is the first"
+                f"for several machines: --nnodes and --rendezvous {show_address(outward, 29400)} "
+                "on all, if this is the first"
             )
     return Finding("address", "ok", found, advice, figures)
 
@@ -120,7 +121,7 @@ def judge_ports(
 
 
 def interfaces() -> list[Interface]:
-    """The interfaces that have an address, loopback first."""
+    """The interfaces that have an address, loopback first; on Linux."""
     sixes = _ipv6_addresses()
     found = []
     for _, name in socket.if_nameindex():
@@ -142,6 +143,11 @@ def routed_address(target: str) -> str | None:
         return None
 
 
+def outward_address() -> str | None:
+    """The address from which other machines are reached, IPv4 before IPv6; None: there is none."""
+    return next((own for target in ANYWHERE if (own := routed_address(target))), None)
+
+
 def port_range() -> tuple[int, int] | None:
     """The first and the last port that the kernel gives where none was asked for."""
     try:
@@ -151,9 +157,11 @@ def port_range() -> tuple[int, int] | None:
     return int(first), int(last)
 
 
-def _look_at_address() -> Finding:
-    from gossipdp.runtime.environment import Environment
+def _look_at_interfaces() -> Finding:
+    return judge_interfaces(interfaces(), outward_address())
 
+
+def _look_at_address() -> Finding:
     nodes = os.environ.get("SLURM_JOB_NUM_NODES") or "1"
     num_nodes = int(nodes) if nodes.isdigit() else 1
     store_host = os.environ.get("MASTER_ADDR") or None
@@ -163,15 +171,15 @@ def _look_at_address() -> Finding:
         chosen = Environment(store_host=store_host, host=host).choose_host()
     except GossipError as failed:
         error = str(failed)
-    return judge_address(
-        chosen, error, bool(store_host or host), routed_address(ANYWHERE), num_nodes
-    )
+    return judge_address(chosen, error, bool(store_host or host), outward_address(), num_nodes)
 
 
 def _look_at_ports() -> Finding:
     from gossipdp.runtime.tcp_sockets import listen
 
-    addresses = [address for each in interfaces() for address in each.addresses]
+    addresses = ["127.0.0.1"]
+    if sys.platform == "linux":
+        addresses = [address for each in interfaces() for address in each.addresses]
     refused = {}
     for address in addresses:
         try:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from gossipdp.cli.option_numbers import check_number
+from gossipdp.cli.output_files import check_output
+
 if TYPE_CHECKING:
     import networkx as nx
     from rich.console import Console
@@ -72,7 +75,7 @@ class PlanArguments:
     """Latency of a link in milliseconds, 1 by default."""
 
     step_spread: float | None = None
-    """Standard deviation of the logarithm of step times, 0 by default."""
+    """Standard deviation of the logarithm of step times, such as 0.1; 0 by default."""
 
 
 NETWORK_OPTIONS = (
@@ -96,12 +99,8 @@ def run(arguments: PlanArguments) -> int:
         _check(arguments)
         graph = _graph(arguments)
         plan, tuned, network = _plan(graph, arguments)
-        if arguments.json is not None:
-            written = _as_json(plan, tuned, network)
-            arguments.json.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"gossipdp plan: {error}\n")
-        return 2
+        return _complain(error)
     console = Console()
     console.print(_table(plan))
     console.print(_verdict(plan), highlight=False)
@@ -113,7 +112,18 @@ def run(arguments: PlanArguments) -> int:
         from gossipdp.cli import plan_network
 
         _print_part(console, plan_network.table(network), plan_network.remarks(network))
+    if arguments.json is not None:
+        written = _as_json(plan, tuned, network)
+        try:
+            arguments.json.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
+        except OSError as error:
+            return _complain(error)
     return 0
+
+
+def _complain(error: Exception) -> int:
+    sys.stderr.write(f"gossipdp plan: {error}\n")
+    return 2
 
 
 def _print_part(console: Console, table: Table, remarks: list[str]) -> None:
@@ -124,6 +134,7 @@ def _print_part(console: Console, table: Table, remarks: list[str]) -> None:
 
 
 def _check(arguments: PlanArguments) -> None:
+    check_output("--json", arguments.json)
     given = [name for name in NETWORK_OPTIONS if getattr(arguments, name) is not None]
     if arguments.noise is not None and not (arguments.tune or given):
         raise ValueError(
@@ -134,6 +145,9 @@ def _check(arguments: PlanArguments) -> None:
             if getattr(arguments, name) is None:
                 option = given[0].replace("_", "-")
                 raise ValueError(f"--{option} plans a run on a network: add {example}")
+        for name in ("step_ms", "link_mbps"):
+            check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), is_positive=True)
+        check_number("--latency-ms", arguments.latency_ms or 0.0)
 
 
 def _graph(arguments: PlanArguments) -> nx.Graph[int]:
@@ -162,10 +176,13 @@ def _graph(arguments: PlanArguments) -> nx.Graph[int]:
 def _plan(
     graph: nx.Graph[int], arguments: PlanArguments
 ) -> tuple[Plan, TunedPlan | None, NetworkPlan | None]:
+    from rich.console import Console
+
     from gossipdp.graph import plan
 
     tuned = network = None
-    planned = plan(graph, arguments.comm_rate)
+    with Console(stderr=True).status("working out eigenvalues and resistances"):
+        planned = plan(graph, arguments.comm_rate)
     noise = arguments.noise or DEFAULT_NOISE
     # The size of the model is checked before anything slow.
     conditions = None

@@ -36,6 +36,10 @@ takes place is set by their duration and that of steps, hardly by the number of 
 WARM_UP_STEPS = 40
 SIMULATED_STEPS = 200
 EXCHANGES_TO_SEE = 20
+DEMANDS_TO_SEE = 400
+LEAST_SIMULATED_RATE = 0.1
+"""At lower comm rates several gradient steps are simulated as one: exchanges would be too rare."""
+
 LONGEST_EXCHANGE_STEPS = 100.0
 """Exchanges longer than this are simulated as long, and the rate scaled: links are full anyway."""
 
@@ -124,19 +128,19 @@ def network_plan(
 def served_share(
     graph: nx.Graph[int], conditions: TrainingConditions, comm_rate: float, seed: int
 ) -> float:
-    """Exchanges of the real protocol over simulated links, as a share of those asked for."""
-    constants = Constants.of(graph, comm_rate)
-    step_s, spread = conditions.step_s, conditions.step_spread
+    """Exchanges of the real protocol over simulated links, as a share of those asked for.
+
+    Those asked for are the ticks of the workers' clocks, not their expected number: how many there
+    happen to be says nothing of the network.
+    """
+    steps_at_once = max(1.0, LEAST_SIMULATED_RATE / comm_rate)
+    constants = Constants.of(graph, comm_rate * steps_at_once)
+    step_s = conditions.step_s * steps_at_once
+    # Of the sum of so many steps, as if it were lognormal too: the variance adds up.
+    spread = math.sqrt(math.log1p(math.expm1(conditions.step_spread**2) / steps_at_once))
     exchange_s = min(conditions.exchange_s, LONGEST_EXCHANGE_STEPS * step_s)
     latency_s = min(conditions.latency_s, 0.5 * exchange_s)
     random = Random(f"{seed} plan")
-    num_steps = 0
-
-    def next_step_s(rank: int) -> float:
-        nonlocal num_steps
-        num_steps += 1
-        return step_s * random.lognormvariate(-(spread**2) / 2, spread)
-
     # Any byte is life on a real link, but here data arrive whole: silence must be longer.
     workers = make_workers(constants, seed=seed, timeout_s=20.0 * (step_s + exchange_s))
     network = Network(
@@ -146,17 +150,22 @@ def served_share(
         Conditions(
             latency_s=lambda sender, receiver: latency_s,
             transfer_s=lambda sender, receiver: exchange_s - latency_s,
-            step_s=next_step_s,
+            step_s=lambda rank: step_s * random.lognormvariate(-(spread**2) / 2, spread),
         ),
     )
+
+    def num_demands() -> int:
+        return sum(worker.clock.num_ticks for worker in workers.values())
+
     warm_up_s = WARM_UP_STEPS * step_s + 2.0 * exchange_s
     network.engine.run(until=warm_up_s)
-    exchanges_before, steps_before = network.num_exchanges, num_steps
-    seen_s = max(SIMULATED_STEPS * step_s, EXCHANGES_TO_SEE * exchange_s)
+    exchanges_before, demands_before = network.num_exchanges, num_demands()
+    steps_to_see = max(SIMULATED_STEPS, DEMANDS_TO_SEE / constants.exchanges_per_unit_time)
+    seen_s = max(steps_to_see * step_s, EXCHANGES_TO_SEE * exchange_s)
     network.engine.run(until=warm_up_s + seen_s)
-    exchanges_per_step = (network.num_exchanges - exchanges_before) / (num_steps - steps_before)
-    nominal = constants.exchanges_per_unit_time / len(constants.workers)
-    return exchanges_per_step / nominal * exchange_s / conditions.exchange_s
+    share = (network.num_exchanges - exchanges_before) / (num_demands() - demands_before)
+    # Demands of the warm-up that are served late may make it a little more than all.
+    return min(1.0, share) * exchange_s / conditions.exchange_s
 
 
 def as_json(plan: NetworkPlan) -> dict[str, Any]:

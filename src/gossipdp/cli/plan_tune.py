@@ -98,7 +98,7 @@ def tuned_plan(
     ]
     rates = at_rates = None
     if len(constants.edges) <= MAX_EDGES:
-        rates = best_rates(graph, comm_rate, goal="a2cid2")
+        rates = best_rates(graph, comm_rate, goal="a2cid2", on_evaluation=on_evaluation)
         if rates.best is not rates.default:
             at_rates = tune(rates.best, model, on_evaluation=on_evaluation)
             rows += [
@@ -179,6 +179,7 @@ def remarks(plan: TunedPlan) -> list[str]:
         lines.append(
             f"Tuned rates make the guaranteed decay, eta, {plan.rates.gain:.3g} times as fast; no "
             f"others reach {plan.rates.gap + 1e-4:.2%} more. Each stays above {FLOOR_SHARE:g} of "
-            "the default. --json writes them; Constants.of takes them."
+            "the default. Training takes the default rates; to simulate with these, which --json "
+            "writes: Scenario(rates=...)."
         )
     return lines

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import tyro
 
+from gossipdp.cli.output_files import check_output
+
 
 @dataclasses.dataclass(frozen=True)
 class ReportArguments:
@@ -34,8 +36,7 @@ def run(arguments: ReportArguments) -> int:
     if not directory.is_dir():
         raise ValueError(f"there is no directory {directory}; give the run's log_dir")
     output = arguments.output or directory / "report.html"
-    if not output.absolute().parent.is_dir():
-        raise ValueError(f"--output {output}: the directory to write it to does not exist")
+    check_output("--output", output)
 
     from gossipdp.observe.run_log import RunLog
     from gossipdp.report.html.page import render

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import OmitArgPrefixes, UseAppendAction
 
+from gossipdp.cli.output_files import check_output
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -33,7 +35,8 @@ class ComputeOptions:
     """Mean duration of a gradient step, in milliseconds; by default 100."""
 
     step_spread: float | None = None
-    """Lognormal step times: the standard deviation of their logarithm. By default all are equal."""
+    """Lognormal step times: the standard deviation of their logarithm, such as 0.1. By default all
+    are equal."""
 
     step_times: Path | None = None
     """Draw step times from this file instead: one time in seconds a line, '#' comments."""
@@ -176,7 +179,7 @@ def run(arguments: SimulateArguments) -> int:
 
     study = make_study(arguments)
     figure = arguments.figure or _default_figure(arguments)
-    _check_output(arguments, figure)
+    _check_files(arguments, figure)
 
     from rich.console import Console
 
@@ -249,20 +252,10 @@ def _default_figure(arguments: SimulateArguments) -> Path:
     return Path("runs", f"simulate-{name}", "figure.png")
 
 
-def _check_output(arguments: SimulateArguments, figure: Path) -> None:
+def _check_files(arguments: SimulateArguments, figure: Path) -> None:
     """Raise ValueError where a file cannot be written; makes nothing."""
-    asked: list[tuple[str, Path | None]] = [
-        ("--json", arguments.json),
-        ("--figure", arguments.figure),
-    ]
-    for option, path in asked:
-        if path is None:
-            continue
-        directory = path.absolute().parent
-        if not directory.is_dir():
-            raise ValueError(f"{option} {path}: the directory to write it to does not exist")
-        if path.is_dir() or not os.access(path if path.exists() else directory, os.W_OK):
-            raise ValueError(f"{option} {path} cannot be written: name a file that can")
+    check_output("--json", arguments.json)
+    check_output("--figure", arguments.figure)
     if arguments.figure is not None and arguments.figure.suffix != ".png":
         raise ValueError(f"--figure {arguments.figure}: it is a PNG; let its name end in .png")
     there = next(parent for parent in figure.absolute().parents if parent.exists())

@@ -67,9 +67,9 @@ def notes(study: Study, ensembles: Sequence[Ensemble]) -> list[str]:
     lines = []
     if len(study.seeds) > 1:
         lines.append(f"mean ± standard deviation over {len(study.seeds)} seeds")
-    if study.is_consensus:
+    if study.is_consensus and study.arguments.workers > 1:  # one worker has nobody to agree with
         lines += _decay_notes(study, ensembles)
-    lines += _divergence_notes(ensembles)
+    lines += _divergence_notes(study, ensembles)
     synchronous = [method for method in study.methods if method in SYNCHRONOUS]
     if synchronous and study.arguments.fidelity == "ideal":
         links = study.cases[0].scenario.links.every
@@ -96,6 +96,8 @@ def notes(study: Study, ensembles: Sequence[Ensemble]) -> list[str]:
 def _decay_notes(study: Study, ensembles: Sequence[Ensemble]) -> list[str]:
     lines = []
     for ensemble in ensembles:
+        if _has_diverged(study, ensemble):
+            continue
         share = ensemble.lowest_share
         decay = ensemble.decay_per_exchange.mean
         fell = f"{ensemble.label}: the consensus distance fell to {share:.2g} of its first value"
@@ -127,15 +129,19 @@ def _decay_notes(study: Study, ensembles: Sequence[Ensemble]) -> list[str]:
     return lines
 
 
-def _divergence_notes(ensembles: Sequence[Ensemble]) -> list[str]:
-    diverged = [
-        ensemble.label
-        for ensemble in ensembles
-        if not math.isfinite(ensemble.last("consensus_distance").mean)
-    ]
+def _divergence_notes(study: Study, ensembles: Sequence[Ensemble]) -> list[str]:
+    diverged = [ensemble.label for ensemble in ensembles if _has_diverged(study, ensemble)]
     if not diverged:
         return []
-    return [f"diverged: {', '.join(diverged)}; try a lower --learning-rate or --eta-factor"]
+    cause = "--alpha-tilde-factor" if study.is_consensus else "--learning-rate"
+    return [f"diverged: {', '.join(diverged)}; try a lower {cause} or --eta-factor"]
+
+
+def _has_diverged(study: Study, ensemble: Ensemble) -> bool:
+    distance = ensemble.last("consensus_distance").mean
+    # Exchanges alone bring workers together: what grows under them is not over yet.
+    has_grown = study.is_consensus and distance > 2 * ensemble.mean("consensus_distance")[0]
+    return has_grown or not math.isfinite(distance)
 
 
 def as_json(study: Study, ensembles: Sequence[Ensemble]) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gossipdp.cli.bench_consensus import parse_seeds
+from gossipdp.cli.option_numbers import check_number
 from gossipdp.cli.simulate_tasks import make_objective, make_optimizer
+from gossipdp.graph.step_spread import check_step_spread
 from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
 from gossipdp.simulate.batch import Job
 from gossipdp.simulate.compute_time import (
@@ -248,10 +250,16 @@ def _compute_time(arguments: SimulateArguments) -> ComputeTime:
                 f"--step-times {options.step_times} cannot be read: {error.strerror}; name a file "
                 "with one time in seconds a line"
             ) from None
+        except UnicodeDecodeError:
+            raise ValueError(
+                f"--step-times {options.step_times} is not UTF-8 text: write one time in seconds a "
+                "line"
+            ) from None
     else:
         step_ms = DEFAULT_STEP_MS if options.step_ms is None else options.step_ms
-        step_s = _check("--step-ms", step_ms, is_positive=True) / 1e3
-        spread = _check("--step-spread", options.step_spread or 0.0)
+        step_s = check_number("--step-ms", step_ms, is_positive=True) / 1e3
+        spread = options.step_spread or 0.0
+        check_step_spread("--step-spread", spread)
         time = LognormalTime(step_s, spread) if spread else ConstantTime(step_s)
     factors = parse_slow_workers(options.slow_worker, arguments.workers)
     return SlowedTime(time, factors) if factors else time
@@ -261,11 +269,11 @@ def read_step_times(path: Path) -> tuple[float, ...]:
     """The numbers of a file, one a line; what follows a '#' is a comment.
 
     Raises:
-        ValueError: a line is no positive number, or there is none.
+        ValueError: a line is no positive number, or there is none, or it is not UTF-8 text.
         OSError: the file cannot be read.
     """
     times_s = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text("utf-8-sig").splitlines(), start=1):
         text = line.partition("#")[0].strip()
         if text:
             times_s.append(_number(f"{path}, line {number}", text, is_positive=True))
@@ -303,15 +311,15 @@ def parse_slow_workers(texts: Sequence[str], num_workers: int) -> dict[int, floa
 def _links(options: NetworkOptions, num_workers: int) -> LinkModel:
     latency_ms = DEFAULT_LATENCY_MS if options.latency_ms is None else options.latency_ms
     every = Link(
-        latency_s=_check("--latency-ms", latency_ms) / 1e3,
+        latency_s=check_number("--latency-ms", latency_ms) / 1e3,
         bytes_per_s=math.inf
         if options.link_mbps is None
-        else _bytes_per_s(_check("--link-mbps", options.link_mbps, is_positive=True)),
+        else _bytes_per_s(check_number("--link-mbps", options.link_mbps, is_positive=True)),
     )
     return LinkModel(
         every,
         parse_slow_links(options.slow_link, every, num_workers),
-        jitter=_check("--jitter", options.jitter or 0.0),
+        jitter=check_number("--jitter", options.jitter or 0.0),
     )
 
 
@@ -353,7 +361,7 @@ def _bytes_per_s(megabits_per_s: float) -> float:
 def _model_bytes(options: NetworkOptions) -> float | None:
     if options.model_mb is None:
         return None
-    return _check("--model-mb", options.model_mb, is_positive=True) * 1e6
+    return check_number("--model-mb", options.model_mb, is_positive=True) * 1e6
 
 
 def _neighbour_policy(options: NetworkOptions) -> str:
@@ -442,11 +450,4 @@ def _number(option: str, text: str, *, is_positive: bool = False) -> float:
         value = float(text)
     except ValueError:
         raise ValueError(f"{option} is {text!r}; it must be a number") from None
-    return _check(option, value, is_positive=is_positive)
-
-
-def _check(option: str, value: float, *, is_positive: bool = False) -> float:
-    if not math.isfinite(value) or value < 0 or (is_positive and value == 0):
-        kind = "a positive number" if is_positive else "a number of at least 0"
-        raise ValueError(f"{option} is {value:g}; it must be {kind}")
-    return value
+    return check_number(option, value, is_positive=is_positive)

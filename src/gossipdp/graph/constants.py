@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # Rounding that the checks allow: of a user's rates, and of the eigenvalues.
 BUDGET_TOLERANCE = 1e-9
 SPECTRUM_TOLERANCE = 1e-6
+
+# Beyond, chi1 chi2 is zero or infinite in double precision.
+LEAST_RATE, LARGEST_RATE = 1e-100, 1e100
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,11 @@ class Constants:
         if len(self.rates) != len(self.edges):
             raise ValueError(f"{len(self.edges)} edges need as many rates, not {len(self.rates)}")
         for edge, rate in zip(self.edges, self.rates, strict=True):
-            if not (math.isfinite(rate) and rate > 0):
-                raise ValueError(f"the rate of edge {edge} is {rate}, but must be positive")
+            if not LEAST_RATE <= rate <= LARGEST_RATE:
+                raise ValueError(
+                    f"the rate of edge {edge} is {rate:g}, but must be positive, from "
+                    f"{LEAST_RATE:g} to {LARGEST_RATE:g}"
+                )
         import networkx as nx
 
         graph: nx.Graph[int] = nx.Graph(self.edges)
@@ -185,7 +191,17 @@ class Constants:
 
     @cached_property
     def _spectrum(self) -> Spectrum:
-        return spectrum(len(self.workers), self._positions, np.array(self.rates))
+        rates = np.array(self.rates)
+        return _spectrum_of(len(self.workers), self._positions.tobytes(), rates.tobytes())
+
+
+@lru_cache(maxsize=8)
+def _spectrum_of(num_workers: int, positions: bytes, rates: bytes) -> Spectrum:
+    # Kept, since every run of a study makes the same ones: of 4096 workers they take ten seconds.
+    edges = np.frombuffer(positions, np.intp).reshape(-1, 2)
+    found = spectrum(num_workers, edges, np.frombuffer(rates))
+    found.resistances.flags.writeable = False
+    return found
 
 
 def _given_rates(

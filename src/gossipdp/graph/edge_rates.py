@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -66,7 +67,13 @@ class EdgeRates:
         return dict(zip(self.best.edges, self.best.rates, strict=True))
 
 
-def best_rates(graph: nx.Graph[int], comm_rate: float = 1.0, *, goal: Goal = "a2cid2") -> EdgeRates:
+def best_rates(
+    graph: nx.Graph[int],
+    comm_rate: float = 1.0,
+    *,
+    goal: Goal = "a2cid2",
+    on_evaluation: Callable[[], None] = lambda: None,
+) -> EdgeRates:
     """Rates lambda_ij with sum_j lambda_ij <= r that guarantee the fastest decay.
 
     For ``gossip`` lambda_2 of the Laplacian is maximised: a concave function of the rates, so
@@ -90,6 +97,7 @@ def best_rates(graph: nx.Graph[int], comm_rate: float = 1.0, *, goal: Goal = "a2
         graph: Undirected and connected, at least two workers, at most `MAX_EDGES` edges.
         comm_rate: r, the budget of each worker.
         goal: The method that will be run.
+        on_evaluation: Called at each of some hundred or thousand steps, for progress.
 
     Raises:
         ValueError: As `Constants.of`; or too many edges, or no edge.
@@ -107,7 +115,7 @@ def best_rates(graph: nx.Graph[int], comm_rate: float = 1.0, *, goal: Goal = "a2
             f"graph {graph_name(graph)!r} has {num_edges} edges, but rates are searched for 1 to "
             f"{MAX_EDGES}: keep the default rates, or use a sparser graph"
         )
-    search = _Search.of(default, comm_rate)
+    search = _Search.of(default, comm_rate, on_evaluation)
     start = np.array(default.rates) / comm_rate
     if goal == "gossip":
         rates, bound = search.for_gossip(start)
@@ -132,12 +140,13 @@ class _Search:
     """Both goals at comm rate 1."""
 
     program: RateProgram
+    on_evaluation: Callable[[], None]
 
     @classmethod
-    def of(cls, default: Constants, comm_rate: float) -> _Search:
+    def of(cls, default: Constants, comm_rate: float, on_evaluation: Callable[[], None]) -> _Search:
         edges = np.searchsorted(default.workers, np.array(default.edges))
         floors = FLOOR_SHARE * np.array(default.rates) / comm_rate
-        return cls(RateProgram(len(default.workers), edges, floors))
+        return cls(RateProgram(len(default.workers), edges, floors), on_evaluation)
 
     def for_gossip(self, start: FloatArray) -> tuple[FloatArray, float]:
         """Rates, and an upper bound on lambda_2."""
@@ -145,7 +154,7 @@ class _Search:
         bound = self.program.lambda_2_bound(start, JUST_BELOW * lambda_2)
         if bound <= lambda_2 * (1.0 + OPTIMALITY_TOLERANCE):
             return start, bound
-        solution = self.program.minimise(1.0, 0.0, start)
+        solution = self.program.minimise(1.0, 0.0, start, self.on_evaluation)
         return solution.rates, self.program.lambda_2_bound(solution.rates, solution.below)
 
     def for_a2cid2(self, start: FloatArray) -> tuple[FloatArray, float]:
@@ -164,7 +173,7 @@ class _Search:
 
         def solve(u: float) -> None:
             nonlocal best, least_root
-            solution: Solution = self.program.minimise(u, 1.0, start)
+            solution: Solution = self.program.minimise(u, 1.0, start, self.on_evaluation)
             lambda_2, chi2 = self._spectrum(solution.rates)
             if math.sqrt(chi2 / lambda_2) < least_root:
                 best, least_root = solution.rates, math.sqrt(chi2 / lambda_2)

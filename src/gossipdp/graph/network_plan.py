@@ -11,6 +11,7 @@ import numpy as np
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.gradient_noise import GradientNoise
 from gossipdp.graph.second_moments import SecondMoments
+from gossipdp.graph.step_spread import check_step_spread
 from gossipdp.graph.topology import build_graph, torus_shape
 
 if TYPE_CHECKING:
@@ -42,17 +43,16 @@ class TrainingConditions:
 
     latency_s: float = 0.001
     step_spread: float = 0.0
-    """Standard deviation of the logarithm of step times, drawn anew in every step."""
+    """Standard deviation of the logarithm of step times, drawn anew in every step; at most 3."""
 
     def __post_init__(self) -> None:
         for name in ("model_bytes", "step_s", "bytes_per_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value}, but must be a positive number")
-        for name in ("latency_s", "step_spread"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} is {value}, but must be 0 or a positive number")
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            raise ValueError(f"latency_s is {self.latency_s}, but must be 0 or a positive number")
+        check_step_spread("step_spread", self.step_spread)
 
     @property
     def exchange_s(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,8 +59,17 @@ class RateProgram:
     edges: IndexArray
     floors: FloatArray
 
-    def minimise(self, chi1_weight: float, chi2_weight: float, start: FloatArray) -> Solution:
-        """Follow the barrier's path from the feasible rates ``start``."""
+    def minimise(
+        self,
+        chi1_weight: float,
+        chi2_weight: float,
+        start: FloatArray,
+        on_evaluation: Callable[[], None] = lambda: None,
+    ) -> Solution:
+        """Follow the barrier's path from the feasible rates ``start``.
+
+        ``on_evaluation`` is called before each of some hundred steps, for progress.
+        """
         rates = np.maximum(0.9 * start, 0.5 * (start + self.floors))
         spectrum = dense_spectrum(self.num_workers, self.edges, rates)
         point = np.concatenate(
@@ -73,7 +83,7 @@ class RateProgram:
         weights = (chi1_weight, chi2_weight)
         tau = complexity / self._objective(point, weights)
         while True:
-            point = self._centre(point, tau, weights)
+            point = self._centre(point, tau, weights, on_evaluation)
             objective = self._objective(point, weights)
             if complexity / tau <= RELATIVE_GAP * objective:
                 rates, below, _ = self._split(point, weights)
@@ -117,10 +127,17 @@ class RateProgram:
             return chi1_weight / float(point[-1])
         return chi1_weight / float(point[-2]) + 0.5 * chi2_weight * float(point[-1])
 
-    def _centre(self, point: FloatArray, tau: float, weights: tuple[float, float]) -> FloatArray:
+    def _centre(
+        self,
+        point: FloatArray,
+        tau: float,
+        weights: tuple[float, float],
+        on_evaluation: Callable[[], None],
+    ) -> FloatArray:
         """Newton's method with backtracking on  tau objective - sum of log slacks."""
         slacks = self._slacks(point, weights)
         for _ in range(MAX_NEWTON_STEPS):
+            on_evaluation()
             gradient, hessian = self._derivatives(point, tau, weights)
             # Scaled to a unit diagonal: rates near their floor are far stiffer than others.
             scale = 1.0 / np.sqrt(np.diagonal(hessian))

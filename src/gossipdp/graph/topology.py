@@ -160,8 +160,8 @@ def read_edge_list(path: str | Path) -> nx.Graph[int]:
     the whole is a valid graph is for `build_graph` to say, to which the result is passed.
 
     Raises:
-        ValueError: A line that is not two ranks, a repeated edge, or no edge at all; the message
-            names file and line.
+        ValueError: A line that is not two different ranks, a repeated edge, or no edge at all; the
+            message names file and line.
         OSError: The file cannot be read.
     """
     import networkx as nx
@@ -169,7 +169,7 @@ def read_edge_list(path: str | Path) -> nx.Graph[int]:
     graph: nx.Graph[int] = nx.Graph(name=str(path))
     first_line: dict[tuple[int, int], int] = {}
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
         raise ValueError(f"edge list {path} is not UTF-8 text: write one 'i j' a line") from None
     for number, line in enumerate(lines, start=1):
@@ -182,6 +182,11 @@ def read_edge_list(path: str | Path) -> nx.Graph[int]:
                 "write two ranks, such as '0 1'"
             )
         left, right = sorted(map(int, words))
+        if left == right:
+            raise ValueError(
+                f"edge list {path}, line {number}: {line.strip()!r} joins worker {left} with "
+                "itself: leave this line out"
+            )
         if (left, right) in first_line:
             raise ValueError(
                 f"edge list {path}, line {number}: edge {left} {right} stands on line "

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import final
 
+from gossipdp.graph.step_spread import check_step_spread
+
 StepTimes = Callable[[int], float]
 """Draws how long the next gradient step of a rank takes, in seconds."""
 
@@ -47,15 +49,17 @@ class ConstantTime(ComputeTime):
 @final
 @dataclass(frozen=True)
 class LognormalTime(ComputeTime):
-    """Step times of mean ``step_s`` whose logarithm has standard deviation ``spread``."""
+    """Step times of mean ``step_s`` whose logarithm has standard deviation ``spread``.
+
+    A ``spread`` above 3 is refused: hardly a run would see its mean.
+    """
 
     step_s: float = 0.1
     spread: float = 0.1
 
     def __post_init__(self) -> None:
         _check_positive("step_s", self.step_s)
-        if not (math.isfinite(self.spread) and self.spread >= 0):
-            raise ValueError(f"spread is {self.spread}; it must be a number of at least 0")
+        check_step_spread("spread", self.spread)
 
     @property
     def nominal_s(self) -> float:

@@ -31,6 +31,7 @@ from gossipdp.simulate.trace import decay_per_exchange
         ({"neighbour_policy": "rude"}, "no neighbour policy 'rude'; choose one of .*fresh"),
         ({"seeds": "a"}, "--seeds is 'a'"),
         ({"json": Path("/no/such/directory/results.json")}, r"the directory .* does not exist"),
+        ({"json": Path("/")}, "--json / cannot be written"),
     ],
 )
 def test_bad_input_is_refused_before_any_process_starts(

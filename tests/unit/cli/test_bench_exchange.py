@@ -21,6 +21,7 @@ from gossipdp.cli.bench_exchange_worker import Gloo, GlooUpdate, values
         ({"megabytes": 0.5}, "--megabytes is 0.5"),
         ({"rounds": 0}, "--rounds is 0"),
         ({"json": Path("/no/such/directory/results.json")}, r"the directory .* does not exist"),
+        ({"json": Path("/")}, "--json / cannot be written"),
     ],
 )
 def test_bad_input_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -27,6 +27,7 @@ from gossipdp.dynamics.reference import PaperState
         ({"parameters": 0}, "--parameters is 0"),
         ({"runs": -1}, "--runs is -1"),
         ({"json": Path("/no/such/directory/results.json")}, r"the directory .* does not exist"),
+        ({"json": Path("/")}, "--json / cannot be written"),
     ],
 )
 def test_bad_input_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -44,6 +44,7 @@ from gossipdp.workloads import WORKLOADS
         ({"kill": "0@5s", "method": "allreduce"}, "--method allreduce"),
         ({"restart": True}, "--restart starts again who was killed"),
         ({"json": Path("/no/such/directory/results.json")}, r"the directory .* does not exist"),
+        ({"json": Path("/")}, "--json / cannot be written"),
         ({"workers": 64, "disjoint": True}, "less than one batch of 32"),
     ],
 )

@@ -61,6 +61,7 @@ CASES: list[tuple[Callable[..., Finding], tuple[object, ...], str, str]] = [
     (machine.judge_open_files, (65536, 65536), "ok", "65,536"),
     (machine.judge_open_files, (UNLIMITED, UNLIMITED), "ok", "no limit"),
     (machine.judge_open_files, (256, 4096), "warn", "ulimit -n 4096"),
+    (machine.judge_open_files, (512, 512), "warn", "raise the hard limit, 512, to 1024"),
     (machine.judge_open_files, (16, UNLIMITED), "fail", "ulimit -n 1024"),
     (machine.judge_clock, ("tsc", 60e-9), "ok", "tsc, 60 ns"),
     (machine.judge_clock, ("hpet", 3e-6), "warn", "choose another clocksource"),
@@ -78,6 +79,7 @@ CASES: list[tuple[Callable[..., Finding], tuple[object, ...], str, str]] = [
     (network.judge_interfaces, ([LOOPBACK], None), "warn", "workers of this machine alone"),
     (network.judge_interfaces, ([ETHERNET], "10.0.0.7"), "fail", "ip link set lo up"),
     (network.judge_address, ("127.0.0.1", "", False, "10.0.0.7", 1), "ok", "10.0.0.7:29400"),
+    (network.judge_address, ("127.0.0.1", "", False, "fd00::7", 1), "ok", "[fd00::7]:29400"),
     (network.judge_address, ("10.0.0.7", "", True, "10.0.0.7", 2), "ok", "listen on 10.0.0.7"),
     (network.judge_address, ("127.0.0.1", "", True, "10.0.0.7", 2), "warn", "set GOSSIPDP_HOST to"),
     (network.judge_address, (None, "no such name", True, None, 1), "fail", "no such name"),
@@ -153,6 +155,8 @@ def test_limits_of_containers_are_read_of_both_versions(tmp_path: Path) -> None:
     (tmp_path / "memory.current").write_text("1000\n")
     assert machine.cgroup_cores(tmp_path) == 1.5
     assert machine.cgroup_free_bytes(tmp_path) == 2000
+    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 600\nactive_file 100\n")
+    assert machine.cgroup_free_bytes(tmp_path) == 2600
     first = tmp_path / "first"
     (first / "cpu").mkdir(parents=True)
     (first / "memory").mkdir()
@@ -164,6 +168,9 @@ def test_limits_of_containers_are_read_of_both_versions(tmp_path: Path) -> None:
     (first / "memory" / "memory.usage_in_bytes").write_text("5000")
     assert machine.cgroup_cores(first) == 2.0
     assert machine.cgroup_free_bytes(first) is None
+    (first / "memory" / "memory.limit_in_bytes").write_text("9000")
+    (first / "memory" / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 4500\n")
+    assert machine.cgroup_free_bytes(first) == 8500
 
 
 def test_shared_memory_is_really_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +199,29 @@ def test_this_machine_s_interfaces_and_ports(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("GOSSIPDP_HOST", "203.0.113.1")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert "listen on 203.0.113.1" in network._look_at_address().found
+
+
+def test_elsewhere_than_on_linux_interfaces_are_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert [name for name, _ in network.checks()] == ["interfaces", "address", "ports"]
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr(network, "interfaces", None)
+    assert [name for name, _ in network.checks()] == ["address", "ports"]
+    monkeypatch.delenv("GOSSIPDP_PORT", raising=False)
+    assert "listening works on all 1 addresses" in network._look_at_ports().found
+
+
+def test_a_machine_that_has_ipv6_alone_is_reached_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only(routes: dict[str, str]) -> None:
+        monkeypatch.setattr(network, "routed_address", routes.get)
+
+    only({"192.0.2.1": "10.0.0.7", "2001:db8::1": "fd00::7"})
+    assert network.outward_address() == "10.0.0.7"
+    only({"2001:db8::1": "fd00::7"})
+    assert network.outward_address() == "fd00::7"
+    only({})
+    assert network.outward_address() is None
 
 
 def fake_checks(*findings: Finding) -> Callable[[], list[tuple[str, Callable[[], Finding]]]]:
@@ -241,6 +271,7 @@ def test_the_table_reads_in_80_columns() -> None:
         (["--listen", "--port", "70000"], "--port is 70000"),
         (["--listen", "--json", "x"], "give --json on the other machine"),
         (["--json", "nowhere/x"], "the directory to write it to does not exist"),
+        (["--json", "/"], "--json / cannot be written"),
         (["--secret-file", "x"], "--secret-file is for a link between two machines"),
         (["10.0.0.1"], "the address is '10.0.0.1'; write HOST:PORT"),
         (["10.0.0.1:1,10.0.0.2:1"], "give one HOST:PORT"),

@@ -56,6 +56,7 @@ def test_an_edge_list_brings_its_own_number_of_workers(tmp_path, capsys, monkeyp
         ({}, "pass --workers"),
         ({"workers": 4, "graph": "rign"}, "did you mean 'ring'"),
         ({"workers": 4, "comm_rate": 0.0}, "comm rate 0.0 is not"),
+        ({"workers": 4, "comm_rate": 1e300}, "is 5e+299, but must be positive, from"),
         ({"workers": 0}, "at least 1"),
         ({"workers": 6, "graph": "hypercube"}, "power of two"),
         ({"edge_list": Path("nowhere")}, "--edge-list nowhere cannot be read: No such file"),
@@ -74,17 +75,29 @@ def test_files_that_cannot_be_used(tmp_path, capsys):
     missing = tmp_path / "missing"
     assert run(PlanArguments(edge_list=missing)) == 2
     assert "missing" in capsys.readouterr().err
-    assert run(PlanArguments(workers=4, json=missing / "plan.json")) == 2
-    assert "plan.json" in capsys.readouterr().err
     assert run(PlanArguments(workers=4, graph="torus", edge_list=missing)) == 2
     assert "pass one of them" in capsys.readouterr().err
+
+
+def test_where_the_file_cannot_be_written_nothing_is_searched(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("gossipdp.graph.plan", None)
+    for path in (tmp_path, tmp_path / "missing" / "plan.json"):
+        assert run(PlanArguments(workers=4, json=path)) == 2
+        assert f"--json {path}" in capsys.readouterr().err
+
+
+def test_where_writing_fails_the_figures_are_shown(capsys):
+    assert run(PlanArguments(workers=4, json=Path("/dev/full"))) == 2
+    printed = capsys.readouterr()
+    assert "A2CiD2 helps here" in printed.out
+    assert "No space left" in printed.err
 
 
 def test_tune(tmp_path, capsys):
     path = tmp_path / "plan.json"
     arguments = PlanArguments(workers=12, graph="torus", tune=True, noise="white", json=path)
     assert run(arguments) == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     for expected in (
         "white gradient noise",
         "plain gossip",
@@ -93,6 +106,7 @@ def test_tune(tmp_path, capsys):
         "tuned rates",
         "--eta-factor",
         "--alpha-tilde-factor",
+        "Training takes the default rates",
     ):
         assert expected in printed
     written = json.loads(path.read_text())["tune"]
@@ -155,6 +169,27 @@ def test_a_fast_network_sustains_the_rate_that_is_asked_for(tmp_path, capsys):
         assert each["link_bytes_per_s"] == pytest.approx(per_worker * 4 / each["num_edges"])
 
 
+@pytest.mark.parametrize(("workers", "comm_rate"), [(4, 0.1), (2, 0.003), (2, 1e-9)])
+def test_how_many_exchanges_happen_to_be_asked_for_says_nothing_of_the_network(workers, comm_rate):
+    from gossipdp.cli.plan_network import served_share
+    from gossipdp.graph import build_graph
+    from gossipdp.graph.network_plan import TrainingConditions
+
+    conditions = TrainingConditions(model_bytes=4e6, step_s=0.1, bytes_per_s=1.25e9)
+    graph = build_graph("ring", workers)
+    assert served_share(graph, conditions, comm_rate, seed=1) == pytest.approx(1.0, abs=0.01)
+
+
+def test_rare_exchanges_that_take_long_are_served_too():
+    from gossipdp.cli.plan_network import served_share
+    from gossipdp.graph import build_graph
+    from gossipdp.graph.network_plan import TrainingConditions
+
+    # An exchange takes 300 steps, and a worker is in one for 3 steps of 10.
+    conditions = TrainingConditions(model_bytes=3e10, step_s=0.1, bytes_per_s=1e9)
+    assert served_share(build_graph("ring", 8), conditions, 0.001, seed=0) > 0.95
+
+
 def test_a_slow_network_sustains_less(tmp_path, capsys):
     path = tmp_path / "plan.json"
     arguments = network_arguments(
@@ -206,8 +241,16 @@ def test_an_edge_list_on_a_network_and_the_same_seed_gives_the_same(tmp_path, ca
             "--parameters '25.6X' is not a number",
         ),
         ({"workers": 4, "step_ms": 1.0, "link_mbps": 1.0, "model_mb": 0.0}, "--model-mb 0.0"),
-        ({"workers": 4, "step_ms": 0.0, "link_mbps": 1.0, "model_mb": 1.0}, "step_s is 0.0"),
+        (
+            {"workers": 4, "step_ms": 0.0, "link_mbps": 1.0, "model_mb": 1.0},
+            "--step-ms is 0;",
+        ),
+        ({"workers": 4, "step_ms": 1.0, "link_mbps": -1.0, "model_mb": 1.0}, "--link-mbps is -1"),
         ({"workers": 1, "step_ms": 1.0, "link_mbps": 1.0, "model_mb": 1.0}, "pass 2 or more"),
+        (
+            {"workers": 4, "step_ms": 1, "link_mbps": 1, "model_mb": 1, "step_spread": 10.0},
+            "step_spread is 10, but must be from 0 to 3",
+        ),
     ],
 )
 def test_bad_input_to_the_longer_plans(capsys, arguments, message):

@@ -20,7 +20,7 @@ from gossipdp.cli.simulate import (
     command,
     run,
 )
-from gossipdp.cli.simulate_scenarios import make_study
+from gossipdp.cli.simulate_scenarios import make_study, read_step_times
 from gossipdp.simulate.compute_time import ConstantTime, LognormalTime, MeasuredTime, SlowedTime
 from gossipdp.simulate.link_model import Link
 from gossipdp.simulate.optimizers import AdamW, Sgd
@@ -75,6 +75,7 @@ def strict(path: Path) -> Any:
         ("--step-times times.txt", "--step-times times.txt cannot be read: No such file"),
         ("--step-times . --step-ms 3", "leave out --step-ms"),
         ("--step-ms 0", "--step-ms is 0; it must be a positive number"),
+        ("--workload quadratic --step-spread 10", "--step-spread is 10, but must be from 0 to 3"),
         ("--link-mbps 10", "--link-mbps plays no part here"),
         ("--neighbour-policy poisson --methods allreduce", "--neighbour-policy plays no part"),
         ("--fidelity links --neighbour-policy rude", "no neighbour policy 'rude'"),
@@ -122,6 +123,15 @@ def test_step_times_that_are_none(elsewhere: Path, capsys: pytest.CaptureFixture
         times.write_text(text)
         assert simulate("--step-times times.txt") == 2
         assert message in capsys.readouterr().err
+    times.write_bytes(b"\xff\xfe0")
+    assert simulate("--step-times times.txt") == 2
+    assert "times.txt is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_step_times_that_begin_with_a_byte_order_mark(elsewhere: Path) -> None:
+    times = elsewhere / "times.txt"
+    times.write_text("0.1\n0.3\n", "utf-8-sig")
+    assert read_step_times(times) == (0.1, 0.3)
 
 
 # What options come to.
@@ -331,8 +341,27 @@ def test_what_never_agrees_or_diverges(capsys: pytest.CaptureFixture[str]) -> No
     assert "allreduce: the workers agree after a few exchanges at once" in printed
     words = "--workload quadratic --workers 4 --learning-rate 1e9 --methods gossip --seeds 1"
     assert simulate(f"{words} --json results.json") == 0
-    assert "diverged: gossip" in capsys.readouterr().out
+    assert "diverged: gossip; try a lower --learning-rate" in capsys.readouterr().out
     assert strict(Path("results.json"))["methods"]["gossip"]["consensus_distance"][-1] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("--methods a2cid2 --eta-factor 40", "--alpha-tilde-factor or --eta-factor"),
+        ("--methods a2cid2 --alpha-tilde-factor 40", "--alpha-tilde-factor or --eta-factor"),
+        ("--workers 1", None),
+    ],
+)
+def test_no_steps_help_those_that_diverge_or_are_alone(
+    words: str, advice: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(f"{words} --seeds 1 --steps 300 --dimension 2") == 0
+    printed = capsys.readouterr().out
+    assert "--steps" not in printed
+    assert "--learning-rate" not in printed
+    assert ("diverged: a2cid2" in printed) == (advice is not None)
+    assert advice is None or advice in printed
 
 
 OBJECTIVE = """

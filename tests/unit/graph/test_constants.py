@@ -179,3 +179,19 @@ def test_a_ring_of_4096_workers():
     constants = of("ring", 4096)
     assert constants.chi1 == pytest.approx(1 / (1 - math.cos(2 * math.pi / 4096)), rel=1e-6)
     assert constants.chi2 == pytest.approx(4095 / 4096, rel=1e-6)
+
+
+def test_the_same_graph_and_rates_are_worked_out_once(monkeypatch):
+    from gossipdp.graph import constants as module
+    from gossipdp.graph.spectrum import spectrum
+
+    asked = []
+    monkeypatch.setattr(
+        module, "spectrum", lambda *given: asked.append(given[0]) or spectrum(*given)
+    )
+    module._spectrum_of.cache_clear()
+    first, same = of("ring", 5), of("ring", 5)
+    assert (first.chi1, first.chi2) == (same.chi1, same.chi2)
+    other = of("ring", 5, comm_rate=2.0)
+    assert other.chi1 == pytest.approx(first.chi1 / 2)
+    assert asked == [5, 5]

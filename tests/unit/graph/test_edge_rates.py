@@ -87,6 +87,13 @@ def test_what_better_rates_gain(name, num_workers, least_gossip, least_a2cid2, g
     assert again.eta == pytest.approx(found.best.eta)
 
 
+@pytest.mark.parametrize("goal", ["gossip", "a2cid2"])
+def test_every_step_of_the_search_is_told(goal):
+    steps = []
+    best_rates(build_graph("torus", 12), goal=goal, on_evaluation=lambda: steps.append(1))
+    assert len(steps) > 20
+
+
 def test_the_bound_holds_for_random_rates():
     graph = build_graph("erdos-renyi", 10, seed=3)
     found = {goal: best_rates(graph, goal=goal) for goal in ("gossip", "a2cid2")}

@@ -72,6 +72,7 @@ def test_the_recommended_graph():
         ("bytes_per_s", math.inf),
         ("latency_s", -0.1),
         ("step_spread", math.nan),
+        ("step_spread", 10.0),
     ],
 )
 def test_bad_conditions(name, value):

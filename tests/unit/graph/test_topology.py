@@ -196,6 +196,13 @@ class TestEdgeList:
         with pytest.raises(ValueError, match="line 3: edge 0 1 stands on line 1 already"):
             self.read(tmp_path, "0 1\n1 2\n1 0\n")
 
+    def test_a_worker_joined_with_itself_names_the_line(self, tmp_path):
+        with pytest.raises(ValueError, match="line 2: '1 1' joins worker 1 with itself: leave"):
+            self.read(tmp_path, "0 1\n1 1\n")
+
+    def test_a_byte_order_mark_is_no_rank(self, tmp_path):
+        assert sorted(self.read(tmp_path, "\ufeff0 1\r\n1 2\r\n").edges) == [(0, 1), (1, 2)]
+
     def test_an_empty_file(self, tmp_path):
         with pytest.raises(ValueError, match="holds no edges"):
             self.read(tmp_path, "# nothing\n")

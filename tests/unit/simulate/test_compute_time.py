@@ -71,6 +71,7 @@ def test_measured_times_are_drawn_from_the_list() -> None:
         (lambda: ConstantTime(math.inf), "step_s is inf"),
         (lambda: LognormalTime(-1.0), "step_s is -1.0"),
         (lambda: LognormalTime(1.0, spread=-0.1), "spread is -0.1"),
+        (lambda: LognormalTime(1.0, spread=10.0), "spread is 10, but must be from 0 to 3"),
         (lambda: SlowedTime(ConstantTime(), {3: 0.0}), "the slow factor of rank 3 is 0.0"),
         (lambda: MeasuredTime([]), "give at least one"),
         (lambda: MeasuredTime([0.1, math.nan]), "a measured step time is nan"),
