@@ -174,7 +174,7 @@ class Segment:
     """A run of parameters of one role, dtype, device and optimizer, in one flat tensor.
 
     Args:
-        x: the flat storage, one-dimensional; the module's parameters are views of it.
+        x: one-dimensional; the module's parameters lie in its memory.
         role: what becomes of the values when workers meet.
         momentum: whether trained values carry c (method ``a2cid2``).
         optimizer_index: whose boundary covers this segment.

@@ -1,4 +1,4 @@
-"""A module's parameters and buffers as views of flat storage, and the watch over those views."""
+"""A module's parameters and buffers within flat tensors, and the watch over their places there."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(slots=True)
 class _View:
-    """One parameter or buffer and the place in flat storage that it is a view of."""
+    """One parameter or buffer and its place in a flat tensor."""
 
     name: str
     tensor: Tensor
@@ -36,7 +36,7 @@ class _View:
         return isinstance(self.tensor, nn.Parameter)
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return this parameter's view of a flat tensor, with its own strides."""
+        """Return the view of a flat tensor at this place, with the parameter's own strides."""
         return flat.as_strided(self.shape, self.stride, self.offset)
 
     def alone(self, flat: Tensor) -> Tensor:
