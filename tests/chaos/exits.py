@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -73,8 +74,8 @@ class TrainingRun:
     def __init__(self, directory: Path, ending: str, *options: str) -> None:
         self.directory = directory / "run"
         self.directory.mkdir()
-        self.temporary = directory / "tmp"
-        self.temporary.mkdir()
+        # Loaders listen on Unix sockets there, whose names have at most 107 bytes.
+        self._temporary = tempfile.TemporaryDirectory(prefix="exits-", ignore_cleanup_errors=True)
         script = directory / "train.py"
         script.write_text(SCRIPT)
         self.output = (directory / "output").open("wb")
@@ -83,7 +84,7 @@ class TrainingRun:
             [sys.executable, "-m", "gossipdp.cli.main", *words],
             stdout=self.output,
             stderr=subprocess.STDOUT,
-            env={**VARIABLES, "TMPDIR": str(self.temporary)},
+            env={**VARIABLES, "TMPDIR": self._temporary.name},
         )
         self.processes: list[psutil.Process] = []
         self.ports: set[int] = set()
@@ -150,6 +151,7 @@ class TrainingRun:
                 process.kill()
         self.supervisor.wait()
         self.output.close()
+        self._temporary.cleanup()
 
 
 def check_the_end(directory: Path, ending: str, *, from_spare: bool) -> None:
