@@ -9,9 +9,10 @@ BIN := $(VENV)/bin
 demo: $(VENV)/base.installed
 	$(BIN)/gossipdp demo $(ARGS)
 
-# In two processes; ARGS="-k pairing" for some tests, ARGS="-n 0" in one process.
+# In two processes, a file whole in one of them; ARGS="-k pairing" for some tests, ARGS="-n 0" for
+# one process.
 test: $(VENV)/dev.installed
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .

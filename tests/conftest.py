@@ -22,17 +22,6 @@ TESTS = Path(__file__).parent
 Workers = Callable[..., list[Any]]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On two cores (``make test``) tests with real processes still run one after another.
-
-    The tests of a file stay together: they share costly fixtures.
-    """
-    of_processes = {item.path for item in items if item.get_closest_marker("processes")}
-    for item in items:
-        together = "processes" if item.path in of_processes else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(together))
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the fork server before any test can; settle threads and signals for all tests.
 

@@ -42,6 +42,7 @@ def test_it_ends_after_the_others(agent: HostedStore) -> None:
     def each(now: float) -> None:
         if now == 3 * POLL_S:
             agent.put(ended_key(PREFIX, 1), "1")
+            assert agent.have_set([ended_key(PREFIX, 1)])  # a set alone may still be on its way
 
     assert say(agent.port, each=each) == ([], 3 * POLL_S)
     assert agent.have_set([ended_key(PREFIX, 0)])
@@ -67,6 +68,7 @@ def test_who_lives_is_waited_for_as_long_as_it_takes(agent: HostedStore) -> None
             store.add(alive_key(PREFIX, 1), 1)
         if now == 5 * LOST_AFTER_S:
             store.set(ended_key(PREFIX, 1), "1")
+            assert store.check([ended_key(PREFIX, 1)])
 
     assert say(agent.port, each=each) == ([], 5 * LOST_AFTER_S)
 
