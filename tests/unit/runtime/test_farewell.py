@@ -1,6 +1,7 @@
 """The end of a supervisor under torchrun; the clock moves with each of its pauses."""
 
 import socket
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -102,3 +103,8 @@ def test_a_store_that_never_answers_is_left(wait: bool, monkeypatch: pytest.Monk
             "127.0.0.1", silent.getsockname()[1], PREFIX, 0, 2, now=lambda: float(next(clock))
         )
         assert one.say(wait=wait) == ([1] if wait else [])
+    # Now that nobody listens it ends; an interpreter that ends under torch's own code is aborted.
+    for thread in threading.enumerate():
+        if thread.name == farewell.THREAD_NAME:
+            thread.join(30)
+            assert not thread.is_alive()
