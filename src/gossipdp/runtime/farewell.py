@@ -85,8 +85,9 @@ class Farewell:
         store: Store | None = None
         while not self._done.is_set():
             try:
-                store = store or reach(self._host, self._port)
-                store.set(ended_key(self._prefix, self._rank), "1")
+                if store is None:
+                    store = reach(self._host, self._port)
+                    store.set(ended_key(self._prefix, self._rank), "1")
                 self._look(store)
                 self._answered_at = self._now()
             except (OSError, RuntimeError):  # it may be there again before the limit
