@@ -10,9 +10,9 @@ demo: $(VENV)/base.installed
 	$(BIN)/gossipdp demo $(ARGS)
 
 # In two processes, a file whole in one of them; ARGS="-k pairing" for some tests, ARGS="-n 0" for
-# one process.
+# one process. The slowest tests are named at the end.
 test: $(VENV)/dev.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 15 $(ARGS)
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .
@@ -26,10 +26,11 @@ SECONDS ?= 60
 fuzz: $(VENV)/fuzz.installed
 	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) $(ARGS)
 
-# Faults: 1,000 schedules of the simulated network, two minutes with real processes, two hosts that
-# lose each other (root only), the demo, restarts and joins by gossipdp run, and all the ways in
-# which a run may end.
+# Faults: fresh examples of the properties, 1,000 schedules of the simulated network, two minutes
+# with real processes, two hosts that lose each other (root only), the demo, restarts and joins by
+# gossipdp run, and all the ways in which a run may end.
 chaos: $(VENV)/dev.installed
+	GOSSIPDP_EXPLORE=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/property tests/simulation
 	$(BIN)/python tests/chaos/simulated.py
 	$(BIN)/python tests/chaos/processes.py
 	$(BIN)/python -m pytest -s $(addprefix tests/chaos/,partition.py demo.py rejoining.py exits.py)

@@ -1,64 +1,192 @@
-"""How fast two workers of one machine exchange: `gossipdp bench exchange`, as a report.
+"""How fast two workers of one machine exchange, side by side with gloo and a bare socket.
 
-    python benchmarks/exchange.py
+    python benchmarks/exchange.py                  writes benchmarks/results/exchange.{json,md}
+    python benchmarks/exchange.py --json PATH      writes the figures to PATH alone
 
-Writes benchmarks/results/exchange.{json,md}. Two processes, each pinned to a core of its own: wants
-two quiet cores.
+Two processes, each pinned to a core of its own: wants two quiet cores.
 """
 
-import argparse
+from __future__ import annotations
 
-from common import Report, Spread, Table, Target
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
-from gossipdp.cli.bench_exchange import ExchangeBenchmark, measure
+import msgspec
+import tyro
+from exchange_worker import NUM_ADDRESSES, work
+from support.provenance import Provenance
+from support.report import Report, Spread, Table, Target, run_script
+
+from gossipdp.cli.option_checks import check_output
+from gossipdp.links.tls import make_tls_files
+
+# The order of the table, and what each is.
+CONTENDERS = {
+    "shared_memory": "shared memory, writing the values there included",
+    "tcp": "a TCP link",
+    "tls": "a TCP link through TLS",
+    "bare_socket": "a bare poll loop over a TCP socket",
+    "gloo": "gloo, send then receive",
+    "gloo_at_once": "gloo, isend and irecv",
+    "shared_memory_with_update": "whole exchange over shared memory",
+    "tcp_with_update": "whole exchange over TCP",
+    "gloo_with_update": "gloo, send then receive, and the same update",
+}
+QUICK_MEGABYTES = 2.0
+
+
+@dataclass(frozen=True)
+class ExchangeBenchmark:
+    """Measure how fast two processes exchange parameters, beside gloo and a bare socket.
+
+    Two processes, each pinned to a core, give each other as many megabytes at once. Every way
+    takes its turn in every round, and what each round has brought is verified. GB/s is per
+    direction, over the wall time of the slower process.
+    """
+
+    megabytes: float = 45.0
+    """What each process gives the other in a round, in MB."""
+
+    rounds: int = 5
+    """Timed rounds; one more before them warms up."""
+
+    json: Path | None = None
+    """Write the results to this file instead of benchmarks/results."""
+
+    quick: bool = False
+    """Little data, to see that it works; results go to runs/benchmarks."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=float, default=45.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="little data, to see that it works")
-    options = parser.parse_args()
-    megabytes = 2.0 if options.quick else options.megabytes
-    report = Report("exchange", "Exchange between two processes", quick=options.quick)
-    result = measure(ExchangeBenchmark(megabytes, options.rounds), "exchange")
+    benchmark = tyro.cli(ExchangeBenchmark, config=(tyro.conf.FlagCreatePairsOff,))
+    check_output("--json", benchmark.json)
+    report = Report("exchange", "Exchange between two processes", quick=benchmark.quick)
+    result = measure(benchmark)
     rows = [
         (row["text"], Spread.of(row["gbps"]).text(), f"{row['median_cpu_ms']:.0f}")
         for row in result["rows"]
     ]
     report.tables.append(
         Table(
-            f"{megabytes:g} MB of float32 each way",
+            f"{result['configuration']['megabytes']:g} MB of float32 each way",
             ("", "GB/s each way", "CPU ms"),
             rows,
-            f"Medians of {options.rounds} interleaved rounds (least to greatest), one more "
+            f"Medians of {benchmark.rounds} interleaved rounds (least to greatest), one more "
             "uncounted; GB/s over the wall time of the slower process, CPU time of that process. "
             "What every round brought was verified.",
         )
     )
-    gloo, updated = result["gloo_gbps"], result["gloo_with_update_gbps"]
     report.targets += [
-        Target(f"{what} over {beside}", value, limit, at_most=False)
-        for what, beside, value, limit in (
-            ("shared memory", "gloo", result["shared_memory_gbps"] / gloo, 3.0),
-            ("TCP", "gloo", result["tcp_gbps"] / gloo, 1.3),
-            ("TCP", "a bare socket", result["tcp_gbps"] / result["bare_socket_gbps"], 0.9),
-            (
-                "shared memory with update",
-                "gloo with update",
-                result["shared_memory_with_update_gbps"] / updated,
-                1.5,
-            ),
-            (
-                "TCP with update",
-                "gloo with update",
-                result["tcp_with_update_gbps"] / updated,
-                1.1,
-            ),
+        Target(f"{ours} over {theirs}", result[f"{ours}_gbps"] / result[f"{theirs}_gbps"], limit,
+               at_most=False)
+        for ours, theirs, limit in (
+            ("shared_memory", "gloo", 3.0),
+            ("tcp", "gloo", 1.1),
+            ("tcp", "bare_socket", 0.9),
+            ("shared_memory_with_update", "gloo_with_update", 1.5),
+            ("tcp_with_update", "gloo_with_update", 1.1),
         )
-    ]
-    report.write(result)
+    ]  # fmt: skip
+    report.write(result, benchmark.json)
+
+
+def measure(benchmark: ExchangeBenchmark) -> dict[str, Any]:
+    """What ``--json`` writes.
+
+    Raises:
+        ValueError: Bad input, before any process starts.
+        RuntimeError: A process failed; it has said why.
+    """
+    if benchmark.megabytes < 1:
+        raise ValueError(f"--megabytes is {benchmark.megabytes:g}; at least 1 is needed")
+    if benchmark.rounds < 1:
+        raise ValueError(f"--rounds is {benchmark.rounds}; at least 1 is needed")
+    started_s, load = time.monotonic(), os.getloadavg()[0]
+    megabytes = QUICK_MEGABYTES if benchmark.quick else benchmark.megabytes
+    num_values = int(megabytes * 1e6) // 4
+    rows = []
+    for name, found in timings(num_values, benchmark.rounds).items():
+        speeds = [4e-9 * num_values / wall_s for wall_s, _ in found]
+        cpu_ms = [1e3 * cpu_s for _, cpu_s in found]
+        rows.append(
+            {
+                "name": name,
+                "text": CONTENDERS[name],
+                "gbps": speeds,
+                "median_gbps": statistics.median(speeds),
+                "median_cpu_ms": statistics.median(cpu_ms),
+            }
+        )
+    return {
+        **{f"{row['name']}_gbps": row["median_gbps"] for row in rows},
+        "rows": rows,
+        "load": load,
+        "configuration": {"megabytes": megabytes, "rounds": benchmark.rounds},
+        "provenance": msgspec.structs.asdict(Provenance.here(time.monotonic() - started_s)),
+    }
+
+
+def timings(num_values: int, num_rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """(wall s, CPU s) of the slower process, per contender and round."""
+    context = get_context("spawn")
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
+    pipes: list[Connection] = []
+    processes = []
+    with tempfile.TemporaryDirectory() as directory:
+        make_tls_files(directory)
+        try:
+            for rank in range(2):
+                ours, theirs = context.Pipe()
+                task = (rank, theirs, num_values, Path(directory))
+                process = context.Process(target=work, args=task, daemon=True)
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
+            for _ in range(NUM_ADDRESSES):
+                _tell(pipes, *reversed(_hear(pipes)))
+            _hear(pipes)
+            for round_number in range(num_rounds + 1):
+                for name, times in found.items():
+                    _tell(pipes, *[(name, round_number)] * 2)
+                    _hear(pipes)
+                    _tell(pipes, "go", "go")
+                    slower = max(_hear(pipes))
+                    if round_number:
+                        times.append(slower)
+            _tell(pipes, "stop", "stop")
+            for process in processes:
+                process.join()
+                # The last round, too, is verified before a process ends.
+                if process.exitcode != 0:
+                    raise RuntimeError("a process of the benchmark failed; see above")
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+            for pipe in pipes:
+                pipe.close()
+    return found
+
+
+def _tell(pipes: list[Connection], *messages: object) -> None:
+    for pipe, message in zip(pipes, messages, strict=True):
+        pipe.send(message)
+
+
+def _hear(pipes: list[Connection]) -> list[Any]:
+    try:
+        return [pipe.recv() for pipe in pipes]
+    except EOFError:
+        raise RuntimeError("a process of the benchmark failed; see above") from None
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -22,16 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Missing, Report, Spread, Table, Target
-from meeting import Meeting
+from support.meeting import Meeting
+from support.report import Missing, Report, Spread, Table, Target
 
 from gossipdp import GossipDataParallel, launch
-from gossipdp.dynamics.arithmetic import make_arithmetic
-from gossipdp.dynamics.phase import Phase
-from gossipdp.dynamics.state import Role, Segment, State
-from gossipdp.recipes.resnet import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
-from gossipdp.runtime.cuda import ON, SWITCH
-from gossipdp.runtime.shared_state import SharedState
+from gossipdp.dynamics import update
+from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.dynamics.device import ON, SWITCH
+from gossipdp.tasks.resnet import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 
 ALPHA_TILDE = 1.3
 COPY_SHARE = 0.8
@@ -61,34 +59,28 @@ def measure_update(device: str, num_parameters: int, num_runs: int) -> dict[str,
     """Milliseconds of a copy, of the update on the device alone, and of a whole exchange."""
     state = State([Segment(torch.randn(num_parameters, device=device), Role.TRAINED)])
     segment = state.segments[0]
-    shared = SharedState(state, Phase(0.0, 1.0))
-    arithmetic = make_arithmetic(
-        "torch", segment.x, torch.empty_like(max((c.pending for c in state.chunks), key=len))
-    )
     mine, peers, target = (torch.randn_like(segment.x) for _ in range(3))
     landed = [torch.randn(chunk.num_elements) for chunk in state.chunks]
     taken = [torch.empty(chunk.num_elements) for chunk in state.chunks]
 
-    def update() -> None:
+    def on_the_device() -> None:
         for (chunk, one), (_, other) in zip(segment.split(mine), segment.split(peers), strict=True):
-            arithmetic.exchange(chunk, one, other, 0.9, ALPHA_TILDE)
+            update.exchange(chunk.pending, chunk.c, one, other, 0.9, ALPHA_TILDE)
 
     def exchange() -> None:
-        theta = shared.start_exchange()
         for chunk, out, other in zip(state.chunks, taken, landed, strict=True):
-            shared.snapshot(chunk, theta, out)
-            shared.exchange(chunk, out, other, ALPHA_TILDE)
-        shared.end_exchange()
+            chunk.snapshot(0.0, out)
+            chunk.exchange(0.0, out, other, ALPHA_TILDE)
 
     def exchange_as_in_training() -> None:
-        with shared.gossip_thread():
+        with state.device.gossip_thread():
             exchange()
-        shared.boundary(wait=True)
+        state.boundary(0.0, wait=True)
 
     copy_ms = median_ms(device, lambda: target.copy_(mine), num_runs)
     return {
         "copy_ms": copy_ms,
-        "update_ms": median_ms(device, update, num_runs),
+        "update_ms": median_ms(device, on_the_device, num_runs),
         "bound_ms": copy_ms * STREAMS_OF_AN_UPDATE / STREAMS_OF_A_COPY,
         "exchange_and_boundary_ms": median_ms(device, exchange_as_in_training, num_runs),
     }
@@ -151,7 +143,7 @@ def measure_training(num_workers: int, task_options: dict[str, Any]) -> dict[str
         meeting = Path(folder) / "meeting"
         Meeting.create(meeting, num_workers)
         task = Task(meeting=meeting, **task_options)
-        found = launch(run_worker, workers=num_workers, args=(task,), timeout_s=900.0)
+        found = launch(run_worker, world_size=num_workers, args=(task,), timeout_s=900.0)
     rates = {
         name: Spread.of(map(sum, zip(*(worker["rates"][name] for worker in found), strict=True)))
         for name in found[0]["rates"]

@@ -16,9 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import Missing, Report, Spread, Table, Target, interleaved
-from meeting import Meeting
 from memory_worker import Added, MemoryTask, load_kernels, run_worker
+from support.meeting import Meeting
+from support.report import Missing, Report, Spread, Table, Target, interleaved
 
 from gossipdp import launch
 
@@ -47,7 +47,7 @@ def measure(key: str) -> list[Added]:
         Meeting.create(meeting, 2)
         return launch(
             run_worker,
-            workers=2,
+            world_size=2,
             args=(MemoryTask(arm, meeting),),
             environment=variables,
             timeout_s=300.0,
@@ -123,7 +123,7 @@ def main() -> None:
         keys.remove("a2cid2-numba")
         report.missing.append(Missing(ARMS["a2cid2-numba"][0], "numba is not installed"))
     else:
-        launch(load_kernels, workers=1)
+        launch(load_kernels, world_size=1)
     runs = interleaved(keys, 1 if options.quick else options.rounds, measure)
     drift = Spread.of(float(worker.memory.pss) for run in runs["plain"] for worker in run).median
     found = {key: summary(key, runs[key], 0.0 if key == "plain" else drift) for key in keys}

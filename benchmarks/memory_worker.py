@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from meeting import Meeting
+from support.meeting import Meeting
 from torch import Tensor, nn
 
 from gossipdp import GossipDataParallel
-from gossipdp.recipes.resnet import cifar_resnet18
+from gossipdp.tasks.resnet import cifar_resnet18
 
 NUM_STEPS_BEFORE, NUM_EXCHANGES, MOST_STEPS = 2, 4, 200
 BATCH_SIZE = 2
@@ -160,9 +160,9 @@ def _is_tensor(thing: object) -> bool:
 
 def load_kernels() -> None:
     """Compile the kernels, unless an earlier process has; what compiling takes is not held."""
-    from gossipdp.dynamics.numba_arithmetic import NumbaArithmetic
+    from gossipdp.dynamics.update import compile_loops
 
-    NumbaArithmetic(torch.empty(1)).prepare(torch.float32, torch.float32)
+    compile_loops(torch.float32, torch.float32)
 
 
 def _bucket_bytes(model: nn.Module) -> int:

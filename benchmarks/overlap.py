@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common import Report, Spread, Table, Target, quantile
-from meeting import Meeting
 from overlap_worker import ARMS, CONTROLLED_ARMS, ArmTimes, OverlapTask, run_worker
+from support.meeting import Meeting
+from support.report import Report, Spread, Table, Target, quantile
 
 from gossipdp import launch
 
@@ -92,7 +92,7 @@ def measure(setting: Setting, num_rounds: int, gossip_nice: int) -> list[dict[st
             meeting,
             gossip_nice,
         )
-        return launch(run_worker, workers=2, args=(task,), timeout_s=900.0)
+        return launch(run_worker, world_size=2, args=(task,), timeout_s=900.0)
 
 
 def computing(setting: Setting, workers: list[dict[str, ArmTimes]], arm: str) -> list[ArmTimes]:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from meeting import Meeting
-from models import LaunchBound
+from support.meeting import Meeting
+from support.models import LaunchBound
 from torch import Tensor, nn
 
 from gossipdp import GossipDataParallel
-from gossipdp.recipes.resnet import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
+from gossipdp.tasks.resnet import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 
 ARMS = ("plain", "none", "a2cid2")
 """No wrapper; the wrapper without exchanges; and with them, at comm rate 1."""
@@ -201,10 +201,10 @@ class _Arm:
         return time.perf_counter() - began_s
 
     def take_turn(self, turn_s: float, wait_s: float | None, busy_share: float) -> list[float]:
-        """Steps for so long; their durations without the first."""
+        """Steps for so long, two at least; their durations without the first."""
         began_s, gossip_began_s = time.perf_counter(), self._gossip_cpu_s()
         durations_s = []
-        while time.perf_counter() < began_s + turn_s:
+        while len(durations_s) < 2 or time.perf_counter() < began_s + turn_s:
             durations_s.append(self.step(wait_s, busy_share))
         wall_s = time.perf_counter() - began_s
         self.gossip_share = (self._gossip_cpu_s() - gossip_began_s) / wall_s

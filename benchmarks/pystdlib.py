@@ -9,7 +9,8 @@ a table and writes benchmarks/results/pystdlib.{json,md}.
 import argparse
 import statistics
 
-from demo_runs import demo, write_report
+from support.demo_runs import demo
+from support.report import Report, Table
 
 
 def shown(values: list[float]) -> str:
@@ -43,36 +44,44 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=6_000)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--quick", action="store_true", help="2 short runs a method")
     options = parser.parse_args()
     methods = options.methods.split(",")
     if "none" not in methods or options.seeds < 2:
         parser.error("a comparison needs the method none, and at least 2 seeds for its error")
+    seeds = range(2 if options.quick else options.seeds)
+    samples = 300 if options.quick else options.samples
+    report = Report("pystdlib", "Does exchanging help on disjoint data?", quick=options.quick)
     runs: dict[str, list[dict]] = {method: [] for method in methods}
-    for seed in range(options.seeds):
+    for seed in seeds:
         for method in methods:
             task = f"--workload pystdlib --disjoint --method {method} --seed {seed}"
-            size = f"--workers {options.workers} --samples {options.samples}"
+            size = f"--workers {options.workers} --samples {samples}"
             runs[method].append(demo(f"{task} {size}".split()))
             bits = runs[method][-1]["validation_bits_per_byte"]
             print(f"seed {seed}, {method}: {bits:.4f} bits per byte", flush=True)
     rows = [row(method, runs[method], runs["none"]) for method in methods]
-    table = [
-        "| method | final average | gain over none's final average | mean worker before | "
-        "gain over none's mean worker | achieved comm rate | consensus distance, median |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    table += [
-        f"| {r['method']} | {shown(r['final'])} | {shown(r['gain_over_none'])} | "
-        f"{shown(r['mean_worker'])} | {shown(r['gain_over_mean_worker_of_none'])} | "
-        f"{statistics.mean(r['achieved_comm_rate']):.2f} | "
-        f"{statistics.median(r['consensus_distance']):.3g} |"
-        for r in rows
-    ]
-    command = (
-        f"python benchmarks/pystdlib.py --methods {options.methods} --seeds {options.seeds} "
-        f"--samples {options.samples} --workers {options.workers}"
-    )
-    write_report("pystdlib", command, rows, table)
+    report.tables.append(
+        Table(
+            "Validation bits per byte, workers on disjoint packages",
+            ("method", "final average", "gain over none's final average", "mean worker before",
+             "gain over none's mean worker", "achieved comm rate", "consensus distance, median"),
+            [
+                (
+                    r["method"],
+                    shown(r["final"]),
+                    shown(r["gain_over_none"]),
+                    shown(r["mean_worker"]),
+                    shown(r["gain_over_mean_worker_of_none"]),
+                    f"{statistics.mean(r['achieved_comm_rate']):.2f}",
+                    f"{statistics.median(r['consensus_distance']):.3g}",
+                )
+                for r in rows
+            ],
+            f"Mean ± standard error over {len(seeds)} seeds, gains paired by seed.",
+        )
+    )  # fmt: skip
+    report.write(rows)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import Report, Spread, Table, Target, interleaved, quantile
-from meeting import Meeting
 from scale_worker import WARM_UP_STEPS, ScaleTask, WorkerScale, run_worker
+from support.meeting import Meeting
+from support.report import Report, Spread, Table, Target, interleaved, quantile
 
 from gossipdp import launch
 
@@ -40,7 +40,7 @@ class Options:
             meeting = Path(folder) / "meeting"
             Meeting.create(meeting, num_workers)
             task = ScaleTask(self.graph, self.step_ms / 1e3, self.steps, self.hidden, meeting)
-            return launch(run_worker, workers=num_workers, args=(task,), timeout_s=300.0)
+            return launch(run_worker, world_size=num_workers, args=(task,), timeout_s=300.0)
 
 
 def summary(runs: list[list[WorkerScale]]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import busy_cpu_s
-from meeting import Meeting
+from support.meeting import Meeting
+from support.report import busy_cpu_s
 from torch import nn
 
 from gossipdp import GossipDataParallel
@@ -64,7 +64,7 @@ def run_worker(task: ScaleTask) -> WorkerScale:
     protocol = model._engine._protocol  # type: ignore[attr-defined]
     meeting.meet()
     # Spread over a step, so that not all workers of one machine wake at once.
-    time.sleep(task.step_s * rank / model.num_workers)
+    time.sleep(task.step_s * rank / model.world_size)
     for _ in range(WARM_UP_STEPS):
         time.sleep(task.step_s)
         optimizer.step()

@@ -1,66 +1,67 @@
-"""What a slow worker costs the others: `gossipdp demo` with and without one, in turn.
+"""One worker is four times slower: what gossip and DDP get done in the same time.
 
-Prints a table and writes benchmarks/results/slow_worker.{json,md}. The slow worker waits (it does
-not burn CPU), so on shared cores the others may get faster; pinned workers have a core each.
+    python benchmarks/slow_worker.py               writes benchmarks/results/slow_worker.{json,md}
+
+The task, the loop and the rows are those of time_to_loss.py, table ``slow``: four workers, whose
+compute is a timed wait in which this machine's cores compute real gradients. Samples/s is the sum
+of the workers' own speeds; the ideal is what they do without any exchange.
 """
 
+from __future__ import annotations
+
 import argparse
-import statistics
+import os
 
-from demo_runs import demo, write_report
+from support.report import Report, Spread, Table, Target, interleaved
+from time_to_loss import NUM_WORKERS, QUICK_SAMPLES, SLOW_FACTOR, SLOW_RANK, TABLES
+from time_to_loss_rows import ROWS, RowPlan
+from time_to_loss_worker import RunPlan, prepare, run
 
-SETTINGS = {
-    "4 workers, shared cores": (["--workers", "4"], 2),
-    "2 workers, a core each": (["--workers", "2", "--pin"], 1),
-}
-
-
-def measure(name: str, rounds: int, samples: int) -> dict:
-    """Interleave runs without and with the slow worker; compare the slowest of the others."""
-    arguments, slow_rank = SETTINGS[name]
-    speeds: dict[str, list[float]] = {"without": [], "with": []}
-    waited: list[float] = []
-    for _ in range(rounds):
-        for case, extra in (("without", []), ("with", ["--slow-worker", f"{slow_rank}:4"])):
-            result = demo([*arguments, *extra, "--samples", str(samples)])
-            others = [w for w in result["workers"] if w["rank"] != slow_rank]
-            speeds[case].append(min(w["samples_per_second"] for w in others))
-            waited.append(max(w["waited_seconds"] for w in others) / result["train_seconds"])
-    ratios = [b / a for a, b in zip(speeds["without"], speeds["with"], strict=True)]
-    return {
-        "setting": name,
-        "slow_worker": f"rank {slow_rank}, 4 times, by waiting",
-        "slowest_other_without": statistics.median(speeds["without"]),
-        "slowest_other_with": statistics.median(speeds["with"]),
-        "ratio_median": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "largest_waited_share": max(waited),
-    }
+MEASURED_ROWS = ("a2cid2", "ddp", "none")
+LEAST_OVER_DDP = 3.0
+TIMEOUT_S = 600.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="interleaved pairs of runs")
-    parser.add_argument("--samples", type=int, default=24_000, help="samples a run")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved repetitions")
+    parser.add_argument("--samples", type=int, default=10_240, help="of a run, all workers")
+    parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works")
     options = parser.parse_args()
-    rows = [measure(name, options.rounds, options.samples) for name in SETTINGS]
-    table = [
-        "| setting | slow worker | samples/s of the slowest other, without | with | ratio "
-        "(median, min to max) | largest share of time waited |",
-        "|---|---|---|---|---|---|",
-    ]
-    table += [
-        f"| {r['setting']} | {r['slow_worker']} | {r['slowest_other_without']:.0f} | "
-        f"{r['slowest_other_with']:.0f} | {r['ratio_median']:.2f} ({r['ratio_min']:.2f} to "
-        f"{r['ratio_max']:.2f}) | {r['largest_waited_share']:.4f} |"
-        for r in rows
-    ]
-    command = (
-        f"python benchmarks/slow_worker.py --rounds {options.rounds} --samples {options.samples}"
+    rounds, samples = (1, QUICK_SAMPLES) if options.quick else (options.rounds, options.samples)
+    report = Report("slow_worker", "One worker is slower", quick=options.quick)
+    prepare()
+    found = interleaved(MEASURED_ROWS, rounds, lambda row: samples_per_s(row, samples))
+    rows = [(ROWS[row][0], Spread.of(speeds).text(".0f")) for row, speeds in found.items()]
+    over_ddp, over_ideal = (
+        Spread.of(ours / theirs for ours, theirs in zip(found["a2cid2"], found[row], strict=True))
+        for row in ("ddp", "none")
     )
-    write_report("slow_worker", command, rows, table)
+    report.tables.append(
+        Table(
+            f"{NUM_WORKERS} workers, rank {SLOW_RANK} is {SLOW_FACTOR:g} times slower",
+            ("", "samples/s, all workers"),
+            rows,
+            f"Medians of {rounds} interleaved rounds (least to greatest) of {samples:,} samples. "
+            f"Within a round: a2cid2 over DDP {over_ddp.text()}, over no exchange "
+            f"{over_ideal.text()}.",
+        )
+    )
+    report.targets.append(
+        Target("samples/s, a2cid2 over DDP", over_ddp.median, LEAST_OVER_DDP, at_most=False)
+    )
+    report.write({"samples": samples, "samples_per_s": found, "over_ddp": over_ddp})
+
+
+def samples_per_s(row: str, samples: int) -> float:
+    """Of all workers together, in one run."""
+    table = TABLES["slow"]
+    options = dict(table.gossip)
+    plan = RowPlan(row, NUM_WORKERS, samples, seed=0, options=options, period=table.period)
+    results = run(RunPlan(plan, table.compute, TIMEOUT_S, False), None)
+    return sum(one.samples_per_s for one in results)
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     main()

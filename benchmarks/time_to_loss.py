@@ -24,17 +24,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from common import Missing, Report
 from networks.emulated import EmulatedHosts
 from networks.measure import measure
 from networks.namespaces import Hosts
 from networks.namespaces import missing as missing_namespaces
 from networks.shaped import ShapedHosts
+from support.report import Missing, Report, results_folder
 from time_to_loss_report import RoundRow, draw, measured_tables, score, settings_table, targets
 from time_to_loss_rows import ROWS, RowPlan, missing
 from time_to_loss_worker import RunFailedError, RunPlan, prepare, run
 
-from gossipdp.simulate.compute_time import ComputeTime, ConstantTime, LognormalTime, SlowedTime
+from gossipdp.simulate.scenario import ComputeTime, ConstantTime, LognormalTime, SlowedTime
 
 NUM_WORKERS = 4
 STEP_S = 0.050
@@ -64,8 +64,8 @@ TABLES = {
         SlowedTime(ConstantTime(STEP_S), {SLOW_RANK: SLOW_FACTOR}),
     ),
     "jitter": Table(
-        f"step times lognormal, of the same mean, their logarithm's deviation {JITTER:g}; one "
-        "machine",
+        f"step times lognormal, of the same mean, their logarithm's deviation {JITTER:g} (five "
+        "times what is typical); one machine",
         LognormalTime(STEP_S, JITTER),
     ),
     "gigabit": Table(
@@ -159,7 +159,8 @@ def measure_table(name: str, rows: list[str], options: argparse.Namespace) -> bo
     if any(results.values()):
         report.tables += measured_tables(results, options.target_loss)
         report.targets += targets(name, results, options.target_loss)
-        draw(report.name, table.condition, results, options.target_loss)
+        picture = results_folder(report.quick) / f"{report.name}.png"
+        draw(picture, table.condition, results, options.target_loss)
     report.tables.append(settings_table(facts))
     report.write([one.as_json(options.target_loss) for many in results.values() for one in many])
     return not failures

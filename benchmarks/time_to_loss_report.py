@@ -6,10 +6,11 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Spread, Table, Target
+from support.report import Spread, Table, Target
 from time_to_loss_rows import ROWS
 from time_to_loss_task import DESCRIPTION, NUM_CURVE, Clusters, evaluate, make_model
 from time_to_loss_worker import WorkerResult, averages_at_marks
@@ -238,7 +239,7 @@ def targets(table: str, results: Results, target_loss: float) -> list[Target]:
     return found
 
 
-def draw(name: str, condition: str, results: Results, target_loss: float) -> None:
+def draw(path: Path, condition: str, results: Results, target_loss: float) -> None:
     """Write a PNG: validation loss of the workers' average over time, a line a run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -258,8 +259,8 @@ def draw(name: str, condition: str, results: Results, target_loss: float) -> Non
     axes.grid(True, which="major", linewidth=0.4, alpha=0.6)
     if axes.lines:
         axes.legend(fontsize="small")
-    RESULTS.mkdir(exist_ok=True)
-    figure.savefig(RESULTS / f"{name}.png", dpi=110)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
 
 
 def _ratio(above: float, below: float) -> float:

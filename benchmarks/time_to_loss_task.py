@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gossipdp.workloads import BatchLoader
+from gossipdp.tasks.workload import BatchLoader
 
 NUM_FEATURES, NUM_CLASSES, CLUSTERS_A_CLASS = 64, 10, 20
 CENTRE_SPREAD, OWN_SHARE = 1.6, 0.6

@@ -28,13 +28,13 @@ from time_to_loss_rows import ROWS, Row, RowPlan
 from time_to_loss_task import BATCH_SIZE, PEAK_RATE, Clusters, TimedCompute, loss, make_model
 from torch import Tensor, nn
 
-from gossipdp.simulate.compute_time import ComputeTime
-from gossipdp.workloads import BatchLoader, learning_rate_factor
+from gossipdp.simulate.scenario import ComputeTime
+from gossipdp.tasks.workload import BatchLoader, learning_rate_factor
 
 FIRST_MARK_S, NEXT_MARK = 0.5, 1.12  # copies are taken at 0.5 s, and then 12% later each time
 START_IN_S = 0.5
 PORT_IN_NAMESPACE = 29_400
-PRELOADED = ["gossipdp.runtime.preload", "torch.nn.parallel", "gossipdp.parallel.module"]
+PRELOADED = ["torch", "torch._dynamo", "torch.nn.parallel", "gossipdp.parallel.module"]
 
 Mark = tuple[int, float, Tensor]
 

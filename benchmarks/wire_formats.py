@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import Missing, Report, Table, Target, interleaved
+from support.report import Missing, Report, Table, Target, interleaved
 
-FORMATS = ("parameters", "bfloat16", "lattice8")
+FORMATS = ("full", "bfloat16", "lattice8")
 MORE_THAN_ANY_LINK_SENDS = 4e9
 
 
@@ -49,9 +49,9 @@ def work(wire_format: str, samples: int, seed: int, pause_s: float) -> dict[str,
     """Train in one worker process."""
     import torch
 
-    from gossipdp import GossipDataParallel
-    from gossipdp.workloads import learning_rate_factor
-    from gossipdp.workloads.digits import Digits
+    from gossipdp import GossipDataParallel, Network
+    from gossipdp.tasks.digits import Digits
+    from gossipdp.tasks.workload import learning_rate_factor
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -65,9 +65,9 @@ def work(wire_format: str, samples: int, seed: int, pause_s: float) -> dict[str,
         budget_samples=samples,
         seed=seed,
         wire_format=wire_format,  # type: ignore[arg-type]
-        max_bytes_per_s=MORE_THAN_ANY_LINK_SENDS,
+        network=Network(max_bytes_per_s=MORE_THAN_ANY_LINK_SENDS),
     )
-    loader = workload.train_loader(model.rank, model.num_workers, seed)
+    loader = workload.train_loader(model.rank, model.world_size, seed)
     peaks = [group["lr"] for group in optimizer.param_groups]
     (gossip,) = (t for t in threading.enumerate() if t.name.startswith("gossipdp-"))
     before, cpu_before_s, started_s = model.stats(), cpu_s(gossip), time.perf_counter()
@@ -141,8 +141,8 @@ def row(name: str, runs: list[Run], reference: list[Run]) -> list[str]:
 def targets(runs: dict[str, list[Run]]) -> list[Target]:
     """Loss within two standard errors of the parameters' own; a half and a quarter of the bytes."""
     found = []
-    mean, error = mean_and_error([each.training_loss for each in runs["parameters"]])
-    size = statistics.mean(each.bytes_per_exchange for each in runs["parameters"])
+    mean, error = mean_and_error([each.training_loss for each in runs["full"]])
+    size = statistics.mean(each.bytes_per_exchange for each in runs["full"])
     for name, share in (("bfloat16", 0.5), ("lattice8", 0.25)):
         its_mean, its_error = mean_and_error([each.training_loss for each in runs[name]])
         worse = (its_mean - mean) / math.hypot(error, its_error)
@@ -186,7 +186,7 @@ def main() -> None:
                 "gossip CPU, ms an exchange and worker",
                 "exchanges a run",
             ),
-            [row(name, runs[name], runs["parameters"]) for name in FORMATS],
+            [row(name, runs[name], runs["full"]) for name in FORMATS],
             f"Loss and accuracy of the final average: mean and standard error over {seeds} seeds. "
             "Bytes: all that the workers' sockets sent while they trained, headers, pairing and "
             "heartbeats included. A gradient step waits "

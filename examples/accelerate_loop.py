@@ -36,9 +36,7 @@ net = nn.Sequential(
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 loader = DataLoader(train, batch_size=32, shuffle=True)
 net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-model = gossip_data_parallel(
-    accelerator, net, optimizer, budget_samples=20 * 1437, pace="strict", seed=56
-)
+model = gossip_data_parallel(accelerator, net, optimizer, budget_samples=20 * 1437, pace="strict")
 
 for inputs, targets in model.batches(loader):
     optimizer.zero_grad()

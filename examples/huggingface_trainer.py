@@ -50,7 +50,7 @@ with single_process() as worker:
     )
 net = Classifier()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-gossip = GossipCallback(budget_samples=20 * 1437, pace="strict", seed=56)
+gossip = GossipCallback(budget_samples=20 * 1437, pace="strict")
 Trainer(net, args, train_dataset=train, optimizers=(optimizer, None), callbacks=[gossip]).train()
 
 net.eval()

@@ -47,7 +47,7 @@ class Classifier(lightning.LightningModule):
 
 with single_process() as worker:
     lightning.seed_everything(worker.seed)
-    strategy = GossipStrategy(budget_samples=20 * 1437, pace="strict", seed=56)
+    strategy = GossipStrategy(budget_samples=20 * 1437, pace="strict")
     quiet = {"logger": False, "enable_checkpointing": False}
     trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", max_epochs=-1, **quiet)
 module = Classifier()

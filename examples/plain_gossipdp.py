@@ -33,7 +33,7 @@ net = nn.Sequential(
     nn.Linear(32 * 3 * 3, 10),
 )
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-model = GossipDataParallel(net, optimizer, pace="strict", seed=56)
+model = GossipDataParallel(net, optimizer, pace="strict")
 
 sampler = DistributedSampler(train)
 loader = DataLoader(train, batch_size=32, sampler=sampler)

@@ -51,7 +51,7 @@ for digits in model.batches(loader):
 
 result = model.consolidate()
 bits = b"".join(value.detach().numpy().tobytes() for value in net.parameters())
-line = f"{hashlib.sha256(bits).hexdigest()} loss {loss.item():.3f} of {result.num_workers} workers"
+line = f"{hashlib.sha256(bits).hexdigest()} loss {loss.item():.3f} of {result.world_size} workers"
 print(f"worker {model.rank}: {line}")
 if len(sys.argv) > 1:
     Path(sys.argv[1], f"worker-{model.rank}.txt").write_text(line)

@@ -1,25 +1,45 @@
 """Fixtures shared by all tests."""
 
 import datetime
+import functools
 import gc
 import itertools
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import exploring
+import hypothesis
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from gossipdp.runtime.launcher import launch, start_fork_server
-from gossipdp.runtime.tls import TlsFiles
+from gossipdp.launcher.local import launch, start_fork_server
+from gossipdp.links.tls import TlsFiles, make_tls_files
 
 TESTS = Path(__file__).parent
+hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+hypothesis.settings.register_profile("explore", print_blob=True, deadline=None)
+hypothesis.settings.load_profile("fixed" if exploring.SEED is None else "explore")
 Workers = Callable[..., list[Any]]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let hypothesis draw from the seed that the header shows."""
+    if exploring.SEED is not None:
+        config.option.hypothesis_seed = str(exploring.SEED)
+
+
+def pytest_report_header() -> str:
+    """Say which examples are drawn."""
+    if exploring.SEED is None:
+        return "examples: the fixed set (GOSSIPDP_EXPLORE=1 draws others)"
+    return f"examples: GOSSIPDP_EXPLORE={exploring.SEED}"
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -39,7 +59,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
     if any(item.get_closest_marker("processes") for item in session.items):
-        start_fork_server(also=["gossipdp.simulate.batch", "numba"])
+        start_fork_server(also=["gossipdp.simulate.study", "numba"])
+
+
+def with_warnings_as_errors(function: Callable[..., Any], *args: Any) -> Any:
+    """Call it in a worker as the tests themselves are run."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+    return function(*args)
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +88,8 @@ def workers() -> Workers:
         module = sys.modules[function.__module__]
         if TESTS in Path(getattr(module, "__file__", "/")).parents:
             cloudpickle.register_pickle_by_value(module)
-        return launch(function, n, args, timeout_s=timeout_s, **options)
+        call = functools.partial(with_warnings_as_errors, function)
+        return launch(call, n, args, timeout_s=timeout_s, **options)
 
     return call
 
@@ -123,6 +151,7 @@ class Authority:
     def _write(self, name: str, data: bytes) -> Path:
         path = self._directory / name
         path.write_bytes(data)
+        path.chmod(0o600)
         return path
 
 
@@ -137,3 +166,9 @@ def new_authority(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], A
 def authority(new_authority: Callable[[str], Authority]) -> Authority:
     """The authority of the run under test."""
     return new_authority("the run's authority")
+
+
+@pytest.fixture(scope="session")
+def run_tls(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    """The one certificate of a run, and its key."""
+    return make_tls_files(tmp_path_factory.mktemp("tls"))

@@ -2,23 +2,25 @@
 
 The layers; each imports only those to its left (a test says so):
 
-    graph, dynamics  →  protocol  →  { simulate, runtime }  →  observe  →  parallel  →  cli
+    graph, dynamics  →  protocol  →  { simulate ; links → launcher → gossip → observe }  →  parallel
+    →  tasks, integrations, report  →  cli
 
 graph       topologies, exchange rates, the constants of A2CiD2
 dynamics    the (x, c) state of a worker and what flow, step and exchange do to it
 protocol    who exchanges when, membership, progress, termination: pure state machines
-simulate    the same protocol on a virtual clock
-runtime     the same protocol over sockets: links, the gossip thread, rendezvous, launchers
+links       bytes between two workers: frames, handshake, TCP, TLS, shared memory
+launcher    who am I, rendezvous, supervisor, launch()
+gossip      the gossip thread: exchanges, state transfers, averaging
 observe     what a run tells of itself: the log of each worker
+simulate    the same protocol on a virtual clock
 parallel    GossipDataParallel: the module wrapper, optimizer hooks, schedules, statistics
-workloads, report    built-in tasks; figures and pages from the logs
+tasks       built-in trainings: digits, bytes, CIFAR-10, ImageNet
+report      figures and pages from the logs
 integrations    callbacks and strategies for the training loops of other frameworks
-recipes     whole trainings from the original data: CIFAR-10, ImageNet, any text
-reproduce   the paper's results by the simulator, as a page
 cli         the command line
 
-The way of a parameter: optimizer.step → parallel/gossip_engine (boundary) → runtime/shared_state
-→ dynamics/state ← runtime/plain_exchange → runtime/tcp_link → the neighbour, and back the same way.
+The way of a parameter: optimizer.step → parallel/gossip_engine (boundary) → dynamics/chunks, update
+← gossip/codec ← gossip/exchange → links → the neighbour, and back the same way.
 """
 
 from importlib import import_module
@@ -35,21 +37,25 @@ if TYPE_CHECKING:
         SupersededError,
         WorkerFailedError,
     )
+    from gossipdp.launcher.local import launch
     from gossipdp.parallel.module import GossipDataParallel
-    from gossipdp.parallel.schedule import large_batch_schedule, parameter_groups
+    from gossipdp.parallel.options import Checkpoints, Monitor, Network
+    from gossipdp.parallel.schedule import ProgressLR, parameter_groups
     from gossipdp.parallel.stats import Consolidated, Stats
-    from gossipdp.runtime.launcher import launch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 # Imported on first use: `gossipdp plan` needs no torch, and `import gossipdp` nothing at all.
 _HOMES = {
     "GossipDataParallel": "gossipdp.parallel.module",
+    "Network": "gossipdp.parallel.options",
+    "Checkpoints": "gossipdp.parallel.options",
+    "Monitor": "gossipdp.parallel.options",
     "Stats": "gossipdp.parallel.stats",
     "Consolidated": "gossipdp.parallel.stats",
-    "large_batch_schedule": "gossipdp.parallel.schedule",
+    "ProgressLR": "gossipdp.parallel.schedule",
     "parameter_groups": "gossipdp.parallel.schedule",
-    "launch": "gossipdp.runtime.launcher",
+    "launch": "gossipdp.launcher.local",
     "GossipError": "gossipdp.errors",
     "RendezvousError": "gossipdp.errors",
     "RefusedError": "gossipdp.errors",
@@ -61,19 +67,22 @@ _HOMES = {
 }
 
 __all__ = [
+    "Checkpoints",
     "Consolidated",
     "GossipDataParallel",
     "GossipError",
     "ModelChangedError",
+    "Monitor",
+    "Network",
     "PeerLostError",
     "PoisonedError",
+    "ProgressLR",
     "RefusedError",
     "RendezvousError",
     "Stats",
     "SupersededError",
     "WorkerFailedError",
     "__version__",
-    "large_batch_schedule",
     "launch",
     "parameter_groups",
 ]

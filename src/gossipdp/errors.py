@@ -35,7 +35,7 @@ class PeerLostError(GossipError):
 
 
 class ModelChangedError(GossipError):
-    """The wrapped module's parameters were moved, replaced or unfrozen after wrapping."""
+    """The wrapped module's parameters were moved, replaced, unfrozen or written over."""
 
 
 class PoisonedError(GossipError):

@@ -28,7 +28,7 @@ from time_to_loss_worker import (
 )
 from torch import Tensor
 
-from gossipdp.simulate.compute_time import ConstantTime
+from gossipdp.simulate.scenario import ConstantTime
 
 ROUND = RoundRow(
     row="a2cid2",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp import GossipDataParallel
+from gossipdp import GossipDataParallel, Monitor
 from gossipdp.cli.main import main
 
 CHROMIUM = shutil.which("chromium")
@@ -44,7 +44,9 @@ pytestmark = [
 def _train(directory: Path) -> None:
     net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    model = GossipDataParallel(net, optimizer, budget_samples=40_000, log_dir=directory)
+    model = GossipDataParallel(
+        net, optimizer, budget_samples=40_000, monitor=Monitor(log_dir=directory)
+    )
     data = [(torch.randn(16, 16), torch.randint(2, (16,))) for _ in range(50)]
     for inputs, labels in model.batches(data):
         optimizer.zero_grad()

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from gossipdp.cli import demo
 from gossipdp.cli.demo import DemoArguments, run
 from gossipdp.cli.demo_faults import FaultInjector
-from gossipdp.observe.run_log import RunLog
-from gossipdp.workloads import Digits
+from gossipdp.observe.log import RunLog
 
 pytestmark = pytest.mark.processes
 
@@ -51,7 +51,7 @@ def test_a_death_that_nobody_asked_for_is_an_error_though_the_worker_comes_back(
 
     monkeypatch.setattr(FaultInjector, "poll", poll_and_kill)
     # The late stop keeps the run going until both are back, imports and all.
-    monkeypatch.setattr(Digits, "default_budget_samples", 6400)
+    monkeypatch.setitem(demo.DEFAULT_SAMPLES, "digits", 6400)
     results = tmp_path / "results.json"
     code = run(
         DemoArguments(

@@ -12,9 +12,8 @@ import pytest
 from run_processes import VARIABLES
 
 from gossipdp.cli.demo_worker import DIGEST, METRIC
-from gossipdp.observe.run_log import RunLog, RunLogTail, WorkerLog
-from gossipdp.observe.run_log_records import BeganRecord, worker_file
-from gossipdp.runtime.clock import since_boot_s
+from gossipdp.links.clock import since_boot_s
+from gossipdp.observe.log import BeganRecord, RunLog, RunLogTail, WorkerLog, worker_file
 
 pytestmark = pytest.mark.processes
 
@@ -100,6 +99,7 @@ def runs(hosts: Hosts, tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
     script, secret = tmp_path / "script.py", tmp_path / "secret"
     script.write_text(SCRIPT)
     secret.write_text("a secret of this test")
+    secret.chmod(0o600)
     started = []
     for node, name in enumerate(hosts.names):
         options = ["-n", "3", "--nnodes", "2", "--node-rank", str(node)]

@@ -28,14 +28,13 @@ from gossipdp.cli.demo import DemoArguments, averaged_together, prepare
 from gossipdp.cli.demo_faults import Fault, FaultInjector, fault_results
 from gossipdp.cli.demo_worker import own_average_file, read_results, train_worker
 from gossipdp.errors import WorkerFailedError
-from gossipdp.observe.run_log import RunLog, RunLogTail
-from gossipdp.observe.run_log_records import worker_file
+from gossipdp.gossip.loop import GossipLoop
+from gossipdp.launcher.local import launch
+from gossipdp.launcher.supervisor import Failure
+from gossipdp.links.clock import since_boot_s
+from gossipdp.observe.log import RunLog, RunLogTail, worker_file
 from gossipdp.report.live import WorkerProgress
-from gossipdp.runtime.clock import since_boot_s
-from gossipdp.runtime.crew import Failure
-from gossipdp.runtime.gossip_loop import GossipLoop
-from gossipdp.runtime.launcher import launch
-from gossipdp.workloads import make_workload
+from gossipdp.tasks import make_workload
 
 NUM_WORKERS = 6
 # After the last fault, for the last restart and a little training.
@@ -192,7 +191,7 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
     try:
         launch(
             train_with_cuts,
-            workers=NUM_WORKERS,
+            world_size=NUM_WORKERS,
             args=(task, cuts),
             environment={"TMPDIR": str(temporary)},
             timeout_s=(plan.duration_s if plan else 60.0) + PATIENCE_S,

@@ -52,13 +52,13 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 import torch
-from gossipdp import GossipDataParallel
+from gossipdp import Checkpoints, GossipDataParallel
 
 marks = Path(sys.argv[1])
 net = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 model = GossipDataParallel(
-    net, optimizer, graph="complete", checkpoint_dir=marks / "checkpoints", resume="auto"
+    net, optimizer, graph="complete", checkpoints=Checkpoints(marks / "checkpoints", resume="auto")
 )
 rank, life = model.rank, int(os.environ.get("GOSSIPDP_RESTARTS", "0"))
 job_life, before = os.environ.get("SLURM_RESTART_COUNT", "0"), model.stats().gradient_steps
@@ -81,7 +81,7 @@ if rank == 1 and life == 0 and job_life == "0":
     os.kill(os.getpid(), signal.SIGKILL)
 train_until(lambda: all_there("end"))
 done = model.consolidate()
-print("done", rank, job_life, done.num_workers, flush=True)
+print("done", rank, job_life, done.world_size, flush=True)
 """
 
 

@@ -104,4 +104,5 @@ MUTATIONS: dict[str, Mutate] = {
     "protocol_worker": records,
     "handshake_acceptor": handshake,
     "handshake_dialler": handshake,
+    "handshake_in_tls": lambda data, chance: data[:1] + handshake(data[1:], chance),
 }

@@ -23,7 +23,7 @@ WORK = ROOT / "runs" / "fuzz"
 MAX_INPUT_BYTES = 8192
 # One input may take this long at most; an endless loop is a failure too.
 INPUT_TIMEOUT_S = 10
-FUZZED = ["gossipdp.protocol", "gossipdp.runtime"]
+FUZZED = ["gossipdp.protocol", "gossipdp"]
 
 
 def main() -> int:

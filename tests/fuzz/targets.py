@@ -10,20 +10,45 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import networkx
+import torch
 
 from gossipdp.graph.constants import Constants
-from gossipdp.protocol import consolidation_messages as consolidation
-from gossipdp.protocol.membership import Member, Status
+from gossipdp.links.frames import (
+    BARE_TYPES,
+    HEADER_BYTES,
+    KEYLESS_TYPES,
+    MAX_CHUNK_BYTES,
+    MAX_CONTROL_BYTES,
+    MEMORY_SOCKET_BYTES,
+    ChunkKey,
+    FrameError,
+    FrameType,
+    pack_header,
+    pack_key,
+    parse_header,
+    run_tag,
+)
+from gossipdp.links.handshake import MAX_MESSAGE_BYTES, Handshake, HandshakeError, Identity, Stage
+from gossipdp.links.link import Link, LinkHandler
+from gossipdp.links.sockets import Stream
+from gossipdp.links.tcp_link import LinkOwner, TcpLink
+from gossipdp.parallel import skeleton
+from gossipdp.protocol import messages as consolidation
+from gossipdp.protocol.actions import Send
+from gossipdp.protocol.members import Member, ProgressEntry, Status
 from gossipdp.protocol.messages import (
     Abort,
     Accept,
+    AskAverage,
     AskLife,
     AskMembers,
+    AverageFailed,
     Busy,
     Cancel,
     Envelope,
@@ -35,34 +60,16 @@ from gossipdp.protocol.messages import (
     Pass,
     Propose,
     ProtocolError,
+    PullAverage,
     RequestState,
     RequestTraining,
     StateRefused,
+    TellAverage,
     TellLife,
     decode,
     encode,
 )
-from gossipdp.protocol.progress import ProgressEntry
-from gossipdp.protocol.worker import WorkerProtocol
-from gossipdp.runtime.frames import (
-    BARE_TYPES,
-    HEADER_BYTES,
-    KEYLESS_TYPES,
-    MAX_CHUNK_BYTES,
-    MAX_CONTROL_BYTES,
-    ChunkKey,
-    FrameError,
-    FrameType,
-    pack_header,
-    pack_key,
-    parse_header,
-    run_tag,
-)
-from gossipdp.runtime.handshake import MAX_MESSAGE_BYTES, Handshake, HandshakeError, Stage
-from gossipdp.runtime.identity import Identity
-from gossipdp.runtime.link import Link, LinkHandler
-from gossipdp.runtime.tcp_link import LinkOwner, TcpLink
-from gossipdp.runtime.tcp_stream import Stream
+from gossipdp.protocol.worker import Action, WorkerProtocol
 
 TAG = run_tag("run")
 SECRET = b"secret"
@@ -106,11 +113,12 @@ def frame_header_seeds() -> list[bytes]:
     return [
         pack_header(TAG, FrameType.SEGMENT_READY, 0, 0, segment=3),
         pack_header(TAG, FrameType.ACKNOWLEDGEMENT, 0, 0, num_read=7),
+        pack_header(TAG, FrameType.MEMORY_SOCKET, 0, MEMORY_SOCKET_BYTES),
         pack_header(TAG, FrameType.EXCHANGE_CHUNK, 0, 1000, key, segment=3, offset=1024),
         *(
             pack_header(TAG, kind, 0, 1000, None if kind in KEYLESS_TYPES else key)
             for kind in FrameType
-            if kind not in BARE_TYPES
+            if kind not in (*BARE_TYPES, FrameType.MEMORY_SOCKET)
         ),
     ]
 
@@ -121,13 +129,13 @@ def frame_header_seeds() -> list[bytes]:
 def _shake(machine: Handshake, data: bytes) -> None:
     """Feed a machine as a connection does, driving it on where it waits for its owner."""
     while True:
-        if machine.stage is Stage.CHALLENGED:
-            machine.answer(b"last link")
         if machine.stage is Stage.DECIDING:
             machine.welcome()
         wanted = machine.num_wanted
         assert 0 <= wanted <= MAX_MESSAGE_BYTES
         assert len(machine.take_output()) <= 2 * MAX_MESSAGE_BYTES
+        if machine.refusal is not None:
+            assert str(machine.refusal).isprintable()
         if not data or not wanted:
             return
         machine.receive(data[:wanted])
@@ -135,13 +143,16 @@ def _shake(machine: Handshake, data: bytes) -> None:
 
 
 def handshake_acceptor(data: bytes) -> None:
-    """No bytes but those of one that has the secret bring the acceptor to DONE."""
+    """No bytes without the proof of one that has the secret bring the acceptor to DONE."""
     machine = Handshake(identity(1), SECRET, dialler=False, nonce=NONCES[1])
     try:
         _shake(machine, data)
     except HandshakeError:
         return
-    assert machine.stage is not Stage.DONE or data.startswith(b"".join(_conversation()[0]))
+    if machine.stage is Stage.DONE:
+        assert _conversation()[0][1] in data
+        assert machine.peer is not None
+        assert (machine.peer.rank, machine.peer.run_id) == (0, "run")
 
 
 def handshake_dialler(data: bytes) -> None:
@@ -151,7 +162,33 @@ def handshake_dialler(data: bytes) -> None:
         _shake(machine, data)
     except HandshakeError:
         return
-    assert machine.stage is not Stage.DONE or data.startswith(b"".join(_conversation()[1]))
+    if machine.stage is Stage.DONE:
+        assert _conversation()[1][1][-32:] in data  # its HMAC
+        assert machine.peer is not None
+        assert machine.peer.rank == 1
+
+
+def handshake_in_tls(data: bytes) -> None:
+    """Without proofs: a link is of this run, between two ranks. The first byte says which end."""
+    dialler = bool(data[:1] and data[0] % 2)
+    machine = Handshake(identity(0), None, dialler=dialler, wanted_rank=1 if dialler else None)
+    try:
+        _shake(machine, data[1:])
+    except HandshakeError:
+        return
+    if machine.stage is Stage.DONE:
+        assert machine.peer is not None
+        assert machine.peer.rank == 1 if dialler else machine.peer.rank != 0
+        assert dialler or machine.peer.run_id == "run"
+
+
+def handshake_in_tls_seeds() -> list[bytes]:
+    """A hello, a welcome, and refusals."""
+    hello = Handshake(identity(1), None, dialler=True).take_output()
+    acceptor = Handshake(identity(1), None, dialler=False)
+    _feed(acceptor, Handshake(identity(0), None, dialler=True).take_output())
+    acceptor.welcome()
+    return [b"\0" + hello, b"\1" + acceptor.take_output(), *(b"\1" + r for r in _refusals(None))]
 
 
 @functools.cache
@@ -162,8 +199,6 @@ def _conversation() -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
     said: tuple[list[bytes], list[bytes]] = ([], [])
     for _ in range(2):
         for machine, other, words in ((dialler, acceptor, said[0]), (acceptor, dialler, said[1])):
-            if machine.stage is Stage.CHALLENGED:
-                machine.answer(b"last link")
             if machine.stage is Stage.DECIDING:
                 machine.welcome()
             words.append(machine.take_output())
@@ -179,12 +214,12 @@ def _feed(machine: Handshake, data: bytes) -> None:
         data = data[count:]
 
 
-def _refusals() -> list[bytes]:
+def _refusals(secret: bytes | None = SECRET) -> list[bytes]:
     words = []
     for field in ("run_id", "model"):
-        dialler = Handshake(identity(0), SECRET, dialler=True, wanted_rank=1, nonce=NONCES[0])
+        dialler = Handshake(identity(0), secret, dialler=True, wanted_rank=1, nonce=NONCES[0])
         odd = msgspec.structs.replace(identity(1), **{field: "other"})
-        acceptor = Handshake(odd, SECRET, dialler=False, nonce=NONCES[1])
+        acceptor = Handshake(odd, secret, dialler=False, nonce=NONCES[1])
         _feed(acceptor, dialler.take_output())
         words.append(acceptor.take_output())
     return words
@@ -233,6 +268,10 @@ def control_message_seeds() -> list[bytes]:
         StateRefused(1, "poisoned"),
         RequestTraining(2),
         OfferTraining(2, 1 << 20),
+        AskAverage(1, 7, (1, 0, 2)),
+        TellAverage(1, 7, 2, (2,)),
+        PullAverage(1, 7, 4),
+        AverageFailed(1, 7, 2, "gone"),
         AskLife(2, 1),
         TellLife(2, 1, True),
         AskMembers(1),
@@ -241,6 +280,7 @@ def control_message_seeds() -> list[bytes]:
         consolidation.BeginEpoch(epoch, ((0, 100), (2, 102)), average),
         consolidation.NewerEpoch(epoch),
         consolidation.Held(epoch, average),
+        consolidation.Mute(epoch, 2),
         consolidation.PullPartials(epoch, 0, 2),
         consolidation.PullResults(epoch, 0),
         consolidation.Distance(epoch, 0.5),
@@ -257,7 +297,7 @@ def _news() -> tuple[tuple[Member, ...], tuple[ProgressEntry, ...]]:
             Member(1, 2, 101, Status.DONE, "10.0.0.1", 4000, "10.0.0.9", 9401),
             Member(2, 0, 102, Status.LEFT, "::1", 1),
         ),
-        (ProgressEntry(1, 2, 101, 64, 2), ProgressEntry(0, 0, 100, 9, 9)),
+        (ProgressEntry(1, 101, 64, 2), ProgressEntry(0, 99, 9, 9)),
     )
 
 
@@ -266,6 +306,8 @@ def _news() -> tuple[tuple[Member, ...], tuple[ProgressEntry, ...]]:
 
 def protocol_worker(data: bytes) -> None:
     """Any sequence of messages that decode leaves the protocol able to go on.
+
+    What it answers can be said: it is encoded, and within the bounds of those who hear it.
 
     The first byte of each record is its length in units of 1 byte and the second says from whom,
     so that the fuzzer may cut and join real messages.
@@ -286,8 +328,8 @@ def protocol_worker(data: bytes) -> None:
     )
     now = 0.0
     for peer in (1, 2, 3):
-        worker.link_up(peer, now)
-    worker.release(now)
+        _say(worker.link_up(peer, now))
+    _say(worker.release(now))
     while len(data) >= 2:
         length, choice = data[0], data[1]
         record, data = data[2 : 2 + length], data[2 + length :]
@@ -295,19 +337,25 @@ def protocol_worker(data: bytes) -> None:
         peer = 1 + choice % 3
         match (choice >> 2) % 4:
             case 1:
-                worker.step(8, now)
+                _say(worker.step(8, now))
             case 2:
-                worker.done(now)
+                _say(worker.done(now))
             case 3:
-                worker.link_down(peer, now)
-                worker.link_up(peer, now)
+                _say(worker.link_down(peer, now))
+                _say(worker.link_up(peer, now))
         try:
             envelope = decode(record)
         except ProtocolError:
             continue
-        worker.receive(peer, envelope, now)
-        worker.poll(now)
+        _say(worker.receive(peer, envelope, now))
+        _say(worker.poll(now))
         worker.next_deadline(now)
+
+
+def _say(actions: Sequence[Action]) -> None:
+    for action in actions:
+        if isinstance(action, Send):
+            assert decode(encode(action.message)) == action.message
 
 
 @functools.cache
@@ -331,7 +379,7 @@ def protocol_worker_seeds() -> list[bytes]:
 class _Bytes(Stream):
     """Bytes that come in pieces whose sizes they name themselves."""
 
-    mixes_directions = False
+    connection: Any = None
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -396,25 +444,29 @@ class _Owner(LinkOwner):
     def __init__(self) -> None:
         self.handler = _Handler()
         self.tag = TAG
-        self.max_queued_chunks = 4
         self.clock = lambda: 0.0
         self.scratch = memoryview(bytearray(4096))
         self.segment = None
         self.ended: list[str] = []
+        self.memory_socket: bytes | None = None
 
     def link_has_output(self, link: TcpLink) -> None: ...
     def link_has_input(self, link: TcpLink) -> None: ...
-    def link_broken(self, link: TcpLink, reason: str) -> None: ...
-    def link_left_unread(self, link: TcpLink) -> None: ...
 
-    def link_ended(self, link: TcpLink, reason: str) -> None:
+    def link_found_memory_socket(self, link: TcpLink) -> None:
+        assert len(link.memory_socket) == MEMORY_SOCKET_BYTES
+        assert self.memory_socket is None
+        self.memory_socket = link.memory_socket
+
+    def link_ended(self, link: TcpLink, reason: str, *, broken: bool, unread: bool) -> None:
+        assert not unread
         self.ended.append(reason)
 
 
 def link_stream(data: bytes) -> None:
     """A link ends exactly once, whatever comes, and tells its handler only what is allowed."""
     owner = _Owner()
-    link = TcpLink(owner, _Bytes(data), identity(1), link_id=b"", dialler=0)
+    link = TcpLink(owner, _Bytes(data), identity(1), dialler=0)
     link.map(1, memoryview(bytes(4096)))
     while not link.closed:
         link.can_read = True
@@ -437,9 +489,41 @@ def link_stream_seeds() -> list[bytes]:
     frames += [
         pack_header(TAG, FrameType.EXCHANGE_CHUNK, 10, 900, key, segment=1, offset=64),
         pack_header(TAG, FrameType.ACKNOWLEDGEMENT, 11, 0),
-        pack_header(TAG, FrameType.EXCHANGE_CHUNK, 12, 901, key, segment=1, offset=4032),
+        pack_header(TAG, FrameType.MEMORY_SOCKET, 12, MEMORY_SOCKET_BYTES) + bytes(32),
+        pack_header(TAG, FrameType.EXCHANGE_CHUNK, 13, 901, key, segment=1, offset=4032),
     ]
     return [b"".join(frames[:count]) for count in range(1, len(frames) + 1)]
+
+
+# What describes another worker's optimizers' state.
+
+
+def state_skeleton(data: bytes) -> None:
+    """A skeleton is refused, or stands for a state that can be described again."""
+    try:
+        found = skeleton.decode(data)
+        if found.num_bytes > 1 << 20:
+            return  # the taker bounds it
+        state = found.unpack([room.zero_() for room in found.rooms()])
+    except ValueError:
+        return
+    text, tensors = skeleton.pack(state)
+    again, _ = skeleton.pack(skeleton.decode(text).unpack(tensors))
+    assert again == text
+
+
+def state_skeleton_seeds() -> list[bytes]:
+    """Of an optimizer, with its small tensors in the text and beside it; of odd values."""
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(3, 2)
+    optimizer.step()
+    odd = {1: (None, [2.5, float("nan")], Counter(a=1)), "t": torch.ones(2, 3, 4).permute(2, 0, 1)}
+    return [
+        skeleton.pack(state, inline)[0]
+        for state in (optimizer.state_dict(), odd)
+        for inline in (0, 1 << 10)
+    ]
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
@@ -448,16 +532,20 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
         frame_header,
         handshake_acceptor,
         handshake_dialler,
+        handshake_in_tls,
         control_message,
         protocol_worker,
         link_stream,
+        state_skeleton,
     )
 }
 SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "frame_header": frame_header_seeds,
     "handshake_acceptor": handshake_acceptor_seeds,
     "handshake_dialler": handshake_dialler_seeds,
+    "handshake_in_tls": handshake_in_tls_seeds,
     "control_message": control_message_seeds,
     "protocol_worker": protocol_worker_seeds,
     "link_stream": link_stream_seeds,
+    "state_skeleton": state_skeleton_seeds,
 }

@@ -42,7 +42,7 @@ if rank == 1:
 train_until((marks / "1.1").exists)
 done = model.consolidate()
 local = os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
-print("done", rank, life, *local, done.num_workers)
+print("done", rank, life, *local, done.world_size)
 """
 
 

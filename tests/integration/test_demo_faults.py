@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from gossipdp.cli.demo import DemoArguments, run
+from gossipdp.cli.demo import DEFAULT_SAMPLES, DemoArguments, run
 from gossipdp.cli.demo_worker import DIGEST
-from gossipdp.observe.run_log import RunLog
-from gossipdp.workloads import Digits
+from gossipdp.observe.log import RunLog
 
 pytestmark = pytest.mark.processes
 
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.processes
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the faults decide how long the run takes."""
-    monkeypatch.setattr(Digits, "default_budget_samples", 6400)
+    monkeypatch.setitem(DEFAULT_SAMPLES, "digits", 6400)
 
 
 def demo(directory: Path, **options: Any) -> tuple[int, dict[str, Any]]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp import GossipDataParallel
+from gossipdp import Checkpoints, GossipDataParallel, Network
 
 pytestmark = pytest.mark.processes
 SUPPORT = str(Path(__file__).parents[1] / "support")
@@ -50,15 +50,17 @@ def enter(kind: str, stack: contextlib.ExitStack) -> Any:
     sys.path.insert(0, SUPPORT)
     from deferred_device import DeferredDevice
 
-    from gossipdp.runtime import shared_state
+    from gossipdp.dynamics import chunks
+    from gossipdp.parallel import flat_parameters
 
     device = DeferredDevice(seed=int(os.environ["RANK"]))
 
-    def device_of(state: Any) -> Any:
-        device.adopt_state(state)
-        return device
+    class State(chunks.State):
+        def __init__(self, segments):
+            super().__init__(segments, device)
+            device.adopt_state(self)
 
-    shared_state.device_of = device_of
+    flat_parameters.State = State
     stack.enter_context(device.used())
     return device
 
@@ -72,7 +74,11 @@ def train(kinds: tuple[str, str], wire_format: str, folder: str) -> dict[str, An
         device = enter(kinds[rank], stack)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
         model = GossipDataParallel(
-            net, optimizer, wire_format=wire_format, checkpoint_dir=folder, start_timeout_s=30
+            net,
+            optimizer,
+            wire_format=wire_format,
+            checkpoints=Checkpoints(folder),
+            network=Network(start_timeout_s=30),
         )
         generator = torch.Generator().manual_seed(rank)
         inputs = torch.randn(8, 8, generator=generator).to(place)
@@ -107,9 +113,9 @@ def train(kinds: tuple[str, str], wire_format: str, folder: str) -> dict[str, An
 @pytest.mark.parametrize(
     ("kinds", "wire_format"),
     [
-        (("stand-in", "stand-in"), "parameters"),
+        (("stand-in", "stand-in"), "full"),
         (("host", "stand-in"), "lattice8"),
-        pytest.param(("cuda", "cuda"), "parameters", marks=CUDA),
+        pytest.param(("cuda", "cuda"), "full", marks=CUDA),
         pytest.param(("host", "cuda"), "lattice8", marks=CUDA),
     ],
     ids=["device", "mixed", "cuda", "mixed-cuda"],

@@ -22,4 +22,4 @@ def load_exits() -> ModuleType:
 def test_killed_gossipdp_run_leaves_nothing_but_a_last_checkpoint_of_each_worker(
     tmp_path: Path,
 ) -> None:
-    load_exits().check_the_end(tmp_path, "SIGKILL", from_spare=True)
+    load_exits().check_the_end(tmp_path, "SIGKILL")

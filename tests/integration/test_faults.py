@@ -16,11 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp import GossipDataParallel
+from gossipdp import GossipDataParallel, Network
 from gossipdp.errors import PoisonedError, WorkerFailedError
-from gossipdp.runtime.clock import since_boot_s
-from gossipdp.runtime.transfer import StateReceiver, StateSender
-from gossipdp.runtime.transfers import Transfers
+from gossipdp.gossip.transfer import Transfers
 
 pytestmark = pytest.mark.processes
 
@@ -39,7 +37,7 @@ class Worker:
     def __init__(self, directory: Path, **options: Any) -> None:
         self.net = make_net()
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.003)
-        options = {"timeout_s": SILENCE_S, "start_timeout_s": 30.0, **options}
+        options = {"network": Network(timeout_s=SILENCE_S, start_timeout_s=30.0), **options}
         self.model = GossipDataParallel(self.net, self.optimizer, **options)
         self.directory = directory
         self.life = int(os.environ.get("GOSSIPDP_RESTARTS") or 0)
@@ -106,8 +104,7 @@ class Worker:
             "exchanges": stats.exchanges_by_neighbour,
             "noticed": [dataclasses.asdict(notice) for notice in stats.noticed],
             "states_donated": stats.states_donated,
-            "donation_pause_s": stats.donation_pause_seconds,
-            "num_workers": result.num_workers,
+            "num_workers": result.world_size,
             "samples": result.samples,
             "bits": flat.numpy().tobytes().hex()[:4096],
             "is_finite": bool(flat.isfinite().all()),
@@ -208,15 +205,6 @@ def stop_for_a_while(directory: Path, goes_on: bool) -> None:
         (directory / "death-1").write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGSTOP)
         worker.note("went on")
-        went_on_s = since_boot_s()
-        worker.train_until(lambda: worker.noticed("refreshed"))
-        worker.note("refreshed")
-        stats = worker.model.stats()
-        refreshed_s = next(each.at_s for each in stats.noticed if each.kind == "refreshed")
-        # One that was under way may end with what had arrived of it; with the old parameters none
-        # begins.
-        for exchange in stats.recent_exchanges:
-            assert not went_on_s < exchange.started_s < refreshed_s
         worker.train_until_exchanged()
         worker.note("exchanged")
         worker.finish()
@@ -246,7 +234,6 @@ def test_a_stopped_worker_is_noticed_and_takes_part_again_when_it_goes_on(
             kinds = [notice["kind"] for notice in end["noticed"] if notice["rank"] == 1]
             assert [kind for kind in kinds if kind != "stopped"] == ["dead", "rejoined"]
     seen = ends[1]["seen"]
-    assert seen["refreshed"] - seen["went on"] < 2.0
     assert seen["exchanged"] - seen["went on"] < 3.0
 
 
@@ -265,22 +252,19 @@ def sleep_with_the_machine(directory: Path) -> None:
     if worker.model.rank == 1:
         read = time.clock_gettime
         time.clock_gettime = lambda clock: read(clock) + 3600 * (clock == time.CLOCK_BOOTTIME)
-        worker.train_until(lambda: worker.noticed("refreshed"))
         worker.train_until_exchanged()
         (directory / "awake").touch()
     worker.train_until((directory / "awake").exists)
     worker.finish()
 
 
-def test_a_worker_whose_machine_slept_takes_anothers_parameters(
-    workers: Callable, tmp_path: Path
-) -> None:
+def test_a_worker_whose_machine_slept_goes_on(workers: Callable, tmp_path: Path) -> None:
     workers(sleep_with_the_machine, 3, (tmp_path,))
     ends = diaries(tmp_path)
     assert [end["num_workers"] for end in ends] == [3, 3, 3]
     # It takes nobody for silent, and to the others it was not away for long.
     kinds = [[(notice["rank"], notice["kind"]) for notice in end["noticed"]] for end in ends]
-    assert kinds == [[], [(1, "refreshed")], []]
+    assert kinds == [[], [], []]
 
 
 def die_once(directory: Path, rank: int) -> None:
@@ -311,7 +295,7 @@ def test_a_worker_that_is_started_again_takes_anothers_state_and_goes_on(
         assert end["num_workers"] == 3
         if end["rank"] == rank:
             assert end["optimizer_steps"] >= 3
-            assert end["seen"]["exchanged"] > death_of(tmp_path, rank)  # how soon: make chaos
+            assert 0.0 < end["seen"]["exchanged"] - death_of(tmp_path, rank) < 15.0
         else:
             kinds = [notice["kind"] for notice in end["noticed"] if notice["rank"] == rank]
             assert kinds == ["dead", "rejoined"]
@@ -337,7 +321,7 @@ def fail_while_giving(directory: Path, what: str) -> None:
         if what == "dies when asked for its parameters":
             worker.transfers._give = fail
         else:
-            worker.transfers.give_training = fail
+            worker.transfers.offer = fail
     worker.train_until(lambda: worker.noticed("rejoined", 2))
     worker.finish()
     if worker.model.rank == 0 and what.startswith("stops"):
@@ -444,45 +428,34 @@ def test_two_that_join_at_once_get_a_rank_each(workers: Callable, tmp_path: Path
 
 
 def average_without(directory: Path, what: str) -> None:
-    """Rank 0 averages, and rank 2 fails or refuses at first; nobody trains."""
+    """Rank 0 averages, and rank 2 fails or refuses; nobody trains."""
     worker = Worker(directory, method="none")
-    rank, asked = worker.model.rank, directory / "asked"
+    rank, loop = worker.model.rank, worker.model._engine._loop
     values = [*worker.net.parameters(), worker.net[1].running_mean]  # of two chunks
     for value in values:
         value.data.fill_((1.0, 2.0, 4.0)[rank])
     (directory / f"ready-{rank}").touch()
     wait_for(*(directory / f"ready-{other}" for other in range(3)))
     if rank == 2 and what == "refuses":
-        refusals = iter(["it is being refreshed"] * 2)
-        worker.transfers._refusal = lambda: next(refusals, None)
-        (directory / "failing").touch()
+        loop.averages._refusal = lambda: "not just now"
     elif rank == 2:
         (directory / "pid-2").write_text(str(os.getpid()))
-        pump = StateSender.pump
+        send_on = loop.averages._send_on
 
-        def send_one_chunk_and_fail(sender: StateSender) -> None:
-            chunks = sender._chunks
-            sender._chunks = chunks[: 0 if what == "dies when asked" else 1]
-            pump(sender)
-            sender._chunks = chunks
-            if what == "dies when asked" or asked.exists():
+        def send_one_chunk_and_fail(request, link) -> None:
+            if what != "dies when asked":
+                request.stop = min(request.stop, 1)
+                send_on(request, link)
+            if what == "dies when asked" or request.num_freed == 1:
                 os.kill(os.getpid(), signal.SIGSTOP if what == "stops" else signal.SIGKILL)
 
-        StateSender.pump = send_one_chunk_and_fail
-        (directory / "failing").touch()
+        loop.averages._send_on = send_one_chunk_and_fail
+    (directory / f"set-{rank}").touch()
     if rank:
         wait_for(directory / "averaged")
         worker.finish()
         return
-    landed = StateReceiver.landed
-
-    def note(receiver: StateReceiver) -> None:
-        landed(receiver)
-        if receiver.peer == 2:
-            asked.touch()
-
-    StateReceiver.landed = note
-    wait_for(directory / "failing")
+    wait_for(directory / "set-2")
     own = [value.detach().clone() for value in values]
     began_s = time.monotonic()
     with worker.model.averaged():
@@ -510,46 +483,62 @@ def test_averaged_goes_on_without_a_worker_that_fails_meanwhile(
         workers(average_without, 3, (tmp_path, what))
     ends = diaries(tmp_path)
     assert [end["rank"] for end in ends] == [0, 1]
-    # What it has sent counts, and is divided by the number of those that sent it.
-    first = 1.5 if what == "dies when asked" else (1 + 2 + 4) / 3
-    *parameters, (buffer,) = ends[0]["found"]
-    assert parameters == [[pytest.approx(first)]] * 6
-    assert buffer == 1.5
+    assert ends[0]["found"] == [[1.5]] * 7  # what it had sent does not count
     assert ends[0]["took_s"] < SILENCE_S + 2.0
 
 
-def test_averaged_waits_for_a_worker_that_is_being_refreshed(
+def test_averaged_goes_on_without_a_worker_that_has_no_state_to_give(
     workers: Callable, tmp_path: Path
 ) -> None:
     workers(average_without, 3, (tmp_path, "refuses"))
     ends = diaries(tmp_path)
     assert len(ends) == 3
-    assert ends[0]["found"] == [[pytest.approx((1 + 2 + 4) / 3)]] * 7
+    assert ends[0]["found"] == [[1.5]] * 7
 
 
-def turn_to_nan(directory: Path, on_poison: str, at_once: bool) -> None:
-    """Rank 1 does; with ``at_once`` it averages before an exchange may find that."""
-    worker = Worker(directory, on_poison=on_poison)
+def hang(directory: Path) -> None:
+    """The training loop of rank 2 does, while its gossip thread beats."""
+    worker = Worker(directory)
+    worker.train_until_exchanged()
+    if worker.model.rank == 2:
+        wait_for(directory / "end-0", directory / "end-1")
+        worker.model.close()
+        return
+    began_s = time.monotonic()
+    result = worker.model.consolidate(timeout_s=1.0)
+    took_s = time.monotonic() - began_s
+    values = [value.tolist() for value in worker.net.state_dict().values()]
+    (directory / f"end-{worker.model.rank}.new").write_text(
+        json.dumps([result.world_size, took_s, values])
+    )
+    (directory / f"end-{worker.model.rank}.new").rename(directory / f"end-{worker.model.rank}")
+
+
+def test_consolidate_goes_on_without_a_training_loop_that_hangs(
+    workers: Callable, tmp_path: Path
+) -> None:
+    workers(hang, 3, (tmp_path,))
+    one, other = (json.loads((tmp_path / f"end-{rank}").read_text()) for rank in (0, 1))
+    assert one[0] == other[0] == 2
+    assert one[2] == other[2]
+    assert 1.0 <= one[1] < 10.0
+
+
+def turn_to_nan(directory: Path, on_nonfinite: str) -> None:
+    """Rank 1 does."""
+    worker = Worker(directory, on_nonfinite=on_nonfinite)
     worker.train_until_exchanged()
     if worker.model.rank == 1:
         for parameter in worker.net.parameters():
             parameter.grad.fill_(math.nan)
         worker.optimizer.step()
-        if on_poison != "refresh":
-            # With "stop" found by consolidate, if by no exchange before.
-            end = worker.model.consolidate if on_poison == "stop" else partial(worker.train, 9)
-            with pytest.raises(PoisonedError):
-                end()
-            worker.model.close()
-            return
-        if at_once:
-            with worker.model.averaged():
-                assert all(value.isfinite().all() for value in worker.net.parameters())
-            assert worker.noticed("refreshed")
-        worker.train_until(lambda: worker.noticed("refreshed"))
-        worker.train_until_exchanged()
-    else:
-        worker.train(2.0)
+        # With "stop" found by consolidate, if by no exchange before.
+        end = worker.model.consolidate if on_nonfinite == "stop" else partial(worker.train, 9)
+        with pytest.raises(PoisonedError):
+            end()
+        worker.model.close()
+        return
+    worker.train(2.0)
     worker.finish(
         optimizer_is_finite=all(
             bool(value.isfinite().all())
@@ -559,15 +548,10 @@ def turn_to_nan(directory: Path, on_poison: str, at_once: bool) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("on_poison", "at_once"),
-    [("stop", False), ("refresh", False), ("refresh", True), ("exit", False)],
-)
-def test_poison_is_not_averaged_and_may_be_cured(
-    workers: Callable, tmp_path: Path, on_poison: str, at_once: bool
-) -> None:
-    workers(turn_to_nan, 3, (tmp_path, on_poison, at_once))
+@pytest.mark.parametrize("on_nonfinite", ["stop", "exit"])
+def test_poison_is_not_averaged(workers: Callable, tmp_path: Path, on_nonfinite: str) -> None:
+    workers(turn_to_nan, 3, (tmp_path, on_nonfinite))
     ends = diaries(tmp_path)
-    assert [end["rank"] for end in ends] == ([0, 1, 2] if on_poison == "refresh" else [0, 2])
-    assert {end["num_workers"] for end in ends} == {len(ends)}
+    assert [end["rank"] for end in ends] == [0, 2]
+    assert {end["num_workers"] for end in ends} == {2}
     assert all(end["optimizer_is_finite"] for end in ends)

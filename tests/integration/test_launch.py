@@ -16,8 +16,8 @@ import pytest
 from run_processes import runs
 
 from gossipdp.errors import WorkerFailedError
-from gossipdp.runtime import crew, launcher
-from gossipdp.runtime.launcher import launch
+from gossipdp.launcher import supervisor
+from gossipdp.launcher.local import launch
 
 pytestmark = pytest.mark.processes
 
@@ -26,9 +26,8 @@ def all_reduce_beside_a_rendezvous(rendezvous_first: bool) -> tuple:
     import torch
     import torch.distributed as dist
 
-    from gossipdp.runtime.environment import Environment
-    from gossipdp.runtime.rendezvous import Rendezvous
-    from gossipdp.runtime.settings import Settings
+    from gossipdp.launcher.environment import Environment
+    from gossipdp.launcher.rendezvous import Rendezvous, Settings
 
     def reduce() -> float:
         dist.init_process_group("gloo")
@@ -72,8 +71,8 @@ def test_without_a_launcher_worker_0_hosts_the_store(
 
 
 def arrive_alone() -> None:
-    from gossipdp.runtime.environment import Environment
-    from gossipdp.runtime.rendezvous import Rendezvous
+    from gossipdp.launcher.environment import Environment
+    from gossipdp.launcher.rendezvous import Rendezvous
 
     if os.environ["RANK"] == "1":
         Rendezvous.open(Environment.read(), timeout_s=0.5)
@@ -135,17 +134,16 @@ def test_a_failure_before_the_start_ends_the_others_and_names_the_rank(
         workers(fail_on, 3, ((1,),))
     assert time.monotonic() - before < 5
     assert "in fail_on" in str(raised.value)
-    assert "forked_worker" not in str(raised.value)
+    assert "launcher/local" not in str(raised.value)
     # However late the machine lets one of them fail, the others' failures do not end it first.
-    monkeypatch.setattr(crew, "GRACE_S", 30)
+    monkeypatch.setattr(supervisor, "GRACE_S", 30)
     with pytest.raises(WorkerFailedError, match=r"^workers 0, 1, 2 raised KeyError"):
         workers(fail_on, 3, ((0, 1, 2),))
 
 
 def begin_then_fail(directory: str) -> None:
-    from gossipdp.runtime.environment import Environment
-    from gossipdp.runtime.rendezvous import Rendezvous
-    from gossipdp.runtime.settings import Settings
+    from gossipdp.launcher.environment import Environment
+    from gossipdp.launcher.rendezvous import Rendezvous, Settings
 
     rendezvous = Rendezvous.open(Environment.read(), timeout_s=30)
     rendezvous.meet(("127.0.0.1", 1), Settings((), "a2cid2", "ring", "1", "float32"))
@@ -187,8 +185,8 @@ def test_on_poll_is_called_and_what_it_raises_ends_the_run(workers: Callable) ->
 
 
 def test_mistakes_are_told() -> None:
-    with pytest.raises(ValueError, match="workers is 0; launch at least one"):
-        launch(os.getpid, workers=0)
+    with pytest.raises(ValueError, match="world_size is 0; launch at least one"):
+        launch(os.getpid, world_size=0)
     with pytest.raises(ValueError, match="cannot send <built-in function print> and its arg"):
         launch(print, 1, (threading.Lock(),))
 
@@ -255,31 +253,16 @@ def test_a_second_sigterm_kills_at_once(
 ) -> None:
     sent_at: list[float] = []
 
-    def signal_twice(running: crew.Crew, timeout_s: float, wait: Callable = launcher._wait) -> None:
+    def signal_twice() -> None:
         if (tmp_path / "here").exists() and len(sent_at) < 2:
             sent_at.append(time.monotonic())
             signal.raise_signal(signal.SIGTERM)
-        wait(running, timeout_s)
 
-    monkeypatch.setattr(launcher, "_wait", signal_twice)
-    monkeypatch.setattr(crew, "PATIENCE_S", 60)
+    monkeypatch.setattr(supervisor, "PATIENCE_S", 60)
     with pytest.raises(SystemExit) as ended:
-        workers(stay_whatever_comes, 1, (str(tmp_path),))
+        workers(stay_whatever_comes, 1, (str(tmp_path),), on_poll=signal_twice)
     assert ended.value.code == 128 + signal.SIGTERM
     assert time.monotonic() - sent_at[1] < 5
-
-
-def test_a_worker_that_the_crew_does_not_know_is_ended(
-    workers: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(crew.Crew, "add", interrupted)
-    before = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        workers(time.sleep, 1, (20,))
-    assert time.monotonic() - before < 10
 
 
 def test_nothing_is_left_when_the_caller_is_killed(tmp_path: Path) -> None:
@@ -287,7 +270,7 @@ def test_nothing_is_left_when_the_caller_is_killed(tmp_path: Path) -> None:
     functions = inspect.getsource(stay)
     script.write_text(
         "import os, subprocess, time\nfrom pathlib import Path\n"
-        f"from gossipdp.runtime.launcher import launch\n{functions}\n"
+        f"from gossipdp.launcher.local import launch\n{functions}\n"
         f"if __name__ == '__main__':\n    launch(stay, 2, ({str(tmp_path)!r},))\n"
     )
     with subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE) as caller:

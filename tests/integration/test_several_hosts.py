@@ -15,9 +15,9 @@ pytestmark = pytest.mark.processes
 
 SCRIPT = """
 import os, sys
-from gossipdp.runtime.environment import Environment
-from gossipdp.runtime.rendezvous import Rendezvous
-from gossipdp.runtime.settings import Settings
+from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.rendezvous import Rendezvous
+from gossipdp.launcher.rendezvous import Settings
 
 environment = Environment.read()
 if sys.argv[1:] == ["--fail"] and environment.rank == 1:
@@ -44,7 +44,7 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=VARIABLES,
+        env={**VARIABLES, "GOSSIPDP_SECRET": 2 * "sixteen letters."} if before else VARIABLES,
     )
 
 
@@ -82,7 +82,7 @@ def test_a_failure_before_all_met_ends_the_run_everywhere(script: Path, rendezvo
         start(0, rendezvous, script, "--fail"), start(1, rendezvous, script, "--fail")
     )
     assert (first[0], second[0]) == (1, 1)
-    told = "the run ended before it had begun: on another host worker 1 ended with exit code 1"
+    told = "the run ended on another host before it began: worker 1 ended with exit code 1"
     assert told in first[2]
     assert "ValueError: no good" in second[2]
 

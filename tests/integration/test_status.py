@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp import GossipDataParallel, WorkerFailedError
-from gossipdp.observe.job import JobStatus
-from gossipdp.observe.status_board import StatusBoard
-from gossipdp.observe.status_client import StatusPoll
-from gossipdp.runtime.environment import show_address
+from gossipdp import GossipDataParallel, Monitor, Network, WorkerFailedError
+from gossipdp.launcher.environment import show_address
+from gossipdp.observe.board import JobStatus, StatusBoard
+from gossipdp.observe.client import StatusPoll
 
 pytestmark = pytest.mark.processes
 
@@ -25,7 +24,13 @@ def train(directory: Path, method: str) -> None:
     """Until the file ``enough`` is there; worker 0 tells where it shows its status."""
     net = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    model = GossipDataParallel(net, optimizer, method=method, timeout_s=1.0, status_port=0)
+    model = GossipDataParallel(
+        net,
+        optimizer,
+        method=method,
+        network=Network(timeout_s=1.0),
+        monitor=Monitor(status_port=0),
+    )
     if model.rank == 0:
         assert model._status is not None
         (directory / "new").write_text(show_address(*model._status.address))

@@ -13,22 +13,22 @@ import pytest
 import torch
 from run_processes import VARIABLES
 
-from gossipdp import GossipDataParallel
+from gossipdp import GossipDataParallel, Network
 from gossipdp.cli.main import main
 from gossipdp.errors import RefusedError, RendezvousError
-from gossipdp.runtime.environment import read_addresses
-from gossipdp.runtime.run_id_query import ask_run_id
-from gossipdp.runtime.tls import Tls, TlsFiles, TlsStream
+from gossipdp.launcher.environment import read_addresses
+from gossipdp.launcher.team import ask_run_id
+from gossipdp.links.tls import Tls, TlsFiles, TlsStream, make_tls_files
 
 SCRIPT = """
 import torch
-from gossipdp import GossipDataParallel
-from gossipdp.runtime.tls import TlsStream
+from gossipdp import GossipDataParallel, Network
+from gossipdp.links.tls import TlsStream
 
 torch.manual_seed(0)
 net = torch.nn.Linear(50, 20)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-model = GossipDataParallel(net, optimizer, graph="complete", start_timeout_s=60)
+model = GossipDataParallel(net, optimizer, graph="complete", network=Network(start_timeout_s=60))
 for _ in range(200):
     optimizer.zero_grad()
     model(torch.randn(8, 50)).square().mean().backward()
@@ -37,19 +37,19 @@ links = list(model._engine._loop.transport.links.values())
 secured = all(isinstance(link.stream, TlsStream) and link.stream.is_secured for link in links)
 result = model.consolidate()
 total = sum(parameter.double().sum().item() for parameter in net.parameters())
-print(f"links {len(links) > 0} secured {secured} workers {result.num_workers} total {total!r}")
+print(f"links {len(links) > 0} secured {secured} workers {result.world_size} total {total!r}")
 """
 
 
-def options(files: Any) -> list[str]:
-    return ["--tls-cert", f"{files.cert}", "--tls-key", f"{files.key}", "--tls-ca", f"{files.ca}"]
+def options(files: TlsFiles) -> list[str]:
+    words = ["--tls-cert", f"{files.cert}", "--tls-key", f"{files.key}"]
+    return words if files.ca == files.cert else [*words, "--tls-ca", f"{files.ca}"]
 
 
-@pytest.mark.processes
-def test_a_run_over_tls(authority: Any, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    words = ["run", "-n", "2", *options(authority.issue()), str(script)]
+def run_two(script: Path, text: str, files: TlsFiles) -> list[str]:
+    """What the two workers of a run print at their end."""
+    script.write_text(text)
+    words = ["run", "-n", "2", *options(files), str(script)]
     done = subprocess.run(
         [sys.executable, "-m", "gossipdp.cli.main", *words],
         capture_output=True,
@@ -58,9 +58,50 @@ def test_a_run_over_tls(authority: Any, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    ends = {line.partition("] ")[2] for line in done.stdout.splitlines()}
+    return [line.partition("] ")[2] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("own_authority", [False, True])
+def test_a_run_over_tls(
+    own_authority: bool, run_tls: TlsFiles, authority: Any, tmp_path: Path
+) -> None:
+    files = authority.issue() if own_authority else run_tls
+    ends = set(run_two(tmp_path / "train.py", SCRIPT, files))
     assert len(ends) == 1, ends  # the same bits on all
     assert next(iter(ends)).startswith("links True secured True workers 2 total ")
+
+
+RENEWING = """
+import logging, torch
+from gossipdp import GossipDataParallel, Network
+from gossipdp.links import tls
+
+tls.MAX_RECORDS = 300
+said = []
+logging.getLogger("gossipdp").setLevel("INFO")
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("gossipdp").addHandler(handler)
+net = torch.nn.Linear(50, 20)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+network = Network(start_timeout_s=60, shared_memory="off")
+model = GossipDataParallel(net, optimizer, graph="complete", network=network)
+while model.stats().exchanges < 300:
+    optimizer.zero_grad()
+    model(torch.randn(8, 50)).square().mean().backward()
+    optimizer.step()
+num_deaths = sum(notice.kind == "died" for notice in model.stats().noticed)
+result = model.consolidate()
+num_renewed = sum("TLS key" in text or "closed by the peer" in text for text in said)
+print(f"renewed {num_renewed > 2} deaths {num_deaths} workers {result.world_size}")
+"""
+
+
+@pytest.mark.processes
+def test_training_goes_on_while_links_get_new_keys(run_tls: TlsFiles, tmp_path: Path) -> None:
+    ends = run_two(tmp_path / "train.py", RENEWING, run_tls)
+    assert ends == ["renewed True deaths 0 workers 2"] * 2
 
 
 def test_one_clear_error_before_any_worker_starts(
@@ -88,14 +129,16 @@ def wrap(**arguments: Any) -> GossipDataParallel:
     return GossipDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1), **arguments)
 
 
-def test_the_arguments_are_checked_when_a_module_is_wrapped(authority: Any) -> None:
+def test_the_arguments_are_checked_when_a_module_is_wrapped(
+    authority: Any, run_tls: TlsFiles
+) -> None:
     files = authority.issue()
-    with pytest.raises(ValueError, match=r"give tls_ca \(--tls-ca, GOSSIPDP_TLS_CA\)"):
-        wrap(tls_cert=files.cert, tls_key=files.key)
+    with pytest.raises(ValueError, match=r"give tls_key \(--tls-key, GOSSIPDP_TLS_KEY\)"):
+        Network(tls_cert=files.cert, tls_ca=files.ca)
     expired = authority.issue(-9, -1)
     with pytest.raises(ValueError, match="has expired"):
-        wrap(tls_cert=expired.cert, tls_key=str(expired.key), tls_ca=expired.ca)
-    wrap(tls_cert=files.cert, tls_key=str(files.key), tls_ca=files.ca).close()
+        wrap(network=Network(tls_cert=expired.cert, tls_key=str(expired.key), tls_ca=expired.ca))
+    wrap(network=Network(tls_cert=run_tls.cert, tls_key=str(run_tls.key))).close()
 
 
 def test_all_reduce_is_not_passed_off_as_protected(
@@ -103,28 +146,30 @@ def test_all_reduce_is_not_passed_off_as_protected(
 ) -> None:
     files = authority.issue()
     with pytest.raises(ValueError, match="would send everything in the clear"):
-        wrap(method="allreduce", tls_cert=files.cert, tls_key=files.key, tls_ca=files.ca)
+        wrap(
+            method="allreduce",
+            network=Network(tls_cert=files.cert, tls_key=files.key, tls_ca=files.ca),
+        )
     for name in ("cert", "key", "ca"):
         monkeypatch.setenv(f"GOSSIPDP_TLS_{name.upper()}", str(getattr(files, name)))
     with pytest.raises(ValueError, match="would send everything in the clear"):
         wrap(method="allreduce")
 
 
-def refuse_plain(cert: str, key: str, ca: str) -> str:
+def refuse_plain(cert: str, key: str) -> str:
     """Worker 1 has TLS, worker 0 has none."""
     rank = int(os.environ["RANK"])
-    arguments = {"tls_cert": cert, "tls_key": key, "tls_ca": ca} if rank else {}
+    arguments = {"tls_cert": cert, "tls_key": key} if rank else {}
     try:
-        wrap(start_timeout_s=20, **arguments).close()
+        wrap(network=Network(start_timeout_s=20, **arguments)).close()
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     return "wrapped"
 
 
 @pytest.mark.processes
-def test_a_worker_without_tls_among_others(workers: Callable[..., Any], authority: Any) -> None:
-    files = authority.issue()
-    found = workers(refuse_plain, 2, args=(str(files.cert), str(files.key), str(files.ca)))
+def test_a_worker_without_tls_among_others(workers: Callable[..., Any], run_tls: TlsFiles) -> None:
+    found = workers(refuse_plain, 2, args=(str(run_tls.cert), str(run_tls.key)))
     assert any("RefusedError" in text and "TLS is o" in text for text in found), found
 
 
@@ -146,8 +191,8 @@ def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
         os.environ["GOSSIPDP_RUN_ID"] = ask_run_id(known, Tls(files))
     net = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    paths = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.ca}
-    model = GossipDataParallel(net, optimizer, start_timeout_s=30, **paths)
+    paths = {"tls_cert": files.cert, "tls_key": files.key}
+    model = GossipDataParallel(net, optimizer, network=Network(start_timeout_s=30, **paths))
     transport = model._engine._loop.transport
     if model.rank == 0:
         address.with_suffix(".new").write_text(f"127.0.0.1:{transport.identity.port}")
@@ -163,7 +208,7 @@ def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
     wait_until(lambda: model.stats().exchanges >= wanted, step)
     links = list(transport.links.values())
     secured = [isinstance(link.stream, TlsStream) and link.stream.is_secured for link in links]
-    num_workers = model.consolidate().num_workers
+    num_workers = model.consolidate().world_size
     return f"{secured} of {num_workers}: {[value.tolist() for value in net.parameters()]}"
 
 
@@ -177,9 +222,9 @@ def wait_until(condition: Callable[[], bool], step: Callable[[], None] = lambda:
 
 @pytest.mark.processes
 def test_a_worker_joins_a_run_over_tls(
-    workers: Callable[..., Any], authority: Any, new_authority: Any, tmp_path: Path
+    workers: Callable[..., Any], run_tls: TlsFiles, tmp_path: Path
 ) -> None:
-    files, stranger = authority.issue(), new_authority("another authority").issue()
-    found = workers(join_over_tls, 3, args=(tmp_path, files, stranger))
+    stranger = make_tls_files(tmp_path / "another run")
+    found = workers(join_over_tls, 3, args=(tmp_path, run_tls, stranger))
     assert len(set(found)) == 1, "the same bits on all"
     assert found[0].startswith("[True, True] of 3: "), found

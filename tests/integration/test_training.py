@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
-from gossipdp import GossipDataParallel
+from gossipdp import GossipDataParallel, Network
 from gossipdp.errors import WorkerFailedError
 
 pytestmark = pytest.mark.processes
@@ -68,7 +68,7 @@ CASES = {
     "gossip, odd number": (3, ("gossip", "complete", "AdamW", {})),
     "two workers": (2, ("a2cid2", "ring", "AdamW", {})),
     "star, bfloat16": (4, ("a2cid2", "star", "SGD", {"bfloat16": True})),
-    "strict pace": (4, ("a2cid2", "ring", "SGD", {"pace": "strict", "max_lag": 1})),
+    "strict pace": (4, ("a2cid2", "ring", "SGD", {"pace": "strict"})),
     "none": (2, ("none", "ring", "SGD", {})),
     "allreduce": (2, ("allreduce", "ring", "SGD", {})),
 }
@@ -84,7 +84,7 @@ def test_all_start_from_rank_0_and_end_with_the_same_bits(workers: Callable, cas
         assert torch.equal(end, ends[0])
     assert not torch.equal(starts[0], ends[0])
     assert set(outcomes) == {outcomes[0]}
-    assert outcomes[0].num_workers == num_workers
+    assert outcomes[0].world_size == num_workers
     assert outcomes[0].gradient_steps == 40 * num_workers
     assert outcomes[0].gradient_steps_by_rank == dict.fromkeys(range(num_workers), 40)
     assert outcomes[0].samples == 40 * 32 * num_workers
@@ -289,7 +289,7 @@ def die_in_mid_training(folder: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     train(model, optimizer, 60)
     result = model.consolidate()
-    torch.save((flat(net), result.num_workers), f"{folder}/{model.rank}.pt")
+    torch.save((flat(net), result.world_size), f"{folder}/{model.rank}.pt")
 
 
 def test_the_others_go_on_and_consolidate_when_rank_0_is_killed(workers: Callable, tmp_path: Path):
@@ -303,7 +303,7 @@ def differ(what: str) -> None:
     odd = os.environ["RANK"] == "1"
     net = nn.Linear(8, 3 if odd and what == "model" else 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    options: dict[str, Any] = {"start_timeout_s": 10.0}
+    options: dict[str, Any] = {"network": Network(start_timeout_s=10.0)}
     if odd and what == "secret":
         options["secret"] = "another"
     elif odd and what == "method":
@@ -315,7 +315,7 @@ def differ(what: str) -> None:
     elif odd and what == "absent":
         time.sleep(60)
     elif what == "absent":
-        options["start_timeout_s"] = 1.0
+        options["network"] = Network(start_timeout_s=1.0)
     GossipDataParallel(net, optimizer, **options).consolidate()
 
 
@@ -359,7 +359,9 @@ def test_under_allreduce_one_worker_may_evaluate_without_the_others(workers: Cal
 def train_in_step() -> timedelta:
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    model = GossipDataParallel(net, optimizer, method="allreduce", start_timeout_s=30.0)
+    model = GossipDataParallel(
+        net, optimizer, method="allreduce", network=Network(start_timeout_s=30.0)
+    )
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     train(model, optimizer, 2)
     model.consolidate()

@@ -92,7 +92,7 @@ chunks = st.integers(0, 12)
     most_queued=st.integers(1, 4),
     data=st.data(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_both_ends_apply_the_same_once_and_end(certain, undecodable, window, most_queued, data):
     ends = [End(certain, failing, window, most_queued) for failing in undecodable]
     moves = data.draw(st.lists(st.integers(0, 3), max_size=200), label="order")

@@ -6,11 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import MomentumState, PaperState
 from torch import Tensor
 
-from gossipdp.dynamics.arithmetic import TorchArithmetic
-from gossipdp.dynamics.reference import MomentumState, PaperState
-from gossipdp.dynamics.state import Role, Segment, State
+from gossipdp.dynamics.chunks import Role, Segment, State
 
 ETA = 0.37
 ALPHA_TILDE = 1.9
@@ -50,27 +49,25 @@ class FastWorker:
     def flow(self, duration: float) -> None:
         self.theta += ETA * duration
         for chunk in self.state.chunks:
-            chunk.flow_to(self.theta)
+            chunk.flow(self.theta)
 
     def step(self, increment: Tensor) -> None:
         self.segment.x += increment.to(self.segment.x.dtype)
 
     def boundary(self) -> None:
         for chunk in self.state.chunks:
-            chunk.boundary(self.theta, TorchArithmetic(torch.empty_like(chunk.pending)))
+            chunk.boundary(self.theta)
 
     def snapshots(self) -> list[Tensor]:
         outs = []
         for chunk in self.state.chunks:
             outs.append(torch.empty(chunk.num_elements, dtype=self.wire))
-            arithmetic = TorchArithmetic(torch.empty_like(chunk.pending))
-            assert chunk.snapshot_at(self.theta, outs[-1], arithmetic)
+            assert chunk.snapshot(self.theta, outs[-1])
         return outs
 
     def exchange(self, mine: list[Tensor], peers: list[Tensor]) -> None:
         for chunk, one, other in zip(self.state.chunks, mine, peers, strict=True):
-            arithmetic = TorchArithmetic(torch.empty_like(chunk.pending))
-            chunk.exchange(self.theta, one, other, ALPHA_TILDE, arithmetic)
+            chunk.exchange(self.theta, one, other, ALPHA_TILDE)
 
     @property
     def x(self) -> Tensor:
@@ -128,7 +125,7 @@ def rounding_bound(script) -> float:
     return (1 + len(script)) * NUM_WORKERS * largest * 2.0**-23
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(events)
 def test_momentum_form_equals_the_papers_equations(script):
     ours = run_reference(script, lambda x: MomentumState(x, torch.zeros_like(x)))
@@ -139,7 +136,7 @@ def test_momentum_form_equals_the_papers_equations(script):
         assert torch.allclose(one.x + one.c, other.x_tilde, atol=1e-11 * scale, rtol=0)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(events)
 def test_fast_version_equals_the_reference(script):
     reference = run_reference(script, lambda x: MomentumState(x, torch.zeros_like(x)))
@@ -150,7 +147,7 @@ def test_fast_version_equals_the_reference(script):
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(script=events)
 def test_the_mean_of_z_moves_only_by_gradient_steps(wire, script):
     """Flow and exchange conserve it to rounding, also with snapshots rounded to bfloat16."""
@@ -163,7 +160,7 @@ def test_the_mean_of_z_moves_only_by_gradient_steps(wire, script):
     assert torch.allclose(total, expected, atol=rounding_bound(script), rtol=0)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(script=events)
 def test_bfloat16_parameters_keep_their_rounding_remainder(script):
     """X + pending follows the float32 run although x itself holds 8 bits."""
@@ -178,7 +175,7 @@ def test_without_an_exchange_a_boundary_changes_no_bit():
     values = torch.tensor([-0.0, 0.0, 1e-40, 1.0])
     segment = Segment(values.clone(), Role.TRAINED)
     (chunk,) = State([segment]).chunks
-    chunk.boundary(3.0, TorchArithmetic(torch.empty(4)))
+    chunk.boundary(3.0)
     assert torch.equal(torch.signbit(segment.x), torch.signbit(values))
     assert torch.equal(segment.x, values)
 
@@ -189,7 +186,7 @@ def test_flow_to_the_end_leaves_z_and_no_momentum():
     worker.exchange(mine, peers)
     z = worker.z
     for chunk in worker.state.chunks:
-        chunk.boundary(math.inf, TorchArithmetic(torch.empty_like(chunk.pending)))
+        chunk.boundary(math.inf)
     assert torch.equal(worker.segment.c, torch.zeros_like(z))
     assert torch.allclose(worker.segment.x, z, atol=1e-15)
 

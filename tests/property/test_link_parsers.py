@@ -9,10 +9,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipdp.runtime.frames import (
+from gossipdp.links.frames import (
     BARE_TYPES,
     HEADER_BYTES,
     KEYLESS_TYPES,
@@ -25,8 +25,7 @@ from gossipdp.runtime.frames import (
     parse_header,
     run_tag,
 )
-from gossipdp.runtime.handshake import Handshake, HandshakeError, Stage
-from gossipdp.runtime.identity import Identity
+from gossipdp.links.handshake import MAGIC, VERSION, Handshake, HandshakeError, Identity, Stage
 
 FUZZ = Path(__file__).parents[1] / "fuzz"
 TAG = run_tag("run")
@@ -107,11 +106,13 @@ def take(machine: Handshake, data: bytes) -> None:
         data = data[count:]
 
 
-@given(st.binary(max_size=5000), st.booleans(), st.booleans())
-def test_random_bytes_never_open_a_link(data: bytes, dialler: bool, prefixed: bool) -> None:
-    machine = Handshake(identity(0), SECRET, dialler=dialler)
+@given(st.binary(max_size=5000), st.booleans(), st.booleans(), st.sampled_from([SECRET, None]))
+def test_random_bytes_never_open_a_link(
+    data: bytes, dialler: bool, prefixed: bool, secret: bytes | None
+) -> None:
+    machine = Handshake(identity(0), secret, dialler=dialler)
     if prefixed:
-        data = b"GDPH\x01" + len(data).to_bytes(2, "little") + data
+        data = MAGIC + bytes([VERSION]) + len(data).to_bytes(2, "little") + data
     try:
         take(machine, data)
     except HandshakeError:
@@ -120,17 +121,16 @@ def test_random_bytes_never_open_a_link(data: bytes, dialler: bool, prefixed: bo
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_a_changed_handshake_never_opens_a_link(data: st.DataObject) -> None:
-    """Whatever byte of whatever message changes on the way, the two never both end DONE."""
+    """Whatever byte of whatever message changes on the way: never a link between others, or of
+    another run, or without the proofs of both.
+    """
     dialler = Handshake(identity(0), SECRET, dialler=True, wanted_rank=1)
     acceptor = Handshake(identity(1), SECRET, dialler=False)
     changed = data.draw(st.integers(0, 3), label="which message")
     number = 0
     try:
         while True:
-            if dialler.stage is Stage.CHALLENGED:
-                dialler.answer(b"")
             if acceptor.stage is Stage.DECIDING:
                 acceptor.welcome()
             speaker, listener = (dialler, acceptor) if number % 2 == 0 else (acceptor, dialler)
@@ -144,7 +144,12 @@ def test_a_changed_handshake_never_opens_a_link(data: st.DataObject) -> None:
             number += 1
     except HandshakeError:
         pass
-    assert not (dialler.stage is Stage.DONE and acceptor.stage is Stage.DONE)
+    if dialler.stage is Stage.DONE and acceptor.stage is Stage.DONE:
+        assert changed in (0, 3)  # a hello or a welcome, of which the proofs cover ranks and run
+        assert dialler.peer is not None
+        assert acceptor.peer is not None
+        assert (dialler.peer.rank, acceptor.peer.rank) == (1, 0)
+        assert acceptor.peer.run_id == "run"
 
 
 @given(st.integers(1, 60))
@@ -152,8 +157,6 @@ def test_bytes_may_come_in_any_pieces(size: int) -> None:
     dialler = Handshake(identity(0), SECRET, dialler=True, wanted_rank=1)
     acceptor = Handshake(identity(1), SECRET, dialler=False)
     for _ in range(4):
-        if dialler.stage is Stage.CHALLENGED:
-            dialler.answer(b"")
         if acceptor.stage is Stage.DECIDING:
             acceptor.welcome()
         for speaker, listener in ((dialler, acceptor), (acceptor, dialler)):
@@ -186,7 +189,6 @@ def test_what_is_really_said_passes_every_target(name: str) -> None:
 
 @pytest.mark.parametrize("name", targets.TARGETS)
 @given(data=st.data())
-@settings(deadline=None)
 def test_any_bytes_pass_every_target(name: str, data: st.DataObject) -> None:
     """Random ones, and real ones with a few bytes changed."""
     said = bytearray(
@@ -201,7 +203,6 @@ def test_any_bytes_pass_every_target(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", mutation.MUTATIONS)
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(deadline=None)
 def test_nearly_valid_messages_pass_every_target(name: str, seed: int) -> None:
     """A value of a message replaced, repeated, dropped or moved."""
     chance = random.Random(seed)
@@ -209,18 +210,3 @@ def test_nearly_valid_messages_pass_every_target(name: str, seed: int) -> None:
     for _ in range(chance.randrange(1, 6)):
         said = mutation.MUTATIONS[name](said, chance)
     targets.TARGETS[name](said)
-
-
-def test_a_handshake_message_has_one_form() -> None:
-    """Trailing values that are the default may not be left out, nor numbers be written longer."""
-    dialler = Handshake(identity(0), SECRET, dialler=True, wanted_rank=1)
-    said = dialler.take_output()
-    body = said[7:]
-    assert body.startswith(b"\x93\x01\xa3run")
-    for other in (
-        body.replace(b"\x93\x01\xa3run", b"\xdc\x00\x03\x01\xa3run"),
-        body.replace(b"\xa3run", b"\xd9\x03run"),
-    ):
-        acceptor = Handshake(identity(1), SECRET, dialler=False)
-        with pytest.raises(HandshakeError, match="one form"):
-            take(acceptor, said[:5] + len(other).to_bytes(2, "little") + other)

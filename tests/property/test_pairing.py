@@ -13,15 +13,15 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_faults.network import FaultyNetwork
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.clock import StepClock
 from gossipdp.protocol.messages import Propose
 from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
-from gossipdp.simulate.conditions import Conditions
-from gossipdp.simulate.engine import Engine
-from gossipdp.simulate.network import Network, make_workers
+from gossipdp.simulate.network import make_workers
+from gossipdp.simulate.traffic import Conditions
 
 TRAINING_S = 40.0
 LATEST_END_S = TRAINING_S + 120.0
@@ -81,7 +81,7 @@ SCENARIOS = st.builds(
 )
 
 
-def make_network(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> Network:
+def make_network(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> FaultyNetwork:
     constants = Constants.of(scenario.graph, scenario.comm_rate)
     workers = make_workers(constants, seed=scenario.seed, policy_name=scenario.policy_name)
     random = Random(scenario.seed)
@@ -100,12 +100,17 @@ def make_network(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> 
         transfer_s=lambda sender, receiver: random.uniform(*scenario.transfer_s),
         step_s=lambda rank: random.uniform(*scenario.step_s),
         detection_s=lambda sender, receiver: random.uniform(0.0, 0.2),
-        cut_at_messages=scenario.cut_at_messages,
     )
-    return Network(Engine(), workers, constants.edges, conditions)
+    return FaultyNetwork(
+        workers,
+        constants.edges,
+        conditions,
+        lost_at_messages=scenario.cut_at_messages,
+        keeps_exchanges=True,
+    )
 
 
-def check_run(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> Network:
+def check_run(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> FaultyNetwork:
     """Train, end, and check all that must hold; the network itself refuses overlaps."""
     network = make_network(scenario, pairing_class)
     engine = network.engine
@@ -117,25 +122,28 @@ def check_run(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> Net
 
     for worker in network.workers.values():
         assert worker.pairing.state == Idle(), f"rank {worker.rank} is stuck"
+        if scenario.latency_s[1] <= 0.1 and not scenario.cut_at_messages:
+            # Waits end by themselves: the time-out, which gives up proposals, is for liars.
+            assert worker.proposals_unanswered == 0, f"rank {worker.rank} was stuck"
         assert not worker.pairing._waiting.parked
     assert network.left.keys() == network.workers.keys()
-    for record in network.records.values():
+    for record in network.exchanges.values():
         assert len({end.alpha_tilde for end in record.ends.values()}) == 1
         assert record.id.initiator in record.ends or len(record.ends) == 1
         assert all(end.ended is not None for end in record.ends.values())
     return network
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(SCENARIOS)
 def test_no_overlap_no_deadlock_and_both_ends_agree(scenario: Scenario) -> None:
     network = check_run(scenario)
     if not scenario.cut_at_messages:
-        assert all(record.is_complete for record in network.records.values())
+        assert all(record.is_complete for record in network.exchanges.values())
         assert all(worker.exchanges_failed == 0 for worker in network.workers.values())
 
 
-@settings(derandomize=True, deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(SCENARIOS)
 def test_proposals_that_are_withdrawn_from_late_peers_leave_nobody_stuck(
     scenario: Scenario,
@@ -144,7 +152,7 @@ def test_proposals_that_are_withdrawn_from_late_peers_leave_nobody_stuck(
     check_run(replace(scenario, latency_s=(0.0, 4.0)))
 
 
-@settings(derandomize=True, deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(SCENARIOS)
 def test_everybody_keeps_exchanging(scenario: Scenario) -> None:
     network = make_network(scenario)
@@ -168,13 +176,13 @@ def test_everybody_keeps_exchanging(scenario: Scenario) -> None:
             assert count > before[rank]
 
 
-@settings(derandomize=True, deadline=None, max_examples=5)
+@settings(max_examples=5)
 @given(SCENARIOS)
 def test_same_seed_same_trace(scenario: Scenario) -> None:
     first, second = make_network(scenario), make_network(scenario)
     for network in (first, second):
         network.engine.run(until=TRAINING_S)
-    assert first.records == second.records
+    assert first.exchanges == second.exchanges
     assert first.num_messages == second.num_messages
     assert first.engine.num_events == second.engine.num_events
 
@@ -185,10 +193,10 @@ def test_same_seed_same_trace(scenario: Scenario) -> None:
 class Overlapping(Pairing):
     """Accepts while it exchanges."""
 
-    def _on_propose(self, peer: int, proposal: Propose) -> list[PairingAction]:
-        if isinstance(self._state, Exchanging):
-            return self._accept(peer, proposal)
-        return super()._on_propose(peer, proposal)
+    def asked(self, peer: int, proposal: Propose) -> list[PairingAction]:
+        if isinstance(self.state, Exchanging):
+            return self.accept(peer, proposal)
+        return super().asked(peer, proposal)
 
 
 class LosingBusy(Pairing):
@@ -196,20 +204,20 @@ class LosingBusy(Pairing):
 
     num_busy = 0
 
-    def _busy(self, peer: int, proposal: Propose) -> list[PairingAction]:
+    def refuse(self, peer: int, proposal: Propose) -> list[PairingAction]:
         self.num_busy += 1
-        return super()._busy(peer, proposal) if self.num_busy % 3 else []
+        return super().refuse(peer, proposal) if self.num_busy % 3 else []
 
 
 class WaitingDownward(Pairing):
     """Parks proposals of higher ranks too: waits may form a cycle."""
 
-    def _on_propose(self, peer: int, proposal: Propose) -> list[PairingAction]:
-        state = self._state
+    def asked(self, peer: int, proposal: Propose) -> list[PairingAction]:
+        state = self.state
         if isinstance(state, Proposing) and state.peer != peer:
-            self._waiting.parked[peer] = proposal
+            self.park(peer, proposal)
             return []
-        return super()._on_propose(peer, proposal)
+        return super().asked(peer, proposal)
 
 
 def in_phase_on(graph_name: str, num_workers: int, **changes: object) -> Scenario:
@@ -234,11 +242,11 @@ def test_overlapping_exchanges_are_caught() -> None:
 
 
 def test_a_lost_busy_is_caught() -> None:
-    with pytest.raises(AssertionError, match="is stuck"):
+    with pytest.raises(AssertionError, match=r"(is|was) stuck"):
         check_run(in_phase_on("ring", 5), LosingBusy)
 
 
 def test_a_cycle_of_waits_is_caught() -> None:
     check_run(in_phase_on("complete", 6))
-    with pytest.raises(AssertionError, match="is stuck"):
+    with pytest.raises(AssertionError, match=r"(is|was) stuck"):
         check_run(in_phase_on("complete", 6), WaitingDownward)

@@ -2,53 +2,63 @@
 
 from __future__ import annotations
 
-import pytest
+from simulated_faults.draws import draw_schedule
+from simulated_faults.run import Outcome, run_schedule
 
 from gossipdp.protocol.actions import Send
-from gossipdp.protocol.membership import Membership
+from gossipdp.protocol.members import Membership
 from gossipdp.protocol.messages import Propose
 from gossipdp.protocol.pairing import Exchanging, Pairing, PairingAction
-from gossipdp.simulate.fault_draws import draw_schedule
-from gossipdp.simulate.fault_run import Outcome, run_schedule
+from gossipdp.protocol.worker import WorkerProtocol
 
 MOST = 50
 LARGEST = 8
 """Small ones are enough."""
 
 
-def first_caught() -> Outcome:
+def first_caught(worker_type: type[WorkerProtocol]) -> Outcome:
     for seed in range(MOST):
-        outcome = run_schedule(draw_schedule(seed, largest=LARGEST))
+        outcome = run_schedule(draw_schedule(seed, largest=LARGEST), worker_type=worker_type)
         if outcome.broken:
             return outcome
     raise AssertionError(f"{MOST} schedules found nothing")
 
 
-def test_overlapping_exchanges_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that accepts a proposal while it exchanges with another."""
-    on_propose = Pairing._on_propose
+class Overlapping(WorkerProtocol):
+    """Accepts a proposal while it exchanges with another."""
 
-    def overlap(self: Pairing, peer: int, proposal: Propose) -> list[PairingAction]:
-        if isinstance(self._state, Exchanging):
-            return self._accept(peer, proposal)
-        return on_propose(self, peer, proposal)
-
-    monkeypatch.setattr(Pairing, "_on_propose", overlap)
-    assert first_caught().broken == "one exchange at a time"
+    class pairing_type(Pairing):
+        def asked(self, peer: int, proposal: Propose) -> list[PairingAction]:
+            if isinstance(self.state, Exchanging):
+                return self.accept(peer, proposal)
+            return super().asked(peer, proposal)
 
 
-def test_a_lost_busy_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that notes who has to wait, and does not say so: who asked waits for ever."""
-    busy = Pairing._busy
+class LosingBusy(WorkerProtocol):
+    """Notes who has to wait, and does not say so: who asked waits for ever."""
 
-    def silent(self: Pairing, peer: int, proposal: Propose) -> list[PairingAction]:
-        return [action for action in busy(self, peer, proposal) if not isinstance(action, Send)]
-
-    monkeypatch.setattr(Pairing, "_busy", silent)
-    assert first_caught().broken == "no deadlock"
+    class pairing_type(Pairing):
+        def refuse(self, peer: int, proposal: Propose) -> list[PairingAction]:
+            actions = super().refuse(peer, proposal)
+            return [action for action in actions if not isinstance(action, Send)]
 
 
-def test_the_dead_who_are_not_removed_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Membership, "declare_dead", lambda self, rank: False)
+class BuryingNobody(WorkerProtocol):
+    """Declares nobody dead."""
+
+    class membership_type(Membership):
+        def declare_dead(self, rank: int) -> bool:
+            return False
+
+
+def test_overlapping_exchanges_are_caught() -> None:
+    assert first_caught(Overlapping).broken == "one exchange at a time"
+
+
+def test_a_lost_busy_is_caught() -> None:
+    assert first_caught(LosingBusy).broken == "no deadlock"
+
+
+def test_the_dead_who_are_not_removed_are_caught() -> None:
     # In the first schedule somebody crashes before, or only during, consolidation.
-    assert first_caught().broken in ("views converge", "consolidation ends")
+    assert first_caught(BuryingNobody).broken in ("views converge", "consolidation ends")

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from simulated_faults.network import FaultyNetwork
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
-from gossipdp.protocol.consolidation_messages import ConsolidationMessage
-from gossipdp.protocol.messages import Envelope
-from gossipdp.simulate.conditions import Conditions
-from gossipdp.simulate.engine import Engine
-from gossipdp.simulate.network import Network, make_workers
+from gossipdp.protocol.messages import ConsolidationMessage, Envelope
+from gossipdp.simulate.network import Loss, make_workers
+from gossipdp.simulate.traffic import Conditions
 
 NUM_WORKERS = 6
 
 
-class Forgetful(Network):
+class Forgetful(FaultyNetwork):
     """Loses one consolidation message on its way, on a link that stays up."""
 
-    lost: int
+    lost = 0
     seen = 0
 
-    def _deliver(self, link: Any, rank: int, peer: int, envelope: Envelope) -> None:
+    def carries(self, rank: int, peer: int, envelope: Envelope) -> Envelope | Loss:
         if isinstance(envelope.message, ConsolidationMessage):
             self.seen += 1
             if self.seen == self.lost:
-                return
-        super()._deliver(link, rank, peer, envelope)
+                return "message lost"
+        return envelope
 
 
 @pytest.mark.parametrize("lost", range(1, 36))
@@ -40,7 +37,6 @@ def test_consolidation_ends_although_a_message_is_lost(lost: int) -> None:
         step_s=lambda rank: 0.1,
     )
     network = Forgetful(
-        Engine(),
         make_workers(constants, seed=0, num_chunks=2, timeout_s=5.0),
         constants.edges,
         conditions,

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gossipdp.dynamics.state import State
-from gossipdp.runtime.queued_device import Mark, QueuedDevice
+from gossipdp.dynamics import update
+from gossipdp.dynamics.chunks import State
+from gossipdp.dynamics.device import Mark, QueuedDevice
 
 MAIN, GOSSIP = "main", "gossip"
 aten = torch.ops.aten
@@ -61,6 +62,7 @@ class DeferredDevice(QueuedDevice):
     """
 
     def __init__(self, seed: int, breaks: tuple[str, ...] = ()) -> None:
+        super().__init__()
         self.breaks = breaks
         self.on_finish: Callable[[], None] | None = None
         self.num_deferred = 0
@@ -88,6 +90,7 @@ class DeferredDevice(QueuedDevice):
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """What this thread does with the device's tensors is deferred."""
+        update._kept.rooms.clear()  # scratch that was made before is not the device's
         with _Deferred(self):
             yield
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from gossipdp.runtime.launcher import launch, start_fork_server
+from gossipdp.launcher.local import launch, start_fork_server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # What is the wrapper in each; plain_ddp has none.

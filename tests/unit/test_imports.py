@@ -30,4 +30,4 @@ def test_beyond_torch_the_module_imports_little() -> None:
     # Parts of torch that `import torch` leaves out are left out for their time.
     assert not [name for name in modules if name.startswith("torch.")]
     layers = {name.split(".")[1] for name in modules if name.startswith("gossipdp.")}
-    assert not layers & {"cli", "integrations", "recipes", "report", "reproduce", "simulate"}
+    assert not layers & {"cli", "integrations", "tasks", "report", "simulate"}

@@ -32,8 +32,8 @@ def test_the_variable_chooses_the_level(
     monkeypatch.setenv("GOSSIPDP_LOG", "info")
     monkeypatch.setenv("RANK", "3")
     logs.configure()
-    logging.getLogger("gossipdp.runtime").info("hello")
-    logging.getLogger("gossipdp.runtime").debug("hidden")
+    logging.getLogger("gossipdp").info("hello")
+    logging.getLogger("gossipdp").debug("hidden")
     assert capsys.readouterr().err.endswith(" gossipdp worker 3 INFO: hello\n")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gossipdp.cli.demo_faults import least_duration_s, parse_faults
-from gossipdp.cli.output_files import check_output
+from gossipdp.cli.option_checks import check_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
     from gossipdp.cli.demo_faults import Fault, Injection
     from gossipdp.cli.demo_worker import DemoTask, WorkerResult
-    from gossipdp.runtime.crew import Failure
-    from gossipdp.workloads import Workload
+    from gossipdp.launcher.supervisor import Failure
+    from gossipdp.tasks.workload import Workload
 
 WorkloadName = Literal["digits", "pystdlib"]
 MethodName = Literal["a2cid2", "gossip", "allreduce", "none"]
+DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib": 6_000}
+"""Over all workers: about half a minute of training on two cores."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def run(arguments: DemoArguments) -> int:
     """
     check(arguments)
 
-    from gossipdp.runtime.launcher import launch, start_fork_server
+    from gossipdp.launcher.local import launch, start_fork_server
 
     start_fork_server()  # it imports torch while this process does so too
     from rich.console import Console
@@ -97,7 +99,7 @@ def run(arguments: DemoArguments) -> int:
     from gossipdp.cli.demo_faults import FaultInjector, fault_results
     from gossipdp.cli.demo_worker import read_results, train_worker
     from gossipdp.errors import WorkerFailedError
-    from gossipdp.observe.run_log import RunLog
+    from gossipdp.observe.log import RunLog
     from gossipdp.report.live import LiveView
 
     workload, task = prepare(arguments)
@@ -130,7 +132,7 @@ def run(arguments: DemoArguments) -> int:
         try:
             launch(
                 train_worker,
-                workers=arguments.workers,
+                world_size=arguments.workers,
                 args=(task,),
                 pin=arguments.pin,
                 on_poll=poll,
@@ -199,16 +201,16 @@ def check(arguments: DemoArguments) -> None:
     build_graph(arguments.graph, arguments.workers, seed=arguments.seed)
 
 
-def prepare(arguments: DemoArguments) -> tuple[Workload, DemoTask]:
+def prepare(arguments: DemoArguments) -> tuple[Workload[Any], DemoTask]:
     """The workload, and the task of every worker, from arguments that were checked."""
     from gossipdp.cli.demo_worker import DemoTask
-    from gossipdp.workloads import make_workload
+    from gossipdp.tasks import make_workload
 
     workload = make_workload(arguments.workload, disjoint=arguments.disjoint)
     if arguments.disjoint:
         # Raises where a share of the data would be too small, before a worker does.
         workload.train_loader(0, arguments.workers, arguments.seed)
-    samples = arguments.samples or workload.default_budget_samples
+    samples = arguments.samples or DEFAULT_SAMPLES[arguments.workload]
     faults = _faults(arguments)
     least_s = 0.0
     if arguments.samples is None:
@@ -244,12 +246,7 @@ def prepare(arguments: DemoArguments) -> tuple[Workload, DemoTask]:
 
 
 def _faults(arguments: DemoArguments) -> tuple[Fault, ...]:
-    return parse_faults(
-        arguments.kill,
-        arguments.stop,
-        num_workers=arguments.workers,
-        restart=arguments.restart,
-    )
+    return parse_faults(arguments.kill, arguments.stop, num_workers=arguments.workers)
 
 
 def parse_slow_worker(text: str | None, num_workers: int) -> tuple[int, float] | None:
@@ -289,7 +286,7 @@ def averaged_together(results: list[WorkerResult]) -> list[WorkerResult]:
 
 
 def summarize(
-    workload: Workload, task: DemoTask, results: list[WorkerResult], metric: float
+    workload: Workload[Any], task: DemoTask, results: list[WorkerResult], metric: float
 ) -> dict[str, Any]:
     """What ``--json`` writes but for the faults; ``metric`` is the averaged model's.
 
@@ -329,7 +326,7 @@ def _default_output(arguments: DemoArguments) -> Path:
 
 def _clear(directory: Path) -> None:
     """Remove what a former run left here, so that no worker of it is taken for one of this."""
-    from gossipdp.observe.run_log_records import FILE_PATTERN
+    from gossipdp.observe.log import FILE_PATTERN
 
     directory.mkdir(parents=True, exist_ok=True)
     for pattern in (
@@ -357,7 +354,7 @@ def _opening(arguments: DemoArguments, task: DemoTask) -> str:
     return f"{text}, start them again" if arguments.restart else text
 
 
-def _evaluate(workload: Workload, task: DemoTask, averaged: list[WorkerResult]) -> float:
+def _evaluate(workload: Workload[Any], task: DemoTask, averaged: list[WorkerResult]) -> float:
     """The metric of the averaged model, of which one worker's file is kept."""
     import torch
 
@@ -404,7 +401,7 @@ def _not_back(faults: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _table(workload: Workload, results: list[WorkerResult]) -> Table:
+def _table(workload: Workload[Any], results: list[WorkerResult]) -> Table:
     from rich.table import Table
 
     table = Table()
@@ -431,7 +428,7 @@ def _table(workload: Workload, results: list[WorkerResult]) -> Table:
     return table
 
 
-def _lines(workload: Workload, task: DemoTask, summary: dict[str, Any]) -> list[str]:
+def _lines(workload: Workload[Any], task: DemoTask, summary: dict[str, Any]) -> list[str]:
     steps = [worker["gradient_steps"] for worker in summary["workers"]]
     lines = [
         f"{_words(workload.metric_name)} of the averaged model: "
@@ -477,8 +474,7 @@ def _write_reports(console: Console, arguments: DemoArguments, task: DemoTask) -
     from rich.markup import escape
 
     from gossipdp.cli.demo_worker import average_file
-    from gossipdp.observe.run_log import RunLog
-    from gossipdp.observe.run_log_records import FILE_PATTERN
+    from gossipdp.observe.log import FILE_PATTERN, RunLog
     from gossipdp.report.figures import draw_run
     from gossipdp.report.tensorboard import tensorboard_is_installed, write_tensorboard
 

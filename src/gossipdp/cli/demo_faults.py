@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from gossipdp.runtime.clock import since_boot_s
+from gossipdp.links.clock import since_boot_s
 
 if TYPE_CHECKING:
-    from gossipdp.observe.run_log import RunLog
+    from gossipdp.launcher.supervisor import Failure
+    from gossipdp.observe.log import RunLog
     from gossipdp.report.live import WorkerProgress
-    from gossipdp.runtime.crew import Failure
 
 # How long after a fault all who could notice it have.
 KILL_NOTICED_S, STOP_NOTICED_S = 1.0, 6.0
@@ -35,34 +35,25 @@ class Fault:
     at_s: float
     for_s: float = 0.0
 
-    @property
-    def end_s(self) -> float:
-        """When it is over."""
-        return self.at_s + self.for_s
-
     def __str__(self) -> str:
         if self.kind == "kill":
             return f"kill worker {self.rank} at {self.at_s:g} s"
         return f"stop worker {self.rank} at {self.at_s:g} s for {self.for_s:g} s"
 
 
-def parse_faults(
-    kill: str | None, stop: str | None, *, num_workers: int, restart: bool
-) -> tuple[Fault, ...]:
+def parse_faults(kill: str | None, stop: str | None, *, num_workers: int) -> tuple[Fault, ...]:
     """The faults of ``--kill`` and ``--stop``, in order of time.
 
     Args:
         kill: such as ``"0@5s,3@9s"``.
         stop: such as ``"2@4s:8s"``.
         num_workers: of the run.
-        restart: who was killed is started again.
 
     Raises:
-        ValueError: it cannot be read, a rank does not exist, a worker would be killed or stopped
-            after it was killed for good, or nobody would be left.
+        ValueError: it cannot be read, a rank does not exist or is named twice, or all are named.
 
     Example:
-        >>> print(*parse_faults("3@9s,0@5", "2@4s:8s", num_workers=4, restart=False), sep="; ")
+        >>> print(*parse_faults("3@9s,0@5", "2@4s:8s", num_workers=4), sep="; ")
         stop worker 2 at 4 s for 8 s; kill worker 0 at 5 s; kill worker 3 at 9 s
     """
     number = r"(\d+(?:\.\d+)?)s?"
@@ -88,16 +79,25 @@ def parse_faults(
             )
         if fault.kind == "stop" and fault.for_s == 0:
             raise ValueError(f"--stop {stop}: stop a worker for longer than 0 s")
-    faults.sort(key=lambda fault: (fault.at_s, fault.rank))
-    _check_order(faults, restart)
-    _check_survivors(faults, num_workers, restart)
-    return tuple(faults)
+    ranks = [fault.rank for fault in faults]
+    twice = next((rank for rank in ranks if ranks.count(rank) > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"--kill and --stop name worker {twice} twice; one fault befalls a worker at most"
+        )
+    if len(ranks) == num_workers:
+        raise ValueError(
+            f"--kill and --stop name all {num_workers} workers; spare at least one, so that "
+            "somebody goes on"
+        )
+    return tuple(sorted(faults, key=lambda fault: (fault.at_s, fault.rank)))
 
 
 def least_duration_s(faults: Sequence[Fault], *, restart: bool) -> float:
     """How long a run must train so that all faults happen, are noticed, and are got over."""
     after = [
-        fault.end_s + (BACK_S if restart and fault.kind == "kill" else AFTER_S) for fault in faults
+        fault.at_s + fault.for_s + (BACK_S if restart and fault.kind == "kill" else AFTER_S)
+        for fault in faults
     ]
     noticed = [fault.at_s + STOP_NOTICED_S + 1 for fault in faults if fault.kind == "stop"]
     return max(after + noticed, default=0.0)
@@ -105,41 +105,6 @@ def least_duration_s(faults: Sequence[Fault], *, restart: bool) -> float:
 
 def _words(text: str | None) -> list[str]:
     return [] if text is None else [word.strip() for word in text.split(",")]
-
-
-def _check_order(faults: Sequence[Fault], restart: bool) -> None:
-    """No fault befalls a worker that is gone, or stopped already."""
-    over_s: dict[int, float] = {}
-    for fault in faults:
-        if fault.at_s < over_s.get(fault.rank, 0.0):
-            raise ValueError(
-                f"cannot {fault}: it is stopped or gone then"
-                + ("" if restart else " (with --restart a worker that was killed comes back)")
-            )
-        if fault.kind == "stop":
-            over_s[fault.rank] = fault.end_s
-        else:
-            over_s[fault.rank] = fault.at_s + BACK_S if restart else float("inf")
-
-
-def _check_survivors(faults: Sequence[Fault], num_workers: int, restart: bool) -> None:
-    """At every moment somebody lives and runs."""
-    for now in faults:
-        away = {
-            fault.rank
-            for fault in faults
-            if fault.at_s <= now.at_s
-            and now.at_s <= (fault.end_s if fault.kind == "stop" else _gone_until_s(fault, restart))
-        }
-        if len(away) == num_workers:
-            raise ValueError(
-                f"--kill and --stop leave none of {num_workers} workers at {now.at_s:g} s; "
-                "spare at least one"
-            )
-
-
-def _gone_until_s(fault: Fault, restart: bool) -> float:
-    return fault.at_s + BACK_S if restart else float("inf")
 
 
 class Injection:
@@ -292,22 +257,11 @@ def fault_results(injections: Sequence[Injection], run_log: RunLog) -> list[dict
                 }
             )
             continue
-        next_s = min(
-            (
-                other.happened_s
-                for other in injections
-                if other.fault.rank == fault.rank
-                and other.happened_s is not None
-                and other.happened_s > happened_s
-            ),
-            default=float("inf"),
-        )
         kinds = ("dead",) if fault.kind == "kill" else ("stopped", "dead")
         witnesses = _witnesses(injection, injections, run_log)
         detected = _noticed_by(
             run_log, fault.rank, kinds, dict.fromkeys(run_log.workers, happened_s)
         )
-        detected = {rank: at_s for rank, at_s in detected.items() if at_s < next_s}
         # Only from who saw it go: one that came back meanwhile sees all others for the first time.
         back = _noticed_by(run_log, fault.rank, ("rejoined",), detected)
         result: dict[str, Any] = {

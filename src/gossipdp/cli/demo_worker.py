@@ -14,11 +14,12 @@ from typing import Any, Literal
 import torch
 
 from gossipdp import logs
-from gossipdp.observe.run_log import RunLog, WorkerLog, read_worker
-from gossipdp.observe.run_log_records import worker_file
+from gossipdp.links.clock import since_boot_s
+from gossipdp.observe.log import RunLog, WorkerLog, read_worker, worker_file
 from gossipdp.parallel.module import GossipDataParallel
-from gossipdp.runtime.clock import since_boot_s
-from gossipdp.workloads import BatchLoader, Workload, learning_rate_factor, make_workload
+from gossipdp.parallel.options import Monitor
+from gossipdp.tasks import make_workload
+from gossipdp.tasks.workload import Workload
 
 METRIC, DIGEST = "metric_before_average", "average_digest"
 """Logged by each worker that comes to the end."""
@@ -133,7 +134,7 @@ def train_worker(task: DemoTask) -> None:
         budget_samples=task.samples,
         seed=task.seed,
         samples_per_step=workload.batch_size,
-        log_dir=task.directory,
+        monitor=Monitor(log_dir=task.directory),
     )
     model.log(**task.configuration)
     _train(model, optimizer, workload, loader, task=task, is_restart=is_restart)
@@ -155,8 +156,8 @@ def _digest(net: torch.nn.Module) -> str:
 def _train(
     model: GossipDataParallel,
     optimizer: torch.optim.Optimizer,
-    workload: Workload,
-    loader: BatchLoader[Any],
+    workload: Workload[Any],
+    loader: Iterable[Any],
     *,
     task: DemoTask,
     is_restart: bool,
@@ -178,7 +179,7 @@ def _train(
 
     for batch in batches():
         step_started = time.monotonic()
-        factor = learning_rate_factor(progress())
+        factor = workload.rate_factor(progress(), model.world_size)
         for group, peak in zip(optimizer.param_groups, peak_rates, strict=True):
             group["lr"] = peak * factor
         loss = workload.loss(model, batch)
@@ -192,7 +193,7 @@ def _train(
         model.log(loss=loss)
 
 
-def _until(is_over: Callable[[], bool], loader: BatchLoader[Any]) -> Iterator[Any]:
+def _until(is_over: Callable[[], bool], loader: Iterable[Any]) -> Iterator[Any]:
     """The loader's batches, epoch after epoch."""
     while not is_over():
         for batch in loader:

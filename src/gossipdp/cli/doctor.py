@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import tyro
 
 import gossipdp
-from gossipdp.cli.output_files import check_output
+from gossipdp.cli.option_checks import check_output
 from gossipdp.cli.run import read_secret
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from gossipdp.cli.doctor_findings import Check, Finding
-    from gossipdp.runtime.tls import Tls
+    from gossipdp.links.tls import Tls
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -68,9 +68,10 @@ def run(arguments: DoctorArguments) -> int:
         return 0
     from rich.console import Console
 
+    from gossipdp.cli import doctor_checks
     from gossipdp.cli.doctor_findings import examine
 
-    checks = _link_checks(arguments) if arguments.address else _local_checks()
+    checks = _link_checks(arguments) if arguments.address else doctor_checks.checks()
     console = Console()
     with Console(stderr=True).status("looking") as status:
         findings = examine(checks, lambda name: status.update(f"looking at: {name}"))
@@ -134,26 +135,11 @@ def _check(arguments: DoctorArguments) -> None:
         raise ValueError("--listen finds nothing by itself; give --json on the other machine")
 
 
-def _local_checks() -> list[Check]:
-    from gossipdp.cli import doctor_software
-
-    if sys.platform == "win32":  # the others ask the kernel what Windows does not know
-        return doctor_software.checks()
-    from gossipdp.cli import doctor_machine, doctor_network, doctor_speed
-
-    return [
-        *doctor_software.checks(),
-        *doctor_machine.checks(),
-        *doctor_network.checks(),
-        *doctor_speed.checks(),
-    ]
-
-
 def _link_checks(arguments: DoctorArguments) -> list[Check]:
+    from gossipdp.cli.doctor_checks import judge_link, routed_address
     from gossipdp.cli.doctor_findings import Finding
-    from gossipdp.cli.doctor_network import routed_address
     from gossipdp.errors import GossipError
-    from gossipdp.runtime.environment import read_addresses, show_address
+    from gossipdp.launcher.environment import read_addresses, show_address
 
     addresses = read_addresses("the address", arguments.address or "")
     if len(addresses) != 1:
@@ -170,7 +156,6 @@ def _link_checks(arguments: DoctorArguments) -> list[Check]:
 
     def look() -> Finding:
         from gossipdp.cli.doctor_link import measure
-        from gossipdp.cli.doctor_speed import judge_link
 
         where = show_address(host, port)
         own = routed_address(host)
@@ -185,10 +170,10 @@ def _link_checks(arguments: DoctorArguments) -> list[Check]:
 
 
 def _listen(arguments: DoctorArguments) -> None:
+    from gossipdp.cli.doctor_checks import outward_address
     from gossipdp.cli.doctor_link import serve
-    from gossipdp.cli.doctor_network import outward_address
-    from gossipdp.runtime.environment import show_address
-    from gossipdp.runtime.tcp_sockets import listen
+    from gossipdp.launcher.environment import show_address
+    from gossipdp.links.sockets import listen
 
     host = arguments.host or outward_address()
     if host is None:
@@ -216,8 +201,8 @@ def _numeric(name: str) -> str:
 
 
 def _tls() -> Tls | None:
-    from gossipdp.runtime.environment import tls_from
-    from gossipdp.runtime.tls import Tls
+    from gossipdp.launcher.environment import tls_from
+    from gossipdp.links.tls import Tls
 
     files = tls_from(os.environ)
     return Tls(files) if files else None

@@ -7,22 +7,24 @@ that they know the secret, as workers do, and TLS is used where it is configured
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import final
 
 import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
-from gossipdp.runtime.frames import ChunkKey, FrameType
-from gossipdp.runtime.identity import Identity, Refusal
-from gossipdp.runtime.link import Link, LinkHandler
-from gossipdp.runtime.tcp import SharedMemory, TcpTransport
-from gossipdp.runtime.tcp_sockets import Listener, listen
-from gossipdp.runtime.tls import Tls
+from gossipdp.links.frames import ChunkKey, FrameType
+from gossipdp.links.handshake import Identity, Refusal
+from gossipdp.links.link import Link, LinkHandler
+from gossipdp.links.sockets import Listener, listen
+from gossipdp.links.tcp import SharedMemory, TcpTransport
+from gossipdp.links.tls import Tls
 
 RUN_ID = "gossipdp doctor"
 CHUNK_BYTES = 1 << 20
@@ -264,6 +266,43 @@ def measure(
         return LinkSpeed(statistics.median(echoes), *speeds)
     finally:
         transport.close()
+
+
+def measure_here(secret: bytes, shared_memory: SharedMemory, lasts_s: float) -> LinkSpeed:
+    """Measure a link between this process and a new one, over loopback.
+
+    Raises:
+        RuntimeError: the other process did not start.
+        RendezvousError: it does not answer.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve_here, args=(theirs, secret, shared_memory), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(20.0):
+            raise RuntimeError("a second process did not start within 20 s")
+        return measure(
+            ours.recv(), "127.0.0.1", secret, shared_memory=shared_memory, lasts_s=lasts_s
+        )
+    finally:
+        ours.close()  # which ends it
+        process.join(2.0)
+        process.kill()
+        process.join()
+
+
+def _serve_here(pipe: Connection, secret: bytes, shared_memory: SharedMemory) -> None:
+    listener = listen("127.0.0.1", 0)
+    pipe.send(listener.getsockname())
+    serve(
+        listener,
+        "127.0.0.1",
+        secret,
+        shared_memory=shared_memory,
+        goes_on=lambda: not pipe.poll(),  # its end is news too
+    )
 
 
 def _round(transport: TcpTransport, client: _Client, wish: Wish) -> float:

@@ -3,12 +3,17 @@
 ``torch`` is imported by no module here, only by what a subcommand runs: help is quick.
 """
 
+import contextlib
 import dataclasses
+import difflib
 import importlib
+import inspect
+import io
 import os
 import signal
 import sys
 import traceback
+import typing
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -16,11 +21,13 @@ import tyro
 
 import gossipdp
 from gossipdp import logs
+from gossipdp.cli.option_checks import check_outputs
 from gossipdp.cli.run import split_script
 from gossipdp.errors import GossipError, RendezvousError
 
-# A subcommand NAME is the module gossipdp.cli.NAME, which holds the dataclass NameArguments (its
-# docstring is the help) and run(arguments) -> exit code, and imports nothing slow by itself.
+# A subcommand NAME is the module gossipdp.cli.NAME (tls-init: tls_init), which holds the dataclass
+# NameArguments (its docstring is the help) and run(arguments) -> exit code, and imports nothing
+# slow by itself.
 COMMANDS = (
     "run",
     "train",
@@ -28,14 +35,13 @@ COMMANDS = (
     "simulate",
     "demo",
     "top",
-    "bench",
     "doctor",
-    "reproduce",
     "report",
+    "tls-init",
 )
 
 DESCRIPTION = "Asynchronous, decentralized data-parallel training for PyTorch."
-# No "None" among the choices, no --no-FLAG; common options may follow the name of a benchmark.
+# No "None" among the choices, no --no-FLAG.
 STYLE = (
     tyro.conf.DisallowNone,
     tyro.conf.FlagCreatePairsOff,
@@ -60,6 +66,10 @@ class _Call:
     common: Common
 
 
+class UsageError(ValueError):
+    """A mistake in the words of the call."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The ``gossipdp`` program.
 
@@ -68,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Example:
         >>> main(["--version"])
-        gossipdp 0.1.0
+        gossipdp 0.2.0.dev0
         0
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -78,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = False
     try:
         call = _parse(words)
+        check_outputs(call.arguments)
         debug = call.common.log_level == "debug"
         logs.configure("warning")
         if call.common.log_level is not None:
@@ -101,36 +112,86 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(words: list[str]) -> _Call:
     name = words[0] if words else ""
+    if name in ("-h", "--help"):
+        _cli(_any_command(), "gossipdp", DESCRIPTION, words)
     if name not in COMMANDS:
-        # Shows the help, or what is wrong; either way it exits.
-        tyro.cli(_any_command(), prog="gossipdp", description=DESCRIPTION, args=words, config=STYLE)
-        raise AssertionError(f"tyro accepted {words}")
+        likely = difflib.get_close_matches(name, COMMANDS, 1)
+        told = f"there is no command {name!r}" if name else "no command is given"
+        hint = f"do you mean gossipdp {likely[0]}?" if likely else "gossipdp --help shows all"
+        raise UsageError(f"{told}; {hint}")
     module, kind = _load(name)
     options, script = split_script(words[1:]) if name == "run" else (words[1:], [])
-    given = tyro.cli(
-        _with_common(name),
-        prog=f"gossipdp {name}",
-        description=kind.__doc__,
-        args=options,
-        config=STYLE,
-    )
+    given = _cli(_with_common(name), f"gossipdp {name}", inspect.getdoc(kind), options)
     arguments = given.arguments
     if name == "run":
         arguments = dataclasses.replace(arguments, script=tuple(script))
     return _Call(module.run, arguments, given.common)
 
 
+def _cli(kind: Any, program: str, description: str | None, words: Sequence[str]) -> Any:
+    """Parse by tyro, whose complaint is raised as one line; help is shown, and exits."""
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(shown):
+            return tyro.cli(kind, prog=program, description=description, args=words, config=STYLE)
+    except SystemExit as ended:
+        if not ended.code:
+            raise
+    raise UsageError(f"{_complaint(shown.getvalue())}; {program} --help shows all")
+
+
+def _complaint(box: str) -> str:
+    r"""The first paragraph of what tyro complains about, and the option that it proposes.
+
+    Example:
+        >>> _complaint("╭─ No ─╮\n│ Unrecognized options: --a │\n│ ─── │\n│ Perhaps you meant: │"
+        ...            "\n│     --b INT │\n╰──╯")
+        'unrecognized options: --a; do you mean --b?'
+    """
+    lines = [line.strip("╭╮╰╯│ ") for line in box.strip().splitlines()[1:]]
+    if lines and set(lines[0]) <= set("─-"):  # under the title, where there is no box
+        del lines[0]
+    ends = (index for index, line in enumerate(lines) if set(line) <= set("─-"))
+    end = next(ends, len(lines))
+    text = " ".join(line for line in lines[:end] if line).partition(" Got errors:")[0].rstrip(".")
+    text = text.removeprefix("Error parsing ")
+    text = text[:1].lower() + text[1:]
+    if "Perhaps you meant:" in lines:
+        proposed = lines[lines.index("Perhaps you meant:") + 1].split()[0].rstrip(",")
+        text = f"{text}; do you mean {proposed}?"
+    return text
+
+
 _annotated: Any = Annotated  # to mypy, a class in a variable is no type
 
 
 def _load(name: str) -> tuple[Any, type[Any]]:
-    module = importlib.import_module(f"gossipdp.cli.{name}")
-    return module, getattr(module, f"{name.capitalize()}Arguments")
+    words = name.split("-")
+    module = importlib.import_module(f"gossipdp.cli.{'_'.join(words)}")
+    kind = getattr(module, "".join(word.capitalize() for word in words) + "Arguments")
+    _say_no_none(kind)
+    return module, kind
+
+
+def _say_no_none(kind: Any) -> None:
+    """Have the help of options that need not be given not say "(default: None)"."""
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        for part in typing.get_args(kind):  # of a union of subcommands, or what is annotated
+            _say_no_none(part)
+        return
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        if field.default is None:
+            unsaid = tyro.conf.arg(help_behavior_hint="")
+            kind.__annotations__[field.name] = _annotated[hints[field.name], unsaid]
+        else:
+            _say_no_none(hints[field.name])
 
 
 def _with_common(name: str) -> Any:
     """A dataclass of the subcommand's options and the common ones, for tyro to fill."""
     _, kind = _load(name)
+    _say_no_none(Common)
     unnamed = tyro.conf.arg(name="")
     fields = [("arguments", _annotated[kind, unnamed]), ("common", _annotated[Common, unnamed])]
     return dataclasses.make_dataclass("Words", fields)

@@ -5,27 +5,21 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gossipdp.cli.option_numbers import check_number
-from gossipdp.cli.output_files import check_output
+from gossipdp.cli.option_checks import check_number, check_output
 
 if TYPE_CHECKING:
     import networkx as nx
-    from rich.console import Console
     from rich.table import Table
 
     from gossipdp.cli.plan_network import NetworkPlan
-    from gossipdp.cli.plan_tune import TunedPlan
     from gossipdp.graph import Plan
 
 DEFAULT_GRAPH = "ring"
 DEFAULT_NOISE = "momentum"
-DEFAULT_LATENCY_MS = 1.0
 
 
 @dataclass(frozen=True)
@@ -49,10 +43,7 @@ class PlanArguments:
 
     json: Path | None = None
     """Also write chi1, chi2, eta, alpha_tilde, exchanges_per_unit_time and edges (their number);
-    with the options below, what they print too."""
-
-    tune: bool = False
-    """Search multipliers of eta and alpha_tilde, and rates of the edges, for a gradient noise."""
+    with a network, its predictions too."""
 
     noise: Literal["white", "momentum", "drift"] | None = None
     """Gradient noise that is assumed: white, the same with SGD momentum 0.9 (default), or
@@ -72,7 +63,7 @@ class PlanArguments:
     """Megabits per second of a worker's link, each way."""
 
     latency_ms: float | None = None
-    """Latency of a link in milliseconds, 1 by default."""
+    """Latency of a link in milliseconds, 0.5 by default."""
 
     step_spread: float | None = None
     """Standard deviation of the logarithm of step times, such as 0.1; 0 by default."""
@@ -98,22 +89,25 @@ def run(arguments: PlanArguments) -> int:
     try:
         _check(arguments)
         graph = _graph(arguments)
-        plan, tuned, network = _plan(graph, arguments)
+        from gossipdp.graph import plan
+
+        with Console(stderr=True).status("eigenvalues, resistances and what else is asked for"):
+            planned = plan(graph, arguments.comm_rate)
+            network = _network_plan(graph, arguments)
     except (ValueError, OSError) as error:
         return _complain(error)
     console = Console()
-    console.print(_table(plan))
-    console.print(_verdict(plan), highlight=False)
-    if tuned is not None:
-        from gossipdp.cli import plan_tune
-
-        _print_part(console, plan_tune.table(tuned, graph), plan_tune.remarks(tuned))
+    console.print(_table(planned))
+    console.print(_verdict(planned), highlight=False)
     if network is not None:
-        from gossipdp.cli import plan_network
-
-        _print_part(console, plan_network.table(network), plan_network.remarks(network))
+        console.print()
+        console.print(network.table())
+        for remark in network.remarks():
+            console.print(remark, highlight=False, markup=False)
     if arguments.json is not None:
-        written = _as_json(plan, tuned, network)
+        written = _as_json(planned)
+        if network is not None:
+            written["network"] = network.as_json()
         try:
             arguments.json.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
         except OSError as error:
@@ -122,24 +116,15 @@ def run(arguments: PlanArguments) -> int:
 
 
 def _complain(error: Exception) -> int:
-    sys.stderr.write(f"gossipdp plan: {error}\n")
+    sys.stderr.write(f"gossipdp: error: {error}\n")
     return 2
-
-
-def _print_part(console: Console, table: Table, remarks: list[str]) -> None:
-    console.print()
-    console.print(table)
-    for remark in remarks:
-        console.print(remark, highlight=False, markup=False)
 
 
 def _check(arguments: PlanArguments) -> None:
     check_output("--json", arguments.json)
     given = [name for name in NETWORK_OPTIONS if getattr(arguments, name) is not None]
-    if arguments.noise is not None and not (arguments.tune or given):
-        raise ValueError(
-            f"--noise {arguments.noise} says what is assumed by --tune or --step-ms: add one"
-        )
+    if arguments.noise is not None and not given:
+        raise ValueError(f"--noise {arguments.noise} needs a network: add --step-ms 100")
     if given:
         for name, example in (("step_ms", "--step-ms 100"), ("link_mbps", "--link-mbps 1000")):
             if getattr(arguments, name) is None:
@@ -173,72 +158,33 @@ def _graph(arguments: PlanArguments) -> nx.Graph[int]:
     return build_graph(arguments.graph, arguments.workers, seed=arguments.seed)
 
 
-def _plan(
-    graph: nx.Graph[int], arguments: PlanArguments
-) -> tuple[Plan, TunedPlan | None, NetworkPlan | None]:
-    from rich.console import Console
+def _network_plan(graph: nx.Graph[int], arguments: PlanArguments) -> NetworkPlan | None:
+    """The model on a network; None where no network is given."""
+    if arguments.step_ms is None or arguments.link_mbps is None:
+        return None
+    from gossipdp.cli.plan_network import model_bytes, network_plan
+    from gossipdp.graph.network_plan import LATENCY_S, TrainingConditions
 
-    from gossipdp.graph import plan
-
-    tuned = network = None
-    with Console(stderr=True).status("working out eigenvalues and resistances"):
-        planned = plan(graph, arguments.comm_rate)
-    noise = arguments.noise or DEFAULT_NOISE
-    # The size of the model is checked before anything slow.
-    conditions = None
-    if arguments.step_ms is not None and arguments.link_mbps is not None:
-        from gossipdp.cli.plan_network import model_bytes, network_plan
-        from gossipdp.graph.network_plan import TrainingConditions
-
-        latency_ms = arguments.latency_ms
-        conditions = TrainingConditions(
-            model_bytes=model_bytes(arguments.parameters, arguments.model_mb),
-            step_s=arguments.step_ms / 1e3,
-            bytes_per_s=arguments.link_mbps * 1e6 / 8,
-            latency_s=(DEFAULT_LATENCY_MS if latency_ms is None else latency_ms) / 1e3,
-            step_spread=arguments.step_spread or 0.0,
-        )
-    if arguments.tune:
-        from gossipdp.cli.plan_tune import tuned_plan
-
-        with _progress("searching multipliers and rates") as advance:
-            tuned = tuned_plan(graph, arguments.comm_rate, noise, advance)
-    if conditions is not None:
-        name = None if arguments.edge_list is not None else arguments.graph
-        with _progress("simulating graphs") as advance:
-            network = network_plan(
-                graph,
-                name,
-                conditions,
-                comm_rate=arguments.comm_rate,
-                noise=noise,
-                seed=arguments.seed,
-                on_graph=advance,
-            )
-    return planned, tuned, network
-
-
-@contextmanager
-def _progress(words: str) -> Iterator[Callable[[], None]]:
-    """A spinner on a terminal, with the number of steps done and the time."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}: {task.completed:.0f} done"),
-        TimeElapsedColumn(),
+    latency_ms = arguments.latency_ms
+    conditions = TrainingConditions(
+        model_bytes=model_bytes(arguments.parameters, arguments.model_mb),
+        step_s=arguments.step_ms / 1e3,
+        bytes_per_s=arguments.link_mbps * 1e6 / 8,
+        latency_s=LATENCY_S if latency_ms is None else latency_ms / 1e3,
+        step_spread=arguments.step_spread or 0.0,
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task(words, total=None)
-        yield lambda: progress.advance(task)
+    return network_plan(
+        graph,
+        None if arguments.edge_list is not None else arguments.graph,
+        conditions,
+        comm_rate=arguments.comm_rate,
+        noise=arguments.noise or DEFAULT_NOISE,
+        seed=arguments.seed,
+    )
 
 
-def _as_json(plan: Plan, tuned: TunedPlan | None, network: NetworkPlan | None) -> dict[str, Any]:
-    written: dict[str, Any] = {
+def _as_json(plan: Plan) -> dict[str, Any]:
+    return {
         "chi1": plan.chi1,
         "chi2": plan.chi2,
         "eta": plan.eta,
@@ -246,15 +192,6 @@ def _as_json(plan: Plan, tuned: TunedPlan | None, network: NetworkPlan | None) -
         "exchanges_per_unit_time": plan.exchanges_per_unit_time,
         "edges": plan.num_edges,
     }
-    if tuned is not None:
-        from gossipdp.cli import plan_tune
-
-        written["tune"] = plan_tune.as_json(tuned)
-    if network is not None:
-        from gossipdp.cli import plan_network
-
-        written["network"] = plan_network.as_json(network)
-    return written
 
 
 def _table(plan: Plan) -> Table:

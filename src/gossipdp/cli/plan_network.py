@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
@@ -12,9 +11,7 @@ import networkx as nx
 from rich.table import Table
 from rich.text import Text
 
-from gossipdp.cli.plan_tune import NOISE_WORDS, check_size
 from gossipdp.graph.constants import Constants
-from gossipdp.graph.gradient_noise import NOISE_MODELS
 from gossipdp.graph.network_plan import (
     CANDIDATES,
     CLOSE_ENOUGH,
@@ -24,10 +21,11 @@ from gossipdp.graph.network_plan import (
     predict,
     recommended,
 )
+from gossipdp.graph.stationary import NOISE_MODELS
 from gossipdp.graph.topology import build_graph
-from gossipdp.simulate.conditions import Conditions
 from gossipdp.simulate.engine import Engine
 from gossipdp.simulate.network import Network, make_workers
+from gossipdp.simulate.traffic import Conditions
 
 SIMULATED_WORKERS = 16
 """Larger graphs are simulated with as many workers of the same kind: what share of the exchanges
@@ -44,6 +42,15 @@ LONGEST_EXCHANGE_STEPS = 100.0
 """Exchanges longer than this are simulated as long, and the rate scaled: links are full anyway."""
 
 PLANNED_STEPS = 1000
+
+MAX_WORKERS = 256
+"""The exact consensus distance costs the cube of the number of workers."""
+
+NOISE_WORDS = {
+    "white": "white gradient noise",
+    "momentum": "white gradient noise, SGD momentum 0.9",
+    "drift": "heterogeneous data: each worker its own constant drift",
+}
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,86 @@ class NetworkPlan:
 
     @property
     def all_reduce_s(self) -> float:
-        """The same with a barrier and an all-reduce in every step."""
+        """The same with a barrier and an all-reduce after every step, nothing overlapped."""
         return PLANNED_STEPS * self.conditions.synchronous_step_s(self.num_workers)
+
+    @property
+    def all_reduce_overlapped_s(self) -> float:
+        """The least that all-reduce can take, all of it overlapped with computing."""
+        conditions = self.conditions
+        slowest_s = conditions.slowest_step_s(self.num_workers)
+        return PLANNED_STEPS * max(slowest_s, conditions.all_reduce_s(self.num_workers))
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything that is printed, in bytes and seconds."""
+        return {
+            "noise": self.noise,
+            "conditions": asdict(self.conditions),
+            "exchange_s": self.conditions.exchange_s,
+            "steps": PLANNED_STEPS,
+            "training_s": self.training_s,
+            "all_reduce_s": self.all_reduce_s,
+            "all_reduce_overlapped_s": self.all_reduce_overlapped_s,
+            "graphs": [asdict(prediction) for prediction in self.predictions],
+            "recommended": self.best.name,
+        }
+
+    def table(self) -> Table:
+        """A row for each graph."""
+        title = (
+            f"{self.num_workers} workers, {self.conditions.model_bytes / 1e6:,.4g} MB: "
+            f"{NOISE_WORDS[self.noise]}"
+        )
+        shown = Table(title=Text(title), title_justify="left")
+        shown.add_column("graph", no_wrap=True)
+        for heading in (
+            "edges",
+            "achieved comm rate",
+            "MB/s a worker",
+            "MB/s a link",
+            "consensus distance",
+        ):
+            shown.add_column(heading, justify="right")
+        for each in self.predictions:
+            shown.add_row(
+                each.name,
+                f"{each.num_edges:,d}",
+                f"{each.achieved_comm_rate:.3g}",
+                f"{each.worker_bytes_per_s / 1e6:,.4g}",
+                f"{each.link_bytes_per_s / 1e6:,.4g}",
+                f"{each.consensus_distance:.4g}",
+            )
+        return shown
+
+    def remarks(self) -> list[str]:
+        """Times beside all-reduce, the graph to take, and what was assumed."""
+        conditions, own = self.conditions, self.predictions[0]
+        num_workers = self.num_workers
+        lines = [
+            f"{PLANNED_STEPS:,d} gradient steps a worker: {self.training_s:,.4g} s, since they "
+            f"wait for nobody. With ring all-reduce: {self.all_reduce_s:,.4g} s if nothing of it "
+            f"overlaps with computing, at least {self.all_reduce_overlapped_s:,.4g} s if all of it "
+            f"does. Each step waits for the slowest of {num_workers}, "
+            f"{1e3 * conditions.slowest_step_s(num_workers):,.4g} ms; the all-reduce takes "
+            f"{1e3 * conditions.all_reduce_s(num_workers):,.4g} ms. Frameworks lie "
+            "between the two.",
+            f"An exchange takes {1e3 * conditions.exchange_s:,.4g} ms. MB/s are sent, and as many "
+            "received. Achieved comm rates are simulated with the real protocol"
+            + (
+                f" on graphs of {SIMULATED_WORKERS} workers of the same kind."
+                if self.num_workers > SIMULATED_WORKERS
+                else "."
+            ),
+            f"Of {', '.join(CANDIDATES)}: {self.best.name} serves best. All train equally long; it "
+            "has the fewest edges of those whose consensus distance (stationary, a2cid2 at the "
+            f"achieved comm rate) is within {CLOSE_ENOUGH - 1:.0%} of the least.",
+        ]
+        if own.achieved_comm_rate < 0.9 * own.nominal_comm_rate:
+            lines.append(
+                f"On {own.name} the network sustains {own.achieved_comm_rate:.3g} of the "
+                f"{own.nominal_comm_rate:.3g} exchanges per worker per gradient step asked for."
+            )
+        return lines
 
 
 def model_bytes(parameters: str | None, model_mb: float | None) -> float:
@@ -99,11 +184,16 @@ def network_plan(
     comm_rate: float,
     noise: str,
     seed: int,
-    on_graph: Callable[[], None],
 ) -> NetworkPlan:
     """Predict ``graph``, ``name`` being None for one read from a file, and the candidates."""
-    check_size(graph, "--step-ms")
     num_workers = len(graph)
+    if num_workers < 2:
+        raise ValueError("--step-ms: one worker has nobody to exchange with, pass 2 or more")
+    if num_workers > MAX_WORKERS:
+        raise ValueError(
+            f"--step-ms: {num_workers} workers are too many to work out exactly: pass at most "
+            f"{MAX_WORKERS}"
+        )
     chosen = candidates(num_workers)
     graphs = {name or "edge list": graph} | chosen
     predictions = []
@@ -120,7 +210,6 @@ def network_plan(
                 served_share=served_share(simulated, conditions, comm_rate, seed),
             )
         )
-        on_graph()
     best = recommended([each for each in predictions if each.name in chosen])
     return NetworkPlan(noise, conditions, num_workers, tuple(predictions), best)
 
@@ -166,74 +255,3 @@ def served_share(
     share = (network.num_exchanges - exchanges_before) / (num_demands() - demands_before)
     # Demands of the warm-up that are served late may make it a little more than all.
     return min(1.0, share) * exchange_s / conditions.exchange_s
-
-
-def as_json(plan: NetworkPlan) -> dict[str, Any]:
-    """Everything that is printed, in bytes and seconds."""
-    return {
-        "noise": plan.noise,
-        "conditions": asdict(plan.conditions),
-        "exchange_s": plan.conditions.exchange_s,
-        "steps": PLANNED_STEPS,
-        "training_s": plan.training_s,
-        "all_reduce_s": plan.all_reduce_s,
-        "graphs": [asdict(prediction) for prediction in plan.predictions],
-        "recommended": plan.best.name,
-    }
-
-
-def table(plan: NetworkPlan) -> Table:
-    """A row for each graph."""
-    title = (
-        f"{plan.num_workers} workers, {plan.conditions.model_bytes / 1e6:,.4g} MB: "
-        f"{NOISE_WORDS[plan.noise]}"
-    )
-    shown = Table(title=Text(title), title_justify="left")
-    shown.add_column("graph", no_wrap=True)
-    for heading in (
-        "edges",
-        "achieved comm rate",
-        "MB/s a worker",
-        "MB/s a link",
-        "consensus distance",
-    ):
-        shown.add_column(heading, justify="right")
-    for each in plan.predictions:
-        shown.add_row(
-            each.name,
-            f"{each.num_edges:,d}",
-            f"{each.achieved_comm_rate:.3g}",
-            f"{each.worker_bytes_per_s / 1e6:,.4g}",
-            f"{each.link_bytes_per_s / 1e6:,.4g}",
-            f"{each.consensus_distance:.4g}",
-        )
-    return shown
-
-
-def remarks(plan: NetworkPlan) -> list[str]:
-    """Times beside all-reduce, the graph to take, and what was assumed."""
-    conditions, own = plan.conditions, plan.predictions[0]
-    ratio = plan.all_reduce_s / plan.training_s
-    lines = [
-        f"{PLANNED_STEPS:,d} gradient steps a worker: {plan.training_s:,.4g} s, since they wait "
-        f"for nobody; {plan.all_reduce_s:,.4g} s with ring all-reduce ({ratio:.3g} times as long; "
-        f"each step waits for the slowest of {plan.num_workers}, "
-        f"{1e3 * conditions.slowest_step_s(plan.num_workers):,.4g} ms, then "
-        f"{1e3 * conditions.all_reduce_s(plan.num_workers):,.4g} ms, not overlapped).",
-        f"An exchange takes {1e3 * conditions.exchange_s:,.4g} ms. MB/s are sent, and as many "
-        "received. Achieved comm rates are simulated with the real protocol"
-        + (
-            f" on graphs of {SIMULATED_WORKERS} workers of the same kind."
-            if plan.num_workers > SIMULATED_WORKERS
-            else "."
-        ),
-        f"Of {', '.join(CANDIDATES)}: {plan.best.name} serves best. All train equally long; it "
-        "has the fewest edges of those whose consensus distance (stationary, a2cid2 at the "
-        f"achieved comm rate) is within {CLOSE_ENOUGH - 1:.0%} of the least.",
-    ]
-    if own.achieved_comm_rate < 0.9 * own.nominal_comm_rate:
-        lines.append(
-            f"On {own.name} the network sustains {own.achieved_comm_rate:.3g} of the "
-            f"{own.nominal_comm_rate:.3g} exchanges per worker per gradient step asked for."
-        )
-    return lines

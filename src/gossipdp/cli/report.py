@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from gossipdp.cli.output_files import check_output
+from gossipdp.cli.option_checks import check_output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class ReportArguments:
     """Make one self-contained HTML page of a run, from the logs that its workers wrote."""
 
     directory: Annotated[Path, tyro.conf.Positional]
-    """Where the logs are: log_dir of the run, or --output of gossipdp demo."""
+    """Where the logs are: log_dir of the run's Monitor, or --output of gossipdp demo."""
 
     output: Path | None = None
     """The page; by default report.html in that directory."""
@@ -38,8 +38,8 @@ def run(arguments: ReportArguments) -> int:
     output = arguments.output or directory / "report.html"
     check_output("--output", output)
 
-    from gossipdp.observe.run_log import RunLog
-    from gossipdp.report.html.page import render
+    from gossipdp.observe.log import RunLog
+    from gossipdp.report.page import render
 
     run_log = RunLog.read(directory)
     page = render(run_log, arguments.name or directory.absolute().name)

@@ -1,4 +1,8 @@
-"""``gossipdp run -n 4 train.py ARGS``: a script on several workers."""
+"""``gossipdp run -n 4 train.py ARGS``: a script on several workers.
+
+Without ``-n``, under torchrun, srun or in an indexed Job, it starts the one worker whose rank that
+launcher has told: ``torchrun --nproc-per-node 4 -m gossipdp run train.py``.
+"""
 
 import dataclasses
 import os
@@ -10,10 +14,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from gossipdp.cli.run_launched import is_launched, launched_team, launched_variables
+from gossipdp.launcher.clusters import with_launcher
 
 if TYPE_CHECKING:
-    from gossipdp.runtime.team import Team
+    from gossipdp.launcher.team import Team
+
+# Variables of another launcher that started us: they would tell a worker things that are not so.
+NOT_INHERITED = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GOSSIPDP_JOIN",
+    "GOSSIPDP_RESTARTS",
+    "GOSSIPDP_REPORT",
+    "GOSSIPDP_RUN_ID",
+    "GOSSIPDP_SECRET",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +44,7 @@ class RunArguments:
     Everything after the script belongs to the script.
     """
 
-    workers: Annotated[int | None, tyro.conf.arg(aliases=("-n",))] = None
+    workers: Annotated[int | None, tyro.conf.arg(aliases=("-n", "--nproc-per-node"))] = None
     """How many workers to start here; with --join 1 by default. Needed but where torchrun, srun or
     an indexed Job of Kubernetes started this process: it starts the one worker of that rank."""
 
@@ -52,16 +72,21 @@ class RunArguments:
     the workers started here join."""
 
     secret_file: Path | None = None
-    """File with the workers' common secret; by default GOSSIPDP_SECRET, else a random one."""
+    """File with the workers' common secret, of at least 16 bytes; by default GOSSIPDP_SECRET. One
+    host needs none; several need this or --tls."""
+
+    tls: Path | None = None
+    """Directory that gossipdp tls-init made, the same on every host: TLS on every link. The secret
+    is then not needed."""
 
     tls_cert: Path | None = None
-    """PEM file with the workers' certificate, for mutual TLS on every link."""
+    """PEM file with the workers' certificate, instead of --tls."""
 
     tls_key: Path | None = None
     """PEM file with its key."""
 
     tls_ca: Path | None = None
-    """PEM file with the authority that signed the certificates of all workers."""
+    """PEM file with the authority that signed the certificates, where they have one."""
 
     log_dir: Path | None = None
     """Directory where each worker writes its log, for gossipdp report."""
@@ -86,37 +111,56 @@ def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
     Example:
         >>> split_script(["-n", "4", "train.py", "--lr", "0.1", "-n", "2"])
         (['-n', '4'], ['train.py', '--lr', '0.1', '-n', '2'])
-        >>> split_script(["--workers=4", "-m", "package.train"])
-        (['--workers=4'], ['-m', 'package.train'])
+        >>> split_script(["-n4", "-m", "package.train"])
+        (['-n', '4'], ['-m', 'package.train'])
     """
-    index = 0
-    while index < len(words):
-        word = words[index]
-        if word == "-m" or not word.startswith("-"):
-            break
+    options: list[str] = []
+    rest = list(words)
+    while rest and rest[0] != "-m" and rest[0].startswith("-"):
+        word = rest.pop(0)
         if word == "--":
-            return list(words[:index]), list(words[index + 1 :])
-        index += 1 if word in FLAGS or "=" in word else 2
-    return list(words[:index]), list(words[index:])
+            break
+        if word.startswith("-n") and word[2:].lstrip("=").isdigit():  # -n4 and -n=4
+            options += ["-n", word[2:].lstrip("=")]
+            continue
+        options.append(word)
+        if word not in FLAGS and "=" not in word and rest:
+            options.append(rest.pop(0))
+    return options, rest
 
 
 def run(arguments: RunArguments) -> int:
-    """Start the workers, wait for all, say at the end who failed and why; the exit code."""
-    from gossipdp.runtime.crew import Failure, shown_rank
-    from gossipdp.runtime.launched_team import LaunchedTeam
-    from gossipdp.runtime.restarts import Restarts
-    from gossipdp.runtime.supervisor import Supervisor, check_num_workers
-    from gossipdp.runtime.team import HostingTeam
+    """Start the workers, wait for all, say at the end who failed and why; the exit code.
 
+    Returns:
+        0 if all succeeded, the last time each was started; 1 if any failed; 128 + the signal
+        that ended the run (130 on Ctrl+C).
+    """
+    from gossipdp.launcher.environment import check_platform
+    from gossipdp.launcher.scripts import ScriptWorker
+    from gossipdp.launcher.supervisor import Failure, Supervisor, describe, shown_rank
+
+    check_platform()
     # What can be wrong is told before a port is taken.
-    num_workers = check_num_workers(_num_workers(arguments))
-    Restarts(arguments.max_restarts)
+    num_workers = _num_workers(arguments)
+    if num_workers < 1:
+        raise ValueError(f"-n is {num_workers}; start at least one worker")
+    if arguments.max_restarts < 0:
+        raise ValueError(f"--max-restarts is {arguments.max_restarts}; it must be 0 or more")
     script = _script(arguments)
     tls = _tls_variables(arguments)
     log_dir = {"GOSSIPDP_LOG_DIR": str(arguments.log_dir.absolute())} if arguments.log_dir else {}
-    status = _status_variables(arguments)
+    team = _team(arguments, tls)
+    given = {**os.environ, **_common_variables(arguments, num_workers)}
+    given |= {**tls, **log_dir, **_status_variables(arguments)}
     num_restarts = 0
     some_go_on = False
+
+    def start(local_rank: int, own: Mapping[str, str]) -> ScriptWorker:
+        rank = team.rank(local_rank)
+        label = own.get("RANK") or shown_rank(-1 - local_rank if rank is None else rank)
+        inherited = {name: value for name, value in given.items() if name not in NOT_INHERITED}
+        return ScriptWorker([sys.executable, "-u", *script], {**inherited, **own}, label)
 
     def tell(failure: Failure, others_go_on: bool) -> None:
         nonlocal num_restarts, some_go_on
@@ -128,47 +172,46 @@ def run(arguments: RunArguments) -> int:
             then = f"it is started again in {failure.restart_in_s:.1f} s ({count})"
         _tell(f"worker {shown_rank(failure.rank)} {failure.ending.reason}; {then}")
 
-    team = _team(arguments, tls)
     supervisor = Supervisor(
-        [sys.executable, "-u", *script],
-        num_workers,
-        team=team,
+        team,
+        start,
         max_restarts=arguments.max_restarts,
-        modules=["gossipdp.parallel.module", "networkx"],
-        host=None if isinstance(team, HostingTeam) and not arguments.rendezvous else arguments.host,
-        variables={**_own_share(arguments), **os.environ, **tls, **log_dir, **status},
         on_failure=tell,
         on_addresses=(lambda addresses: None) if team.rank(0) else _JoinLine(arguments),
     )
-    if not isinstance(team, LaunchedTeam):
+    if not team.told:
         noun = "worker" if num_workers == 1 else "workers"
         _tell(f"starting {num_workers} {noun}; importing torch takes some seconds")
-    waits = False
+    code = 1
     try:
-        code = supervisor.run()
-        if report := supervisor.report():
-            _tell(f"what failed:\n{report}")
-        waits = code == 1 and some_go_on
+        ended_by = supervisor.run()
+        code = (1 if supervisor.failures else 0) if ended_by is None else 128 + ended_by
+        if supervisor.failures:
+            _tell(f"what failed:\n{describe(supervisor.failures)}")
     finally:  # however it ends: others may wait for this one's end
-        if isinstance(team, LaunchedTeam) and (lost := team.tell_ended(wait=waits)):
-            ranks = ", ".join(map(str, lost))
-            _tell(f"not waiting for the end of workers {ranks}: their supervisors are lost")
-    _flush_or_drop()
+        _leave(team, supervisor.addresses, wait=code == 1 and some_go_on)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     if "torch" in sys.modules:
         # Nothing is left to do, and without torch's own end, or that of its import, it is quick.
         os._exit(code)
     return code
 
 
-def _flush_or_drop() -> None:
-    """Let go of what cannot be written: at exit the interpreter would fail for it."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+def _leave(team: "Team", addresses: Mapping[int, tuple[str, int]], *, wait: bool) -> None:
+    """Under torchrun, which ends everybody when one fails: tell the others, or wait for them."""
+    from gossipdp.launcher.store import leave_together
+
+    if team.told.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    assert team.store is not None
+    assert team.first_rank is not None
+    prefix, rank, size = team.key_prefix, team.first_rank, team.world_size
+    lost = leave_together(team.store, prefix, rank, size, addresses, wait=wait)
+    if lost:
+        ranks = ", ".join(map(str, lost))
+        _tell(f"not waiting for the end of workers {ranks}: nothing is heard of them")
 
 
 class _JoinLine:
@@ -178,14 +221,15 @@ class _JoinLine:
         self._file = arguments.secret_file
         self._tls = "".join(
             f" --{name.replace('_', '-')} {path}"
-            for name in ("tls_cert", "tls_key", "tls_ca")
+            for name in ("tls", "tls_cert", "tls_key", "tls_ca")
             if (path := getattr(arguments, name)) is not None
         )
         self._log_dir = f" --log-dir {arguments.log_dir}" if arguments.log_dir else ""
-        self._is_due = read_secret(self._file) is not None and arguments.join is None
+        can_join = bool(self._tls) or read_secret(self._file) is not None
+        self._is_due = can_join and arguments.join is None
 
     def __call__(self, addresses: Mapping[int, tuple[str, int]]) -> None:
-        from gossipdp.runtime.environment import show_address
+        from gossipdp.launcher.environment import show_address
 
         if not self._is_due or not addresses:
             return
@@ -196,6 +240,16 @@ class _JoinLine:
         _tell(f"to add a worker: gossipdp run --join {options} SCRIPT")
 
 
+def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun, srun or an indexed Job started this process and says its rank.
+
+    Example:
+        >>> is_launched({"RANK": "1"}), is_launched({"SLURM_PROCID": "0"})
+        (True, False)
+    """
+    return "RANK" in with_launcher(variables)
+
+
 def _num_workers(arguments: RunArguments) -> int:
     if arguments.workers is not None:
         return arguments.workers
@@ -204,30 +258,29 @@ def _num_workers(arguments: RunArguments) -> int:
     return 1
 
 
-def _is_launched(arguments: RunArguments) -> bool:
-    return arguments.workers is None and arguments.join is None and is_launched()
+def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, str]:
+    """What is the same for all workers here: their share of the cores, and where they listen."""
+    from gossipdp.launcher.environment import Environment
+    from gossipdp.launcher.local import num_threads
+
+    num_local = num_workers
+    if arguments.workers is None and arguments.join is None:  # the launcher has others here
+        num_local = Environment.read().local_world_size or 1
+    variables = {"OMP_NUM_THREADS": str(num_threads(num_local))}
+    if arguments.host is not None and (arguments.workers is None or arguments.rendezvous):
+        variables["GOSSIPDP_HOST"] = arguments.host
+    return variables
 
 
-def _own_share(arguments: RunArguments) -> dict[str, str]:
-    return launched_variables() if _is_launched(arguments) else {}
-
-
-def _team(arguments: RunArguments, tls_of_workers: Mapping[str, str]) -> "Team":
+def _team(arguments: RunArguments, tls: Mapping[str, str]) -> "Team":
     """Whom the workers meet: one another here, those on other hosts, or a run that goes on."""
-    from gossipdp.runtime.environment import read_addresses, tls_from
-    from gossipdp.runtime.run_id_query import ask_run_id
-    from gossipdp.runtime.team import HostingTeam, JoiningTeam, RemoteTeam
-    from gossipdp.runtime.tls import Tls
+    from gossipdp.launcher.environment import Environment, read_addresses, tls_from
+    from gossipdp.launcher.rendezvous import is_loopback
+    from gossipdp.launcher.team import Team, ask_run_id
+    from gossipdp.links.tls import Tls
 
     secret = read_secret(arguments.secret_file)
     num_local = _num_workers(arguments)
-    if _is_launched(arguments):
-        if arguments.nnodes != 1 or arguments.rendezvous or arguments.node_rank or arguments.port:
-            raise ValueError(
-                "--nnodes, --node-rank, --rendezvous and --port need -n; without it the launcher "
-                "of this process says the rank and where the workers meet"
-            )
-        return launched_team(secret, arguments.host)
     several = arguments.nnodes != 1 or arguments.rendezvous is not None
     if arguments.join is not None:
         if several or arguments.port:
@@ -236,17 +289,26 @@ def _team(arguments: RunArguments, tls_of_workers: Mapping[str, str]) -> "Team":
                 "of the run know the others"
             )
         addresses = read_addresses("--join", arguments.join)
-        files = tls_from(tls_of_workers)
-        if secret is None:
+        files = tls_from(tls)
+        if secret is None and files is None:
             raise ValueError(
                 "--join needs the run's secret: give --secret-file (or GOSSIPDP_SECRET), as the "
-                "run was given it"
+                "run was given it, or --tls"
             )
-        return JoiningTeam(addresses, ask_run_id(addresses, Tls(files) if files else None), secret)
+        run_id = ask_run_id(addresses, Tls(files) if files else None)
+        return Team.joining(num_local, addresses, run_id, secret)
+    if arguments.workers is None:
+        if several or arguments.node_rank or arguments.port:
+            raise ValueError(
+                "--nnodes, --node-rank, --rendezvous and --port need -n; without it the launcher "
+                "of this process says the rank and where the workers meet"
+            )
+        return Team.launched(Environment.read(), secret)
     if not several:
         if arguments.node_rank:
             raise ValueError("--node-rank without --nnodes; say how many hosts there are")
-        return HostingTeam(num_local, arguments.host or "127.0.0.1", arguments.port, secret)
+        host = arguments.host or "127.0.0.1"
+        return Team.on_one_host(num_local, host, arguments.port, secret)
     addresses = read_addresses("--rendezvous", arguments.rendezvous or "")
     if len(addresses) != 1 or arguments.port:
         raise ValueError(
@@ -254,10 +316,14 @@ def _team(arguments: RunArguments, tls_of_workers: Mapping[str, str]) -> "Team":
             "host 0 and a free port there; --port is for one host"
         )
     ((host, port),) = addresses
-    if arguments.node_rank == 0:
-        return HostingTeam(num_local, host, port, secret, num_nodes=arguments.nnodes)
-    return RemoteTeam(
-        num_local, host, port, secret, num_nodes=arguments.nnodes, node_rank=arguments.node_rank
+    if secret is None and not tls and not is_loopback(host):
+        raise ValueError(
+            f"several hosts need a secret: whoever reaches {host}:{port} could take part in the "
+            "run. Give the same --secret-file on all hosts (openssl rand -hex 16 > FILE; chmod "
+            "600 FILE), or --tls with what gossipdp tls-init makes"
+        )
+    return Team.on_several_hosts(
+        num_local, arguments.nnodes, arguments.node_rank, (host, port), secret
     )
 
 
@@ -276,21 +342,25 @@ def read_secret(path: Path | None) -> str | None:
     """What ``--secret-file`` holds; without one GOSSIPDP_SECRET, None where that is not set.
 
     Raises:
-        ValueError: the file cannot be read, or is empty.
+        ValueError: the file cannot be read, is open to everybody, or holds too little.
     """
+    from gossipdp.launcher.environment import check_private, check_secret
+
     if path is None:
-        return os.environ.get("GOSSIPDP_SECRET") or None
-    try:
-        secret = path.read_text("utf-8").strip()
-    except OSError as error:
-        raise ValueError(
-            f"--secret-file {path} cannot be read: {error.strerror}; name a file with a long "
-            "random text"
-        ) from None
-    except UnicodeDecodeError:
-        raise ValueError(f"--secret-file {path} is not UTF-8 text; write text into it") from None
-    if not secret:
-        raise ValueError(f"--secret-file {path} is empty; write a long random text into it")
+        secret, name = os.environ.get("GOSSIPDP_SECRET") or None, "GOSSIPDP_SECRET"
+    else:
+        name = f"--secret-file {path}"
+        try:
+            secret = path.read_text("utf-8").strip()
+        except OSError as error:
+            raise ValueError(
+                f"{name} cannot be read: {error.strerror}; name a file with a long random text"
+            ) from None
+        except UnicodeDecodeError:
+            raise ValueError(f"{name} is not UTF-8 text; write text into it") from None
+        check_private("--secret-file", path)
+    if secret is not None:
+        check_secret(secret.encode(), name)
     return secret
 
 
@@ -307,10 +377,15 @@ def _status_variables(arguments: RunArguments) -> dict[str, str]:
 
 def _tls_variables(arguments: RunArguments) -> dict[str, str]:
     """What tells the workers their TLS files, which are checked once here."""
-    from gossipdp.runtime.environment import tls_from, tls_variables
-    from gossipdp.runtime.tls import Tls, tls_files
+    from gossipdp.launcher.environment import tls_from, tls_variables
+    from gossipdp.links.tls import Tls, tls_files
 
-    given = tls_files(arguments.tls_cert, arguments.tls_key, arguments.tls_ca)
+    cert, key = arguments.tls_cert, arguments.tls_key
+    if arguments.tls is not None:
+        if cert is not None or key is not None or arguments.tls_ca is not None:
+            raise ValueError("--tls names the certificate and its key: give it or the others")
+        cert, key = arguments.tls / "cert.pem", arguments.tls / "key.pem"
+    given = tls_files(cert, key, arguments.tls_ca)
     files = given or tls_from(os.environ)
     if files is None:
         return {}

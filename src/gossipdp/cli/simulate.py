@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from tyro.conf import OmitArgPrefixes, UseAppendAction
 
-from gossipdp.cli.output_files import check_output
+from gossipdp.cli.option_checks import check_output
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from gossipdp.cli.simulate_scenarios import Study
-    from gossipdp.simulate.ensemble import Ensemble
+    from gossipdp.simulate.study import Ensemble
 
 FILE_WIDTH = 140
 """Of the table where it does not go to a terminal, so that its cells stay whole."""
@@ -35,14 +33,16 @@ class ComputeOptions:
     """Mean duration of a gradient step, in milliseconds; by default 100."""
 
     step_spread: float | None = None
-    """Lognormal step times: the standard deviation of their logarithm, such as 0.1. By default all
-    are equal."""
+    """How much step times vary: the standard deviation of their logarithm. With 0.1
+    a step takes 10% more or less; by default all take equally long."""
 
     step_times: Path | None = None
-    """Draw step times from this file instead: one time in seconds a line, '#' comments."""
+    """Draw step times from this file instead. It has one time in seconds a line; '#' begins a
+    comment."""
 
     slow_worker: UseAppendAction[tuple[str, ...]] = ()
-    """RANK:FACTOR, such as 2:4: make a worker so many times slower; several with commas too."""
+    """Make a worker slower: RANK:FACTOR. 2:4 makes worker 2 four times slower. Separate several
+    with commas, or repeat the option."""
 
 
 @dataclass(frozen=True)
@@ -56,37 +56,38 @@ class NetworkOptions:
     """Speed of every link in each direction, in Mbit/s; by default unlimited."""
 
     jitter: float | None = None
-    """Lognormal transfer times: the standard deviation of their logarithm; by default 0."""
+    """How much transfer times vary: the standard deviation of their logarithm; by default 0."""
 
     slow_link: UseAppendAction[tuple[str, ...]] = ()
-    """I-J:MBPS or I-J:MBPS:MS, such as 0-1:10:50: one link's own speed in Mbit/s and latency in
-    milliseconds; several with commas too."""
+    """Give one link its own speed, and if you like its own latency: I-J:MBPS or I-J:MBPS:MS.
+    0-1:10:50 gives the link between workers 0 and 1 10 Mbit/s and 50 milliseconds. Separate
+    several with commas, or repeat the option."""
 
     model_mb: float | None = None
-    """What a worker sends in an exchange, in megabytes; by default its parameters' own size."""
+    """Megabytes that a worker sends in an exchange; by default the size of its parameters."""
 
     neighbour_policy: str | None = None
-    """Whom a worker asks: fresh (the default), poisson, available or scheduled."""
+    """How a worker chooses whom to ask: fresh (the default), poisson, available or scheduled."""
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """What is minimised, and how; the defaults are the workload's own."""
+    """What the workers minimise, and how. Each workload has its own defaults."""
 
     optimizer: OptimizerName | None = None
     """sgd or adamw."""
 
     learning_rate: float | None = None
-    """Its learning rate."""
+    """The optimizer's learning rate."""
 
     momentum: float | None = None
-    """Of sgd."""
+    """The momentum of sgd."""
 
     weight_decay: float | None = None
-    """Of either."""
+    """The weight decay of sgd or adamw."""
 
     learning_rate_decay: bool = False
-    """Warm the learning rate up, then let it fall as half a cosine, over the run."""
+    """Let the learning rate rise at first, then fall as half a cosine until the end of the run."""
 
     dimension: int | None = None
     """Length of a worker's vector, for consensus and quadratic; by default 64."""
@@ -107,13 +108,13 @@ class TaskOptions:
     """digits: no two workers see the same training data."""
 
     dirichlet: float | None = None
-    """digits: each worker has class shares of its own, of this Dirichlet parameter: the smaller,
-    the more uneven."""
+    """digits: draw each worker's shares of the classes from a Dirichlet distribution with this
+    parameter. With 0.1 most workers see few classes; with 100 all see about the same."""
 
 
 @dataclass(frozen=True)
 class SimulateArguments:
-    """Simulate runs on a virtual clock, to choose graph, comm rate and method beforehand."""
+    """Simulate runs on a virtual clock. It helps you choose a graph, a comm rate, a method."""
 
     graph: str = "ring"
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi;
@@ -134,24 +135,24 @@ class SimulateArguments:
     """Exchanges per worker per gradient step; several with commas."""
 
     fidelity: FidelityName = "ideal"
-    """ideal: Poisson edges and instantaneous exchanges, the paper's model; links: the real
-    protocol, over links that take their time."""
+    """ideal: the paper's model; exchanges happen at random and take no time. links: the real
+    protocol; messages and exchanges take time."""
 
     steps: float | None = None
-    """Length in gradient steps of an ordinary worker; by default 100, and for consensus what it
-    takes to agree."""
+    """Length of the run, in gradient steps of an ordinary worker. The default is 100; for consensus
+    it is as long as the workers need to agree."""
 
     seeds: str = "3"
-    """One run for each: how many, or a list such as 0,1,2."""
+    """How many runs of each kind, or a list of their seeds such as 0,1,2."""
 
     graph_seed: int = 0
-    """Of the random graphs."""
+    """The seed of the random graphs."""
 
     eta_factor: float = 1.0
     """Multiplies the mixing speed eta of a2cid2."""
 
     alpha_tilde_factor: float = 1.0
-    """Multiplies the excess of its alpha_tilde over 1/2."""
+    """Multiplies alpha_tilde - 1/2 of a2cid2."""
 
     compute: OmitArgPrefixes[ComputeOptions] = ComputeOptions()
     network: OmitArgPrefixes[NetworkOptions] = NetworkOptions()
@@ -167,7 +168,8 @@ class SimulateArguments:
     """Also draw what each worker does when, beside that figure, as *-timeline.png."""
 
     processes: int | None = None
-    """Runs at once; by default as many as there are cores, where that is quicker."""
+    """How many runs at once. By default one on each core, if that is quicker than one after the
+    other."""
 
 
 def run(arguments: SimulateArguments) -> int:
@@ -184,8 +186,8 @@ def run(arguments: SimulateArguments) -> int:
     from rich.console import Console
 
     from gossipdp.cli.simulate_results import notes, table
-    from gossipdp.report.progress import ProgressView
-    from gossipdp.simulate.batch import WorkerTraceback, simulate_all
+    from gossipdp.progress import ProgressView
+    from gossipdp.simulate.study import simulate_all
 
     console = Console()
     if not console.is_terminal:
@@ -194,17 +196,10 @@ def run(arguments: SimulateArguments) -> int:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     jobs = study.jobs()
     timeline_jobs = study.timeline_jobs() if arguments.timeline else []
-    try:
-        with ProgressView("simulating", console=console) as view:
-            traces = simulate_all(
-                [*jobs, *timeline_jobs], processes=arguments.processes, on_progress=view.advance
-            )
-    except Exception as error:
-        cause = error.__cause__
-        if not isinstance(cause, WorkerTraceback) or cause.module.startswith("gossipdp."):
-            raise
-        sys.stderr.write(str(cause).lstrip())  # of the user's own module
-        return 1
+    with ProgressView("simulating", console=console) as view:
+        traces = simulate_all(
+            [*jobs, *timeline_jobs], processes=arguments.processes, on_progress=view.advance
+        )
     ensembles = study.ensembles(traces[: len(jobs)])
     console.print(table(study, ensembles))
     for line in notes(study, ensembles):
@@ -261,26 +256,3 @@ def _check_files(arguments: SimulateArguments, figure: Path) -> None:
     there = next(parent for parent in figure.absolute().parents if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"{figure} cannot be written under {there}: pass --figure PATH")
-
-
-def configuration(arguments: SimulateArguments) -> dict[str, Any]:
-    """What was asked for, option by option, without where to write and how to compute it."""
-    asked = asdict(arguments)
-    for group in ("compute", "network", "task"):
-        asked |= asked.pop(group)
-    for option in ("json", "figure", "timeline", "processes"):
-        del asked[option]
-    return asked | {"step_times": asked["step_times"] and str(asked["step_times"])}
-
-
-def command(arguments: SimulateArguments) -> str:
-    """The command that gives the same figures."""
-    words = ["gossipdp", "simulate"]
-    defaults = configuration(SimulateArguments())
-    for name, value in configuration(arguments).items():
-        if value == defaults[name]:
-            continue
-        words.append(f"--{name.replace('_', '-')}")
-        if value is not True:
-            words.append(",".join(value) if isinstance(value, tuple) else str(value))
-    return shlex.join(words)

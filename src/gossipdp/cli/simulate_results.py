@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
+import shlex
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import gossipdp
-from gossipdp.simulate.ensemble import TAIL_LOWEST, Ensemble, Estimate
-from gossipdp.simulate.simulation import SYNCHRONOUS
-from gossipdp.simulate.trace import Record
+from gossipdp.simulate.study import SYNCHRONOUS, Ensemble, Estimate
+from gossipdp.simulate.trace import TAIL_LOWEST, Record
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from gossipdp.cli.simulate import SimulateArguments
     from gossipdp.cli.simulate_scenarios import Study
 
 MEANING_OF_SPREAD = "sample standard deviation over seeds; 0 for one seed"
@@ -85,11 +86,6 @@ def notes(study: Study, ensembles: Sequence[Ensemble]) -> list[str]:
     if exchanging:
         line += f"; exchanges computed by {' and '.join(sorted(exchanging))}"
     lines.append(line)
-    if study.arguments.fidelity == "ideal" and importlib.util.find_spec("numba") is None:
-        lines.append(
-            "numba is not installed, with which exchanges at fidelity ideal are computed many "
-            "times faster: pip install 'gossipdp[simulate]'"
-        )
     return lines
 
 
@@ -146,8 +142,6 @@ def _has_diverged(study: Study, ensemble: Ensemble) -> bool:
 
 def as_json(study: Study, ensembles: Sequence[Ensemble]) -> dict[str, Any]:
     """What ``--json`` writes: NaN and what is infinite become null."""
-    from gossipdp.cli.simulate import command, configuration
-
     cases = [
         {
             "graph": case.scenario.graph,
@@ -216,3 +210,26 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def configuration(arguments: SimulateArguments) -> dict[str, Any]:
+    """What was asked for, option by option, without where to write and how to compute it."""
+    asked = asdict(arguments)
+    for group in ("compute", "network", "task"):
+        asked |= asked.pop(group)
+    for option in ("json", "figure", "timeline", "processes"):
+        del asked[option]
+    return asked | {"step_times": asked["step_times"] and str(asked["step_times"])}
+
+
+def command(arguments: SimulateArguments) -> str:
+    """The command that gives the same figures."""
+    words = ["gossipdp", "simulate"]
+    defaults = configuration(type(arguments)())
+    for name, value in configuration(arguments).items():
+        if value == defaults[name]:
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(",".join(value) if isinstance(value, tuple) else str(value))
+    return shlex.join(words)

@@ -9,31 +9,35 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gossipdp.cli.bench_consensus import parse_seeds
-from gossipdp.cli.option_numbers import check_number
+from gossipdp.cli.option_checks import check_number
 from gossipdp.cli.simulate_tasks import make_objective, make_optimizer
-from gossipdp.graph.step_spread import check_step_spread
+from gossipdp.graph.network_plan import LATENCY_S, check_step_spread
 from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
-from gossipdp.simulate.batch import Job
-from gossipdp.simulate.compute_time import (
+from gossipdp.simulate.scenario import (
     ComputeTime,
     ConstantTime,
+    Link,
+    LinkModel,
     LognormalTime,
     MeasuredTime,
+    Scenario,
     SlowedTime,
 )
-from gossipdp.simulate.consensus_length import Length, steps_to_agree
-from gossipdp.simulate.ensemble import TAIL_LOWEST, Ensemble
-from gossipdp.simulate.link_model import Link, LinkModel
-from gossipdp.simulate.scenario import Scenario
-from gossipdp.simulate.simulation import METHODS, SYNCHRONOUS
-from gossipdp.simulate.trace import Trace
+from gossipdp.simulate.study import (
+    METHODS,
+    SYNCHRONOUS,
+    Ensemble,
+    Job,
+    affordable_steps,
+    steps_to_agree,
+)
+from gossipdp.simulate.trace import TAIL_LOWEST, Trace
 
 if TYPE_CHECKING:
     from gossipdp.cli.simulate import NetworkOptions, SimulateArguments
 
 DEFAULT_STEPS = 100.0
-DEFAULT_STEP_MS, DEFAULT_LATENCY_MS = 100.0, 0.5
+DEFAULT_STEP_MS, DEFAULT_LATENCY_MS = 100.0, 1e3 * LATENCY_S
 NUM_RECORDS, NUM_CONSENSUS_RECORDS = 100, 300
 TIMELINE_STEPS = 24.0
 """Length of the runs whose timeline is drawn: their last part is shown, once all exchange."""
@@ -46,12 +50,14 @@ class Case:
     Attributes:
         name: what tells it from the other cases; empty where there is but one.
         scenario: with the first seed.
-        lengths: how long each method runs.
+        num_steps: how long each method runs.
+        needed: the steps that theory says it takes to agree, where that would take too long.
     """
 
     name: str
     scenario: Scenario
-    lengths: dict[str, Length]
+    num_steps: dict[str, float]
+    needed: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ class Study:
     def jobs(self) -> list[Job]:
         """Every case, method and seed, in this order."""
         return [
-            Job(replace(case.scenario, num_steps=case.lengths[method].num_steps, seed=seed), method)
+            Job(replace(case.scenario, num_steps=case.num_steps[method], seed=seed), method)
             for case in self.cases
             for method in self.methods
             for seed in self.seeds
@@ -95,7 +101,7 @@ class Study:
         scenarios = (
             replace(
                 case.scenario,
-                num_steps=min(TIMELINE_STEPS, case.lengths[method].num_steps),
+                num_steps=min(TIMELINE_STEPS, case.num_steps[method]),
                 num_records=1,
                 stop_below=0.0,
                 keep_timeline=True,
@@ -133,16 +139,14 @@ class Study:
         """What is about to be simulated, and how long."""
         lines = [self.title()]
         if self.arguments.steps is not None or not self.is_consensus:
-            length = self.cases[0].lengths[self.methods[0]]
-            return [f"{lines[0]}, {length.num_steps:g} steps"]
+            return [f"{lines[0]}, {self.cases[0].num_steps[self.methods[0]]:g} steps"]
         for case in self.cases:
             for method in self.methods:
-                length = case.lengths[method]
                 label = case.name.format(method=method) or method
-                text = f"{label}: {length.num_steps:,.0f} steps at most"
-                if length.is_cut:
+                text = f"{label}: {case.num_steps[method]:,.0f} steps at most"
+                if method in case.needed:
                     text += (
-                        f", since the {length.needed:,.0f} that theory asks for would take long; "
+                        f", since the {case.needed[method]:,.0f} of theory would take long; "
                         "--steps sets another length"
                     )
                 lines.append(text)
@@ -222,14 +226,17 @@ def _case(
         scenario = replace(scenario, num_records=NUM_CONSENSUS_RECORDS)
     if arguments.steps is not None or scenario.objective.has_gradients:
         scenario.make_constants()  # raises for a graph or a rate that cannot be
-        length = Length(scenario.num_steps, scenario.num_steps)
-        return Case(name, scenario, dict.fromkeys(methods, length))
+        return Case(name, scenario, dict.fromkeys(methods, scenario.num_steps), {})
     scenario = replace(scenario, stop_below=TAIL_LOWEST)
     dimension = scenario.objective.begin(1, 0).start.shape[1]
-    lengths = {
-        method: steps_to_agree(scenario, method, values_per_worker=dimension) for method in methods
+    needed = {method: steps_to_agree(scenario, method) for method in methods}
+    most = {
+        method: affordable_steps(scenario, method, values_per_worker=dimension)
+        for method in methods
     }
-    return Case(name, scenario, lengths)
+    num_steps = {method: min(needed[method], most[method]) for method in methods}
+    cut = {method: needed[method] for method in methods if num_steps[method] < needed[method]}
+    return Case(name, scenario, num_steps, cut)
 
 
 # Compute times.
@@ -451,3 +458,23 @@ def _number(option: str, text: str, *, is_positive: bool = False) -> float:
     except ValueError:
         raise ValueError(f"{option} is {text!r}; it must be a number") from None
     return check_number(option, value, is_positive=is_positive)
+
+
+def parse_seeds(text: str) -> list[int]:
+    """The seeds of a list, or as many from 0 as a single number says.
+
+    >>> parse_seeds("4,7"), parse_seeds("3"), parse_seeds("5,")
+    ([4, 7], [0, 1, 2], [5])
+    """
+    words = text.split(",")
+    numbers = [word.strip() for word in (words[:-1] if words[-1].strip() == "" else words)]
+    if not numbers or not all(number.isdecimal() for number in numbers):
+        raise ValueError(f"--seeds is {text!r}; write a list such as 0,1,2, or how many, such as 3")
+    seeds = [int(number) for number in numbers]
+    if len(words) == 1:
+        seeds = list(range(seeds[0]))
+    if not seeds:
+        raise ValueError(f"--seeds is {text!r}: at least one run is needed")
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds is {text!r}: each seed may stand there once")
+    return seeds

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 import os
 import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gossipdp.simulate.objective import Objective
-from gossipdp.simulate.objectives import OBJECTIVES
-from gossipdp.simulate.objectives import make_objective as make_by_name
+import cloudpickle
+
+from gossipdp.simulate.module_objective import digits_objective
+from gossipdp.simulate.objectives import Consensus, Objective, Quadratic
 from gossipdp.simulate.optimizers import AdamW, RowOptimizer, Sgd
 
 if TYPE_CHECKING:
-    from gossipdp.cli.simulate import SimulateArguments, TaskOptions
+    from gossipdp.cli.simulate import SimulateArguments
 
 DIGITS = ("digits", "digits-convolutional")
+WORKLOADS = ("consensus", "quadratic", *DIGITS)
 DIGITS_SGD = Sgd(learning_rate=0.05, momentum=0.9, weight_decay=5e-4)
 """As the demo trains it."""
+
+WORKLOADS_OF = {
+    "dimension": ("consensus", "quadratic"),
+    "noise": ("quadratic",),
+    "heterogeneity": ("quadratic",),
+    "curvature": ("quadratic",),
+    "batch_size": DIGITS,
+    "disjoint": DIGITS,
+    "dirichlet": DIGITS,
+}
+"""The workloads for which an option plays a part."""
+OPTIMIZER_OPTIONS = (
+    *("optimizer", "learning_rate", "momentum", "weight_decay"),
+    "learning_rate_decay",
+)
 
 
 def make_objective(arguments: SimulateArguments) -> Objective:
@@ -27,40 +48,34 @@ def make_objective(arguments: SimulateArguments) -> Objective:
         ValueError: there is none such, or an option belongs to another workload.
     """
     name, options = arguments.workload, arguments.task
-    if name not in OBJECTIVES and ":" not in name:
+    if name not in WORKLOADS and ":" not in name:
         raise ValueError(
-            f"there is no workload {name!r}; choose one of {', '.join(OBJECTIVES)}, or name a "
+            f"there is no workload {name!r}; choose one of {', '.join(WORKLOADS)}, or name a "
             "function of yours that returns an objective: package.module:function or "
             "file.py:function"
         )
-    _check_belongs(name, options)
-    given: dict[str, Any] = {
-        "dimension": options.dimension,
-        "noise_variance": options.noise,
-        "heterogeneity": options.heterogeneity,
-        "batch_size": options.batch_size,
-        "dirichlet_alpha": options.dirichlet,
-    }
-    if options.curvature is not None:
-        given["mu"], given["smoothness"] = parse_curvature(options.curvature)
-    if ":" in name and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` would; the other processes get it too
-    objective = make_by_name(
-        name,
-        disjoint=options.disjoint,
-        **{key: value for key, value in given.items() if value is not None},
-    )
-    if not objective.has_gradients:
-        _refuse(
-            name,
-            {
-                "--optimizer": options.optimizer,
-                "--learning-rate": options.learning_rate,
-                "--momentum": options.momentum,
-                "--weight-decay": options.weight_decay,
-                "--learning-rate-decay": options.learning_rate_decay or None,
-            },
+    _refuse(arguments, [option for option, names in WORKLOADS_OF.items() if name not in names])
+    objective: Objective
+    dimension = 64 if options.dimension is None else options.dimension
+    if name == "consensus":
+        objective = Consensus(dimension)
+    elif name == "quadratic":
+        mu, smoothness = parse_curvature(options.curvature or "1:1")
+        noise = 1.0 if options.noise is None else options.noise
+        objective = Quadratic(dimension, mu, smoothness, noise, options.heterogeneity or 0.0)
+    elif name in DIGITS:
+        objective = digits_objective(
+            network="perceptron" if name == "digits" else "convolutional",
+            batch_size=32 if options.batch_size is None else options.batch_size,
+            disjoint=options.disjoint,
+            dirichlet_alpha=options.dirichlet,
         )
+    else:
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # as `python -m` would; other processes get it too
+        objective = load_objective(name)
+    if not objective.has_gradients:
+        _refuse(arguments, OPTIMIZER_OPTIONS)
     return objective
 
 
@@ -102,31 +117,68 @@ def parse_curvature(text: str) -> tuple[float, float]:
     return eigenvalues
 
 
-def _check_belongs(name: str, options: TaskOptions) -> None:
-    """Raise for options of other workloads: they would play no part."""
-    if name not in ("consensus", "quadratic"):
-        _refuse(name, {"--dimension": options.dimension})
-    if name != "quadratic":
-        _refuse(
-            name,
-            {
-                "--noise": options.noise,
-                "--heterogeneity": options.heterogeneity,
-                "--curvature": options.curvature,
-            },
-        )
-    if name not in DIGITS:
-        _refuse(
-            name,
-            {
-                "--batch-size": options.batch_size,
-                "--disjoint": options.disjoint or None,
-                "--dirichlet": options.dirichlet,
-            },
-        )
+def _refuse(arguments: SimulateArguments, names: Collection[str]) -> None:
+    """Raise for an option that was given and would play no part."""
+    for name in names:
+        if getattr(arguments.task, name) not in (None, False):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{option} plays no part in --workload {arguments.workload}: leave it out"
+            )
 
 
-def _refuse(name: str, options: dict[str, Any]) -> None:
-    for option, value in options.items():
-        if value is not None:
-            raise ValueError(f"{option} plays no part in --workload {name}: leave it out")
+def load_objective(place: str) -> Objective:
+    """The objective that a function of the user's returns, called without arguments.
+
+    Args:
+        place: ``package.module:function`` of a module that can be imported, or
+            ``file.py:function``.
+
+    Raises:
+        ValueError: there is no such module, file or function, or it returns something else.
+    """
+    module_name, _, function_name = place.rpartition(":")
+    if not module_name or not function_name:
+        raise ValueError(
+            f"{place!r} names no function; write package.module:function or file.py:function"
+        )
+    module = (
+        _import_file(Path(module_name).resolve())
+        if module_name.endswith(".py")
+        else _import_module(module_name)
+    )
+    function: Callable[[], Any] | None = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"{module_name} has no function {function_name!r}")
+    objective = function()
+    if not isinstance(objective, Objective):
+        raise ValueError(
+            f"{place} returned a {type(objective).__name__}; it must return a "
+            "gossipdp.simulate.Objective, for instance a ModuleObjective"
+        )
+    return objective
+
+
+def _import_module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # something that the user's module needs
+        raise ValueError(
+            f"there is no module {name!r} on the import path; name a file instead: file.py:function"
+        ) from None
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    name = f"gossipdp_objective_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up the module of their annotations there
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)  # other processes cannot import it
+    return module

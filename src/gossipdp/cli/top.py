@@ -13,9 +13,8 @@ import tyro
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
-    from gossipdp.observe.job import JobStatus
-    from gossipdp.observe.status_board import StatusBoard
-    from gossipdp.observe.status_client import Answer
+    from gossipdp.observe.board import JobStatus, StatusBoard
+    from gossipdp.observe.client import Answer
 
 # How long nobody may answer, at the beginning or later.
 PATIENCE_S = 10.0
@@ -46,9 +45,9 @@ class TopArguments:
 
 def run(arguments: TopArguments) -> int:
     """Look until the run is over or Ctrl+C; 1 where nobody answers."""
-    from gossipdp.observe.status_board import StatusBoard
-    from gossipdp.observe.status_client import StatusPoll
-    from gossipdp.runtime.environment import read_addresses, show_address
+    from gossipdp.launcher.environment import read_addresses, show_address
+    from gossipdp.observe.board import StatusBoard
+    from gossipdp.observe.client import StatusPoll
 
     if not arguments.interval >= 0.1:
         raise ValueError(f"--interval is {arguments.interval}; it must be at least 0.1 s")
@@ -176,14 +175,15 @@ class Top:
             )
         return self._tell(
             f"no worker answers ({failures or self._arguments.address}); give the status port of "
-            "one that runs: gossipdp run --status-port PORT, or status_port=",
+            "one that runs: gossipdp run --status-port PORT, or "
+            "Monitor(status_port=...)",
             1,
         )
 
     def _tell(self, text: str, code: int) -> int:
-        from gossipdp.cli.top_screen import plain
+        from gossipdp.links.strangers import printable
 
-        sys.stderr.write(f"gossipdp: {plain(text)}\n")
+        sys.stderr.write(f"gossipdp: {printable(text, 4000)}\n")
         return code
 
 

@@ -10,7 +10,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gossipdp.observe.job import JobStatus, JobWorker, LinkStatus
+from gossipdp.links.strangers import printable
+from gossipdp.observe.board import JobStatus, JobWorker, LinkStatus
 
 # What is not here is drawn in the terminal's own colour.
 STYLES = {
@@ -71,8 +72,8 @@ def _head(job: JobStatus) -> Text:
     counts = ", ".join(
         f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states, key=_rarity))
     )
-    graph = f" on {plain(job.graph)}, comm rate {job.comm_rate:g}" if job.graph else ""
-    text = Text(f"run {plain(job.run_id)[:12]}: {plain(job.method)}{graph}\n")
+    graph = f" on {printable(job.graph)}, comm rate {job.comm_rate:g}" if job.graph else ""
+    text = Text(f"run {printable(job.run_id)[:12]}: {printable(job.method)}{graph}\n")
     text.append(f"{len(states)} workers: {counts}", style="bold")
     return text
 
@@ -199,16 +200,15 @@ def _notice(rank: int, kind: str, ago_s: float) -> Text:
         "stopped": "fell silent",
         "rejoined": "is back",
         "joined": "joined",
-        "refreshed": "took over another's parameters",
     }
     style = STYLES.get({"stopped": "silent"}.get(kind, kind))
-    what = words.get(kind, plain(kind))
+    what = words.get(kind, printable(kind))
     return Text(f"{_duration(ago_s)} ago: worker {rank} {what}", style=style or "")
 
 
 def _where(worker: JobWorker) -> str:
-    place = f"{plain(worker.host)} ({worker.process_id})" if worker.host else NONE
-    return f"{place} {plain(worker.status_address)}".strip()
+    place = f"{printable(worker.host)} ({worker.process_id})" if worker.host else NONE
+    return f"{place} {printable(worker.status_address)}".strip()
 
 
 def _neighbours(ranks: Sequence[int] | None) -> str:
@@ -251,8 +251,3 @@ def _number(number: float | None, digits: int) -> str:
 
 def _small(number: float | None) -> str:
     return NONE if number is None else f"{number:.2g}"
-
-
-def plain(text: str) -> str:
-    """Without what would command a terminal: it comes from the network."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)

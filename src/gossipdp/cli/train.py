@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import tyro
 
-from gossipdp.recipes.options import BytesGptOptions, Cifar10Options, ImageNetOptions
+from gossipdp.tasks.options import BytesGptOptions, Cifar10Options, ImageNetOptions
 
 OPTIONS = (Cifar10Options, ImageNetOptions, BytesGptOptions)
 RECIPES = tuple(kind.recipe for kind in OPTIONS)
@@ -30,7 +31,8 @@ class TrainArguments:
     """Train a recipe with several workers on this machine.
 
     The paper's ResNet-18 on CIFAR-10 and ResNet-50 on ImageNet, and a small GPT on any text. Each
-    has options of its own.
+    has options of its own. Under a launcher (gossipdp run, torchrun) this process is one of its
+    workers, and --workers says nothing.
     """
 
     recipe: _Recipe
@@ -52,20 +54,26 @@ def run(arguments: TrainArguments) -> int:
     """
     check(arguments)
 
-    from gossipdp.runtime.launcher import launch, start_fork_server
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        from gossipdp.tasks.training import train
+
+        train(arguments.recipe)
+        return 0
+
+    from gossipdp.launcher.local import launch, start_fork_server
 
     start_fork_server()  # it imports torch while this process does so too
 
-    from gossipdp.recipes import make_recipe
-    from gossipdp.recipes.recipe import worker_device
-    from gossipdp.recipes.training import train
+    from gossipdp.tasks import make_recipe
+    from gossipdp.tasks.training import train
+    from gossipdp.tasks.workload import worker_device
 
     options = arguments.recipe
     worker_device(options.device)
     make_recipe(replace(options, device="cpu"))  # opens the data
     launch(
         train,
-        workers=arguments.workers,
+        world_size=arguments.workers,
         args=(options,),
         pin=arguments.pin,
         max_restarts=arguments.max_restarts,

@@ -7,7 +7,7 @@ congruent to it that is nearest to its own round(y / s): the sender's k as long 
     |x - y| < 127 s.
 
 Both then know the same difference s (k_x - k_y), one the negative of the other, off by s at most:
-with s following the distance (:mod:`~gossipdp.dynamics.lattice_steps`) the error shrinks as the two
+with s following the distance (:class:`LatticeSteps`) the error shrinks as the two
 agree, where a code of the values themselves would stop at its own resolution. Values that are
 equal stay so, since the step is the same at both ends.
 
@@ -33,6 +33,18 @@ from torch import Tensor
 
 BLOCK = 512
 """Values that share a step. Half and a quarter of it change error and failures little."""
+
+MARGIN = 4.0
+SHRINK = 0.8
+"""On a ring of 4 that learns the digits with SGD, with AdamW, of 53,000 blocks each 0 and 1 failed
+with (4, 0.8), 7 and 10 with (3, 0.8), 69 and 77 with (2, 0.8), and none with (4, 0.9), which
+follows half as fast; the error was 10%, 8%, 5% and 11% of the distance, root mean square."""
+
+LARGEST_EXPONENT = 120
+SMALLEST_EXPONENT = -120
+_MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
+# What rounding both ends to bfloat16 may have hidden: 2**-9 of each of two values.
+_HIDDEN_BY_BFLOAT16 = 2.0**-8
 
 # Of each precision: the type of k, and the bound on |k|.
 _INTEGERS = {
@@ -116,3 +128,63 @@ class Lattice:
     def _checksum(self, k: Tensor) -> int:
         above = torch.bitwise_right_shift(k, 8, out=self._other[: len(k)])
         return zlib.crc32(above.numpy().data)
+
+
+class LatticeSteps:
+    r"""What one worker knows of its distance to its peers, for each block of one chunk.
+
+    Of each block the *reach* is kept, the distance that the next code is to bridge:
+
+    .. math:: \text{reach} \leftarrow \max(4 m,\ 0.8\,\text{reach}), \qquad
+              s = \text{the power of two at or above reach} / 127
+
+    with m the largest difference that an exchange has just shown in the block. It grows at once and
+    shrinks slowly, so that one quiet exchange does not make the next one fail. In an exchange both
+    ends use the larger of their two steps.
+
+    It begins with nothing known: the finest step, whose code fails unless the two agree, so that
+    the first exchange shows the distance.
+
+    Args:
+        num_blocks: of the chunk.
+        dtype: of the values that are coded.
+    """
+
+    def __init__(self, num_blocks: int, dtype: torch.dtype) -> None:
+        self.num_blocks = num_blocks
+        self._reach = torch.zeros(num_blocks)
+        self._largest = torch.zeros(num_blocks)
+        self._mantissa_bits = _MANTISSA_BITS[dtype]
+
+    def exponents(self) -> Tensor:
+        """Exponents of the steps that this worker needs: int8, of shape (blocks,).
+
+        Not finer than the values' own rounding: then nothing is gained.
+        """
+        by_reach = torch.frexp(self._reach / 127).exponent
+        by_rounding = torch.frexp(self._largest).exponent - self._mantissa_bits
+        by_reach[self._reach == 0] = SMALLEST_EXPONENT
+        by_rounding[self._largest == 0] = SMALLEST_EXPONENT
+        return clamped(torch.maximum(by_reach, by_rounding))
+
+    def decoded(self, difference: Tensor, sizes: Tensor) -> None:
+        """Learn from an exchange whose codes decoded.
+
+        Args:
+            difference: of the two snapshots, of shape (blocks, BLOCK).
+            sizes: the largest absolute values of this worker's snapshot, of shape (blocks,).
+        """
+        self._observe(largest(difference), sizes)
+
+    def repeated(self, difference: Tensor, sizes: Tensor) -> None:
+        """Learn from an exchange repeated in bfloat16; arguments as of :meth:`decoded`."""
+        self._observe(largest(difference) + _HIDDEN_BY_BFLOAT16 * sizes, sizes)
+
+    def _observe(self, distance: Tensor, sizes: Tensor) -> None:
+        self._reach = torch.maximum(MARGIN * distance.float(), SHRINK * self._reach)
+        self._largest = sizes.float()
+
+
+def clamped(exponents: Tensor) -> Tensor:
+    """Exponents whose steps, and their reciprocals, are ordinary numbers."""
+    return exponents.clamp(SMALLEST_EXPONENT, LARGEST_EXPONENT).to(torch.int8)

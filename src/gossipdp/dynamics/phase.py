@@ -1,6 +1,7 @@
 """The phase: how far a worker's momentum has flowed, in the worker's own communication periods."""
 
 import math
+import threading
 
 # Between two exchanges the phase advances by at most this many periods. A worker that was stalled
 # for a hundred periods would otherwise flow its momentum away in one go; measured on a ring of 64,
@@ -24,8 +25,10 @@ class Phase:
     network really sustains, whatever the nominal rate: a ring of 64 with saturated links diverges
     when eta is taken at the nominal rate (the paper's section 4.1 assumes rates that are met).
 
-    The caller passes the time; calls must not go back in it. Not thread-safe: whoever shares a
-    phase between threads holds one lock around each call.
+    The caller passes the time; an earlier one than before changes nothing. Two threads may call. An
+    exchange freezes theta at or after every value that a boundary has read, and a boundary that
+    read an older value finds the chunk ahead of it and flows nothing. So every chunk sees the same
+    flow between two exchanges.
 
     Example:
         >>> phase = Phase(eta=0.5, worker_rate=1.0)
@@ -44,6 +47,7 @@ class Phase:
         self._last_start_s: float | None = None
         self._counted_periods = 0.0
         self._is_exchanging = False
+        self._lock = threading.Lock()  # guards all of the above
 
     @staticmethod
     def _speed_of(eta: float, worker_rate: float) -> float:
@@ -57,31 +61,35 @@ class Phase:
 
     def at(self, now_s: float) -> float:
         """Return theta at ``now_s``. It stands still while an exchange is under way."""
-        if not self._is_exchanging:
-            self._advance(now_s)
-        return self._theta
+        with self._lock:
+            if not self._is_exchanging:
+                self._advance(now_s)
+            return self._theta
 
     def start_exchange(self, now_s: float) -> float:
         """Freeze and return theta; the gap since the last start enters the mean afterwards."""
-        assert not self._is_exchanging, "one exchange at a time per worker"
-        self._advance(now_s)
-        if self._last_start_s is not None:
-            self._count_gap(now_s - self._last_start_s)
-        self._last_start_s = now_s
-        self._counted_periods = 0.0
-        self._is_exchanging = True
-        return self._theta
+        with self._lock:
+            assert not self._is_exchanging, "one exchange at a time per worker"
+            self._advance(now_s)
+            if self._last_start_s is not None:
+                self._count_gap(now_s - self._last_start_s)
+            self._last_start_s = now_s
+            self._counted_periods = 0.0
+            self._is_exchanging = True
+            return self._theta
 
     def end_exchange(self, now_s: float) -> None:
         """Let theta go on, after an exchange that finished or was stopped."""
-        assert self._is_exchanging, "no exchange to end"
-        self._is_exchanging = False
-        self._advance(now_s)
+        with self._lock:
+            assert self._is_exchanging, "no exchange to end"
+            self._is_exchanging = False
+            self._advance(now_s)
 
     def set_speed(self, eta: float, worker_rate: float, now_s: float) -> None:
         """Change the speed from now on, for a new graph; theta itself does not jump."""
         self.at(now_s)
-        self._speed = self._speed_of(eta, worker_rate)
+        with self._lock:
+            self._speed = self._speed_of(eta, worker_rate)
 
     def _advance(self, now_s: float) -> None:
         """Move theta to where it stands ``now_s`` after the last exchange start."""

@@ -1,9 +1,9 @@
-"""A graph with its exchange rates, and the constants of A2CiD2 that follow from them."""
+"""A graph with its exchange rates, the constants of A2CiD2, and the graph over the live workers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gossipdp.graph.spectrum import FloatArray, IndexArray, Spectrum, laplacian_matrix, spectrum
-from gossipdp.graph.topology import check_graph, graph_name
+from gossipdp.graph.topology import attach, check_graph, without
 
 if TYPE_CHECKING:
     import networkx as nx
 
-# Rounding that the checks allow: of a user's rates, and of the eigenvalues.
-BUDGET_TOLERANCE = 1e-9
+# Rounding of the eigenvalues that the checks allow.
 SPECTRUM_TOLERANCE = 1e-6
 
 # Beyond, chi1 chi2 is zero or infinite in double precision.
 LEAST_RATE, LARGEST_RATE = 1e-100, 1e100
+
+MAX_CACHED = 64
+"""Graphs that a `LiveGraph` keeps, a set of live workers each."""
 
 
 @dataclass(frozen=True)
@@ -62,23 +64,15 @@ class Constants:
     """lambda_ij of each edge: expected exchanges per unit of time."""
 
     @classmethod
-    def of(
-        cls,
-        graph: nx.Graph[int],
-        comm_rate: float = 1.0,
-        rates: Mapping[tuple[int, int], float] | None = None,
-    ) -> Constants:
-        """The constants of ``graph``, by default with lambda_ij = r min(1/deg_i, 1/deg_j).
+    def of(cls, graph: nx.Graph[int], comm_rate: float = 1.0) -> Constants:
+        """The constants of ``graph`` with the rates lambda_ij = r min(1/deg_i, 1/deg_j).
 
         Args:
             graph: Undirected and connected; nodes are ranks, with gaps where workers died.
             comm_rate: r, the most exchanges per unit of time that a worker may take part in.
-            rates: lambda_ij of every edge, under (i, j) or (j, i), in place of the default.
 
         Raises:
-            ValueError: ``graph`` is not valid; ``comm_rate`` is not a positive number; ``rates``
-                misses an edge, names one that is not there, holds a rate that is not a positive
-                number, or gives a worker more than ``comm_rate`` in sum.
+            ValueError: ``graph`` is not valid, or ``comm_rate`` is not a positive number.
         """
         if not (math.isfinite(comm_rate) and comm_rate > 0):
             raise ValueError(
@@ -87,11 +81,8 @@ class Constants:
             )
         check_graph(graph)
         edges = tuple(sorted((int(min(edge)), int(max(edge))) for edge in graph.edges))
-        if rates is None:
-            chosen = [comm_rate / max(graph.degree[i], graph.degree[j]) for i, j in edges]
-        else:
-            chosen = _given_rates(graph_name(graph), edges, comm_rate, rates)
-        return cls(tuple(sorted(map(int, graph))), edges, tuple(chosen))
+        rates = tuple(comm_rate / max(graph.degree[i], graph.degree[j]) for i, j in edges)
+        return cls(tuple(sorted(map(int, graph))), edges, rates)
 
     def __post_init__(self) -> None:
         if list(self.workers) != sorted(set(self.workers)) or not self.workers:
@@ -204,35 +195,63 @@ def _spectrum_of(num_workers: int, positions: bytes, rates: bytes) -> Spectrum:
     return found
 
 
-def _given_rates(
-    name: str,
-    edges: tuple[tuple[int, int], ...],
-    comm_rate: float,
-    rates: Mapping[tuple[int, int], float],
-) -> list[float]:
-    given: dict[tuple[int, int], float] = {}
-    for (i, j), rate in rates.items():
-        edge = (min(i, j), max(i, j))
-        if edge in given:
-            raise ValueError(f"rates give edge {edge} of graph {name!r} twice: give it once")
-        if not (math.isfinite(rate) and rate > 0):
-            raise ValueError(
-                f"the rate of edge {edge} of graph {name!r} is {rate}, but must be a positive "
-                "number: leave an edge that is not to be used out of the graph"
-            )
-        given[edge] = rate
-    if given.keys() != set(edges):
-        edge = min(given.keys() ^ set(edges))
-        problem = "not an edge" if edge in given else "an edge without a rate"
-        raise ValueError(f"{edge} is {problem} of graph {name!r}: give one rate for every edge")
-    total: dict[int, float] = {}
-    for edge, rate in given.items():
-        for worker in edge:
-            total[worker] = total.get(worker, 0.0) + rate
-    busiest = max(total, key=total.__getitem__, default=None)
-    if busiest is not None and total[busiest] > comm_rate * (1.0 + BUDGET_TOLERANCE):
-        raise ValueError(
-            f"the rates of worker {busiest} of graph {name!r} sum to {total[busiest]:.6g}, above "
-            f"the comm rate {comm_rate:.6g}: lower them or raise the comm rate"
-        )
-    return [given[edge] for edge in edges]
+class LiveGraph:
+    """The graph of a run as a function of the set of its live workers.
+
+    From the original graph the dead are removed (`without`), then joiners beyond it are attached
+    (`attach`). The result depends on the set alone, so workers with the same view of who lives
+    have the same graph, whatever they learned in which order. The original set keeps its own
+    rates, all others have the default ones.
+
+    A set that is not cached takes 1 to 3 ms for 64 workers and 9 to 19 for 256, ten times as long
+    on complete graphs.
+
+    Args:
+        constants: The original graph with its rates; ``comm_rate`` is its busiest worker's rate.
+
+    Example:
+        >>> from gossipdp.graph import build_graph
+        >>> live = LiveGraph(Constants.of(build_graph("ring", 4)))
+        >>> live.constants({0, 1, 3}).edges
+        ((0, 1), (0, 3), (1, 3))
+    """
+
+    def __init__(self, constants: Constants) -> None:
+        import networkx as nx
+
+        self.original = constants
+        self.comm_rate = max(map(constants.worker_rate, constants.workers))
+        self._graph: nx.Graph[int] = nx.Graph(constants.edges)
+        self._graph.add_nodes_from(constants.workers)
+        self._constants_of = lru_cache(MAX_CACHED)(self._work_out)
+
+    def constants(self, live: Collection[int]) -> Constants:
+        """Rates and constants over the workers ``live``.
+
+        Raises:
+            ValueError: nobody lives.
+        """
+        ranks = frozenset(live)
+        if ranks == frozenset(self.original.workers):
+            return self.original
+        return self._constants_of(ranks)
+
+    def graph(self, live: Collection[int]) -> nx.Graph[int]:
+        """The edges alone, without the cost of the constants.
+
+        Raises:
+            ValueError: nobody lives.
+        """
+        import networkx as nx
+
+        ranks, originals = set(live), set(self.original.workers)
+        if not ranks:
+            raise ValueError("a graph of no live workers: keep at least one")
+        survivors: nx.Graph[int] = nx.Graph()
+        if ranks & originals:
+            survivors = without(self._graph, originals - ranks)
+        return attach(survivors, ranks - originals)
+
+    def _work_out(self, ranks: frozenset[int]) -> Constants:
+        # One worker has no edges, so that any rate will do.
+        return Constants.of(self.graph(ranks), self.comm_rate or 1.0)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gossipdp.integrations.options import check_options, known_num_workers
+from gossipdp.integrations.options import check_options
+from gossipdp.launcher.environment import Environment
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.stats import Consolidated
-from gossipdp.runtime.environment import Environment
 
 try:
     from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -77,10 +77,6 @@ class GossipStrategy(SingleDeviceStrategy):
     def progress(self) -> float:
         """Progress of the whole run for a scheduler; 0 before training begins."""
         return 0.0 if self._gossip is None else self._gossip.progress()
-
-    def num_workers(self) -> int:
-        """Workers in the run, for a schedule; 1 before training begins in one that joins."""
-        return known_num_workers(self._gossip)
 
     def setup_environment(self) -> None:
         """See who handles SIGTERM before Lightning does."""

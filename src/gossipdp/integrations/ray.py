@@ -10,7 +10,7 @@ from typing import Any
 
 from gossipdp.errors import WorkerFailedError
 from gossipdp.integrations.ray_meeting import Meeting
-from gossipdp.runtime.reports import ReportChannel, report_variables
+from gossipdp.launcher.reports import ReportChannel, report_variables
 
 try:
     import ray
@@ -23,20 +23,20 @@ except ModuleNotFoundError as error:
 
 def launch(
     function: Callable[..., Any],
-    workers: int = 4,
+    world_size: int = 4,
     args: Sequence[Any] = (),
     *,
     max_restarts: int = 0,
     actor_options: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """Call ``function(*args)`` on ``workers`` Ray actors; their results by rank.
+    """Call ``function(*args)`` on ``world_size`` Ray actors; their results by rank.
 
     Ray must have been started (``ray.init()``). The store is kept by one more actor, without a
     core of its own.
 
     Args:
         function: called in every worker; as for :func:`gossipdp.launch`.
-        workers: how many actors.
+        world_size: how many actors.
         args: what each call is given.
         max_restarts: how often Ray starts each worker again whose process died after all had begun
             to train. It calls the function anew and joins those that go on. An exception is no
@@ -50,14 +50,14 @@ def launch(
             ended.
         ValueError: no workers, or fewer than no restarts.
     """
-    if workers < 1:
-        raise ValueError(f"workers is {workers}; launch at least one")
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; launch at least one")
     if max_restarts < 0:
         raise ValueError(f"max_restarts is {max_restarts}; it must be 0 or more")
-    meeting = ray.remote(_HostedMeeting).options(num_cpus=0).remote(workers)
+    meeting = ray.remote(_HostedMeeting).options(num_cpus=0).remote(world_size)
     options = {"num_cpus": 1, **(actor_options or {})}
     options |= {"max_restarts": max_restarts, "max_task_retries": max_restarts}
-    actors = [ray.remote(_Worker).options(**options).remote() for _ in range(workers)]
+    actors = [ray.remote(_Worker).options(**options).remote() for _ in range(world_size)]
     calls = {
         actor.work.remote(meeting, rank, function, tuple(args)): rank
         for rank, actor in enumerate(actors)
@@ -83,7 +83,7 @@ def launch(
     if failures:
         texts = [f"worker {rank} failed:\n{error}" for rank, error in sorted(failures.items())]
         raise WorkerFailedError("\n\n".join(texts))
-    return [results[rank] for rank in range(workers)]
+    return [results[rank] for rank in range(world_size)]
 
 
 def _has_begun(meeting: Any) -> bool:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import final
 
 from gossipdp.errors import RendezvousError
-from gossipdp.runtime.environment import identity_variables, join_variables
-from gossipdp.runtime.team import HostingTeam
+from gossipdp.launcher.environment import identity_variables, join_variables
+from gossipdp.launcher.team import Team
 
 
 @final
@@ -32,8 +32,8 @@ class Meeting:
     """
 
     def __init__(self, num_workers: int, host: str) -> None:
-        self._team = HostingTeam(num_workers, host, 0, None)
-        self._team.open_here()
+        self._team = Team.on_one_host(num_workers, host)
+        self._team.open()
         self._num_starts = [0] * num_workers
         self._addresses: dict[int, tuple[str, int]] = {}
 
@@ -55,14 +55,14 @@ class Meeting:
             raise RendezvousError(
                 f"worker {rank} died before all workers had begun to train; look at its output"
             )
-        addresses = self._team.published_addresses() | self._addresses
-        others = [address for other, address in addresses.items() if other != rank]
+        others = [address for other, address in self._addresses.items() if other != rank]
         identity = identity_variables(self._team.run_id, self._team.secret)
         return own | identity | join_variables(others, num_restarts)
 
     def has_begun(self) -> bool:
         """Whether all workers have met and train."""
-        return self._team.has_begun(set())
+        assert self._team.hosted is not None
+        return self._team.hosted.have_all_begun()
 
     def note_addresses(self, addresses: Mapping[int, tuple[str, int]]) -> None:
         """Where a worker says that the live ones are."""

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from gossipdp.runtime.environment import Environment
-from gossipdp.runtime.hidden_variables import hidden
+from gossipdp.launcher.clusters import hidden
+from gossipdp.launcher.environment import Environment
 
 # numpy.random.seed, which the frameworks call, takes no larger one.
 NUM_SEEDS = 2**32
@@ -17,14 +17,14 @@ class Worker:
     """Who this process is, before there is a model to ask.
 
     Attributes:
-        rank: 0 to ``num_workers`` - 1; -1 for one that joins and has yet to be given a rank.
-        num_workers: in the run; 0 for one that joins.
+        rank: 0 to ``world_size`` - 1; -1 for one that joins and has yet to be given a rank.
+        world_size: workers in the run; 0 for one that joins.
         seed: for this worker's data order and random numbers, in 0..2^32 - 1; that of each
             worker of a run is another one.
     """
 
     rank: int
-    num_workers: int
+    world_size: int
     seed: int
 
     @property
@@ -49,12 +49,12 @@ def single_process(seed: int = 0) -> Iterator[Worker]:
 
     Example:
         >>> with single_process(seed=7) as worker:
-        ...     (worker.rank, worker.num_workers, worker.is_first)
+        ...     (worker.rank, worker.world_size, worker.is_first)
         (0, 1, True)
     """
     environment = Environment.read()
     with hidden():
-        yield Worker(environment.rank, environment.num_workers, _seed(environment, seed))
+        yield Worker(environment.rank, environment.world_size, _seed(environment, seed))
 
 
 def _seed(environment: Environment, seed: int) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gossipdp.integrations.accelerate import torch_optimizer
-from gossipdp.integrations.options import check_options, known_num_workers
+from gossipdp.integrations.options import check_options
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.stats import Consolidated
 
@@ -71,10 +71,6 @@ class GossipCallback(TrainerCallback):
     def progress(self) -> float:
         """Progress of the whole run for a scheduler; 0 before training begins."""
         return 0.0 if self._model is None else self._model.progress()
-
-    def num_workers(self) -> int:
-        """Workers in the run, for a schedule; 1 before training begins in one that joins."""
-        return known_num_workers(self._model)
 
     def on_train_begin(
         self,

@@ -1,6 +1,5 @@
 """The synchronous baseline: gradients averaged at each step, by DistributedDataParallel."""
 
-import atexit
 import contextlib
 import logging
 import math
@@ -19,20 +18,19 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
-from gossipdp.dynamics.kernels import is_finite
+from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import PoisonedError, RefusedError
 from gossipdp.graph.topology import build_graph
+from gossipdp.launcher.environment import Environment, check_platform, show_address
 from gossipdp.observe.status import MemberStatus
 from gossipdp.parallel.checkpoint import Captured, Counts, Resumption
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.flat_parameters import named_tensors
-from gossipdp.parallel.options import NO_TLS, GossipOptions
-from gossipdp.parallel.run_view import RunView
-from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.parallel.options import NO_TLS, Options
+from gossipdp.parallel.stats import Consolidated, RunView, Stats
 from gossipdp.parallel.status_page import StatusPage
 from gossipdp.protocol.clock import MEDIAN_WINDOW, SKIPPED_STEPS
-from gossipdp.protocol.progress import Progress
-from gossipdp.runtime.environment import Environment, check_platform, show_address
+from gossipdp.protocol.members import Progress
 
 logger = logging.getLogger("gossipdp")
 
@@ -55,7 +53,7 @@ class AllReduceEngine(Engine):
         self,
         module: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        options: GossipOptions,
+        options: Options,
         resumption: Resumption | None = None,
         status: StatusPage | None = None,
     ) -> None:
@@ -64,24 +62,24 @@ class AllReduceEngine(Engine):
         if environment.tls is not None:
             raise ValueError(NO_TLS)
         self.rank = environment.rank
-        self.num_workers = environment.num_workers
+        self.world_size = environment.world_size
         self.incarnation = 0
         self.forward_module = module
-        self._status_addresses = [""] * self.num_workers
+        self._status_addresses = [""] * self.world_size
         self._run_id = environment.run_id
         self._is_consolidating = False
         if status is not None:
             status.bind(self.rank)
-            host = status.address[0] if self.num_workers == 1 else environment.choose_host()
+            host = status.address[0] if self.world_size == 1 else environment.choose_host()
             self._status_addresses[self.rank] = show_address(*status.announced(host))
         # The graph is not used; a mistake in it is one under any method.
-        build_graph(options.graph, self.num_workers, seed=options.seed)
+        build_graph(options.graph, self.world_size, seed=options.seed)
         self._module = module
         self._optimizers = list(optimizers)
         self._gradient_steps = 0
         self._samples = 0
         self._before = Counts.of(resumption)
-        self._lives = Progress(self.rank, 0, secrets.randbits(62))
+        self._lives = Progress(self.rank, secrets.randbits(62))
         if resumption is not None:
             self._restore(resumption)
         self._total = torch.tensor([self._lives.total_samples, self._lives.total_steps])
@@ -92,23 +90,22 @@ class AllReduceEngine(Engine):
         self._bytes = 0
         self._owns_group = False
         self._is_closed = False
-        if self.num_workers > 1:
+        if self.world_size > 1:
             self._join(environment, options)
 
-    def _join(self, environment: Environment, options: GossipOptions) -> None:
+    def _join(self, environment: Environment, options: Options) -> None:
         on_cuda = any(parameter.is_cuda for parameter in self._module.parameters())
         self._device = next(self._module.parameters()).device if on_cuda else torch.device("cpu")
         if not dist.is_initialized():
             dist.init_process_group(
                 "nccl" if on_cuda else "gloo",
                 rank=environment.rank,
-                world_size=environment.num_workers,
-                timeout=timedelta(seconds=options.start_timeout_s),
+                world_size=environment.world_size,
+                timeout=timedelta(seconds=options.network.start_timeout_s),
             )
             self._owns_group = True
         self._check_start()
         self._gather_status_addresses()
-        atexit.register(self.close)
         self.forward_module = _Synchronous(self._module)
         self.forward_module.register_comm_hook(None, self._average_bucket)
         if self._owns_group:
@@ -126,7 +123,7 @@ class AllReduceEngine(Engine):
             [self._before.step, self._lives.total_samples, self._lives.total_steps],
             device=self._device,
         )
-        starts = [torch.empty_like(own) for _ in range(self.num_workers)]
+        starts = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(starts, own)
         steps = [int(start[0]) for start in starts]
         if len(set(steps)) > 1:
@@ -141,7 +138,7 @@ class AllReduceEngine(Engine):
         own = self._status_addresses[self.rank].encode()[:MAX_ADDRESS_BYTES]
         row = torch.zeros(MAX_ADDRESS_BYTES, dtype=torch.uint8)
         row[: len(own)] = torch.tensor(list(own), dtype=torch.uint8)
-        rows = [torch.empty_like(row, device=self._device) for _ in range(self.num_workers)]
+        rows = [torch.empty_like(row, device=self._device) for _ in range(self.world_size)]
         dist.all_gather(rows, row.to(self._device))
         self._status_addresses = [
             bytes(gathered.tolist()).rstrip(b"\0").decode("latin-1") for gathered in rows
@@ -160,7 +157,7 @@ class AllReduceEngine(Engine):
         By then the backward pass has nothing else to do, and it ends when this bucket arrives.
         """
         gradients = bucket.buffer()
-        gradients.div_(self.num_workers)
+        gradients.div_(self.world_size)
         self._bytes += gradients.numel() * gradients.element_size()
         work = dist.all_reduce(gradients, async_op=True)
         assert work is not None
@@ -187,7 +184,7 @@ class AllReduceEngine(Engine):
             self._durations.append(now_s - self._ended_s)
         self._ended_s = now_s
         self._collect_total()
-        if self.num_workers == 1:
+        if self.world_size == 1:
             self._total = self._counts()
             return
         counts = self._counts().to(self._device)
@@ -224,7 +221,7 @@ class AllReduceEngine(Engine):
         """See :class:`Engine`."""
         return self._before.step + self._gradient_steps
 
-    def capture(self, wait_s: float) -> Captured:
+    def capture(self) -> Captured:
         """See :class:`Engine`: nothing is under way between steps."""
         tensors = named_tensors(self._module)
         for name, tensor in tensors.items():
@@ -247,17 +244,14 @@ class AllReduceEngine(Engine):
             progress=self._lives.news()[0],
         )
 
-    def release(self) -> None:
-        """See :class:`Engine`: nobody was held up."""
-
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """See ``GossipDataParallel.averaged``: the parameters are the average at any time."""
         yield
 
     @torch.no_grad()
-    def consolidate(self) -> Consolidated:
-        """See ``GossipDataParallel.consolidate``.
+    def consolidate(self, timeout_s: float = math.inf) -> Consolidated:
+        """See ``GossipDataParallel.consolidate``. ``timeout_s`` is of no use: all end together.
 
         The parameters are equal already, which is measured; float buffers are averaged.
         """
@@ -266,7 +260,7 @@ class AllReduceEngine(Engine):
         self._is_consolidating = True
         self._collect_total()
         distance = torch.zeros(1, dtype=torch.float64)
-        if self.num_workers > 1:
+        if self.world_size > 1:
             counts = self._counts().to(self._device)
             dist.all_reduce(counts)
             self._total = counts.cpu()
@@ -283,25 +277,25 @@ class AllReduceEngine(Engine):
         else:
             self._total = self._counts()
         return Consolidated(
-            consensus_distance=float(distance) / self.num_workers,
-            num_workers=self.num_workers,
+            consensus_distance=float(distance) / self.world_size,
+            world_size=self.world_size,
             samples=int(self._total[0]),
             gradient_steps=int(self._total[1]),
             gradient_steps_by_rank=dict.fromkeys(
-                range(self.num_workers), int(self._total[1]) // self.num_workers
+                range(self.world_size), int(self._total[1]) // self.world_size
             ),
         )
 
     def _average(self, tensor: Tensor) -> Tensor:
         mean = tensor.detach().clone()
         dist.all_reduce(mean)
-        return mean.div_(self.num_workers)
+        return mean.div_(self.world_size)
 
     def stats(self) -> Stats:
         """See :class:`Engine`. There are no exchanges; bytes are those of the gradients."""
         return Stats(
             rank=self.rank,
-            num_workers=self.num_workers,
+            world_size=self.world_size,
             gradient_steps=self._before.steps + self._gradient_steps,
             samples=self._before.samples + self._samples,
             bytes_sent=self._bytes,
@@ -328,7 +322,6 @@ class AllReduceEngine(Engine):
         """See :class:`Engine`."""
         if not self._is_closed:
             self._is_closed = True
-            atexit.unregister(self.close)
             self.forward_module = self._module
             if self._owns_group and dist.is_initialized():
                 dist.destroy_process_group()

@@ -1,17 +1,17 @@
-"""Checkpoints of a run: one file a worker and step, and how a run resumes from them.
+"""Checkpoints of a run: one file a worker and step, and how a run goes on from them.
 
     DIRECTORY/worker-RANK/step-NNNNNNNN.safetensors
 
 A file holds ``model/NAME`` (the module's parameters and persistent buffers), ``c/NAME`` (the
-momentum), ``pending/NAME`` (what exchanges brought and the next step adds, where there is any),
-and the tensors of the training state; in its metadata its facts and the structure of the training
-state.
+momentum), ``pending/NAME`` (what exchanges brought and the next step adds, where there is any), and
+the tensors of the training state by number; in its metadata its facts and the skeleton of the
+training state.
 """
 
 import logging
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,26 +20,26 @@ import msgspec
 import torch
 from torch import Tensor
 
-from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint_facts import Facts
+from gossipdp.dynamics import update
+from gossipdp.parallel import skeleton
+from gossipdp.parallel.checkpoint_facts import BEFORE_THIS_RUN, EndedLife, Facts, outlived
 from gossipdp.parallel.checkpoint_files import DamagedFileError, read_metadata, read_tensors
-from gossipdp.parallel.outlived import BEFORE_THIS_RUN, EndedLife, outlived
-from gossipdp.protocol.progress import ProgressEntry
+from gossipdp.protocol.members import ProgressEntry
 
 logger = logging.getLogger("gossipdp")
 
-FORMAT = "gossipdp checkpoint 1"
-TRAINING_PREFIX = "training/"
+FORMAT = "gossipdp checkpoint 2"
 _FILE_NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _DIRECTORY_NAME = re.compile(r"worker-(\d+)")
 
 # Name, type and shape of every tensor of a model, in a fixed order.
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
+PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
 class Captured:
-    """One worker's part of a checkpoint, copied between two exchanges; see :class:`Facts`."""
+    """One worker's part of a checkpoint, copied at one moment; see :class:`Facts`."""
 
     tensors: dict[str, Tensor]
     step: int
@@ -64,6 +64,106 @@ def file_path(directory: Path, rank: int, step: int) -> Path:
     return directory / f"worker-{rank}" / f"step-{step:08d}.safetensors"
 
 
+def encode(
+    tensors: Mapping[str, Tensor], facts: Facts, state: Any
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a file; those of ``state`` are copied.
+
+    Raises:
+        ValueError: ``state`` holds something that cannot be saved.
+    """
+    text, flats = skeleton.pack(state)
+    training = {f"training/{n}": flat.to("cpu", copy=True) for n, flat in enumerate(flats)}
+    metadata = {
+        "format": FORMAT,
+        "facts": msgspec.json.encode(facts).decode(),
+        "training": text.decode(),
+    }
+    return {**tensors, **training}, metadata
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], Any]:
+    """Read a file: the tensors by ``model/``, ``c/`` and ``pending/`` names; the training state.
+
+    Raises:
+        DamagedFileError: its content is not what was written.
+    """
+    tensors, metadata = read_tensors(path)
+    # Out of the file's memory map, which lasts as long as a tensor of it does.
+    training = {
+        int(name.removeprefix("training/")): tensors.pop(name).clone()
+        for name in list(tensors)
+        if name.startswith("training/")
+    }
+    try:
+        described = skeleton.decode(metadata.get("training", "").encode())
+        return tensors, described.unpack([training[n] for n in sorted(training)])
+    except ValueError as error:
+        raise DamagedFileError(f"{path} is damaged: {error}") from error
+
+
+def saved_by(directory: Path, rank: int, *, warns: bool = False) -> list[Saved]:
+    """Return the files of one worker that can be read, the newest first."""
+    saved = []
+    for path in (directory / f"worker-{rank}").glob("step-*.safetensors"):
+        if not _FILE_NAME.fullmatch(path.name):
+            continue
+        try:
+            saved.append(Saved(path, _facts(path)))
+        except DamagedFileError as error:
+            if warns:
+                logger.warning("a checkpoint is passed over: %s", error)
+    return sorted(saved, key=lambda each: (each.facts.generation, each.facts.step), reverse=True)
+
+
+def saved_in(directory: Path, *, warns: bool = False) -> dict[int, list[Saved]]:
+    """Return the files of all workers of the latest generation, by rank, the newest first."""
+    ranks = sorted(
+        int(found[1])
+        for path in directory.glob("worker-*")
+        if (found := _DIRECTORY_NAME.fullmatch(path.name))
+    )
+    by_rank = {rank: saved for rank in ranks if (saved := saved_by(directory, rank, warns=warns))}
+    latest = max((saved[0].facts.generation for saved in by_rank.values()), default=0)
+    return {
+        rank: [each for each in saved if each.facts.generation == latest]
+        for rank, saved in by_rank.items()
+        if saved[0].facts.generation == latest
+    }
+
+
+def _facts(path: Path) -> Facts:
+    metadata = read_metadata(path)
+    if metadata.get("format") != FORMAT:
+        raise DamagedFileError(f"{path} is no checkpoint: its format is not {FORMAT!r}")
+    try:
+        return msgspec.json.decode(metadata.get("facts", ""), type=Facts)
+    except msgspec.MsgspecError as error:
+        raise DamagedFileError(f"{path} is damaged: {error}") from error
+
+
+def _generation_after(facts: Facts, world_size: int) -> int:
+    """The generation of what ``world_size`` workers save that go on from such a checkpoint."""
+    return facts.generation + (world_size != facts.world_size)
+
+
+def generation_of_joiner(directory: Path, resume: PathLike | None, world_size: int) -> int:
+    """Return the generation that the workers of a run save to which one more comes.
+
+    If nobody has saved since the run was resumed, what it went on from tells.
+
+    Args:
+        directory: where the run saves.
+        resume: as the run was given it.
+        world_size: that the run began with.
+    """
+    resumed = None if resume is None or resume == "auto" else Path(resume)
+    for place in (directory, resumed):
+        if place is not None and (by_rank := saved_in(place)):
+            return _generation_after(next(iter(by_rank.values()))[0].facts, world_size)
+    return 1
+
+
 def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
     """Return the layout of a module's tensors by their own names."""
     return tuple(
@@ -72,65 +172,11 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
     )
 
 
-def saved_by(directory: Path, rank: int) -> list[Saved]:
-    """Return the files of one worker, the newest first; one that cannot be read is warned of."""
-    saved = []
-    for path in (directory / f"worker-{rank}").glob("step-*.safetensors"):
-        if _FILE_NAME.fullmatch(path.name):
-            try:
-                saved.append(Saved(path, _facts(path, read_metadata(path))))
-            except DamagedFileError as error:
-                logger.warning("a checkpoint is passed over: %s", error)
-    return sorted(saved, key=lambda each: (each.facts.generation, each.facts.step), reverse=True)
-
-
-def saved_in(directory: Path) -> dict[int, list[Saved]]:
-    """Return the files of all workers of the latest generation, by rank, the newest first."""
-    ranks = sorted(
-        int(found[1])
-        for path in directory.glob("worker-*")
-        if (found := _DIRECTORY_NAME.fullmatch(path.name))
-    )
-    by_rank = {rank: saved for rank in ranks if (saved := saved_by(directory, rank))}
-    latest = max((saved[0].facts.generation for saved in by_rank.values()), default=0)
-    latest_of = {
-        rank: [each for each in saved if each.facts.generation == latest]
-        for rank, saved in by_rank.items()
-    }
-    return {rank: saved for rank, saved in latest_of.items() if saved}
-
-
-def generation_after(facts: Facts, num_workers: int) -> int:
-    """Return the generation of what ``num_workers`` save that go on from such a checkpoint."""
-    return facts.generation + (num_workers != facts.num_workers)
-
-
-def generation_of_joiner(
-    checkpoint_dir: Path, resume: str | os.PathLike[str] | None, num_workers: int
-) -> int:
-    """Return the generation that the workers of a run save to which one more comes.
-
-    Nobody may have saved since the run was resumed: what it went on from tells it then.
-
-    Args:
-        checkpoint_dir: where the run saves.
-        resume: as the run was given it.
-        num_workers: that the run began with.
-    """
-    resumed = None if resume is None or resume == "auto" else Path(resume)
-    for directory in (checkpoint_dir, resumed):
-        if directory is not None and (by_rank := saved_in(directory)):
-            return generation_after(next(iter(by_rank.values()))[0].facts, num_workers)
-    return 1
-
-
-def _facts(path: Path, metadata: Mapping[str, str]) -> Facts:
-    if metadata.get("format") != FORMAT:
-        raise DamagedFileError(f"{path} is no checkpoint: its format is not {FORMAT!r}")
-    try:
-        return msgspec.json.decode(metadata.get("facts", ""), type=Facts)
-    except msgspec.MsgspecError as error:
-        raise DamagedFileError(f"{path} is damaged: {error}") from error
+def _difference(found: Layout, expected: Layout) -> str:
+    theirs = {name: f"{kind} {shape}" for name, kind, shape in found}
+    ours = {name: f"{kind} {shape}" for name, kind, shape in expected}
+    name = next(n for n in sorted(theirs | ours) if theirs.get(n) != ours.get(n))
+    return f"{name!r} is {theirs.get(name, 'absent')} there and {ours.get(name, 'absent')} here"
 
 
 @dataclass(frozen=True)
@@ -171,12 +217,13 @@ class Resumption:
     state is that of file r, or r mod the number that saved: what a joiner takes from a donor. A
     fresh one would not do: AdamW's first steps are as large as the learning rate in every element.
 
-    Of a worker that died long before the others saved last (:func:`~gossipdp.parallel.outlived`)
-    only the progress counts: its file is of a point that the run has left behind.
+    Of a worker that died long before the others saved last (:mod:`.checkpoint_facts`) only the
+    progress counts: its file is of a point that the run has left behind.
 
     Args:
         directory: of the checkpoints.
-        rank, num_workers: of this worker, and of the run that starts now.
+        by_rank: its files, as :func:`saved_in` gives them; at least one.
+        rank, world_size: of this worker, and of the run that starts now.
         method: of the run that starts now.
         layout: of this worker's model.
 
@@ -191,40 +238,39 @@ class Resumption:
         ended: for what this run saves: the lives of earlier runs that have ended.
 
     Raises:
-        ValueError: there is no checkpoint, or it is of another model or method.
+        ValueError: it is of another model or method.
         DamagedFileError: all checkpoints are damaged.
     """
 
     def __init__(
-        self, directory: Path, rank: int, num_workers: int, method: str, layout: Layout
+        self,
+        directory: Path,
+        by_rank: Mapping[int, Sequence[Saved]],
+        *,
+        rank: int,
+        world_size: int,
+        method: str,
+        layout: Layout,
     ) -> None:
-        by_rank = saved_in(directory)
-        if not by_rank:
-            what = "holds no checkpoint" if directory.is_dir() else "is no directory"
-            raise ValueError(
-                f"resume={str(directory)!r} {what}: name the checkpoint_dir of the run to go on "
-                f"from (here it is {str(directory.absolute())!r}), or leave resume out to start "
-                "afresh; with a checkpoint_dir, resume='auto' does either"
-            )
         first = next(iter(by_rank.values()))[0].facts
         self.directory = directory
-        self.num_saved = first.num_workers
-        self._rank, self._num_workers, self._layout = rank, num_workers, layout
-        self._is_same_number = num_workers == self.num_saved
-        self.generation = generation_after(first, num_workers)
-        self.start = f"from checkpoints of {self.num_saved} workers, generation {first.generation}"
-        synchronous = method == "allreduce"
-        if synchronous != (first.method == "allreduce") and synchronous:
+        self.generation = _generation_after(first, world_size)
+        self.start = (
+            f"from checkpoints of {first.world_size} workers, generation {first.generation}"
+        )
+        self._rank, self._world_size, self._layout = rank, world_size, layout
+        self._is_same_number = world_size == first.world_size
+        left_behind: set[int] = set()
+        if method != "allreduce":
+            left_behind = outlived({each: saved[0].facts for each, saved in by_rank.items()})
+        elif first.method == "allreduce":
+            by_rank = _of_one_step(by_rank)
+        else:
             raise ValueError(
                 f"the checkpoints in {directory} are of method {first.method!r}, whose workers "
                 "differ: method='allreduce' cannot go on from them. Start it from the average "
                 "that save_averaged() writes"
             )
-        left_behind: set[int] = set()
-        if synchronous:
-            by_rank = _of_one_step(by_rank)
-        else:
-            left_behind = outlived({each: saved[0].facts for each, saved in by_rank.items()})
         for each in sorted(left_behind):
             logger.warning(
                 "worker %d: %s is passed over: its worker died while the others went on",
@@ -232,23 +278,27 @@ class Resumption:
                 by_rank[each][0].path,
             )
         self.ended = tuple((each, BEFORE_THIS_RUN) for each in sorted(left_behind))
-        missing = set(range(self.num_saved)) - (by_rank.keys() - left_behind)
+        usable = by_rank.keys() - left_behind
+        missing = set(range(first.world_size)) - usable
         if missing and (rank in missing or not self._is_same_number):
             logger.warning(
                 "worker %d: of the %d workers whose checkpoints are in %s there is none of %s; "
                 "the average of the others takes its place",
                 rank,
-                self.num_saved,
+                first.world_size,
                 directory,
                 ", ".join(map(str, sorted(missing))),
             )
-        self._take(by_rank, by_rank.keys() - left_behind, synchronous)
+        self._take(by_rank, usable, is_synchronous=method == "allreduce")
 
     def _take(
-        self, by_rank: Mapping[int, Sequence[Saved]], usable: Collection[int], synchronous: bool
+        self,
+        by_rank: Mapping[int, Sequence[Saved]],
+        usable: Collection[int],
+        *,
+        is_synchronous: bool,
     ) -> None:
-        rank, num_workers = self._rank, self._num_workers
-        ranks = sorted(usable)
+        rank, ranks = self._rank, sorted(usable)
         turn = rank % len(ranks)
         # Its own, or that of rank modulo how many there are, or the next that is whole.
         order = ([rank] if rank in usable else []) + ranks[turn:] + ranks[:turn]
@@ -257,56 +307,27 @@ class Resumption:
         if good is None:
             raise DamagedFileError(f"no checkpoint in {self.directory} is whole")
         saved, tensors, self.training = good
-        self.is_own = base == rank and self._is_same_number
+        is_base = base == rank
+        self.is_own = is_base and self._is_same_number
         self.step = saved.facts.step
-        self.steps = saved.facts.steps if base == rank else 0
-        self.samples = saved.facts.samples if base == rank else 0
-        group = [each for each in ranks if each % num_workers == rank]
+        self.steps = saved.facts.steps if is_base else 0
+        self.samples = saved.facts.samples if is_base else 0
+        group = [each for each in ranks if each % self._world_size == rank]
         # Under allreduce each worker carries its own part of the sum that all of them make.
-        counted = group if synchronous else sorted(by_rank)
-        known = {each: by_rank[each][0].facts for each in counted}
+        known = {each: by_rank[each][0].facts for each in (group if is_synchronous else by_rank)}
         if base in known:
             known[base] = saved.facts
-        self.progress = tuple(entry for facts in known.values() for entry in facts.progress)
-        if synchronous or self.is_own:
-            self.tensors = tensors
-        else:
-            if base != rank:
+        self.progress = tuple(entry for _, f in sorted(known.items()) for entry in f.progress)
+        self.tensors = tensors
+        if not (is_synchronous or self.is_own):
+            if not is_base:
                 self.step = max(saved[0].facts.step for saved in by_rank.values())
             files = {each: by_rank[each] for each in ranks}
-            self.tensors = self._mean_of_z(files, group, base, tensors)
+            # Where none of its group is whole: over all.
+            self.tensors = self._mean_of_z(files, group, base, tensors) or self._mean_of_z(
+                files, ranks, base, tensors
+            )
         logger.info("worker %d resumes from %s", rank, saved.path)
-
-    @torch.no_grad()
-    def _mean_of_z(
-        self,
-        by_rank: Mapping[int, Sequence[Saved]],
-        group: Sequence[int],
-        base: int,
-        base_tensors: Mapping[str, Tensor],
-    ) -> dict[str, Tensor]:
-        """Average z = x + pending + c/2 over files, one at a time; integers are the base's."""
-        averaged = [
-            name
-            for name, tensor in base_tensors.items()
-            if name.startswith("model/") and tensor.is_floating_point()
-        ]
-        sums = {
-            name: torch.zeros_like(base_tensors[name], dtype=torch.float64) for name in averaged
-        }
-        count = 0
-        for ranks in (group, sorted(by_rank)):  # where none of the group is whole: all
-            for rank in ranks:
-                good = None if rank == base else self._newest_good(by_rank[rank])
-                if rank != base and good is None:
-                    continue
-                _add_z(sums, base_tensors if good is None else good[1])
-                count += 1
-            if count:
-                break
-        means = {name: (sums[name] / count).to(base_tensors[name].dtype) for name in averaged}
-        kept = {name: held for name, held in base_tensors.items() if name.startswith("model/")}
-        return {**kept, **means}
 
     def _newest_good(
         self, candidates: Sequence[Saved]
@@ -314,62 +335,64 @@ class Resumption:
         """Read the newest file of one worker whose content is what was written."""
         for saved in candidates:
             try:
-                return saved, *self._read(saved.path)
+                tensors, training = read(saved.path)
             except DamagedFileError as error:
                 logger.warning("%s; the checkpoint before it is taken, if there is one", error)
-        return None
-
-    def _read(self, path: Path) -> tuple[dict[str, Tensor], Any]:
-        tensors, metadata = read_tensors(path)
-        training = {
-            name: tensors.pop(name) for name in list(tensors) if name.startswith(TRAINING_PREFIX)
-        }
-        found = layout_of(
-            {
+                continue
+            model = {
                 name.removeprefix("model/"): tensor
                 for name, tensor in tensors.items()
                 if name.startswith("model/")
             }
-        )
-        if found != self._layout:
-            raise ValueError(f"{path} is of another model: {_difference(found, self._layout)}")
-        # Out of the file's memory map, which lasts as long as a tensor of it does.
-        copies = {name: tensor.clone() for name, tensor in training.items()}
-        try:
-            return tensors, training_state.unpack(metadata.get("structure"), copies)
-        except ValueError as error:
-            raise DamagedFileError(f"{path} is damaged: {error}") from error
-
-
-def find_resumption(
-    resume: str | os.PathLike[str] | None,
-    checkpoint_dir: Path | None,
-    *,
-    rank: int,
-    num_workers: int,
-    method: str,
-    layout: Layout,
-) -> Resumption | None:
-    """Return what a run starts from by ``resume=`` and ``checkpoint_dir=``; None for a fresh start.
-
-    Raises:
-        ValueError: there is nothing where there should be, or ``checkpoint_dir`` holds another
-            run's checkpoints.
-    """
-    directory = checkpoint_dir if resume == "auto" else None if resume is None else Path(resume)
-    goes_on_there = (
-        directory is not None
-        and checkpoint_dir is not None
-        and directory.resolve() == checkpoint_dir.resolve()
-    )
-    if checkpoint_dir is not None and not goes_on_there and saved_in(checkpoint_dir):
-        raise ValueError(
-            f"checkpoint_dir={str(checkpoint_dir)!r} holds checkpoints of another run; go on from "
-            "them with resume='auto', or choose another directory"
-        )
-    if directory is None or (resume == "auto" and not saved_in(directory)):
+            if (found := layout_of(model)) != self._layout:
+                raise ValueError(
+                    f"{saved.path} is of another model: {_difference(found, self._layout)}"
+                )
+            return saved, tensors, training
         return None
-    return Resumption(directory, rank, num_workers, method, layout)
+
+    @torch.no_grad()
+    def _mean_of_z(
+        self,
+        files: Mapping[int, Sequence[Saved]],
+        group: Iterable[int],
+        base: int,
+        base_tensors: dict[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Average z over the files of a group, one at a time; integers are the base's.
+
+        Empty where none of the group is whole.
+        """
+        kept = {name: held for name, held in base_tensors.items() if name.startswith("model/")}
+        sums = {
+            name: torch.zeros_like(held, dtype=torch.float64)
+            for name, held in kept.items()
+            if held.is_floating_point()
+        }
+        count = 0
+        for each in group:
+            if each == base:
+                tensors = base_tensors
+            elif (good := self._newest_good(files[each])) is not None:
+                tensors = good[1]
+            else:
+                continue
+            count += 1
+            for name, total in sums.items():
+                total += _z(tensors, name.removeprefix("model/"))
+        if count == 0:
+            return {}
+        return kept | {name: (sums[name] / count).to(kept[name].dtype) for name in sums}
+
+
+def _z(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """What exchanges conserve the mean of, in double precision."""
+    x = tensors[f"model/{name}"].double()
+    pending, c = (tensors.get(f"{kind}/{name}") for kind in ("pending", "c"))
+    pending = torch.zeros_like(x) if pending is None else pending.double()
+    z = torch.empty_like(x)
+    update.read_z(z, x, pending, None if c is None else c.double())
+    return z
 
 
 def _of_one_step(by_rank: Mapping[int, Sequence[Saved]]) -> dict[int, list[Saved]]:
@@ -393,26 +416,47 @@ def _of_one_step(by_rank: Mapping[int, Sequence[Saved]]) -> dict[int, list[Saved
     )
 
 
-def _add_z(sums: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    for name, total in sums.items():
-        own = name.removeprefix("model/")
-        total += tensors[name]
-        if (pending := tensors.get(f"pending/{own}")) is not None:
-            total += pending
-        if (c := tensors.get(f"c/{own}")) is not None:
-            total.add_(c, alpha=0.5)
+def find_resumption(
+    resume: PathLike | None,
+    directory: Path | None,
+    *,
+    rank: int,
+    world_size: int,
+    method: str,
+    layout: Layout,
+) -> Resumption | None:
+    """Return what a run starts from; None for a fresh start.
 
+    Args:
+        resume: ``"auto"``, a directory of checkpoints, or None.
+        directory: where this run saves.
+        rank, world_size, method, layout: see :class:`Resumption`.
 
-def _difference(found: Layout, expected: Layout) -> str:
-    theirs = {name: rest for name, *rest in found}
-    ours = {name: rest for name, *rest in expected}
-    for name in sorted(theirs.keys() | ours.keys()):
-        if theirs.get(name) != ours.get(name):
-            return (
-                f"{name!r} is {_tensor(theirs.get(name))} there and {_tensor(ours.get(name))} here"
-            )
-    return "they hold the same tensors"
-
-
-def _tensor(description: Sequence[Any] | None) -> str:
-    return "absent" if description is None else f"{description[0]} {tuple(description[1])}"
+    Raises:
+        ValueError: there is nothing where there should be, or ``directory`` holds another run's
+            checkpoints.
+    """
+    source = directory if resume == "auto" else None if resume is None else Path(resume)
+    goes_on_there = (
+        source is not None and directory is not None and source.resolve() == directory.resolve()
+    )
+    if directory is not None and not goes_on_there and saved_in(directory):
+        raise ValueError(
+            f"{str(directory)!r} holds checkpoints of another run; go on from them with "
+            "resume='auto', or choose another directory"
+        )
+    if source is None:
+        return None
+    by_rank = saved_in(source, warns=True)
+    if by_rank:
+        return Resumption(
+            source, by_rank, rank=rank, world_size=world_size, method=method, layout=layout
+        )
+    if resume == "auto":
+        return None
+    what = "holds no checkpoint" if source.is_dir() else "is no directory"
+    raise ValueError(
+        f"resume={str(source)!r} {what}: name the directory of the run to go on from (here it is "
+        f"{str(source.absolute())!r}), or leave resume out to start afresh; with a directory of "
+        "one's own, resume='auto' does either"
+    )

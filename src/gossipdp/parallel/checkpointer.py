@@ -1,50 +1,112 @@
-"""When a worker's checkpoints are taken, what is in them, and what becomes of errors."""
+"""When a worker's checkpoints are taken, who writes them, and what becomes of errors."""
 
-import atexit
 import contextlib
 import logging
-import os
+import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-import msgspec
 import torch
+from torch import Tensor
 
 import gossipdp
 from gossipdp.errors import PoisonedError
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import (
-    FORMAT,
-    TRAINING_PREFIX,
-    Captured,
+    PathLike,
     Resumption,
+    encode,
+    file_path,
     generation_of_joiner,
     saved_by,
 )
 from gossipdp.parallel.checkpoint_facts import Facts
-from gossipdp.parallel.checkpoint_files import GivenUpError
-from gossipdp.parallel.checkpoint_writer import CheckpointWriter, Draft
+from gossipdp.parallel.checkpoint_files import (
+    GivenUpError,
+    IsGivenUp,
+    remove_unfinished,
+    write_tensors,
+)
 from gossipdp.parallel.data_position import (
     DataPosition,
     random_states,
     restore_random_states,
 )
 from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.last_checkpoint import LastCheckpoint
+from gossipdp.parallel.termination import Termination
 
 logger = logging.getLogger("gossipdp")
 
-# How long training waits for a running exchange; after that it goes on, no other exchange begins,
-# and the checkpoint is taken at the first later boundary that finds none running.
-WAIT_FOR_EXCHANGE_S = 1.0
-# An explicit save and the last one due wait for it: exchanges that do not advance end by their own
-# time-outs.
-LONGEST_WAIT_S = 120.0
 CLOSE_TIMEOUT_S = 60.0
 EXIT_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is in memory and to be written."""
+
+    directory: Path
+    rank: int
+    step: int
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    keep: int
+
+
+def write(draft: Draft, is_given_up: IsGivenUp = lambda: False) -> Path:
+    """Write one checkpoint, and only then remove those beyond the newest ``keep``.
+
+    Raises:
+        OSError: of the file system; what was there before is there still.
+        GivenUpError: ``is_given_up()`` said so.
+    """
+    path = file_path(draft.directory, draft.rank, draft.step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(path.parent)
+    write_tensors(path, draft.tensors, draft.metadata, is_given_up)
+    for saved in saved_by(draft.directory, draft.rank)[draft.keep :]:
+        if saved.path != path:
+            saved.path.unlink(missing_ok=True)
+    return path
+
+
+class BackgroundWriter:
+    """Writes one draft at a time, in a thread of its own."""
+
+    def __init__(self, rank: int) -> None:
+        self._name = f"gossipdp-checkpoint-{rank}"
+        self._given_up = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def write(self, draft: Draft) -> "Future[Path]":
+        """Begin to write; the future gets the path or the error. The one before has ended."""
+        written: Future[Path] = Future()
+
+        def run() -> None:
+            try:
+                written.set_result(write(draft, self._given_up.is_set))
+            except Exception as error:
+                written.set_exception(error)
+
+        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
+        self._thread.start()
+        return written
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the write under way; one that takes longer than ``timeout_s`` is given up."""
+        if self._thread is None:
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._given_up.set()
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.error("a checkpoint is still being written; what was there before it stays")
 
 
 class Stateful(Protocol):
@@ -64,10 +126,11 @@ class Checkpointer:
 
     A due checkpoint is taken at the first :meth:`take_due` after the step, which the caller makes
     where no forward pass is half way: so what the loop does after ``optimizer.step()``, such as
-    stepping a scheduler, is in it.
+    stepping a scheduler, is in it. One that comes due while the last is still being written is
+    taken when that is done.
 
     Args:
-        engine: copies parameters, momentum and progress between two exchanges.
+        engine: copies parameters, momentum and progress.
         optimizers: whose state is saved.
         position: of ``batches()``.
         method: of the run.
@@ -79,6 +142,9 @@ class Checkpointer:
             run's own, of this worker's earlier life among them, or what it was resumed from.
         resume: as the run that it comes into was given it.
     """
+
+    make_writer: ClassVar[Callable[[int], BackgroundWriter]] = BackgroundWriter
+    """For tests that order events: makes the writer of a rank."""
 
     def __init__(
         self,
@@ -92,7 +158,7 @@ class Checkpointer:
         keep: int,
         resumption: Resumption | None,
         is_joining: bool = False,
-        resume: str | os.PathLike[str] | None = None,
+        resume: PathLike | None = None,
     ) -> None:
         self.is_due = False
         self.num_saved = 0
@@ -108,7 +174,6 @@ class Checkpointer:
         self._generation = 1 if resumption is None else resumption.generation
         self._ended = () if resumption is None else resumption.ended
         self._known_directories: set[Path] = set()
-        self._has_waited = False
         self._has_looked = False
         self._num_generators = 0
         self._random_states: dict[str, Any] | None = None
@@ -116,13 +181,12 @@ class Checkpointer:
         # What the run resumed from, until the first step.
         self._resumed: dict[str, Any] | None = None
         self._has_resumed = resumption is not None
-        self._writer = CheckpointWriter(engine.rank)
+        self._writer = type(self).make_writer(engine.rank)
         self._written: Future[Path] | None = None
-        atexit.register(self.close, EXIT_TIMEOUT_S)
-        self._last = None if directory is None else LastCheckpoint()
+        self._termination = None if directory is None else Termination()
         if is_joining and directory is not None:
             self._known_directories.add(directory.resolve())
-            self._generation = generation_of_joiner(directory, resume, engine.num_workers)
+            self._generation = generation_of_joiner(directory, resume, engine.world_size)
         if resumption is not None:
             self._known_directories.add(resumption.directory.resolve())
             self._resume(resumption)
@@ -166,9 +230,7 @@ class Checkpointer:
         if not self._has_looked and self._num_generators == 0:  # a loop that goes its own way
             self.take_due()
         self._has_looked = False
-        if self._every is None:
-            return
-        if self._engine.step_number % self._every == 0:
+        if self._every is not None and self._engine.step_number % self._every == 0:
             self.is_due = True
         if self.is_due:
             self._random_states = random_states()
@@ -191,63 +253,46 @@ class Checkpointer:
 
         Only the first call after a step does so. Later ones may come between the forward passes
         of one step (accumulation, a closure): what that step has done so far would be lost. After
-        SIGTERM too such a step goes on to its end, for as long as :class:`LastCheckpoint` waits.
+        SIGTERM too such a step goes on to its end, for as long as :class:`Termination` waits.
 
         Args:
-            finally_: there is no later occasion: wait for that, and for a running exchange. One
-                that does not end is a checkpoint that failed.
+            finally_: there is no later occasion: wait for the last to be written.
             in_loop: the next step may have begun, with random numbers for its batch: the states
                 saved are those right after the last step. Nothing is done in a loop
                 :meth:`of_batches`.
         """
         if in_loop and self._num_generators > 0:
             return
-        if self._last is not None and self._last.is_asked and (finally_ or not self._has_looked):
-            self._save_and_end(self._last)
         has_looked, self._has_looked = self._has_looked, True
-        if not self.is_due or (has_looked and not finally_):
+        if has_looked and not finally_:
             return
-        assert self._directory is not None
+        if self._termination is not None and self._termination.is_asked:
+            self._save_and_end(self._termination)
         if finally_:
             self._wait_for_writer()
-        elif self._written is not None and not self._written.done():
+        if not self.is_due or (self._written is not None and not self._written.done()):
             return
-        if finally_:
-            wait_s = LONGEST_WAIT_S
-        else:
-            wait_s = 0.0 if self._has_waited else WAIT_FOR_EXCHANGE_S
+        assert self._directory is not None
+        self.is_due = False
         try:
-            states = self._random_states if in_loop else None
-            draft = self._draft(self._directory, wait_s, states)
+            draft = self._draft(self._directory, self._random_states if in_loop else None)
         except PoisonedError as error:
-            self.is_due = False
             self.num_failed += 1
             logger.error("%s", error)
             return
-        self._has_waited = draft is None
-        if draft is not None:
-            self.is_due = False
-            self._written = self._writer.write(draft)
-        elif finally_:
-            self._engine.release()
-            self.is_due = False
-            self.num_failed += 1
-            logger.error(
-                "worker %d: the last checkpoint that was due could NOT be taken: an exchange did "
-                "not end within %g s. Those written before are kept",
-                self._engine.rank,
-                LONGEST_WAIT_S,
-            )
+        if self._written is not None:
+            self._report()
+        self._written = self._writer.write(draft)
 
-    def _save_and_end(self, last: LastCheckpoint) -> None:
+    def _save_and_end(self, termination: Termination) -> None:
         """After SIGTERM, where training stands between two steps: save and end the process."""
-        last.begin()
+        termination.begin()
         try:
             path = self.save(None)
             logger.warning("worker %d: SIGTERM; saved %s", self._engine.rank, path)
         except Exception as error:  # nothing else ends the process any more
             logger.error("worker %d: SIGTERM; nothing saved: %s", self._engine.rank, error)
-        last.end()
+        raise SystemExit(128 + signal.SIGTERM)
 
     def save(self, directory: Path | None) -> Path:
         """Take a checkpoint now and return its path when it is on the disk.
@@ -256,76 +301,35 @@ class Checkpointer:
             ValueError: no directory, or one that holds another run's checkpoints.
             OSError: of the file system.
             PoisonedError: parameters hold NaN or infinity.
-            TimeoutError: an exchange did not end.
         """
         directory = directory or self._directory
         if directory is None:
-            raise ValueError("give save_checkpoint() a directory, or wrap with checkpoint_dir=")
+            raise ValueError(
+                "give save_checkpoint() a directory, or wrap with checkpoints=Checkpoints(...)"
+            )
         self._wait_for_writer()
-        draft = self._draft(directory, LONGEST_WAIT_S, None)
-        if draft is None:
-            self._engine.release()
-            raise TimeoutError(f"an exchange did not end within {LONGEST_WAIT_S:g} s")
-        path = self._writer.write(draft).result()
+        path = self._writer.write(self._draft(directory, None)).result()
         self.num_saved += 1
         return path
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Let the write under way end, report it, and end the thread."""
-        atexit.unregister(self.close)
-        if self._last is not None:
-            self._last.close()
+        if self._termination is not None:
+            self._termination.close()
         self._writer.close(timeout_s)
         if self._written is not None and self._written.done():
             self._report()
 
     # What.
 
-    def _draft(self, directory: Path, wait_s: float, states: dict[str, Any] | None) -> Draft | None:
-        """Copy what a checkpoint holds; None where an exchange still runs after ``wait_s``."""
+    def _draft(self, directory: Path, states: dict[str, Any] | None) -> Draft:
+        """Copy what a checkpoint holds; ``states``: of the random generators, None: as now."""
         self._check_directory(directory)
         started_s = time.perf_counter()
-        try:
-            captured = self._engine.capture(wait_s)
-        except BaseException:
-            self._engine.release()
-            raise
-        if captured is None:
-            self.pause_s += time.perf_counter() - started_s
-            return None
-        try:
-            state = training_state.capture(self._optimizers)
-            state["position"] = self._position.capture()
-            state["random"] = states or random_states()
-            state["others"] = {name: each.state_dict() for name, each in self._others.items()}
-            structure, tensors = training_state.pack(state, TRAINING_PREFIX)
-        finally:
-            self._engine.release()
-            pause_s = time.perf_counter() - started_s
-            self.pause_s += pause_s
-        logger.info(
-            "worker %d: checkpoint at step %d; training paused for %.0f ms",
-            self._engine.rank,
-            captured.step,
-            1e3 * pause_s,
-        )
-        return Draft(
-            directory=directory,
+        captured = self._engine.capture()
+        facts = Facts(
             rank=self._engine.rank,
-            step=captured.step,
-            tensors={**captured.tensors, **tensors},
-            metadata={
-                "format": FORMAT,
-                "facts": msgspec.json.encode(self._facts(captured)).decode(),
-                "structure": structure,
-            },
-            keep=self._keep,
-        )
-
-    def _facts(self, captured: Captured) -> Facts:
-        return Facts(
-            rank=self._engine.rank,
-            num_workers=self._engine.num_workers,
+            world_size=self._engine.world_size,
             generation=self._generation,
             method=self._method,
             step=captured.step,
@@ -337,6 +341,22 @@ class Checkpointer:
             incarnation=captured.incarnation,
             ended=(*self._ended, *captured.ended),
         )
+        state = {
+            **training_state.capture(self._optimizers),
+            "position": self._position.capture(),
+            "random": states or random_states(),
+            "others": {name: each.state_dict() for name, each in self._others.items()},
+        }
+        tensors, metadata = encode(captured.tensors, facts, state)
+        pause_s = time.perf_counter() - started_s
+        self.pause_s += pause_s
+        logger.info(
+            "worker %d: checkpoint at step %d; training paused for %.0f ms",
+            self._engine.rank,
+            captured.step,
+            1e3 * pause_s,
+        )
+        return Draft(directory, self._engine.rank, captured.step, tensors, metadata, self._keep)
 
     def _check_directory(self, directory: Path) -> None:
         """Raise ValueError for a directory that another run saved to: steps would mix."""

@@ -1,14 +1,53 @@
-"""Where a worker stands in its data and in its random numbers, so that it can stand there again."""
+"""A worker's way through its data: sizes of batches, the position, and how to come back there."""
 
+import dataclasses
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 Batch = TypeVar("Batch")
+
+
+def batch_size(batch: Any, batch_dim: int) -> int | None:
+    """Return the samples in a batch: the size of its first tensor along ``batch_dim``.
+
+    Looks into mappings, lists, tuples and dataclasses. None where there is no tensor, or
+    where it lacks that dimension.
+    """
+    found = _first_tensor(batch)
+    return found.shape[batch_dim] if found is not None and found.dim() > batch_dim else None
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif not isinstance(value, (list, tuple)):
+        return None
+    return next((t for t in map(_first_tensor, value) if t is not None), None)
+
+
+def dataset_size(loader: Any) -> int:
+    """Return how many samples the loader's dataset holds.
+
+    Raises:
+        ValueError: nobody can tell.
+    """
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError, NotImplementedError):
+        raise ValueError(
+            "the loader does not say how many samples its dataset holds: give epochs(..., "
+            "samples=), the samples of one epoch of all workers together"
+        ) from None
 
 
 def random_states() -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """What moves parameters between workers: the seam behind ``method=``."""
 
 import abc
+import math
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
 from gossipdp.parallel.checkpoint import Captured
-from gossipdp.parallel.run_view import RunView
-from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.parallel.stats import Consolidated, RunView, Stats
 
 
 class Engine(abc.ABC):
@@ -17,13 +17,13 @@ class Engine(abc.ABC):
     Attributes:
         rank: of this worker.
         incarnation: how many lives of this worker came before this one.
-        num_workers: in the run.
+        world_size: workers in the run.
         forward_module: what computes the forward pass: the user's module, or a wrapper of it.
     """
 
     rank: int
     incarnation: int
-    num_workers: int
+    world_size: int
     forward_module: nn.Module
 
     @abc.abstractmethod
@@ -52,26 +52,19 @@ class Engine(abc.ABC):
         """The number of this worker's last gradient step; goes on where a run resumed."""
 
     @abc.abstractmethod
-    def capture(self, wait_s: float) -> Captured | None:
-        """Begin no more exchanges; copy this worker's state once none runs.
-
-        None where one still runs after ``wait_s``: ask again. In both cases :meth:`release` lets
-        exchanges begin again.
+    def capture(self) -> Captured:
+        """Copy this worker's state.
 
         Raises:
             PoisonedError: trained parameters hold NaN or infinity.
         """
 
     @abc.abstractmethod
-    def release(self) -> None:
-        """Exchange again after :meth:`capture`."""
-
-    @abc.abstractmethod
     def averaged(self) -> AbstractContextManager[None]:
         """See ``GossipDataParallel.averaged``."""
 
     @abc.abstractmethod
-    def consolidate(self) -> Consolidated:
+    def consolidate(self, timeout_s: float = math.inf) -> Consolidated:
         """See ``GossipDataParallel.consolidate``."""
 
     @abc.abstractmethod

@@ -1,18 +1,42 @@
 """A module's parameters and buffers within flat tensors, and the watch over their places there."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from gossipdp.dynamics.kernels import is_finite
-from gossipdp.dynamics.state import DEFAULT_CHUNK_BYTES, Role, Segment, State
+from gossipdp.dynamics.chunks import CHUNK_BYTES, Role, Segment, State
+from gossipdp.dynamics.device import ON, SWITCH, is_cuda_allowed
+from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import ModelChangedError
-from gossipdp.runtime.cuda import ON, SWITCH, is_cuda_allowed
+
+logger = logging.getLogger("gossipdp")
 
 ALIGNMENT_BYTES = 64
+AVERAGED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MOST_FOLLOWING = 2.0
+"""Parameters of no optimizer are averaged at the end if they are at most so many times the trained
+ones: an average network and a target network, and not the frozen base of an adapter."""
+MAX_CHUNK_BYTES = 1 << 24
+CHUNKS_PER_MODEL = 256
+
+
+def chunk_bytes_for(model_bytes: int) -> int:
+    """Return the size of a chunk of a model of this size: 1 to 16 MiB, in whole MiB.
+
+    A boundary takes one lock for each chunk, so chunks grow with the model. All workers must cut
+    alike: the size depends on nothing else.
+
+    Example:
+        >>> [chunk_bytes_for(1 << bits) >> 20 for bits in (20, 29, 40)]
+        [1, 2, 16]
+    """
+    chunk_bytes = model_bytes // CHUNKS_PER_MODEL
+    return min(max(chunk_bytes, CHUNK_BYTES), MAX_CHUNK_BYTES) // CHUNK_BYTES << 20
 
 
 @dataclass(slots=True)
@@ -65,7 +89,7 @@ class FlatParameters:
         optimizers: whose parameter groups say which boundary covers which parameter.
         momentum: whether trained parameters carry c (method ``a2cid2``).
         exchange_frozen: exchange frozen parameters too, so that they may be unfrozen later.
-        chunk_bytes: the size of a chunk.
+        chunk_bytes: the size of a chunk; by default one that grows with the model.
 
     Raises:
         ValueError: an optimizer updates a parameter that is not the module's, or that another
@@ -80,21 +104,31 @@ class FlatParameters:
         *,
         momentum: bool,
         exchange_frozen: bool = False,
-        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        chunk_bytes: int | None = None,
     ) -> None:
         self._module = module
         self._optimizers = list(optimizers)
         self._num_optimized = [_num_parameters(optimizer) for optimizer in optimizers]
-        optimizer_of = _optimizer_of(module, optimizers)
+        optimizer_of = _optimizer_of(module, optimizers, exchange_frozen)
         self._views = list(_views(module, optimizer_of, exchange_frozen))
         _check_device(self._views)
+        if chunk_bytes is None:
+            chunk_bytes = chunk_bytes_for(sum(view.tensor.nbytes for view in self._views))
         self.state = State(self._move(momentum, chunk_bytes))
         self._flats = [segment.x for segment in self.state.segments]
         # What every boundary looks at.
         self._held = [(view, *held) for view in self._views for held in view.owners]
+        untrained = (Role.FROZEN, Role.FOLLOWING)
         self._frozen = [
-            view for view in self._views if view.role is Role.FROZEN and not view.requires_grad
+            view for view in self._views if view.role in untrained and not view.requires_grad
         ]
+        self._num_checks = 0
+        self._watched = [
+            view
+            for view in self._views
+            if view.role is Role.FROZEN and view.tensor.dtype in AVERAGED_DTYPES
+        ]
+        self._seen: list[Tensor] = []
 
     def _move(self, momentum: bool, chunk_bytes: int) -> Iterator[Segment]:
         """Lay out one segment per (role, optimizer, dtype, device) and move the values there."""
@@ -130,33 +164,31 @@ class FlatParameters:
     def description(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return what must agree between workers: a text and the shape for each tensor, in order.
 
-        The text is the name, type and role, and the strides where they are not the usual ones;
-        never the device: a CPU and a CUDA worker may train together.
+        The text is the name, type, role and segment, and the strides if they are unusual; never the
+        device: a CPU and a CUDA worker may train together.
         """
         lines = []
         for view in self._views:
             dtype = str(view.tensor.dtype).removeprefix("torch.")
             strides = "" if view.tensor.is_contiguous() else f", strides {view.stride}"
-            text = f"{view.name} ({dtype}, {view.role.value}{strides})"
+            text = f"{view.name} ({dtype}, {view.role.value}, segment {view.segment}{strides})"
             lines.append((text, tuple(view.shape)))
         return lines
 
-    def check(self) -> bool:
-        """At a boundary: find what was moved or replaced since wrapping; return whether adopted.
+    def check(self) -> None:
+        """At a boundary: find what was moved or replaced since wrapping.
 
         A tensor whose storage was exchanged for another of the same kind (``param.data = ...``, a
-        buffer assigned in ``forward``) is copied into its view and bound to it again. True means
-        that a *parameter* was so adopted, which is a load: pending and c must be dropped.
+        buffer assigned in ``forward``) is copied into its view and bound to it again. That is no
+        load: optimizers do so at every step, as SAM does when it undoes its first half.
 
         Raises:
             ModelChangedError: parameters moved to another device or precision, replaced by new
                 objects (``assign=True``), unfrozen, or added to an optimizer after wrapping.
         """
-        adopted = False
         for view in self._views:
             if view.tensor.data_ptr() != view.data_ptr:
                 self._adopt_storage(view)
-                adopted = adopted or view.is_parameter
         for view, owner, key in self._held:
             if owner.get(key) is not view.tensor:
                 self._adopt_replacement(view, owner, key)
@@ -173,7 +205,28 @@ class FlatParameters:
                     f"the optimizer held {expected} parameters when the module was wrapped and "
                     f"holds {_num_parameters(optimizer)} now; add parameter groups before wrapping"
                 )
-        return adopted
+        self._num_checks += 1
+        if self._watched and self._num_checks in (1, 2, 3, 10, 100, 1000):
+            self._watch_frozen()
+
+    @torch.no_grad()
+    def _watch_frozen(self) -> None:
+        """Warn once where parameters that nobody should change do; a few values of each tell."""
+        seen = [
+            view.tensor.flatten()[:: max(1, view.tensor.numel() // 4)] for view in self._watched
+        ]
+        for view, before, now in zip(self._watched, self._seen, seen, strict=False):
+            if not torch.equal(before, now):
+                logger.warning(
+                    "parameter %r is in no optimizer and changes all the same. With so much that "
+                    "is in none (more than %g times what is trained) it is taken for frozen and "
+                    "not averaged, so workers will not end equal: wrap with exchange_frozen=True",
+                    view.name,
+                    MOST_FOLLOWING,
+                )
+                self._watched = []
+                return
+        self._seen = [values.clone() for values in seen]
 
     def _adopt_replacement(self, view: _View, owner: dict[str, Tensor | None], key: str) -> None:
         new = owner.get(key)
@@ -218,13 +271,24 @@ class FlatParameters:
                 named[view.name] = view.of(flat)
         return named
 
-    def exported(self, flats: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Map each parameter's present address to its view of ``flats``, for ``state_dict``."""
-        return {
+    def export(self, values: dict[str, Any], flats: Sequence[Tensor]) -> None:
+        """Replace what lies in the parameters' storage, in a ``state_dict``, by that of ``flats``.
+
+        A hook may have split a parameter or turned it round: whatever is a view of its storage
+        becomes the same view of the other.
+        """
+        others = {
             view.data_ptr: view.alone(flats[view.segment])
             for view in self._views
             if view.tensor.numel()
         }
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or value.layout is not torch.strided:
+                continue
+            # Every parameter has a storage of its own, which begins where it does.
+            other = others.get(value.untyped_storage().data_ptr())
+            if other is not None and other.dtype == value.dtype:
+                values[name] = other.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -240,7 +304,9 @@ def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
     return tensor.dtype, tensor.device, tensor.shape
 
 
-def _optimizer_of(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, int]:
+def _optimizer_of(
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], exchange_frozen: bool
+) -> dict[int, int]:
     """Map the id of every optimized parameter to its optimizer's index."""
     own = {id(parameter) for parameter in module.parameters()}
     optimizer_of: dict[int, int] = {}
@@ -260,6 +326,12 @@ def _optimizer_of(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
                     )
     if not optimizer_of:
         raise ValueError("the optimizer holds none of the module's parameters")
+    held = (parameter for parameter in module.parameters() if id(parameter) in optimizer_of)
+    if not (exchange_frozen or any(parameter.requires_grad for parameter in held)):
+        raise ValueError(
+            "all parameters that the optimizer holds are frozen (requires_grad=False), so nothing "
+            "would train: unfreeze before wrapping, or wrap with exchange_frozen=True"
+        )
     return optimizer_of
 
 
@@ -295,7 +367,23 @@ def _views(
                 # The strides of a dense copy: the tensor's own, unless it overlaps itself.
                 stride=torch.empty_like(tensor, device="meta").stride(),
             )
+    _set_following(list(views.values()))
     yield from views.values()
+
+
+def _set_following(views: Sequence[_View]) -> None:
+    """Let the parameters of no optimizer be averaged in the end, unless they are a frozen base.
+
+    By their size, and not by what becomes of them: so all workers decide alike, those too that
+    come into a run that goes on.
+    """
+    trained = sum(view.tensor.nbytes for view in views if view.role is Role.TRAINED)
+    others = [
+        view for view in views if view.role is Role.FROZEN and view.tensor.dtype in AVERAGED_DTYPES
+    ]
+    if sum(view.tensor.nbytes for view in others) <= MOST_FOLLOWING * trained:
+        for view in others:
+            view.role = Role.FOLLOWING
 
 
 def _check_device(views: Sequence[_View]) -> None:

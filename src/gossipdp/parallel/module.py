@@ -1,35 +1,55 @@
 """``GossipDataParallel``: an ``nn.Module`` that trains together with its other workers."""
 
+import atexit
 import contextlib
+import copy
+import logging
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gossipdp import logs
+from gossipdp.launcher.environment import Environment
 from gossipdp.parallel import training_state
 from gossipdp.parallel.allreduce_engine import AllReduceEngine
 from gossipdp.parallel.checkpoint import find_resumption, layout_of
 from gossipdp.parallel.checkpointer import Checkpointer, Stateful
-from gossipdp.parallel.data_position import DataPosition
+from gossipdp.parallel.data_position import DataPosition, dataset_size
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.export import check_name, copied_state, write_state
+from gossipdp.parallel.feed import Feed
 from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
-from gossipdp.parallel.options import GossipOptions, whole_number
-from gossipdp.parallel.run_configuration import describe
-from gossipdp.parallel.run_logging import RunLogging, one_loss, plain_values
+from gossipdp.parallel.hooks import (
+    Hooks,
+    check_unwrapped,
+    checked_optimizers,
+    close_at_exit,
+    close_parts,
+    warn_of_step_counters,
+)
+from gossipdp.parallel.options import Checkpoints, Monitor, Network, Options
+from gossipdp.parallel.run_logging import RunLogging, describe, one_loss, plain_values
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.parallel.status_page import StatusPage
-from gossipdp.runtime.environment import Environment
+
+logger = logging.getLogger("gossipdp")
 
 Batch = TypeVar("Batch")
+
+STEPS_WITHOUT_SAMPLES = 3
+"""After so many steps without one counted sample something is wrong with the loop."""
+USUAL_COMM_RATE = 8.0
+"""A higher one gets a warning."""
 
 
 class GossipDataParallel(nn.Module):
@@ -58,46 +78,24 @@ class GossipDataParallel(nn.Module):
         method: ``a2cid2``; ``gossip`` (plain pairwise averaging); ``allreduce`` (the synchronous
             baseline, through DistributedDataParallel); ``none`` (workers train apart: the control).
         budget_samples: how many samples all workers together train on; ends :meth:`batches` and
-            scales :meth:`progress`. None: no budget.
-        neighbour_policy: ``fresh`` (the default), ``poisson``, ``available`` or ``scheduled``.
+            scales :meth:`progress`. None: no budget, or that of :meth:`epochs`.
         pace: ``free`` (training never waits) or ``strict`` (it waits rather than fall more than
-            ``max_lag`` exchanges behind the comm rate; never for the dead or silent).
-        max_lag: for ``strict``: own demands for an exchange that may be unserved, 1 to 3.
-        timeout_s: silence after which a neighbour is suspect.
-        start_timeout_s: how long to wait for the other workers at the start.
+            two exchanges behind the comm rate; never for the dead or silent).
         seed: of the exchanges' timing and of :attr:`worker_seed`; the same on all workers.
-        samples_per_step: samples of one gradient step; None counts the first dimension of the
-            first tensor given to ``forward`` in training mode.
+        samples_per_step: samples of one gradient step; None counts them in the batches.
+        batch_dim: the dimension of a batch's first tensor that counts its samples; 1 where time
+            comes first (``batch_first=False``).
         exchange_frozen: exchange frozen parameters too, so that they may be unfrozen later.
-        host, port: where this worker listens; by default chosen, and told to the others.
-        secret: shared by all workers of the run; by default the launcher's.
-        max_bytes_per_s: what each link of this worker sends at most, to leave a shared network
-            room for others; None: no cap. Linux only.
-        tls_cert, tls_key, tls_ca: PEM files for mutual TLS on every link: this worker's
-            certificate and key, and the authority that signed all workers' certificates. All
-            three or none; by default those of ``gossipdp run``.
-        checkpoint_dir: where checkpoints go, each worker's to a directory of its own in it.
-        checkpoint_every: gradient steps of this worker from one checkpoint to the next; None:
-            only :meth:`save_checkpoint`.
-        keep_checkpoints: how many of each worker's checkpoints stay.
-        resume: ``"auto"`` goes on from the newest checkpoints in ``checkpoint_dir``, and starts
-            afresh where there are none; a path goes on from those in that directory; None starts
-            afresh. The same on all workers.
-        on_poison: what to do when this worker's parameters hold NaN or infinity, which it never
-            sends: ``stop`` exchanges no more and makes each ``optimizer.step()`` raise
-            PoisonedError; ``refresh`` takes parameters and optimizer state of a live worker and
-            goes on; ``exit`` leaves the run and raises PoisonedError.
-        wire_format: how parameters travel in exchanges: ``parameters`` (as they are), ``bfloat16``
+        wire_format: how parameters travel in exchanges: ``full`` (as they are), ``bfloat16``
             (half the bytes) or ``lattice8`` (a quarter; a code of the difference to the peer).
             The same on all workers; what is held and averaged at the end stays exact.
-        shared_memory: ``auto``: neighbours on one host read each other's parameters in place
-            where the system allows it; ``off``: all goes through sockets.
-        status_port: worker r shows its status for ``gossipdp top`` and Prometheus on this port
-            + r, without a password; 0: on any free one; None: GOSSIPDP_STATUS_PORT, and no status
-            without it.
-        status_host: the address on which it does; by default GOSSIPDP_STATUS_HOST, else loopback.
-        log_dir: where this worker writes its log, ``worker-RANK.jsonl``, from which
-            ``gossipdp report`` makes a page; None: GOSSIPDP_LOG_DIR, and no log without it.
+        on_nonfinite: what to do when this worker's parameters hold NaN or infinity, which it never
+            sends: ``stop`` exchanges no more and makes each ``optimizer.step()`` raise
+            PoisonedError; ``exit`` leaves the run and raises PoisonedError.
+        neighbour_policy: ``fresh`` (the default), ``poisson``, ``available`` or ``scheduled``.
+        network: addresses, secret, time-outs, TLS: see :class:`~gossipdp.Network`.
+        checkpoints: where and when to save, what to go on from: see :class:`~gossipdp.Checkpoints`.
+        monitor: log and status port: see :class:`~gossipdp.Monitor`.
 
     Raises:
         ValueError: an argument is wrong.
@@ -129,172 +127,185 @@ class GossipDataParallel(nn.Module):
         comm_rate: float = 1.0,
         method: Literal["a2cid2", "gossip", "allreduce", "none"] = "a2cid2",
         budget_samples: int | None = None,
-        neighbour_policy: str = "fresh",
         pace: Literal["free", "strict"] = "free",
-        max_lag: int = 2,
-        timeout_s: float = 5.0,
-        start_timeout_s: float = 120.0,
         seed: int = 0,
         samples_per_step: int | None = None,
+        batch_dim: int = 0,
         exchange_frozen: bool = False,
-        host: str | None = None,
-        port: int | None = None,
-        secret: str | None = None,
-        max_bytes_per_s: float | None = None,
-        tls_cert: str | os.PathLike[str] | None = None,
-        tls_key: str | os.PathLike[str] | None = None,
-        tls_ca: str | os.PathLike[str] | None = None,
-        checkpoint_dir: str | os.PathLike[str] | None = None,
-        checkpoint_every: int | None = None,
-        keep_checkpoints: int = 3,
-        resume: str | os.PathLike[str] | None = None,
-        on_poison: Literal["stop", "refresh", "exit"] = "stop",
-        wire_format: Literal["parameters", "bfloat16", "lattice8"] = "parameters",
-        shared_memory: Literal["auto", "off"] = "auto",
-        status_port: int | None = None,
-        status_host: str | None = None,
-        log_dir: str | os.PathLike[str] | None = None,
+        wire_format: Literal["full", "bfloat16", "lattice8"] = "full",
+        on_nonfinite: Literal["stop", "exit"] = "stop",
+        neighbour_policy: str = "fresh",
+        network: Network | None = None,
+        checkpoints: Checkpoints | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         super().__init__()
         logs.configure()  # GOSSIPDP_LOG, under whichever launcher
-        budget_samples = whole_number("budget_samples", budget_samples)
-        samples_per_step = whole_number("samples_per_step", samples_per_step)
-        if budget_samples is not None and budget_samples < 1:
-            raise ValueError(f"budget_samples is at least 1, or None, not {budget_samples}")
-        if samples_per_step is not None and samples_per_step < 1:
-            raise ValueError(f"samples_per_step is at least 1, or None, not {samples_per_step}")
-        options = GossipOptions(
+        options = Options(
             graph=graph,
             comm_rate=comm_rate,
             method=method,
-            neighbour_policy=neighbour_policy,
+            budget_samples=budget_samples,
             pace=pace,
-            max_lag=max_lag,
-            timeout_s=timeout_s,
-            start_timeout_s=start_timeout_s,
             seed=seed,
+            samples_per_step=samples_per_step,
+            batch_dim=batch_dim,
             exchange_frozen=exchange_frozen,
-            host=host,
-            port=port,
-            secret=secret,
-            max_bytes_per_s=max_bytes_per_s,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            tls_ca=tls_ca,
-            checkpoint_dir=checkpoint_dir,
-            checkpoint_every=checkpoint_every,
-            keep_checkpoints=keep_checkpoints,
-            resume=resume,
-            on_poison=on_poison,
             wire_format=wire_format,
-            shared_memory=shared_memory,
-            status_port=status_port,
-            status_host=status_host,
+            on_nonfinite=on_nonfinite,
+            neighbour_policy=neighbour_policy,
+            network=network or Network(),
+            checkpoints=checkpoints or Checkpoints(),
+            monitor=monitor or Monitor(),
         )
-        optimizers = _optimizers(optimizer)
-        environment = Environment.read()
-        directory = None if checkpoint_dir is None else Path(checkpoint_dir)
+        check_unwrapped(module, GossipDataParallel)
+        optimizers = checked_optimizers(optimizer)
+        if options.comm_rate > USUAL_COMM_RATE:
+            logger.warning(
+                "comm_rate=%g asks for as many exchanges in every gradient step; 1 is usual, and "
+                "more than a few seldom gain anything. Exchanges in a hundred steps would be 0.01",
+                options.comm_rate,
+            )
+        self.module = module
+        self._options = options
+        self._optimizers = optimizers
+        self._budget_samples = options.budget_samples
+        self._num_steps = 0
+        self._samples = 0
+        self._is_consolidated = False
+        self._connect(module, optimizers, Environment.read())
+
+    def _connect(
+        self, module: nn.Module, optimizers: list[torch.optim.Optimizer], environment: Environment
+    ) -> None:
+        """Come into the run, and listen to the optimizers' steps."""
+        options = self._options
+        saving = options.checkpoints
+        directory = None if saving.directory is None else Path(saving.directory)
         resumption = None
         # One that comes into a run that goes on takes a live worker's state, and writes beside it.
         if not environment.is_joining:
             resumption = find_resumption(
-                resume,
+                saving.resume,
                 directory,
                 rank=environment.rank,
-                num_workers=environment.num_workers,
-                method=method,
+                world_size=environment.world_size,
+                method=options.method,
                 layout=layout_of(named_tensors(module)),
             )
         if resumption is not None:
             training_state.restore(resumption.training, optimizers)
-        self.module = module
-        self._budget_samples = budget_samples
-        self._samples_per_step = samples_per_step
-        self._forwarded_samples = 0
-        self._seed = options.seed
+        self._position = DataPosition()
         self._status = StatusPage.wanted(options, environment)
-        make_engine = AllReduceEngine if method == "allreduce" else GossipEngine
-        try:
+        self._logging: RunLogging | None = None
+        # What was opened is closed in the reverse order, wherever this fails.
+        with contextlib.ExitStack() as opened:
+            if self._status is not None:
+                opened.callback(self._status.close)
+            make_engine = AllReduceEngine if options.method == "allreduce" else GossipEngine
             self._engine: Engine = make_engine(
                 module, optimizers, options, resumption, self._status
             )
-        except BaseException:
-            if self._status is not None:
-                self._status.close()
-            raise
-        self._position = DataPosition()
-        self._is_consolidated = False
-        try:
+            opened.callback(self._engine.close)
             self._checkpointer = Checkpointer(
                 self._engine,
                 optimizers,
                 self._position,
-                method=method,
+                method=options.method,
                 directory=directory,
-                every=options.checkpoint_every,
-                keep=options.keep_checkpoints,
+                every=saving.every_steps,
+                keep=saving.keep,
                 resumption=resumption,
                 is_joining=environment.is_joining,
-                resume=resume,
+                resume=saving.resume,
             )
             if self._status is not None:
-                self._status.show(self._engine, self._checkpointer, options, budget_samples)
-            self._logging: RunLogging | None = None
-            log_dir = log_dir or os.environ.get("GOSSIPDP_LOG_DIR") or None
+                self._status.show(self._engine, self._checkpointer, options)
+            asked = os.environ.get("GOSSIPDP_LOG_DIR") or None
+            log_dir = options.monitor.log_dir or asked
+            if log_dir and asked and Path(log_dir).absolute() != Path(asked).absolute():
+                logger.warning(
+                    "the log goes to %s, as Monitor(log_dir=...) says; --log-dir and "
+                    "GOSSIPDP_LOG_DIR, which say %s, count where the script says nothing",
+                    log_dir,
+                    asked,
+                )
             if log_dir is not None:
                 self._logging = RunLogging(
                     Path(log_dir),
                     self._engine,
-                    describe(module, optimizers, options, self._engine, budget_samples),
+                    describe(module, optimizers, options, self._engine),
                     joins=environment.is_joining,
                     resumes=resumption is not None,
                 )
-            self._handles = [
-                each.register_step_post_hook(_boundary_hook(weakref.ref(self), index))
-                for index, each in enumerate(optimizers)
-            ]
-            self._handles.append(
-                module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                    _loaded_hook(weakref.ref(self))
-                )
-            )
-        except BaseException:
-            self._engine.close()
-            if self._status is not None:
-                self._status.close()
-            raise
+            opened.pop_all()
+        self._feed = Feed(
+            self._position,
+            self._checkpointer,
+            self._engine.total_samples,
+            options.samples_per_step,
+            options.batch_dim,
+        )
+        hooks = Hooks(self, optimizers, watches_others=options.method != "allreduce")
+        # A model that is dropped is closed: nothing below holds this object.
+        self._close = weakref.finalize(
+            self,
+            close_parts,
+            hooks,
+            self._logging,
+            self._engine,
+            self._checkpointer,
+            self._status,
+            process_id=os.getpid(),
+        )
+        self._close.atexit = False  # a forked worker clears what runs at exit, but not finalizers
+        self._at_exit = partial(close_at_exit, self._close)
+        atexit.register(self._at_exit)
 
     # Who and how far.
 
     @property
     def rank(self) -> int:
-        """The rank of this worker, 0 to ``num_workers`` - 1."""
+        """The rank of this worker, 0 to ``world_size`` - 1."""
         return self._engine.rank
 
     @property
-    def num_workers(self) -> int:
+    def world_size(self) -> int:
         """Workers in the run."""
-        return self._engine.num_workers
+        return self._engine.world_size
 
     @property
     def worker_seed(self) -> int:
-        """A seed for this worker's data order, distinct for each worker and each of its lives."""
-        return (self._seed * 1_000_003 + self.rank) * 1_009 + self._engine.incarnation
+        """A seed for this worker's data order, below 2**32.
+
+        Distinct for each worker and each of its first 4,096 lives.
+        """
+        life = (self.rank << 12) + self._engine.incarnation % (1 << 12)
+        return (self._options.seed * 2_654_435_761 + life) % (1 << 32)
 
     @property
     def finished(self) -> bool:
         """Whether the workers together have used up the budget; False without one."""
-        return self._is_budget_used()
-
-    def _is_budget_used(self) -> bool:
         budget = self._budget_samples
         return budget is not None and self._engine.total_samples() >= budget
 
     def progress(self) -> float:
-        """Progress of the whole run: 0 to 1 of the budget, or own gradient steps without one."""
-        if self._budget_samples is None:
-            return float(self._engine.step_number)
-        return min(1.0, self._engine.total_samples() / self._budget_samples)
+        """Progress of the whole run, 0 to 1, equal on all workers but for what is on its way.
+
+        It is the share of ``budget_samples``, or of what :meth:`epochs` goes through, that all
+        workers together have trained on. Without either it is 0 until the first step.
+
+        Raises:
+            RuntimeError: there is neither, and a step was made.
+        """
+        if self._budget_samples is not None:
+            return min(1.0, self._engine.total_samples() / self._budget_samples)
+        if self._num_steps == 0:
+            return 0.0
+        raise RuntimeError(
+            "progress() cannot tell how far the run is, since nothing says where it ends: wrap "
+            "with budget_samples=, or loop over model.epochs(loader, n)"
+        )
 
     def stats(self) -> Stats:
         """What this worker did so far."""
@@ -309,7 +320,12 @@ class GossipDataParallel(nn.Module):
     # Training.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward pass; in training mode it counts the samples."""
+        """The wrapped module's forward pass.
+
+        In a loop of your own it counts the samples, in training mode and with gradients enabled. In
+        one over :meth:`batches` or :meth:`epochs` these are counted already, so the module itself,
+        or a compiled one, may be called in place of this.
+        """
         if self.training and torch.is_grad_enabled():
             self._checkpointer.take_due(in_loop=True)
             self.count_batch((args, kwargs))
@@ -318,43 +334,89 @@ class GossipDataParallel(nn.Module):
     def count_batch(self, batch: Any) -> None:
         """Count the samples of ``batch`` as those of the step under way.
 
-        For loops that call the wrapped module itself and not the wrapper, as frameworks do: else
-        calling the wrapper in training mode does this. With ``samples_per_step`` it does nothing.
+        For loops that call the wrapped module itself and not the wrapper, as frameworks do. With
+        ``samples_per_step``, and within :meth:`batches` and :meth:`epochs`, it does nothing.
         """
-        if self._samples_per_step is None:
-            self._forwarded_samples += _batch_size(batch)
+        self._feed.count_forward(batch)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the loader's batches, epoch after epoch, until the budget is used up.
+        """Yield the loader's batches, pass after pass, until the budget is used up.
+
+        Each batch that it yields is counted, by the first tensor in it, as trained on by the next
+        step of the first optimizer: whether you call the wrapper, the module itself or a compiled
+        one, in training mode or not.
 
         Loader and samplers, also one within a batch sampler, get ``set_epoch`` at the start of each
-        epoch where they have it, as a ``DistributedSampler`` does. In a resumed run the first call
-        goes on in the middle of the epoch where the checkpoint was taken: the batches before it are
+        pass where they have it, as a ``DistributedSampler`` does. In a resumed run the first call
+        goes on in the middle of the pass where the checkpoint was taken: the batches before it are
         loaded and dropped.
 
         Raises:
-            ValueError: there is no budget, or the loader yields nothing.
+            ValueError: there is no budget, the loader yields nothing, or a batch holds no tensor
+                whose samples could be counted.
         """
         if self._budget_samples is None:
-            raise ValueError("batches() needs to know when to end: wrap with budget_samples=")
-        self._position.begin()
-        with self._checkpointer.of_batches():
-            while not self._is_budget_used():
-                for batch in self._position.epoch(loader):
-                    yield batch
-                    self._checkpointer.take_due()
-                    if self._is_budget_used():
-                        return
-                if self._position.batch == 0:
-                    raise ValueError(
-                        "the loader yielded no batch: it is empty, or it is an iterator that can "
-                        "be gone through only once (pass the loader itself)"
-                    )
+            raise ValueError(
+                "batches() needs to know when to end: wrap with budget_samples=, or loop over "
+                "model.epochs(loader, n)"
+            )
+        return self._feed.until(self._budget_samples, loader)
+
+    def epochs(
+        self, loader: Iterable[Batch], num_epochs: int, *, samples: int | None = None
+    ) -> Iterator[tuple[int, Iterator[Batch]]]:
+        """Yield ``num_epochs`` epochs of the whole run, each as its number and its batches.
+
+        An epoch ends when all workers together have trained on as many samples as the dataset
+        holds, so each worker yields its share: a fast one more batches than a slow one. It counts
+        batches and goes on after a resume as :meth:`batches` does. A worker that was busy for more
+        than an epoch, with an evaluation say, goes on with the number that the others are at.
+
+        Args:
+            loader: of this worker; ``len(loader.dataset)`` samples make an epoch, of whatever part
+                this worker's sampler takes from it.
+            num_epochs: how many.
+            samples: of one epoch of all workers together, where the loader's dataset is not the
+                whole or does not know its length.
+
+        Raises:
+            ValueError: there is a budget already, or nothing says how long an epoch is.
+
+        Example:
+            >>> data = torch.utils.data.TensorDataset(torch.zeros(32, 4))
+            >>> net = nn.Linear(4, 2)
+            >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            >>> model = GossipDataParallel(net, optimizer)
+            >>> loader = torch.utils.data.DataLoader(data, batch_size=16)
+            >>> for epoch, batches in model.epochs(loader, 2):
+            ...     for (inputs,) in batches:
+            ...         optimizer.zero_grad()
+            ...         model(inputs).sum().backward()
+            ...         optimizer.step()
+            ...     print(epoch, model.progress())
+            0 0.5
+            1 1.0
+            >>> model.close()
+        """
+        if self._options.budget_samples is not None:
+            raise ValueError(
+                "epochs() sets the budget itself, and there is one already: wrap without "
+                "budget_samples="
+            )
+        if num_epochs < 1:
+            raise ValueError(f"num_epochs is {num_epochs}; it must be at least 1")
+        size = dataset_size(loader) if samples is None else samples
+        if size < 1:
+            raise ValueError(
+                f"an epoch of {size} samples never ends, or never begins; give samples="
+            )
+        self._budget_samples = num_epochs * size
+        return self._feed.epochs(loader, num_epochs, size)
 
     def log(self, *, loss: Tensor | float | None = None, **values: bool | float | str) -> None:
         """Put the loss of a step, and numbers or text by name, into the run's log and its status.
 
-        Cheap, and nothing at all without ``log_dir`` and ``status_port``: a loss on a device is not
+        Cheap, and nothing at all without ``monitor``: a loss on a device is not
         waited for. The log holds the mean loss of every fifth of a second, and the latest of each
         value; a value may also be logged after :meth:`consolidate`.
 
@@ -382,22 +444,26 @@ class GossipDataParallel(nn.Module):
 
         The other workers go on training: each sends its parameters as they are at that moment
         (x + c/2, and float buffers). This worker's own parameters are untouched, go on serving
-        exchanges, and are back at the end. Costs one more copy of the model and its transfer from
-        every worker; do not step the optimizer within. A worker without a state to give (it takes
-        another's, or is poisoned) is asked for ``timeout_s``, then left out with a warning.
+        exchanges, and are back at the end. Do not step the optimizer within. The sums go up a
+        binary tree over the workers: each worker sends one model at most, and this one holds two
+        more copies. They are computed in float32 where parameters have 16 bits. If a worker dies
+        meanwhile, this one asks again without it. One that lives and gives no state (it joins, is
+        poisoned, or fails twice) is left out with a warning.
 
         Raises:
-            PeerLostError: a live worker did not answer.
-            PoisonedError: this worker's parameters hold NaN or infinity, and ``on_poison`` did not
-                cure that.
+            PoisonedError: this worker's parameters hold NaN or infinity, and it sends none of them.
             RuntimeError: within it, on a step, a checkpoint or the loading of a state.
         """
         return self._engine.averaged()
 
-    def consolidate(self) -> Consolidated:
+    def consolidate(self, *, timeout_s: float | None = None) -> Consolidated:
         """End the run: wait for all live workers, then give all of them the exact average.
 
-        Serves exchanges until every live worker has called it, waiting as long as they show life.
+        Serves exchanges until every live worker has called it, waiting as long as they show life,
+        or for ``timeout_s`` if that is given: then the average goes on without those that still
+        train (a training loop may hang). Give all workers the same. While it waits, a line every
+        10 seconds says for whom, and when each was last seen to make a step.
+
         Afterwards parameters and float buffers are equal on all workers bit for bit, integer
         buffers are those of the lowest rank, and the wrapper is closed: the module trains on
         alone, if at all.
@@ -405,7 +471,7 @@ class GossipDataParallel(nn.Module):
         self._checkpointer.take_due(finally_=True)
         if self._logging is not None:
             self._logging.consolidating()
-        result = self._engine.consolidate()
+        result = self._engine.consolidate(math.inf if timeout_s is None else timeout_s)
         self._is_consolidated = True
         if self._logging is not None:
             self._logging.ended(result)
@@ -413,36 +479,49 @@ class GossipDataParallel(nn.Module):
         return result
 
     def close(self) -> None:
-        """Stop taking part: end the background thread and all links. Happens by itself at exit."""
-        for handle in self._handles:
-            handle.remove()
-        if self._logging is not None:
-            self._logging.close()
-        self._engine.close()
-        self._checkpointer.close()
-        if self._status is not None:
-            self._status.close()
+        """Stop taking part: end the background thread and all links.
+
+        Happens by itself at exit, and when nothing refers to the wrapper any more.
+        """
+        atexit.unregister(self._at_exit)
+        self._close()
 
     def _boundary(self, optimizer_index: int) -> None:
-        samples = 0
-        if optimizer_index == 0:
-            samples = self._samples_per_step or self._forwarded_samples
-            self._forwarded_samples = 0
-        self._engine.boundary(optimizer_index, samples)
-        if optimizer_index == 0:
-            self._checkpointer.stepped()
-            if self._status is not None:
-                self._status.stepped()
-            if self._logging is not None:
-                self._logging.stepped(samples)
+        """An optimizer's step has ended; that of the first is a gradient step."""
+        if optimizer_index != 0:
+            self._engine.boundary(optimizer_index, 0)
+            return
+        samples = self._feed.take_counted()
+        self._engine.boundary(0, samples)
+        self._num_steps += 1
+        self._samples += samples
+        self._checkpointer.stepped()
+        if self._status is not None:
+            self._status.stepped()
+        if self._logging is not None:
+            self._logging.stepped(samples)
+        if self._num_steps == 2 and self.world_size > 1:
+            warn_of_step_counters(self._optimizers)
+        if self._num_steps == STEPS_WITHOUT_SAMPLES and self._samples == 0:
+            self._report_uncounted()
+
+    def _report_uncounted(self) -> None:
+        problem = (
+            f"{self._num_steps} gradient steps, and not one sample was counted. Loop over "
+            "model.batches(loader) or model.epochs(loader, n); or call model(x) in training mode "
+            "in place of the module itself; or wrap with samples_per_step="
+        )
+        if self._budget_samples is not None:
+            raise RuntimeError(f"the budget would never be used up: {problem}")
+        logger.warning("worker %d: %s", self.rank, problem)
 
     # State.
 
     def save_checkpoint(self, directory: str | os.PathLike[str] | None = None) -> Path:
         """Save all that this worker needs to go on, between two steps; return the file's path.
 
-        By default into ``checkpoint_dir``. It returns when the file is on the disk. Those beyond
-        the newest ``keep_checkpoints`` of this worker in that directory are removed then.
+        By default into the directory of ``checkpoints``. It returns when the file is on the disk.
+        Those beyond the newest ``checkpoints.keep`` of this worker there are removed then.
 
         Raises:
             ValueError: no directory, one that holds another run's checkpoints, or a value in an
@@ -481,7 +560,6 @@ class GossipDataParallel(nn.Module):
 
         Raises:
             ValueError: another name, or a state that the format cannot hold.
-            PeerLostError: a live worker did not answer.
             PoisonedError: as from :meth:`averaged`.
             OSError: it could not be written.
         """
@@ -515,75 +593,13 @@ class GossipDataParallel(nn.Module):
         self._engine.check()
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy takes no part in the run: it is a copy of the module, as for an EMA of it."""
+        return copy.deepcopy(self.module, memo)
 
-def _optimizers(
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-) -> list[torch.optim.Optimizer]:
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    for each in optimizers:
-        if not isinstance(each, torch.optim.Optimizer):
-            raise ValueError(f"{each!r} is no torch.optim.Optimizer")
-        try:
-            each.register_step_post_hook(lambda *_: None).remove()
-        except AttributeError as error:
-            raise ValueError(
-                f"this {type(each).__name__} calls no hooks after a step, so it is a shell around "
-                "the optimizer that does: give that one, or for Accelerate's wrap with "
-                "gossipdp.integrations.accelerate.gossip_data_parallel"
-            ) from error
-    if not optimizers:
-        raise ValueError("give at least one optimizer")
-    return optimizers
-
-
-def _boundary_hook(
-    model: "weakref.ref[GossipDataParallel]", index: int
-) -> Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]:
-    """The step post-hook; weak, so that an optimizer does not keep a dropped model's threads."""
-
-    def hook(
-        optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        alive = model()
-        if alive is not None and not _has_skipped(optimizer):
-            alive._boundary(index)
-
-    return hook
-
-
-def _has_skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step moved nothing: GradScaler calls a fused optimizer's all the same.
-
-    On a device this waits for the step, as the boundary does anyway.
-    """
-    found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and bool(found_inf)
-
-
-def _loaded_hook(
-    model: "weakref.ref[GossipDataParallel]",
-) -> Callable[[nn.Module, object], None]:
-    """The hook after loading; a copy of the module brings it along, but is not what trains."""
-
-    def hook(module: nn.Module, incompatible_keys: object) -> None:
-        alive = model()
-        if alive is not None and module is alive.module:
-            alive._engine.loaded()
-
-    return hook
-
-
-def _batch_size(value: Any) -> int:
-    """The first dimension of the first tensor in nested arguments; 1 where there is none."""
-    found = _first_tensor(value)
-    return found.shape[0] if found is not None and found.dim() > 0 else 1
-
-
-def _first_tensor(value: Any) -> Tensor | None:
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return None
-    return next((t for t in map(_first_tensor, value) if t is not None), None)
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Say what can be saved."""
+        raise TypeError(
+            "the wrapper holds threads and links and cannot be pickled: save model.module, "
+            "model.state_dict(), or by model.save_averaged(path) the average of all workers"
+        )

@@ -1,17 +1,19 @@
-"""The arguments of ``GossipDataParallel`` that reach its engine, checked."""
+"""The arguments of ``GossipDataParallel``, checked where they are given."""
 
 import math
 import operator
 import os
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+PathLike = str | os.PathLike[str]
 
 METHODS = ("a2cid2", "gossip", "allreduce", "none")
 PACES = ("free", "strict")
-ON_POISON = ("stop", "refresh", "exit")
+ON_NONFINITE = ("stop", "exit")
 SHARED_MEMORY = ("auto", "off")
-WHOLE_NUMBERS = ("max_lag", "seed", "port", "checkpoint_every", "keep_checkpoints", "status_port")
-RATES_AND_TIMES = ("comm_rate", "timeout_s", "start_timeout_s", "max_bytes_per_s")
+UNUSUAL_COMM_RATE = 8.0
+"""From here on one warning asks whether it is meant."""
 NO_TLS = (
     "TLS protects the links of gossip, and method='allreduce' has none: torch.distributed would "
     "send everything in the clear. Give no tls_cert, tls_key, tls_ca"
@@ -19,116 +21,220 @@ NO_TLS = (
 
 
 @dataclass(frozen=True)
-class GossipOptions:
-    """See ``GossipDataParallel``; construction checks what needs no other worker.
+class Network:
+    """How a worker reaches the others; ``GossipDataParallel(..., network=Network(...))``.
 
-    Numbers become Python's own, which logs and status pages can hold, whoever's they were.
+    Args:
+        host: the address where this worker listens; by default chosen, and told to the others.
+        port: the port where it listens; by default any free one.
+        secret: shared by all workers of the run; by default the launcher's.
+        timeout_s: seconds of silence after which a neighbour is suspect.
+        start_timeout_s: how many seconds to wait for the other workers at the start.
+        max_bytes_per_s: what each link of this worker sends at most, to leave others room on a
+            shared network; None: no cap. Linux only. With a cap, nothing goes by shared memory.
+        tls_cert: PEM file with the run's certificate, for TLS on every link (``gossipdp tls-init``
+            makes it and its key). By default the files that ``gossipdp run`` was given.
+        tls_key: PEM file with its key. Whoever holds the key can take part in the run.
+        tls_ca: PEM file of the authority that signed all workers' certificates; by default the
+            certificate is its own.
+        shared_memory: ``auto``: neighbours on one host read each other's parameters in place where
+            the system allows it; ``off``: everything goes through sockets.
+
+    Raises:
+        ValueError: a value cannot be meant.
     """
 
-    graph: Any
-    comm_rate: float
-    method: str
-    neighbour_policy: str
-    pace: str
-    max_lag: int
-    timeout_s: float
-    start_timeout_s: float
-    seed: int
-    exchange_frozen: bool
-    host: str | None
-    port: int | None
-    secret: str | None
-    max_bytes_per_s: float | None
-    tls_cert: str | os.PathLike[str] | None = None
-    tls_key: str | os.PathLike[str] | None = None
-    tls_ca: str | os.PathLike[str] | None = None
-    checkpoint_dir: str | os.PathLike[str] | None = None
-    checkpoint_every: int | None = None
-    keep_checkpoints: int = 3
-    resume: str | os.PathLike[str] | None = None
-    on_poison: str = "stop"
-    wire_format: str = "parameters"
-    shared_memory: str = "auto"
+    host: str | None = None
+    port: int | None = None
+    secret: str | None = field(default=None, repr=False)
+    timeout_s: float = 5.0
+    start_timeout_s: float = 120.0
+    max_bytes_per_s: float | None = None
+    tls_cert: PathLike | None = None
+    tls_key: PathLike | None = None
+    tls_ca: PathLike | None = None
+    shared_memory: Literal["auto", "off"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for the first value that cannot be meant."""
+        from gossipdp.links.sockets import check_pacing
+        from gossipdp.links.tls import tls_files
+
+        _keep(self, port=_whole("port", self.port, 0, 65535))
+        for name in ("timeout_s", "start_timeout_s"):
+            _keep(self, **{name: _positive(name, getattr(self, name))})
+        if self.max_bytes_per_s is not None:
+            _keep(self, max_bytes_per_s=_positive("max_bytes_per_s", self.max_bytes_per_s))
+            check_pacing(self.max_bytes_per_s)
+        _choose("shared_memory", self.shared_memory, SHARED_MEMORY)
+        tls_files(self.tls_cert, self.tls_key, self.tls_ca)
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether TLS files were given."""
+        return self.tls_cert is not None
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """When and where a worker saves its state; ``GossipDataParallel(..., checkpoints=...)``.
+
+    Args:
+        directory: where checkpoints go, each worker's to a directory of its own in it.
+        every_steps: gradient steps of this worker from one checkpoint to the next; None: only
+            ``model.save_checkpoint()`` saves one.
+        keep: how many of each worker's checkpoints stay.
+        resume: ``"auto"`` goes on from the newest checkpoints in ``directory``, and starts afresh
+            if there are none; a path goes on from those in that directory; None starts afresh.
+            Give all workers the same.
+
+    Raises:
+        ValueError: a value cannot be meant.
+    """
+
+    directory: PathLike | None = None
+    every_steps: int | None = None
+    keep: int = 3
+    resume: PathLike | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for the first value that cannot be meant."""
+        _keep(self, every_steps=_whole("every_steps", self.every_steps, 1))
+        _keep(self, keep=_whole("keep", self.keep, 1))
+        if self.keep is None:
+            raise ValueError("keep is how many checkpoints of each worker stay: at least 1")
+        if not (self.resume is None or isinstance(self.resume, (str, os.PathLike))):
+            raise ValueError(
+                f"resume is 'auto', a directory or None, not {self.resume!r}: 'auto' goes on from "
+                "the newest checkpoints in directory=, and starts afresh if there are none"
+            )
+        if self.directory is None and (self.every_steps or self.resume == "auto"):
+            raise ValueError(
+                "every_steps and resume='auto' need a directory: Checkpoints(directory, ...)"
+            )
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """What a worker shows and writes about its run; ``GossipDataParallel(..., monitor=...)``.
+
+    Args:
+        log_dir: where this worker writes its log, ``worker-RANK.jsonl``, from which ``gossipdp
+            report`` makes a page; None: GOSSIPDP_LOG_DIR, and no log without it.
+        status_port: worker r shows its status for ``gossipdp top`` and Prometheus on this port + r,
+            without a password; 0: on any free one; None: GOSSIPDP_STATUS_PORT, and no status
+            without it.
+        status_host: the address on which it does; by default GOSSIPDP_STATUS_HOST, else loopback.
+
+    Raises:
+        ValueError: a value cannot be meant.
+    """
+
+    log_dir: PathLike | None = None
     status_port: int | None = None
     status_host: str | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first value that cannot be meant."""
-        from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
-        from gossipdp.runtime.tcp_sockets import check_pacing
-        from gossipdp.runtime.tls import tls_files
-        from gossipdp.runtime.wire_formats import WIRE_FORMATS
+        _keep(self, status_port=_whole("status_port", self.status_port, 0, 65535))
 
-        for name, value, known in (
-            ("method", self.method, METHODS),
-            ("pace", self.pace, PACES),
-            ("on_poison", self.on_poison, ON_POISON),
-            ("wire_format", self.wire_format, WIRE_FORMATS),
-            ("shared_memory", self.shared_memory, SHARED_MEMORY),
-            ("neighbour_policy", self.neighbour_policy, tuple(NEIGHBOUR_POLICIES)),
+
+@dataclass(frozen=True)
+class Options:
+    """All arguments of ``GossipDataParallel`` but the model; see there.
+
+    Numbers become Python's own, which logs and status pages can hold, also those of NumPy.
+    """
+
+    graph: Any = "ring"
+    comm_rate: float = 1.0
+    method: str = "a2cid2"
+    budget_samples: int | None = None
+    pace: str = "free"
+    seed: int = 0
+    samples_per_step: int | None = None
+    batch_dim: int = 0
+    exchange_frozen: bool = False
+    wire_format: str = "full"
+    on_nonfinite: str = "stop"
+    neighbour_policy: str = "fresh"
+    network: Network = field(default_factory=Network)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    monitor: Monitor = field(default_factory=Monitor)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for the first value that cannot be meant."""
+        from gossipdp.gossip.codec import WIRE_FORMATS
+        from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
+
+        _choose("method", self.method, METHODS)
+        _choose("pace", self.pace, PACES)
+        _choose("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
+        _choose("wire_format", self.wire_format, WIRE_FORMATS)
+        _choose("neighbour_policy", self.neighbour_policy, tuple(NEIGHBOUR_POLICIES))
+        _keep(self, comm_rate=_positive("comm_rate", self.comm_rate))
+        for name, least in (("budget_samples", 1), ("samples_per_step", 1), ("batch_dim", 0)):
+            _keep(self, **{name: _whole(name, getattr(self, name), least)})
+        _keep(self, seed=_whole("seed", self.seed))
+        for name, kind in (
+            ("network", Network),
+            ("checkpoints", Checkpoints),
+            ("monitor", Monitor),
         ):
-            if value not in known:
-                raise ValueError(f"unknown {name} {value!r}; choose one of: {', '.join(known)}")
-        for name in WHOLE_NUMBERS:
-            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
-        for name in RATES_AND_TIMES:
-            object.__setattr__(self, name, _number(name, getattr(self, name)))
-        for name in ("comm_rate", "timeout_s", "start_timeout_s"):
-            number = getattr(self, name)
-            if number is None or not (math.isfinite(number) and number > 0):
-                raise ValueError(f"{name} must be a positive number, not {number}")
-        if not 1 <= self.max_lag <= 3:
-            raise ValueError(
-                f"max_lag is 1 to 3 demands (a worker keeps at most 4), not {self.max_lag}"
-            )
-        if self.port is not None and not 0 <= self.port < 65536:
-            raise ValueError(f"port must be in 0..65535, not {self.port}")
-        if self.status_port is not None and not 0 <= self.status_port < 65536:
-            raise ValueError(
-                f"status_port must be in 0..65535, or None to show no status, not "
-                f"{self.status_port}"
-            )
-        if self.max_bytes_per_s is not None:
-            if self.method == "allreduce":
+            if not isinstance(getattr(self, name), kind):
                 raise ValueError(
-                    "max_bytes_per_s caps the links of gossip, and method='allreduce' has none: "
-                    "leave it None"
+                    f"{name} is {getattr(self, name)!r}: give gossipdp.{kind.__name__}(...)"
                 )
-            check_pacing(self.max_bytes_per_s)
-        if self.wire_format != "parameters" and self.method == "allreduce":
+        if self.method == "allreduce":
+            self._check_allreduce()
+
+    def _check_allreduce(self) -> None:
+        if self.network.has_tls:
+            raise ValueError(NO_TLS)
+        if self.network.max_bytes_per_s is not None:
+            raise ValueError(
+                "max_bytes_per_s caps the links of gossip, and method='allreduce' has none: "
+                "leave it None"
+            )
+        if self.wire_format != "full":
             raise ValueError(
                 f"wire_format {self.wire_format!r} is of the exchanges of gossip, and "
-                "method='allreduce' has none: leave it 'parameters'"
+                "method='allreduce' has none: leave it 'full'"
             )
-        if self.checkpoint_every is not None and self.checkpoint_every < 1:
-            raise ValueError(
-                f"checkpoint_every is at least 1 gradient step, or None, not "
-                f"{self.checkpoint_every}"
-            )
-        if self.keep_checkpoints < 1:
-            raise ValueError(f"keep_checkpoints is at least 1, not {self.keep_checkpoints}")
-        if self.checkpoint_dir is None and (self.checkpoint_every or self.resume == "auto"):
-            raise ValueError("checkpoint_every and resume='auto' need checkpoint_dir=")
-        if tls_files(self.tls_cert, self.tls_key, self.tls_ca) and self.method == "allreduce":
-            raise ValueError(NO_TLS)
 
 
-def whole_number(name: str, value: Any) -> int | None:
-    """Return the argument of that name as an ``int``, such as 1e6, and None as it is.
+def _keep(options: object, **values: Any) -> None:
+    """Set fields of a frozen dataclass, while it is made."""
+    for name, value in values.items():
+        object.__setattr__(options, name, value)
 
-    Raises:
-        ValueError: it is something else than a whole number.
-    """
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
+
+def _choose(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"unknown {name} {value!r}; choose one of: {', '.join(known)}")
+
+
+def _whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int | None:
+    """Return a whole number, such as 1e6, as an ``int``, and None as it is."""
+    if value is None:
+        return None
     try:
-        return None if value is None else operator.index(value)
+        is_whole = isinstance(value, float) and value.is_integer()
+        number = int(value) if is_whole else operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be a whole number, not {value!r}: pass an int") from None
+    if most is not None and not (least or 0) <= number <= most:
+        raise ValueError(f"{name} must be in {least}..{most}, or None, not {number}")
+    if least is not None and number < least:
+        raise ValueError(f"{name} is at least {least}, not {number}")
+    return number
 
 
-def _number(name: str, value: Any) -> float | None:
+def _positive(name: str, value: Any) -> float:
     try:
-        return None if value is None else float(value)
+        number = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a number, not {value!r}") from None
+        raise ValueError(f"{name} must be a positive number, not {value!r}") from None
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{name} must be a positive number, not {number}")
+    return number

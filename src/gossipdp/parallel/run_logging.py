@@ -1,34 +1,52 @@
 """The log of a run, written beside training by a thread that training never waits for."""
 
-import atexit
 import contextlib
 import logging
 import math
+import platform
+import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from gossipdp.observe.run_log_records import (
+import gossipdp
+from gossipdp.graph.topology import build_graph, graph_name
+from gossipdp.links.clock import boot_id, since_boot_s
+from gossipdp.observe.log import (
     FILE_PATTERN,
     ExchangeRecord,
     RecentExchange,
     Value,
     worker_file,
 )
-from gossipdp.observe.run_log_writer import RunLogWriter
+from gossipdp.observe.log_writer import RunLogWriter
 from gossipdp.parallel.engine import Engine
+from gossipdp.parallel.options import Options
 from gossipdp.parallel.stats import Consolidated, Stats
-from gossipdp.runtime.clock import boot_id, since_boot_s
 
 logger = logging.getLogger("gossipdp")
 
 LOOK_EVERY_S = 0.2
 MAX_LOSSES = 256
 JOIN_TIMEOUT_S = 5.0
+MAX_EDGES = 5000
+"""Beyond them the graph is named but not listed."""
+OPTIONS = (
+    "method",
+    "comm_rate",
+    "neighbour_policy",
+    "pace",
+    "seed",
+    "wire_format",
+    "on_nonfinite",
+)
+NETWORK_OPTIONS = ("shared_memory", "max_bytes_per_s", "timeout_s")
+HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
 
 
 class RunLogging:
@@ -70,11 +88,12 @@ class RunLogging:
             resumes=resumes,
         )
         if not (joins or resumes):
-            _remove_others(directory, engine.num_workers)
+            _remove_others(directory, engine.world_size)
         self._writer.start(
-            rank=engine.rank, num_workers=engine.num_workers, configuration=configuration
+            rank=engine.rank, num_workers=engine.world_size, configuration=configuration
         )
         self._gradient_steps = self._samples = self._recorded_steps = 0
+        self._recorded_exchanges = 0
         self._losses: deque[SupportsFloat] = deque(maxlen=MAX_LOSSES)
         self._values: deque[Mapping[str, Value]] = deque()
         self._began_s: float | None = None
@@ -89,7 +108,6 @@ class RunLogging:
             target=self._run, name=f"gossipdp-log-{engine.rank}", daemon=True
         )
         self._thread.start()
-        atexit.register(self.close)
 
     # By the training loop.
 
@@ -122,14 +140,13 @@ class RunLogging:
             self._look(finally_=True)
             self._writer.end(
                 consensus_distance=consolidated.consensus_distance,
-                num_averaged=consolidated.num_workers,
+                num_averaged=consolidated.world_size,
             )
 
     def close(self) -> None:
         """Write what is left and end the thread. A second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
-            atexit.unregister(self.close)
             self._wake.set()
             self._thread.join(JOIN_TIMEOUT_S)
             with self._lock:
@@ -163,17 +180,20 @@ class RunLogging:
             self._has_told_begin = True
             self._writer.began(self._began_s)
         stats = self._engine.stats()
-        for notice in stats.noticed[self._num_noticed :]:
-            self._writer.notice(notice.rank, notice.kind, notice.at_s)
-        self._num_noticed = len(stats.noticed)
+        for notice in stats.noticed:
+            if notice.number > self._num_noticed:
+                self._num_noticed = notice.number
+                self._writer.notice(notice.rank, notice.kind, notice.at_s)
         has_stepped = self._gradient_steps > self._recorded_steps
-        if (finally_ and has_stepped) or (self._gradient_steps and self._writer.wait_s() <= 0):
+        # In consolidate() exchanges go on where no step is made.
+        is_behind = has_stepped or stats.exchanges > self._recorded_exchanges
+        if (finally_ and is_behind) or (self._gradient_steps and self._writer.wait_s() <= 0):
             self._write_records(stats)
         if finally_:
             self._write_values()
 
     def _write_records(self, stats: Stats) -> None:
-        self._recorded_steps = self._gradient_steps
+        self._recorded_steps, self._recorded_exchanges = self._gradient_steps, stats.exchanges
         losses = [self._losses.popleft() for _ in range(len(self._losses))]
         recent = [one for one in stats.recent_exchanges if one.ended_s > self._recent_s]
         if recent:
@@ -283,3 +303,53 @@ def _remove_others(directory: Path, num_workers: int) -> None:
     for path in directory.glob(FILE_PATTERN):
         if path not in kept:
             path.unlink(missing_ok=True)
+
+
+def describe(
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: Options,
+    engine: Engine,
+) -> dict[str, Any]:
+    """The configuration of one worker, for its log; plain values that JSON can hold.
+
+    ``edges`` holds the graph's pairs of ranks, so that a reader needs no name to know the graph.
+    """
+    graph = build_graph(options.graph, engine.world_size, seed=options.seed)
+    parameters = list(module.parameters())
+    described: dict[str, Any] = {
+        "graph": graph_name(graph),
+        "workers": engine.world_size,
+        "budget_samples": options.budget_samples,
+        **{name: getattr(options, name) for name in OPTIONS},
+        **{name: getattr(options.network, name) for name in NETWORK_OPTIONS},
+        "checkpoint_every": options.checkpoints.every_steps,
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "precision": ", ".join(sorted({_short(parameter.dtype) for parameter in parameters})),
+        "device": ", ".join(sorted({parameter.device.type for parameter in parameters})),
+        "optimizer": "; ".join(_optimizer(optimizer) for optimizer in optimizers),
+        "script": Path(sys.argv[0]).name,
+        "host": platform.node(),
+        "versions": (
+            f"gossipdp {gossipdp.__version__}, torch {torch.__version__}, "
+            f"Python {platform.python_version()}"
+        ),
+    }
+    if graph.number_of_edges() <= MAX_EDGES:
+        described["edges"] = sorted(sorted(edge) for edge in graph.edges)
+    return {name: value for name, value in described.items() if value not in (None, "")}
+
+
+def _optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Its kind and the numbers of its first group."""
+    group = optimizer.param_groups[0]
+    numbers = [f"{name}={_number(group[name])}" for name in HYPERPARAMETERS if group.get(name)]
+    return f"{type(optimizer).__name__}({', '.join(numbers)})"
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

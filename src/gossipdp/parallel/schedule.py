@@ -1,82 +1,142 @@
-"""Learning-rate schedules on global progress, and parameter groups without decay."""
+"""Learning rates that follow the progress of the whole run, and parameter groups without decay."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
-from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+SHAPES = ("constant", "linear", "cosine", "one_cycle")
+ONE_CYCLE_WARMUP, ONE_CYCLE_START, ONE_CYCLE_END = 0.3, 1 / 25, 4e-6
+"""Those of torch's OneCycleLR."""
 
 
-def large_batch_schedule(
-    optimizer: torch.optim.Optimizer,
-    progress: Callable[[], float],
-    num_workers: int | Callable[[], int],
-    *,
-    warmup: float = 0.05,
-    milestones: Sequence[float] = (0.5, 0.75),
-    decay: float = 0.1,
-) -> LambdaLR:
-    r"""The schedule of Goyal et al. for many workers, on the progress of the whole run.
+@runtime_checkable
+class HasProgress(Protocol):
+    """A model, or a framework's adapter, that knows how far the run is."""
 
-    .. math:: lr(p) = lr_0 \cdot w(p) \cdot decay^{\#\{m \in milestones: m \le p\}}
+    def progress(self) -> float:
+        """Return 0 at the start of the run and 1 at its end."""
+        ...
 
-    with :math:`p` → ``progress()`` in 0..1, and :math:`w` rising linearly from 1 at :math:`p = 0`
-    to ``num_workers`` at :math:`p` = ``warmup``: the rate that suits one worker, scaled by their
-    number. The paper (section 5) trains with it, milestones at 1/2 and 3/4 of 100 epochs and 5
-    epochs of warm-up on CIFAR-10.
 
-    Progress is global: workers of different speed follow one schedule, which counting local steps
-    would not do.
+class ProgressLR(LRScheduler):
+    r"""Set learning rates by the progress of the whole run, not by this worker's step count.
+
+    .. math:: lr(p) = lr_0 \cdot w(p) \cdot shape(p)
+
+    with :math:`p` → ``model.progress()`` in 0..1 and :math:`lr_0` the rate that the optimizer has
+    when the schedule is made. :math:`w` rises linearly from ``start`` to 1 while p goes from 0 to
+    ``warmup``. A schedule of torch's counts steps, so under gossip it would run out early on a fast
+    worker and late on a slow one; with this one all workers follow the same curve.
 
     Args:
-        optimizer: its present rates are those of one worker.
-        progress: of the run, in 0..1: ``model.progress`` of a model with ``budget_samples``.
-        num_workers: the factor after warm-up; where it is not known yet, what tells it then.
-        warmup: where the warm-up ends.
-        milestones: where the rate is multiplied by ``decay``; ascending.
-        decay: the factor.
+        optimizer: its present rates are the highest that the schedule sets.
+        model: of :class:`~gossipdp.GossipDataParallel` with ``budget_samples`` or within
+            ``epochs()``; or anything else with ``progress()``; or a function that returns it.
+        shape: after the warm-up: ``"constant"``; ``"linear"`` or ``"cosine"``, which fall from 1 to
+            ``end`` at p = 1; ``"one_cycle"``, whose warm-up is half a cosine too, like torch's
+            OneCycleLR; a mapping of progress to factor for steps, so ``{0.5: 0.1, 0.75: 0.01}``
+            divides by ten twice; or any function of p that returns a factor.
+        warmup: the share of the run that warms up; by default none, and 0.3 for ``"one_cycle"``.
+        start: the factor at p = 0; by default 0.01, and 1/25 for ``"one_cycle"``.
+        end: the factor at p = 1; by default 0, and 4e-6 for ``"one_cycle"``.
 
-    Returns:
-        A torch scheduler; call its ``step()`` once after each ``optimizer.step()``.
+    Call ``step()`` once after each ``optimizer.step()``. It goes wherever a torch scheduler does:
+    into ``model.also_checkpoint(schedule=schedule)``, and to the trainers of frameworks.
 
     Raises:
-        ValueError: a fraction lies outside 0..1, the milestones do not ascend, or there is no
-            worker.
+        ValueError: an unknown shape, or a share or a factor outside 0..1.
 
     Example:
         >>> parameter = nn.Parameter(torch.zeros(1))
-        >>> optimizer = torch.optim.SGD([parameter], lr=0.1)
-        >>> at = iter([0.0, 0.05, 0.6])
-        >>> schedule = large_batch_schedule(optimizer, lambda: next(at), num_workers=8)
+        >>> optimizer = torch.optim.SGD([parameter], lr=0.8)
+        >>> at = iter([0.0, 0.05, 0.1, 0.6])
+        >>> schedule = ProgressLR(optimizer, lambda: next(at), {0.5: 0.1}, warmup=0.1, start=0.1)
         >>> rates = schedule.get_last_lr()
-        >>> for _ in range(2):
+        >>> for _ in range(3):
         ...     optimizer.step()
         ...     schedule.step()
         ...     rates += schedule.get_last_lr()
         >>> [round(rate, 3) for rate in rates]
-        [0.1, 0.8, 0.08]
+        [0.08, 0.44, 0.8, 0.08]
 
     References:
-        Goyal et al., 2017, arXiv 1706.02677, section 2.
+        Warm-up and steps for many workers: Goyal et al., 2017, arXiv 1706.02677, section 2.
     """
-    if not 0.0 <= warmup <= 1.0:
-        raise ValueError(f"warmup is a fraction of the run in 0..1, not {warmup}")
-    if list(milestones) != sorted(set(milestones)) or not all(0.0 <= m <= 1.0 for m in milestones):
-        raise ValueError(f"milestones must ascend within 0..1, not {tuple(milestones)}")
 
-    def factor(_: int) -> float:
-        now, count = progress(), num_workers() if callable(num_workers) else num_workers
-        if count < 1:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: HasProgress | Callable[[], float],
+        shape: Literal["constant", "linear", "cosine", "one_cycle"]
+        | Mapping[float, float]
+        | Callable[[float], float] = "constant",
+        *,
+        warmup: float | None = None,
+        start: float | None = None,
+        end: float | None = None,
+    ) -> None:
+        self._progress = model.progress if isinstance(model, HasProgress) else model
+        self._shape = shape
+        is_cycle = shape == "one_cycle"
+        self._warmup = _share("warmup", warmup, ONE_CYCLE_WARMUP if is_cycle else 0.0)
+        self._start = _share("start", start, ONE_CYCLE_START if is_cycle else 0.01)
+        self._end = _share("end", end, ONE_CYCLE_END if is_cycle else 0.0)
+        if isinstance(shape, Mapping):
+            for at in shape:
+                _share("the progress of a step", at, 0.0)
+        elif isinstance(shape, str) and shape not in SHAPES:
             raise ValueError(
-                f"num_workers is {count}; it must be at least 1. A worker that joins a run does "
-                "not know it before it has wrapped its model: give what tells it then, such as "
-                "lambda: model.num_workers"
+                f"unknown shape {shape!r}; choose one of: {', '.join(SHAPES)}; or give a mapping "
+                "of progress to factor, or a function of progress"
             )
-        rising = min(1.0, now / warmup) if warmup > 0.0 else 1.0
-        scale: float = 1.0 + (count - 1) * rising
-        return scale * decay ** sum(milestone <= now for milestone in milestones)
+        super().__init__(optimizer)
 
-    return LambdaLR(optimizer, factor)
+    def factor(self, progress: float) -> float:
+        """Return what the first rates are multiplied by at that progress, 0 to 1."""
+        shape, warmup = self._shape, self._warmup
+        rising = progress / warmup if progress < warmup else 1.0
+        if shape == "one_cycle":
+            rising = 0.5 * (1 - math.cos(math.pi * rising))
+        rest = (progress - warmup) / (1 - warmup) if progress > warmup else 0.0
+        if isinstance(shape, Mapping):
+            passed = [at for at in shape if at <= progress]
+            after = shape[max(passed)] if passed else 1.0
+        elif callable(shape):
+            after = shape(progress)
+        elif shape == "linear":
+            after = 1 - (1 - self._end) * rest
+        elif shape == "constant":
+            after = 1.0
+        else:
+            after = self._end + (1 - self._end) * 0.5 * (1 + math.cos(math.pi * rest))
+        return (self._start + (1 - self._start) * rising if warmup else 1.0) * after
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rate of each parameter group at the present progress."""
+        factor = self.factor(self._progress())
+        return [base * factor for base in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the first rates, which is all that the progress does not give."""
+        return {"base_lrs": list(self.base_lrs)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the first rates, and set those of the present progress."""
+        self.base_lrs = list(state_dict["base_lrs"])
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = rate
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+
+def _share(name: str, value: float | None, default: float) -> float:
+    share = default if value is None else float(value)
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"{name} is a share in 0..1, not {value}")
+    return share
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:

@@ -1,45 +1,43 @@
-"""The main thread's end of state transfers: taking another worker's state, and giving one's own.
+"""The main thread's end of state transfers: taking another worker's state.
 
-Races, besides those of :mod:`gossipdp.runtime.transfers`:
+Races, besides those of :mod:`gossipdp.gossip.transfer`:
 
-- The donor trains on: its main thread encodes the optimizers' state at a step boundary, or while it
-  waits for others, when no optimizer steps; its parameters are read chunk by chunk under their
-  locks. So the two are a few steps apart, as parameters and momentum of gossip always are.
-- The donor dies or stops: the next one is asked, and what came whole is kept. One that turns away
-  may be poisoned, and what it gave before is dropped.
-- NaN or infinity in parameters, buffers or optimizers' state: looked for at both ends.
+- The donor trains on: its optimizers' state is read between its steps and its parameters chunk by
+  chunk, so the two are a few steps apart, as parameters and momentum of gossip always are.
+- The donor dies, stops or stalls: the next one is asked, and what came whole is kept. One that
+  turns away may be poisoned, and what it gave before is dropped.
+- NaN or infinity in parameters, buffers or optimizers' state: looked for where they arrive.
 - All donors consolidate meanwhile: each says that it gives nothing; when all have left, the joiner
   ends with an error.
-- Nothing advances for ``start_timeout_s``: the joiner ends with an error.
-- A worker that stood still is alive again some time before it holds another's parameters, and
-  refuses until then: who averages asks it again for as long as the time-out, then does without it.
-  What it had given before it refused, on a link that was replaced, counts once.
+- Nothing advances for ``start_timeout_s``: the joiner ends with an error. How long the whole takes
+  does not matter.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from gossipdp.dynamics.state import Chunk
+from gossipdp.dynamics.chunks import Chunk, State
 from gossipdp.errors import PeerLostError, RendezvousError
+from gossipdp.gossip.live_average import AverageFailedError
+from gossipdp.gossip.loop import GossipLoop
+from gossipdp.gossip.thread import GossipThread
+from gossipdp.gossip.transfer import OnEnd, Sink, TurnedAwayError
 from gossipdp.parallel import training_state
-from gossipdp.parallel.options import GossipOptions
-from gossipdp.runtime.gossip_loop import GossipLoop
-from gossipdp.runtime.gossip_thread import GossipThread
-from gossipdp.runtime.joining import donors
-from gossipdp.runtime.shared_state import SharedState
-from gossipdp.runtime.transfers import StateRefusedError, TurnedAwayError
+from gossipdp.parallel.options import Network
 
 logger = logging.getLogger("gossipdp")
 
 PAUSE_BETWEEN_ROUNDS_S = 0.1
 LOOK_AT_LIFE_EVERY_S = 0.1
+# A worker that lives, and fails as many averages, is left out of the next.
+MAX_AVERAGE_FAILURES = 2
 # What a donor's encoded optimizers' state may take at most, next to this worker's own model. AdamW
 # takes twice the parameters, Shampoo and its like more.
 TRAINING_BYTES_PER_BYTE = 32
@@ -47,128 +45,100 @@ OTHER_TRAINING_BYTES = 64 << 20
 
 
 class StateTransfers:
-    """Takes and gives states over one gossip thread. Main thread only.
+    """Takes states over one gossip thread. Main thread only.
 
     Args:
         thread, loop: of this worker.
-        shared: its parameters.
-        optimizers: whose state is given.
-        options: its time-outs.
-
-    Attributes:
-        num_donated: optimizers' states given.
-        donated_s: time that training waited for that.
+        state: its parameters.
+        network: its time-outs.
     """
 
     def __init__(
         self,
         thread: GossipThread,
         loop: GossipLoop,
-        shared: SharedState,
-        optimizers: Sequence[torch.optim.Optimizer],
-        options: GossipOptions,
+        state: State,
+        network: Network,
     ) -> None:
-        self.num_donated = 0
-        self.donated_s = 0.0
         self._rank = loop.protocol.rank
         self._thread = thread
         self._loop = loop
-        self._shared = shared
-        self._optimizers = optimizers
-        self._options = options
+        self._state = state
+        self._network = network
 
     def live(self) -> tuple[int, ...]:
         """The workers that this one believes to live, itself included where it takes part."""
         return self._thread.call(self._loop.protocol.membership.live).result()
 
-    def fetch(
-        self,
-        peer: int,
-        sink: Callable[[Chunk, Tensor], None],
-        timeout_s: float,
-        *,
-        only_while_live: bool = False,
-    ) -> None:
+    def fetch(self, peer: int, sink: Sink, timeout_s: float) -> None:
         """Run one state transfer from ``peer`` to its end; raises what ended it.
 
         Args:
             peer: whom to ask.
             sink: is called with each chunk and its values, in the gossip thread.
             timeout_s: the longest time without progress.
-            only_while_live: end it as soon as ``peer`` is taken for dead, which it may be by its
-                silence long before ``timeout_s`` is over.
         """
-        arrived: Future[None] = Future()
+        self._run(lambda on_end: self._loop.transfers.fetch(peer, sink, on_end, timeout_s))
 
-        def on_end(error: Exception | None) -> None:
-            if error is None:
-                arrived.set_result(None)
-            else:
-                arrived.set_exception(error)
+    def sum_over_live(self, sums: list[Tensor]) -> int:
+        """Sum z = x + pending + c/2 of all live workers into ``sums``; return over how many.
 
-        self._thread.call(lambda: self._loop.fetch_state(peer, sink, on_end, timeout_s)).result()
-        while only_while_live and not arrived.done():
-            wait([arrived], LOOK_AT_LIFE_EVERY_S)
-            if peer not in self.live():
-                dead = PeerLostError(f"worker {peer} is dead")
-                self._thread.call(partial(self._loop.transfers.gone, peer, dead)).result()
-        arrived.result()
-
-    def fetch_all(self, sink: Callable[[Chunk, Tensor], None]) -> None:
-        """Run a state transfer from every other live worker, except those that cannot give one.
-
-        One that refuses may be about to have a state again: it is asked again, after the others,
-        until it has refused for ``timeout_s``. So all that do are waited for at once. One that
-        sends NaN is not: it would send all of its state each time.
+        See :mod:`gossipdp.gossip.live_average`. If a worker dies or fails meanwhile, this asks
+        again. One that lives and fails twice, or has no state to give, is left out with a warning.
 
         Args:
-            sink: is called once with each chunk of each worker, in the gossip thread.
-
-        Raises:
-            PeerLostError: a live worker did not answer for ``start_timeout_s``.
+            sums: one for each exchanged chunk, in the precision of pending.
         """
-        missing = {peer: _once(sink) for peer in self.live() if peer != self._rank}
-        asked_until_s: dict[int, float] = {}
-        while missing:
-            for peer, sink_once in list(missing.items()):
-                try:
-                    self.fetch(peer, sink_once, self._options.start_timeout_s, only_while_live=True)
-                except PeerLostError as error:
-                    is_live, now = peer in self.live(), time.monotonic()
-                    if is_live and not isinstance(error, TurnedAwayError):
-                        raise
-                    if is_live and isinstance(error, StateRefusedError):
-                        until_s = asked_until_s.setdefault(peer, now + self._options.timeout_s)
-                        if now < until_s:
-                            continue
-                    logger.warning(
-                        "worker %d averages without worker %d: %s", self._rank, peer, error
-                    )
-                del missing[peer]
-            if missing:
+        failures: Counter[int] = Counter()
+        while True:
+            live = set(self.live()) - {self._rank} - self._loop.published.silent
+            left_out = {rank for rank in live if failures[rank] >= MAX_AVERAGE_FAILURES}
+            members = (self._rank, *sorted(live - left_out))
+            begin = partial(self._loop.averages.begin, members, sums)
+            ended = self._thread.call(begin).result()
+            while not ended.done():
+                wait([ended], LOOK_AT_LIFE_EVERY_S)
+                self._thread.check()
+            try:
+                averaged = ended.result()
+            except AverageFailedError as error:
+                failures[error.rank] += 1
+                logger.info("worker %d averages anew: %s", self._rank, error)
                 time.sleep(PAUSE_BETWEEN_ROUNDS_S)
+                continue
+            missing = sorted(left_out.union(averaged.without))
+            if missing:
+                logger.warning(
+                    "worker %d averages without workers %s, which live and gave no state",
+                    self._rank,
+                    ", ".join(map(str, missing)),
+                )
+            return averaged.count
 
     def take(self) -> Any:
         """Take parameters and buffers of a live worker; return its optimizers' state.
 
-        The training state comes first, since a donor gives it at its next step boundary, and the
-        parameters are then as fresh as can be. They may come from two donors, if the first died.
+        The optimizers' state comes first, so that the parameters are as fresh as can be. The two
+        may come from two donors, if the first died.
         """
-        loop, limit_s = self._loop, self._options.start_timeout_s
-        patience_s = self._options.timeout_s
+        loop, limit_s = self._loop, self._network.start_timeout_s
+        patience_s = self._network.timeout_s
         training: Any = None
         giver: int | None = None
         advanced, deadline_s = 0, time.monotonic() + limit_s
         reason = ""
         while True:
-            order = donors(self.live(), self._rank)
+            # Those nearest in rank first, so that not all joiners ask the same.
+            order = sorted(
+                set(self.live()) - {self._rank}, key=lambda rank: (abs(rank - self._rank), rank)
+            )
             for donor in order:
                 self._thread.check()
                 try:
                     if training is None:
                         training = self.fetch_training(donor, patience_s)
                         giver = donor
-                    self.fetch(donor, self._shared.replace, patience_s)
+                    self.fetch(donor, Chunk.replace, patience_s)
                     return training
                 except PeerLostError as error:
                     self._thread.check()
@@ -186,7 +156,7 @@ class StateTransfers:
                     f"worker {self._rank} could not join: no live worker gave it a state"
                     f"{'; the last: ' if reason else ''}{reason}"
                 )
-            # A donor whose steps take longer than the time-out answers at its next one.
+            # An optimizer's step may take longer than the time-out, and the donor sends after it.
             patience_s = min(2 * patience_s, limit_s)
             time.sleep(PAUSE_BETWEEN_ROUNDS_S)
 
@@ -196,60 +166,23 @@ class StateTransfers:
         Raises:
             PeerLostError: none came, or one that is damaged or poisoned.
         """
-        arrived: Future[bytes] = Future()
-        num_bytes = sum(s.x.numel() * s.x.element_size() for s in self._shared.state.segments)
-        max_bytes = OTHER_TRAINING_BYTES + TRAINING_BYTES_PER_BYTE * num_bytes
-
-        def on_end(outcome: bytes | Exception) -> None:
-            if isinstance(outcome, Exception):
-                arrived.set_exception(outcome)
-            else:
-                arrived.set_result(outcome)
-
-        self._thread.call(
-            lambda: self._loop.transfers.fetch_training(peer, max_bytes, on_end, timeout_s)
-        ).result()
-        data = arrived.result()
+        num_bytes = sum(s.x.numel() * s.x.element_size() for s in self._state.segments)
+        arriving = training_state.Arriving(
+            OTHER_TRAINING_BYTES + TRAINING_BYTES_PER_BYTE * num_bytes
+        )
+        self._run(
+            lambda on_end: self._loop.transfers.fetch_training(
+                peer, arriving.unfold, on_end, timeout_s
+            )
+        )
         try:
-            state = training_state.decode(data)
-            training_state.refuse_poison(state)
+            return arriving.state()
         except ValueError as error:
             raise TurnedAwayError(f"worker {peer} cannot give its state: {error}") from error
-        return state
 
-    def donate(self) -> None:
-        """Give joiners the optimizers' state; called where no optimizer steps."""
-        if not self._loop.transfers.training_wanted:
-            return
-        started_s = time.perf_counter()
-        try:
-            state = training_state.capture(self._optimizers)
-            data = training_state.encode(state)
-            training_state.refuse_poison(state)
-        except ValueError as error:
-            reason = str(error)
-            logger.error("worker %d cannot help another to join: %s", self._rank, reason)
-            self._thread.call(lambda: self._loop.transfers.refuse_training(reason)).result()
-            return
-        pause_s = time.perf_counter() - started_s
-        self.donated_s += pause_s
-        self.num_donated += 1
-        self._thread.call(lambda: self._loop.transfers.give_training(data))
-        logger.info(
-            "worker %d gives a joiner its optimizers' state, %d bytes; training paused for %.0f ms",
-            self._rank,
-            len(data),
-            1e3 * pause_s,
-        )
-
-
-def _once(sink: Callable[[Chunk, Tensor], None]) -> Callable[[Chunk, Tensor], None]:
-    """Pass each chunk on to ``sink`` the first time: a transfer that is begun anew brings all."""
-    passed_on: set[int] = set()
-
-    def sink_once(chunk: Chunk, values: Tensor) -> None:
-        if chunk.index not in passed_on:
-            passed_on.add(chunk.index)
-            sink(chunk, values)
-
-    return sink_once
+    def _run(self, fetch: Callable[[OnEnd], None]) -> None:
+        """Begin a fetch in the gossip thread, and wait for its end; raises what ended it."""
+        ended: Future[Exception | None] = Future()
+        self._thread.call(lambda: fetch(ended.set_result)).result()
+        if (error := ended.result()) is not None:
+            raise error

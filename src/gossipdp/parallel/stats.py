@@ -1,9 +1,16 @@
 """What a worker can say about its run so far."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 
-from gossipdp.runtime.exchange import CompletedExchange
-from gossipdp.runtime.noticed import Notice
+from gossipdp.gossip.exchange import CompletedExchange
+from gossipdp.gossip.noticed import Notice
+from gossipdp.gossip.published import LinkCounts
+from gossipdp.launcher.environment import show_address
+from gossipdp.links.handshake import FIRST_VISITOR_RANK
+from gossipdp.observe.status import MemberState, MemberStatus, NeighbourStatus
+from gossipdp.protocol.members import Member, Status
 
 
 @dataclass(frozen=True)
@@ -12,7 +19,7 @@ class Stats:
 
     Attributes:
         rank: of this worker.
-        num_workers: in the run.
+        world_size: workers in the run.
         gradient_steps: boundaries of the first optimizer.
         samples: that this worker trained on.
         exchanges_initiated: that this worker asked for and completed.
@@ -24,7 +31,7 @@ class Stats:
         shared_bytes_sent, shared_bytes_received: of chunks that went by shared memory instead:
             read in place by neighbours of the same host, and theirs by this worker.
         exchange_seconds: time with an exchange under way, in the background.
-        chunks_exchanged: chunks of about 1 MB in completed exchanges.
+        chunks_exchanged: chunks (1 to 16 MiB) in completed exchanges.
         chunks_repeated: those of them sent again in bfloat16, under ``wire_format="lattice8"``.
         waited_seconds: time that training waited for others: ``pace="strict"``, or the part of
             an all-reduce that the backward pass did not hide.
@@ -38,14 +45,13 @@ class Stats:
         noticed: what this worker has noticed of others' deaths and returns, the oldest first, and
             when it took over another's parameters itself.
         states_donated: optimizers' states given to workers that joined or came back.
-        donation_pause_seconds: time that training waited while they were copied.
         checkpoints: that were written by this process.
         checkpoints_failed: that could not be written.
         checkpoint_pause_seconds: time that training waited while checkpoints were copied.
     """
 
     rank: int
-    num_workers: int
+    world_size: int
     gradient_steps: int
     samples: int
     exchanges_initiated: int = 0
@@ -67,7 +73,6 @@ class Stats:
     recent_exchanges: tuple[CompletedExchange, ...] = ()
     noticed: tuple[Notice, ...] = ()
     states_donated: int = 0
-    donation_pause_seconds: float = 0.0
     checkpoints: int = 0
     checkpoints_failed: int = 0
     checkpoint_pause_seconds: float = 0.0
@@ -85,14 +90,97 @@ class Consolidated:
     Attributes:
         consensus_distance: (1/n) Σ ‖x_i - mean‖² just before averaging, after the momentum has
             flowed out; exact.
-        num_workers: over which the mean was taken.
+        world_size: workers over which the mean was taken.
         samples: over all workers and all of their lives.
         gradient_steps: likewise.
         gradient_steps_by_rank: of each worker, over all of its lives; the dead are there too.
     """
 
     consensus_distance: float
-    num_workers: int
+    world_size: int
     samples: int
     gradient_steps: int
     gradient_steps_by_rank: dict[int, int] = field(default_factory=dict, hash=False)
+
+
+_STATES: Mapping[Status, MemberState] = {
+    Status.JOINING: "joining",
+    Status.ALIVE: "training",
+    Status.DONE: "done",
+    Status.LEFT: "left",
+    Status.DEAD: "dead",
+}
+
+
+@dataclass(frozen=True)
+class RunView:
+    """The run as one worker sees it at one moment.
+
+    Attributes:
+        run_id, graph: of the run; the graph's name.
+        incarnation: this worker's present one.
+        is_averaging: ``consolidate()`` was called.
+        members: all workers that are known.
+        neighbours: those linked, in the graph next to this one, or exchanged with.
+    """
+
+    run_id: str
+    graph: str
+    incarnation: int
+    is_averaging: bool
+    members: tuple[MemberStatus, ...]
+    neighbours: tuple[NeighbourStatus, ...] = ()
+
+
+def show_members(
+    members: Iterable[Member], silent: frozenset[int], counts: Mapping[int, tuple[int, int]]
+) -> tuple[MemberStatus, ...]:
+    """The membership; ``counts``: samples and gradient steps by rank."""
+    shown = []
+    for member in members:
+        samples, steps = counts.get(member.rank, (0, 0))
+        has_status = member.status_host and member.status_port
+        shown.append(
+            MemberStatus(
+                rank=member.rank,
+                incarnation=member.incarnation,
+                state=_STATES[member.status],
+                is_silent=member.rank in silent,
+                gradient_steps=steps,
+                samples=samples,
+                status_address=show_address(member.status_host, member.status_port)
+                if has_status
+                else "",
+            )
+        )
+    return tuple(shown)
+
+
+def show_neighbours(
+    neighbours: frozenset[int],
+    links: Iterable[LinkCounts],
+    exchanges: Mapping[int, int],
+    recent: Iterable[CompletedExchange],
+    now_s: float,
+) -> tuple[NeighbourStatus, ...]:
+    """The graph's neighbours and whoever else is linked, or was exchanged with."""
+    by_peer = {link.peer: link for link in links if link.peer < FIRST_VISITOR_RANK}
+    durations: dict[int, list[float]] = {}
+    for each in recent:
+        durations.setdefault(each.peer, []).append(each.ended_s - each.started_s)
+    shown = []
+    for rank in sorted({*neighbours, *by_peer, *exchanges}):
+        link = by_peer.get(rank)
+        shown.append(
+            NeighbourStatus(
+                rank=rank,
+                exchanges=exchanges.get(rank, 0),
+                is_neighbour=rank in neighbours,
+                is_linked=link is not None,
+                heard_ago_s=max(0.0, now_s - link.last_heard_s) if link else None,
+                exchange_seconds=fmean(durations[rank]) if rank in durations else None,
+                bytes_sent=link.bytes_sent + link.shared_bytes_sent if link else 0,
+                bytes_received=link.bytes_received + link.shared_bytes_received if link else 0,
+            )
+        )
+    return tuple(shown)

@@ -12,7 +12,9 @@ from typing import Any, SupportsFloat
 
 from torch import Tensor
 
-from gossipdp.observe.prometheus import CONTENT_TYPE, metrics_text
+from gossipdp.launcher.environment import Environment, show_address
+from gossipdp.links.clock import since_boot_s
+from gossipdp.observe.server import Page, StatusServer
 from gossipdp.observe.status import (
     METRICS_PATH,
     STATUS_PATH,
@@ -20,13 +22,10 @@ from gossipdp.observe.status import (
     WorkerStatus,
     encode_status,
 )
-from gossipdp.observe.status_server import Page, StatusServer
 from gossipdp.parallel.checkpointer import Checkpointer
 from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.options import GossipOptions
+from gossipdp.parallel.options import Options
 from gossipdp.parallel.run_logging import mean_loss
-from gossipdp.runtime.clock import since_boot_s
-from gossipdp.runtime.environment import Environment, show_address
 
 logger = logging.getLogger("gossipdp")
 
@@ -58,12 +57,13 @@ class StatusPage:
         self._stepped_s: float | None = None
 
     @classmethod
-    def wanted(cls, options: GossipOptions, environment: Environment) -> "StatusPage | None":
+    def wanted(cls, options: Options, environment: Environment) -> "StatusPage | None":
         """The page that the arguments, or else the variables, ask for."""
-        port = environment.status_port if options.status_port is None else options.status_port
+        monitor = options.monitor
+        port = environment.status_port if monitor.status_port is None else monitor.status_port
         if port is None:
             return None
-        return cls(options.status_host or environment.status_host or DEFAULT_HOST, port)
+        return cls(monitor.status_host or environment.status_host or DEFAULT_HOST, port)
 
     def bind(self, rank: int) -> None:
         """Take the port of that rank; a worker that is given another rank moves.
@@ -99,12 +99,13 @@ class StatusPage:
         self,
         engine: Engine,
         checkpointer: Checkpointer,
-        options: GossipOptions,
-        budget_samples: int | None,
+        options: Options,
     ) -> None:
         """Answer from now on."""
+        from gossipdp.observe.prometheus import CONTENT_TYPE, metrics_text
+
         assert self._server is not None, "bind() comes first"
-        status = partial(self._status, engine, checkpointer, options, budget_samples)
+        status = partial(self._status, engine, checkpointer, options)
         self._pages = {
             STATUS_PATH: Page("application/json", lambda: encode_status(status())),
             METRICS_PATH: Page(CONTENT_TYPE, lambda: metrics_text(status())),
@@ -147,15 +148,14 @@ class StatusPage:
         self,
         engine: Engine,
         checkpointer: Checkpointer,
-        options: GossipOptions,
-        budget_samples: int | None,
+        options: Options,
     ) -> WorkerStatus:
         stats, view, now_s = engine.stats(), engine.view(), since_boot_s()
         stepped_s = self._stepped_s
         return WorkerStatus(
             rank=engine.rank,
             incarnation=view.incarnation,
-            num_workers=engine.num_workers,
+            num_workers=engine.world_size,
             run_id=view.run_id,
             method=options.method,
             graph=view.graph,
@@ -166,7 +166,7 @@ class StatusPage:
             gradient_steps=stats.gradient_steps,
             samples=stats.samples,
             run_samples=engine.total_samples(),
-            budget_samples=budget_samples,
+            budget_samples=options.budget_samples,
             step_seconds=_known(stats.step_seconds),
             since_step_s=None if stepped_s is None else now_s - stepped_s,
             logged=self._logged(),

@@ -1,66 +1,157 @@
-"""What a worker trains with besides its parameters: captured, encoded without pickle, restored.
-
-    capture(optimizers) → encode → bytes → decode → restore(state, optimizers)
-
-A state is nested dicts, lists and tuples of tensors, numbers, texts and None, which is what
-``Optimizer.state_dict()`` gives. Encoded it is one safetensors file: the tensors, and in its
-metadata a JSON text of the structure that names them. Decoding looks up values and never calls
-what the bytes name, so they may come from a file or from another worker.
-"""
+"""What a worker trains with besides its parameters: the optimizers' state, given and taken over."""
 
 import itertools
-import json
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from gossipdp.dynamics.kernels import is_finite
+from gossipdp.dynamics.update import is_finite
+from gossipdp.gossip.transfer import Offer
+from gossipdp.parallel import skeleton
 
-FORMAT = "gossipdp training state 1"
-# A structure takes about 100 bytes a tensor: this is enough for 100,000 parameters under AdamW,
-# and a bound on what a text of nothing but brackets can make decoding allocate.
-MAX_STRUCTURE_BYTES = 16 << 20
-MAX_HEADER_BYTES = 2 * MAX_STRUCTURE_BYTES
-MAX_DEPTH = 64
-MAX_INTEGER_BITS = 4096
-
-_DTYPES = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-    }
-)
+# Of tensors up to this size the bytes travel in the skeleton, such as Adam's step counts.
+INLINE_BYTES = 256
 
 
 def capture(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the optimizers' states as they are now, not copied: encode before the next step."""
+    """Return the optimizers' states as they are now, not copied."""
     return {"optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+
+
+class BetweenSteps:
+    """Lets the gossip thread copy the optimizers' state while the main thread trains on.
+
+    A chunk is copied only while no optimizer steps. A step that begins meanwhile waits for that one
+    chunk (1 MB: about 0.2 ms), or for the description of the whole (some milliseconds, once for a
+    joiner). So every chunk that a joiner receives is of one step. Two chunks of a tensor, or two
+    tensors, may be of different steps: that is harmless, as it is for the parameters. Numbers, and
+    tensors of at most ``INLINE_BYTES``, are all of the step at which the transfer began.
+
+    Optimizers change what they keep in ``step()`` alone. If the script loads another state into one
+    meanwhile, the joiner gets the old one. If a step raises, its optimizer counts as stepping until
+    its next step has ended: nothing is given meanwhile, and joiners ask others.
+
+    Args:
+        optimizers: whose state is given.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._finish: Callable[[], None] = lambda: None
+        self._wake: Callable[[], None] = lambda: None
+        # Guards the two below, and is held while anything of the state is read.
+        self._lock = threading.Lock()
+        self._stepping: set[int] = set()
+        self._is_awaited = False
+        self._handles = [
+            handle
+            for each in optimizers
+            for handle in (
+                each.register_step_pre_hook(self._begins),
+                each.register_step_post_hook(self._ends),
+            )
+        ]
+
+    def attach(self, finish: Callable[[], None], wake: Callable[[], None]) -> None:
+        """Say how to wait for a device and whom to wake.
+
+        Args:
+            finish: returns when all that the main thread has queued on a device is done.
+            wake: ends the gossip thread's sleep.
+        """
+        self._finish, self._wake = finish, wake
+
+    def close(self) -> None:
+        """Let the optimizers go."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        with self._lock:
+            self._stepping.add(id(optimizer))
+
+    def _ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._finish()
+        with self._lock:
+            self._stepping.discard(id(optimizer))
+            is_awaited, self._is_awaited = self._is_awaited, False
+        if is_awaited:
+            self._wake()
+
+    def _is_free(self) -> bool:
+        """Whether none steps; if one does, the gossip thread is woken at its end."""
+        self._is_awaited = bool(self._stepping)
+        return not self._stepping
+
+    def offer(self) -> Offer | None:
+        """Describe the state for one that joins; None while an optimizer steps.
+
+        Raises:
+            ValueError: it cannot be described.
+        """
+        with self._lock:
+            if not self._is_free():
+                return None
+            try:
+                text, tensors = skeleton.pack(capture(self._optimizers), INLINE_BYTES)
+            except RuntimeError as error:  # the script changes it at this moment
+                raise ValueError(f"the optimizers' state cannot be read now: {error}") from error
+        return Offer(text, [tensor.view(torch.uint8) for tensor in tensors], self._copy)
+
+    def _copy(self, source: Tensor, room: Tensor) -> bool:
+        with self._lock:
+            if not self._is_free():
+                return False
+            room.copy_(source)
+        return True
+
+
+class Arriving:
+    """The optimizers' state of another worker, on its way here.
+
+    Args:
+        max_bytes: more is refused.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._skeleton: skeleton.Skeleton
+        self._rooms: list[Tensor]
+
+    def unfold(self, text: bytes) -> list[Tensor]:
+        """Make room for what the donor's skeleton describes, as bytes.
+
+        Raises:
+            ValueError: it is no skeleton, or of other optimizers than one's own.
+        """
+        self._skeleton = skeleton.decode(text)
+        if self._skeleton.num_bytes > self._max_bytes:
+            raise ValueError(
+                f"its optimizers' state takes {self._skeleton.num_bytes} bytes, and this worker's "
+                f"model would take {self._max_bytes} at most: the optimizers differ"
+            )
+        self._rooms = self._skeleton.rooms()
+        return [room.view(torch.uint8) for room in self._rooms]
+
+    def state(self) -> Any:
+        """Return what has arrived, in the memory in which it did.
+
+        Raises:
+            ValueError: it holds NaN or infinity.
+        """
+        state = self._skeleton.unpack(self._rooms)
+        refuse_poison(state)
+        return state
 
 
 def refuse_poison(state: Any) -> None:
     """Raise ValueError where a tensor that an optimizer keeps of a parameter is NaN or infinite.
 
-    A gradient that was so spoils the momentum for good, and with it whoever takes it over. Settings
-    (``param_groups``) and numbers are left alone: a limit of infinity is one.
+    A gradient that was so spoils the momentum for good, and also that of any worker that takes it
+    over. Settings (``param_groups``) and numbers are left alone: a limit of infinity is one.
     """
     optimizers = state.get("optimizers") if isinstance(state, dict) else None
     for index, values in enumerate(optimizers if isinstance(optimizers, list) else ()):
@@ -68,6 +159,26 @@ def refuse_poison(state: Any) -> None:
         for place, tensor in _tensors(kept, f"optimizer {index}'s state"):
             if not _is_finite(tensor):
                 raise ValueError(f"{place} holds NaN or infinity")
+
+
+def _tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in nested containers, with its place."""
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, dict):
+        for key, held in value.items():
+            yield from _tensors(held, f"{place}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, held in enumerate(value):
+            yield from _tensors(held, f"{place}[{index}]")
+
+
+def _is_finite(values: Tensor) -> bool:
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if not values.is_floating_point():
+        return True
+    return is_finite(values.float() if values.element_size() == 1 else values)
 
 
 def restore(state: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -106,260 +217,6 @@ def restore_groups(state: Any, optimizers: Sequence[torch.optim.Optimizer]) -> N
                     group[key].copy_(value)
                 elif key != "params":
                     group[key] = value
-
-
-def encode(state: Any) -> bytes:
-    """Encode a state; its tensors are copied to host memory.
-
-    Raises:
-        ValueError: something in it is not a tensor, number, text, None, dict, list or tuple; the
-            message names its place.
-
-    Example:
-        >>> decode(encode({"step": 3, "mean": [torch.ones(1), None]}))
-        {'step': 3, 'mean': [tensor([1.]), None]}
-    """
-    structure, tensors = pack(state)
-    return safetensors.torch.save(tensors, {"format": FORMAT, "structure": structure})
-
-
-def decode(data: bytes) -> Any:
-    """Decode what :func:`encode` gave; every tensor bitwise, on the CPU, in memory of its own.
-
-    Takes memory in proportion to ``data``, whose size the caller limits.
-
-    Raises:
-        ValueError: ``data`` is anything else.
-    """
-    try:
-        num_header_bytes = int.from_bytes(data[:8], "little")
-        if not 0 < num_header_bytes <= min(len(data) - 8, MAX_HEADER_BYTES):
-            raise ValueError(f"a header of {num_header_bytes} bytes in {len(data)}")
-        header = json.loads(data[8 : 8 + num_header_bytes])
-        metadata = header["__metadata__"]
-        if metadata["format"] != FORMAT:
-            raise ValueError(f"its format is {metadata['format']!r}, not {FORMAT!r}")
-        tensors = safetensors.torch.load(data)
-        return unpack(metadata["structure"], tensors)
-    except (MemoryError, KeyboardInterrupt):
-        raise
-    except Exception as error:
-        raise ValueError(f"this is no training state: {type(error).__name__}: {error}") from error
-
-
-def pack(state: Any, prefix: str = "") -> tuple[str, dict[str, Tensor]]:
-    """Split a state into a JSON text and the named tensors it refers to, copied to the host.
-
-    Names are ``prefix`` and a number. A tensor that occurs twice is held once. One that is dense
-    but not contiguous (channels_last) is held in the order of its memory, which the text tells.
-
-    Raises:
-        ValueError: see :func:`encode`.
-    """
-    packer = _Packer(prefix)
-    structure = json.dumps(packer.pack(state, "state", 0), separators=(",", ":"))
-    if len(structure) > MAX_STRUCTURE_BYTES:
-        raise ValueError(
-            f"the state's structure takes {len(structure)} bytes, more than {MAX_STRUCTURE_BYTES}; "
-            "hold long lists of numbers as tensors"
-        )
-    return structure, packer.tensors
-
-
-def unpack(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Put together what :func:`pack` split; the tensors are taken over, not copied.
-
-    Raises:
-        ValueError: the text is no structure, or does not refer to exactly these tensors.
-    """
-    if not isinstance(structure, str) or len(structure) > MAX_STRUCTURE_BYTES:
-        raise ValueError("the structure is no text, or too long")
-    try:
-        content = json.loads(structure, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise ValueError("the structure is nested too deeply") from None
-    unpacker = _Unpacker(tensors)
-    state = unpacker.unpack(content, 0)
-    unused = tensors.keys() - unpacker.used.keys()
-    if unused:
-        raise ValueError(f"the structure does not refer to tensor {min(unused)!r}")
-    return state
-
-
-def _tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in nested containers, with its place."""
-    if isinstance(value, Tensor):
-        yield place, value
-    elif isinstance(value, dict):
-        for key, held in value.items():
-            yield from _tensors(held, f"{place}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for index, held in enumerate(value):
-            yield from _tensors(held, f"{place}[{index}]")
-
-
-def _is_finite(values: Tensor) -> bool:
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    if not values.is_floating_point():
-        return True
-    return is_finite(values.float() if values.element_size() == 1 else values)
-
-
-class _Packer:
-    """Turns values into JSON and gathers their tensors.
-
-    Containers other than lists, and what JSON does not know, are objects of one key that says
-    what they are: ``{"dict": [[key, value], ...]}`` (or "counter"), ``{"tuple": [...]}``,
-    ``{"float": "nan"}``, ``{"tensor": name}`` or ``{"tensor": name, "order": [...]}``. Dicts of
-    other classes come back as plain ones.
-    """
-
-    def __init__(self, prefix: str) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._prefix = prefix
-        # By identity; the tensor is kept so that its identity is not given to another.
-        self._packed: dict[int, tuple[Tensor, dict[str, Any]]] = {}
-
-    def pack(self, value: Any, place: str, depth: int) -> Any:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"{place} is nested deeper than {MAX_DEPTH}, or within itself")
-        if value is None or isinstance(value, (bool, str)):
-            return value
-        if type(value) is int:
-            if value.bit_length() > MAX_INTEGER_BITS:
-                raise ValueError(f"{place} is an integer of more than {MAX_INTEGER_BITS} bits")
-            return value
-        if isinstance(value, float):
-            return float(value) if math.isfinite(value) else {"float": repr(float(value))}
-        if isinstance(value, Tensor):
-            return self._pack_tensor(value, place)
-        if isinstance(value, dict):
-            for key in value:
-                if not (key is None or type(key) in (bool, int, float, str)):
-                    raise ValueError(f"{place} has a key {key!r}; keys are numbers and texts")
-            kind = "counter" if isinstance(value, Counter) else "dict"
-            return {
-                kind: [
-                    [
-                        self.pack(key, place, depth + 1),
-                        self.pack(held, f"{place}[{key!r}]", depth + 1),
-                    ]
-                    for key, held in value.items()
-                ]
-            }
-        if type(value) in (list, tuple):
-            values = [
-                self.pack(held, f"{place}[{index}]", depth + 1) for index, held in enumerate(value)
-            ]
-            return values if type(value) is list else {"tuple": values}
-        raise ValueError(
-            f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
-            "saved: only tensors, numbers, texts, None, dicts, lists and tuples can"
-        )
-
-    def _pack_tensor(self, tensor: Tensor, place: str) -> dict[str, Any]:
-        if id(tensor) in self._packed:
-            return self._packed[id(tensor)][1]
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            raise ValueError(
-                f"{place} is a {type(tensor).__qualname__}; only plain tensors are saved"
-            )
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
-            raise ValueError(
-                f"{place} is a {tensor.layout} tensor on {tensor.device}, not dense data"
-            )
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(f"{place} is a tensor of {tensor.dtype}, which cannot be saved")
-        name = f"{self._prefix}{len(self.tensors)}"
-        reference: dict[str, Any] = {"tensor": name}
-        values = tensor.detach().resolve_conj().resolve_neg()
-        strides = values.stride()
-        order = sorted(range(values.dim()), key=lambda dim: -strides[dim])
-        if not values.is_contiguous() and values.permute(order).is_contiguous():
-            values = values.permute(order)
-            reference["order"] = order
-        self.tensors[name] = values.to("cpu", copy=True, memory_format=torch.contiguous_format)
-        self._packed[id(tensor)] = (tensor, reference)
-        return reference
-
-
-class _Unpacker:
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.used: dict[str, Tensor] = {}
-        self._tensors = tensors
-        self._kinds: dict[str, Callable[[Any, int], Any]] = {
-            "dict": self._dict,
-            "counter": lambda held, depth: Counter(self._dict(held, depth)),
-            "tuple": self._tuple,
-            "float": self._float,
-        }
-
-    def unpack(self, content: Any, depth: int) -> Any:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"the structure is nested deeper than {MAX_DEPTH}")
-        if isinstance(content, list):
-            return [self.unpack(held, depth + 1) for held in content]
-        if not isinstance(content, dict):
-            return content
-        if "tensor" in content:
-            return self._tensor(content)
-        if len(content) != 1:
-            raise ValueError(f"an object with {len(content)} keys is no value")
-        ((kind, held),) = content.items()
-        if kind not in self._kinds:
-            raise ValueError(f"unknown kind {kind[:40]!r}")
-        return self._kinds[kind](held, depth)
-
-    def _dict(self, held: Any, depth: int) -> dict[Any, Any]:
-        pairs = _checked_list(held)
-        values = {}
-        for pair in pairs:
-            if not (isinstance(pair, list) and len(pair) == 2):
-                raise ValueError("a dict is a list of pairs")
-            key = self.unpack(pair[0], depth + 1)
-            if isinstance(key, (dict, list, tuple, Tensor)):
-                raise ValueError("a key is a number or a text")
-            values[key] = self.unpack(pair[1], depth + 1)
-        if len(values) != len(pairs):
-            raise ValueError("a dict has a key twice")
-        return values
-
-    def _tuple(self, held: Any, depth: int) -> tuple[Any, ...]:
-        return tuple(self.unpack(each, depth + 1) for each in _checked_list(held))
-
-    def _float(self, held: Any, depth: int) -> float:
-        if held not in ("nan", "inf", "-inf"):
-            raise ValueError("a float that JSON does not know is nan, inf or -inf")
-        return float(held)
-
-    def _tensor(self, content: dict[str, Any]) -> Tensor:
-        name = content["tensor"]
-        order = content.get("order")
-        if not isinstance(name, str) or name not in self._tensors:
-            raise ValueError(f"there is no tensor {str(name)[:40]!r}")
-        if len(content) > 1 + ("order" in content):
-            raise ValueError(f"tensor {name!r} has unknown attributes")
-        if name in self.used:
-            return self.used[name]
-        tensor = self._tensors[name]
-        if order is not None:
-            dims = [each for each in _checked_list(order) if type(each) is int]
-            if sorted(dims) != list(range(tensor.dim())) or len(dims) != len(order):
-                raise ValueError(f"the order of tensor {name!r} is not one of its dimensions")
-            tensor = tensor.permute([dims.index(dim) for dim in range(tensor.dim())])
-        self.used[name] = tensor
-        return tensor
-
-
-def _checked_list(held: Any) -> list[Any]:
-    if not isinstance(held, list):
-        raise ValueError("a list was expected")
-    return held
-
-
-def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")
 
 
 def _check_groups(index: int, optimizer: torch.optim.Optimizer, values: Any) -> None:

@@ -1,12 +1,12 @@
 """Termination: all live workers end with the same bits, the mean over all of them.
 
 **One epoch**, when nothing fails. Once every live worker is done the lowest of them, the leader,
-fixes the member list and sends it down a binary tree over the sorted members (the children of
-position p are 2p + 1 and 2p + 2). Per chunk, partial sums go up (own + left + right, in that
-order: a right child is asked for a chunk once the left one's has landed), the root divides, and
-results go down, while later chunks are still on their way up. Members that hold every chunk of
-the result sum their squared distances to it up the tree, so that the root knows when all hold it.
-It commits; COMMIT goes down, its acknowledgement up, RELEASE down.
+fixes the member list and sends it down a binary tree over the members (:func:`tree`). Per chunk,
+partial sums go up (own + left + right, in that order: a right child is asked for a chunk once the
+left one's has landed), the root divides, and results go down, while later chunks are still on
+their way up. Members that hold every chunk of the result sum their squared distances to it up the
+tree, so that the root knows when all hold it. It commits; COMMIT goes down, its acknowledgement
+up, RELEASE down.
 
 **Failures.** Whoever believes to be the lowest live worker leads; when its view of the live
 workers changes it starts a new epoch. Epochs are totally ordered (:class:`Epoch`); a worker
@@ -46,24 +46,26 @@ distance is over the survivors, who can still compare.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from random import Random
+from typing import TypeAlias
 
 import msgspec
 
-from gossipdp.protocol.actions import Send
-from gossipdp.protocol.consolidation_actions import (
-    Actions,
+from gossipdp.protocol.actions import (
     Commit,
-    ConsolidationAction,
+    DataAction,
     FinishChunk,
     Finished,
     MeasureDistance,
     Prepare,
+    Send,
     SendPartial,
     SendResult,
 )
-from gossipdp.protocol.consolidation_messages import (
+from gossipdp.protocol.members import MAX_LEAP, Member, Status
+from gossipdp.protocol.messages import (
     Average,
     BeginEpoch,
     CommitEpoch,
@@ -72,26 +74,48 @@ from gossipdp.protocol.consolidation_messages import (
     Distance,
     Epoch,
     Held,
+    Mute,
     NewerEpoch,
     Process,
+    ProtocolError,
     PullPartials,
     PullResults,
     Release,
 )
-from gossipdp.protocol.membership import Member, Status
 
-__all__ = [
-    "Commit",
-    "Consolidation",
-    "ConsolidationAction",
-    "ConsolidationMessage",
-    "FinishChunk",
-    "Finished",
-    "MeasureDistance",
-    "Prepare",
-    "SendPartial",
-    "SendResult",
-]
+ConsolidationAction: TypeAlias = Send[ConsolidationMessage] | DataAction
+Actions: TypeAlias = list[ConsolidationAction]
+
+MAX_ACKNOWLEDGED = 16
+"""Epochs of which a RELEASE may still come; of those before them the leader begins anew."""
+PATIENCE, LONGEST_PATIENCE = 4, 64
+"""Calls of :meth:`Consolidation.repeat` in vain; in each later epoch twice as many."""
+NUM_TREES = 32
+MAX_MUTE = 1024
+
+
+def tree(begin: BeginEpoch) -> dict[int, int | None]:
+    """Parent of each member of an epoch, in the order of its tree; None for the leader.
+
+    In the first epoch the binary heap over the sorted members. Each later one has a binary tree of
+    its own, which follows from its number, so that no two members are neighbours in all of them.
+
+    Example:
+        >>> tree(BeginEpoch(Epoch(1, 0, 0), tuple((rank, 0) for rank in range(4)), None))
+        {0: None, 1: 0, 2: 0, 3: 1}
+    """
+    number = begin.epoch.number
+    leader, *others = (rank for rank, _ in begin.members)
+    parents: dict[int, int | None] = {leader: None}
+    if number == 1:
+        ranks = [leader, *others]
+        return parents | {rank: ranks[i // 2] for i, rank in enumerate(others)}
+    random = Random(number).random  # the same numbers in every version of Python
+    free = [leader, leader]  # places under members that are in the tree
+    for rank in sorted(others, key=lambda rank: random()):
+        parents[rank] = free.pop(int(random() * len(free)))
+        free += [rank, rank]
+    return parents
 
 
 @dataclass
@@ -148,6 +172,8 @@ class Consolidation:
         self.num_chunks = num_chunks
         self.total_chunks = num_chunks + num_copied_chunks
         self.is_finished = False
+        self.waits_for_all = True
+        """Whether nothing is averaged before all live workers are done."""
         self._view: dict[int, Member] = {}
         self._attempt: _Attempt | None = None
         self._highest: Epoch | None = None
@@ -159,6 +185,9 @@ class Consolidation:
         self._committed: Epoch | None = None
         self._squared_distance: float | None = None
         self._is_measuring = False
+        self._mute: set[tuple[int | None, int | None]] = set()  # edges of trees
+        self._num_vain = 0
+        self._patience = PATIENCE
         self._pulled: dict[int, int] = {}  # peer -> next chunk of the result to send to it
         self._acknowledged: dict[Epoch, BeginEpoch] = {}
 
@@ -179,9 +208,16 @@ class Consolidation:
         return self._settle([])
 
     def receive(self, peer: int, message: ConsolidationMessage) -> Actions:
-        """A message arrived from ``peer``."""
+        """A message arrived from ``peer``.
+
+        Raises:
+            ProtocolError: it breaks the rules.
+        """
         actions: Actions = []
         if isinstance(message, BeginEpoch | NewerEpoch):
+            known = 0 if self._highest is None else self._highest.number
+            if message.epoch.number > known + MAX_LEAP:
+                raise ProtocolError(f"epoch {message.epoch.number} follows none, after {known}")
             self._hear_of(message.epoch)
         if self._is_taking_part:
             match message:
@@ -217,11 +253,23 @@ class Consolidation:
         """Nothing has come for long: ask everybody and say everything again.
 
         Every message may be repeated: who has heard it does nothing, or sends a chunk that is
-        dropped where it is not the next one.
+        dropped where it is not the next one. A member that has called often enough in vain tells
+        the leader from which child nothing came. Then the leader begins anew, with a tree without
+        that edge: there may be no way between the two.
         """
         actions: Actions = []
         attempt = self._attempt
+        self._num_vain += 1
         if self._is_taking_part and attempt is not None:
+            if self._num_vain >= self._patience and attempt.computes:
+                for child, landed in attempt.landed.items():
+                    if landed == 0 < self._granted(attempt, child):
+                        self._note_mute(attempt, child, actions)
+            begin, is_patient = attempt.begin, 2 * self._num_vain < self._patience
+            is_leader = begin.epoch.leader == self.rank
+            if is_leader and not is_patient and self._num_mute_edges(tree(begin)):
+                self._begin(begin.members, actions)
+                return self._settle(actions)
             peers = {*attempt.children, attempt.parent, attempt.source, attempt.epoch.leader}
             for peer in sorted(peers - {None, self.rank}, key=str):
                 assert peer is not None
@@ -245,6 +293,7 @@ class Consolidation:
         attempt = self._attempt
         if attempt is not None and self.accepts_partial(peer, epoch, chunk):
             attempt.landed[peer] += 1
+            self._num_vain = 0
             if len(attempt.children) == 2 and peer == attempt.children[0]:
                 self._pull_partials(attempt, attempt.children[1], actions)
         return self._settle(actions)
@@ -263,6 +312,7 @@ class Consolidation:
         """An accepted chunk of the result is here."""
         if self.accepts_result(peer, origin, chunk):
             self._num_results += 1
+            self._num_vain = 0
         return self._settle([])
 
     def distance_measured(self, origin: Epoch, squared_distance: float) -> Actions:
@@ -300,7 +350,7 @@ class Consolidation:
         return actions
 
     def _lead(self, actions: Actions) -> None:
-        if self._held is None and self.missing():
+        if self._held is None and self.waits_for_all and self.missing():
             return  # a mean is computed over all; a result at hand waits for nobody
         members, attempt = self._done(), self._attempt
         lowest = members[0]
@@ -321,7 +371,15 @@ class Consolidation:
             actions.append(Send(lowest[0], NewerEpoch(attempt.epoch)))
 
     def _begin(self, members: tuple[Process, ...], actions: Actions) -> None:
+        """Lead a new epoch; its tree has as few as can be of the edges on which nothing came."""
         number = 1 if self._highest is None else self._highest.number + 1
+        if self._mute:
+            begins = (
+                BeginEpoch(Epoch(later, self.rank, 0), members, None)
+                for later in range(number, number + NUM_TREES)
+            )
+            best = min(begins, key=lambda begin: self._num_mute_edges(tree(begin)))
+            number = best.epoch.number
         epoch = Epoch(number, self.rank, self.process_id % 2**32)
         average, source = self._held, None
         if self._found is not None:
@@ -331,6 +389,9 @@ class Consolidation:
                 average, source = found, holder
         self._found = None
         self._join(BeginEpoch(epoch, members, average), source, actions)
+
+    def _num_mute_edges(self, parents: Mapping[int, int | None]) -> int:
+        return sum(not self._mute.isdisjoint((edge, edge[::-1])) for edge in parents.items())
 
     def _hear_of(self, epoch: Epoch) -> None:
         if self._highest is None or epoch.order > self._highest.order:
@@ -350,14 +411,17 @@ class Consolidation:
             return
         self._hear_of(epoch)
         self._found = None
+        self._num_vain = 0
+        if current is not None:
+            self._patience = min(2 * self._patience, LONGEST_PATIENCE)
         average = begin.average or Average(epoch, len(begin.members), None)
-        position = begin.members.index(own)
-        parent = begin.members[(position - 1) // 2][0] if position else None
-        children = self._children(begin)
+        parents = tree(begin)
+        parent = parents[self.rank]
+        children = tuple(rank for rank, above in parents.items() if above == self.rank)
         attempt = _Attempt(begin, average, parent, children, source if parent is None else parent)
         attempt.landed = dict.fromkeys(children, 0)
         self._attempt = attempt
-        if self._refuses(begin):
+        if self.refuses(begin):
             attempt.is_refused = True
             self._say_held(attempt, actions)
             return
@@ -368,11 +432,8 @@ class Consolidation:
             self._pull_partials(attempt, child, actions)
         self._pull_results(attempt, actions)
 
-    def _children(self, begin: BeginEpoch) -> tuple[int, ...]:
-        position = begin.members.index((self.rank, self.process_id))
-        return tuple(rank for rank, _ in begin.members[2 * position + 1 : 2 * position + 3])
-
-    def _refuses(self, begin: BeginEpoch) -> bool:
+    def refuses(self, begin: BeginEpoch) -> bool:
+        """Whether this worker holds a result that the epoch would replace."""
         held, average = self._held, begin.average
         if held is None:
             return False
@@ -392,6 +453,12 @@ class Consolidation:
         actions.append(Prepare())
 
     # --- asking, and asking again ----------------------------------------------------------
+
+    def _note_mute(self, attempt: _Attempt, child: int, actions: Actions) -> None:
+        if attempt.epoch.leader == self.rank:
+            self._mute.add((self.rank, child))
+        else:
+            actions.append(Send(attempt.epoch.leader, Mute(attempt.epoch, child)))
 
     def _say_held(self, attempt: _Attempt, actions: Actions) -> None:
         assert self._held is not None
@@ -440,13 +507,16 @@ class Consolidation:
         self,
         attempt: _Attempt,
         peer: int,
-        message: Held | PullPartials | Distance | CommitEpoch | Committed,
+        message: Held | Mute | PullPartials | Distance | CommitEpoch | Committed,
         actions: Actions,
     ) -> None:
         match message:
             case Held(average=average) if attempt.epoch.leader == self.rank:
                 if self._found is None or average.order > self._found[1].order:
                     self._found = (peer, average)
+            case Mute(child=child) if attempt.epoch.leader == self.rank:
+                if len(self._mute) < MAX_MUTE:
+                    self._mute.add((peer, child))
             case PullPartials(start=start, stop=stop) if peer == attempt.parent:
                 if attempt.next_partial is None:
                     attempt.next_partial = start
@@ -476,6 +546,8 @@ class Consolidation:
             elif not attempt.is_acknowledged:
                 attempt.is_acknowledged = True
                 self._acknowledged[attempt.epoch] = attempt.begin
+                if len(self._acknowledged) > MAX_ACKNOWLEDGED:
+                    del self._acknowledged[next(iter(self._acknowledged))]
                 actions.append(Send(attempt.parent, Committed(attempt.epoch)))
 
     def _advance_sums(self, attempt: _Attempt, actions: Actions) -> None:
@@ -551,7 +623,8 @@ class Consolidation:
             self._release(begin, actions)
 
     def _release(self, begin: BeginEpoch, actions: Actions) -> None:
-        for child in self._children(begin):
-            actions.append(Send(child, Release(begin.epoch)))
+        for child, above in tree(begin).items():
+            if above == self.rank:
+                actions.append(Send(child, Release(begin.epoch)))
         self.is_finished = True
         actions.append(Finished())

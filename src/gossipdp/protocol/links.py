@@ -1,7 +1,8 @@
 """One worker's links: their silence, the heartbeats on them, and the news that they have carried.
 
 What travels with every message is news: the records of membership and progress that this link has
-not carried yet. A new link has carried none, so whatever was lost with an old one is said again.
+not carried yet, at most ``MAX_NEWS`` of each at a time. A new link has carried none, so whatever
+was lost with an old one is said again.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import math
 from dataclasses import dataclass
 
 from gossipdp.protocol.actions import Send
-from gossipdp.protocol.membership import Membership
-from gossipdp.protocol.messages import Envelope, Heartbeat, Message
-from gossipdp.protocol.progress import Progress, ProgressEntry
+from gossipdp.protocol.members import Membership, Progress, ProgressEntry
+from gossipdp.protocol.messages import MAX_NEWS, Envelope, Heartbeat, Message
 
 HEARTBEATS_PER_TIMEOUT = 10
 # Of the time-out. As long as a worker may itself have stood still without beginning all waits anew,
@@ -153,11 +153,11 @@ class Links:
     def wrap(self, peer: int, message: Message, now: float) -> Send[Envelope]:
         """The message with the news that this link has not carried yet."""
         link = self._links.get(peer) or _Link(last_heard=now)
-        members, link.members_told = self._membership.news(link.members_told)
+        members, link.members_told = self._membership.news(link.members_told, MAX_NEWS)
         progress: tuple[ProgressEntry, ...] = ()
         # With news of members always: who hears that a worker is done hears all that it did.
         if members or now >= link.progress_sent + PROGRESS_INTERVAL_S:
-            progress, link.progress_told = self._progress.news(link.progress_told)
+            progress, link.progress_told = self._progress.news(link.progress_told, MAX_NEWS)
             link.progress_sent = now
         link.last_sent = now
         return Send(peer, Envelope(message, members, progress))

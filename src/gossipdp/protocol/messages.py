@@ -1,8 +1,9 @@
 """What workers say to one another: control messages, and the envelope that carries them.
 
 Every message travels in an :class:`Envelope` together with news of membership and progress.
-The wire format is msgpack, strictly typed: whatever does not decode to exactly these types is a
-:class:`ProtocolError`, and nothing is ever unpickled.
+The wire format is msgpack, strictly typed and bounded: whatever does not decode to exactly these
+types, or holds a number or a list beyond its bound, is a :class:`ProtocolError`. Nothing is ever
+unpickled.
 """
 
 from __future__ import annotations
@@ -12,29 +13,42 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from gossipdp.protocol.consolidation_messages import ConsolidationMessage
-from gossipdp.protocol.membership import Member
-from gossipdp.protocol.progress import ProgressEntry
+from gossipdp.protocol.members import Incarnation, Member, ProcessId, ProgressEntry, Rank
 
-Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Gain = Annotated[float, Meta(gt=0.0, le=1e9)]
+MAX_NEWS = 256
+"""Records of membership, and as many of progress, in one envelope."""
+MAX_TOLD = 1024
+"""Records of membership, and as many of progress, that a joiner is told at once."""
+
+Counter = Annotated[int, Meta(ge=0, le=2**62)]
+Gain = Annotated[float, Meta(ge=0.5, le=1e9)]
+Distance2 = Annotated[float, Meta(ge=0.0, le=1e300)]
 Reason = Annotated[str, Meta(max_length=1000)]
+Process: TypeAlias = tuple[Rank, ProcessId]
+"""(rank, process id): what holds inputs and keeps promises, whatever its incarnation."""
 
 
 class ProtocolError(ValueError):
-    """Bytes from another worker that are no message of ours."""
+    """What another worker said is no message of ours, or breaks the rules: its link is closed."""
 
 
-class ExchangeId(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One exchange, named by the life of its initiator and a counter within that life."""
-
-    initiator: Natural
-    incarnation: Natural
-    counter: Natural
+class _Value(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of what travels inside messages."""
 
 
 class _Message(Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
     """Base of the control messages: a msgpack array whose first item is the class's name."""
+
+
+# --- exchanges -------------------------------------------------------------------------------
+
+
+class ExchangeId(_Value, frozen=True):
+    """One exchange, named by the life of its initiator and a counter within that life."""
+
+    initiator: Rank
+    incarnation: Incarnation
+    counter: Counter
 
 
 class Propose(_Message, frozen=True):
@@ -78,80 +92,270 @@ class Abort(_Message, frozen=True):
     reason: Reason
 
 
+ExchangeMessage: TypeAlias = Propose | Accept | Busy | Free | Pass | Cancel | Abort
+
+# --- states ----------------------------------------------------------------------------------
+
+
 class RequestState(_Message, frozen=True):
     """Send me your state from chunk ``start`` on; ``counter`` tells my requests apart."""
 
-    counter: Natural
-    start: Natural
+    counter: Counter
+    start: Counter
 
 
 class StateRefused(_Message, frozen=True):
     """I cannot send the state, or the optimizers' state, that you asked for."""
 
-    counter: Natural
+    counter: Counter
     reason: Reason
 
 
 class RequestTraining(_Message, frozen=True):
     """Send me your optimizers' state; ``counter`` as in ``RequestState``."""
 
-    counter: Natural
+    counter: Counter
 
 
 class OfferTraining(_Message, frozen=True):
     """The state that was asked for takes ``num_bytes``; it follows in chunks."""
 
-    counter: Natural
-    num_bytes: Natural
+    counter: Counter
+    num_bytes: Counter
+
+
+# --- averages of live workers ----------------------------------------------------------------
+
+
+class AskAverage(_Message, frozen=True):
+    """Down the tree over ``members``: send the sums of the parameters of yourself and all below.
+
+    ``caller``, the first of ``members``, has one request at a time; ``counter`` tells them apart.
+    """
+
+    caller: Rank
+    counter: Counter
+    members: Annotated[tuple[Rank, ...], Meta(max_length=2**15)]
+
+
+class TellAverage(_Message, frozen=True):
+    """Up the tree: the sums are over ``count`` workers; those of ``without`` have none to give."""
+
+    caller: Rank
+    counter: Counter
+    count: Annotated[int, Meta(ge=0, le=2**15)]
+    without: Annotated[tuple[Rank, ...], Meta(max_length=2**15)] = ()
+
+
+class PullAverage(_Message, frozen=True):
+    """To a child: send the sums of the chunks up to before ``stop``."""
+
+    caller: Rank
+    counter: Counter
+    stop: Counter
+
+
+class AverageFailed(_Message, frozen=True):
+    """Up the tree: it comes to nothing because of worker ``rank``."""
+
+    caller: Rank
+    counter: Counter
+    rank: Rank
+    reason: Reason
+
+
+AverageMessage: TypeAlias = AskAverage | TellAverage | PullAverage | AverageFailed
+
+# --- life ------------------------------------------------------------------------------------
 
 
 class AskLife(_Message, frozen=True):
     """Do you hear from ``suspect``? Answer once you hear from it anew, or have given it up."""
 
-    suspect: Natural
-    counter: Natural
+    suspect: Rank
+    counter: Counter
 
 
 class TellLife(_Message, frozen=True):
     """The answer to the question ``counter``: whether ``suspect`` was heard."""
 
-    suspect: Natural
-    counter: Natural
+    suspect: Rank
+    counter: Counter
     is_heard: bool
 
 
 class AskMembers(_Message, frozen=True):
     """From a worker that is about to join: what must I know?"""
 
-    counter: Natural
+    counter: Counter
 
 
 class Members(_Message, frozen=True):
     """The answer to the question ``counter`` of one who is about to join.
 
     ``num_workers`` is the number of workers that the run began with, whose graph the joiner
-    builds too. ``is_ending``: consolidation has begun here, and the run takes in nobody.
+    builds too. ``is_ending``: consolidation has begun here, and the run takes in nobody. Of large
+    runs it holds the live workers and the last joiners first; links bring the rest.
     """
 
-    counter: Natural
-    num_workers: Natural
+    counter: Counter
+    num_workers: Annotated[int, Meta(ge=1, le=2**20)]
     is_ending: bool
-    members: tuple[Member, ...]
-    progress: tuple[ProgressEntry, ...]
+    members: Annotated[tuple[Member, ...], Meta(max_length=MAX_TOLD)]
+    progress: Annotated[tuple[ProgressEntry, ...], Meta(max_length=MAX_TOLD)]
 
 
 class Heartbeat(_Message, frozen=True):
     """I live; the news in the envelope is all there is."""
 
 
-ExchangeMessage: TypeAlias = Propose | Accept | Busy | Free | Pass | Cancel | Abort
 LifeMessage: TypeAlias = AskLife | TellLife
+
+# --- consolidation; `consolidate` says when -------------------------------------------------
+
+
+class Epoch(_Value, frozen=True):
+    """The name of one attempt to consolidate: its leader, the leader's process, and a number.
+
+    ``process_tag`` is the low 32 bits of the leader's process id: an incarnation would not do,
+    for two lives that did not know of each other may share one. ``order`` is total: the higher
+    number wins, then the lower leader, then the higher tag.
+    """
+
+    number: Counter
+    leader: Rank
+    process_tag: Annotated[int, Meta(ge=0, lt=2**32)]
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts epochs; the greatest wins."""
+        return (self.number, -self.leader, self.process_tag)
+
+
+class Average(_Value, frozen=True):
+    """A result: the mean over the ``num_members`` members of epoch ``origin``, which names it.
+
+    ``consensus_distance`` is None until it is committed. ``order`` says which of two results
+    survives: a committed one, then the one computed later.
+    """
+
+    origin: Epoch
+    num_members: Annotated[int, Meta(ge=1, le=2**20)]
+    consensus_distance: Distance2 | None
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether a worker has committed to it."""
+        return self.consensus_distance is not None
+
+    @property
+    def order(self) -> tuple[bool, tuple[int, int, int]]:
+        """Sorts results; the greatest survives."""
+        return (self.is_committed, self.origin.order)
+
+
+class BeginEpoch(_Message, frozen=True):
+    """Down the tree: join this epoch. Spread ``average``, or where it is None compute one."""
+
+    epoch: Epoch
+    members: Annotated[tuple[Process, ...], Meta(max_length=2**15)]
+    average: Average | None
+
+    def __post_init__(self) -> None:
+        ranks = [rank for rank, _ in self.members]
+        if not ranks or ranks != sorted(set(ranks)) or ranks[0] != self.epoch.leader:
+            raise ValueError(
+                "the members of an epoch are sorted, each once, its leader first: leader "
+                f"{self.epoch.leader} does not lead these {len(ranks)}"
+            )
+
+
+class NewerEpoch(_Message, frozen=True):
+    """To the one who leads, or should: I am in this epoch and follow none below it."""
+
+    epoch: Epoch
+
+
+class Held(_Message, frozen=True):
+    """To the leader of ``epoch``: I do not join, for I hold this result; spread it instead."""
+
+    epoch: Epoch
+    average: Average
+
+
+class Mute(_Message, frozen=True):
+    """To the leader of ``epoch``: of this child of mine nothing has come; plant another tree."""
+
+    epoch: Epoch
+    child: Rank
+
+
+class PullPartials(_Message, frozen=True):
+    """To a child: send your partial sums of the chunks up to before ``stop``.
+
+    ``start`` counts on a new link only: the first chunk that has not arrived.
+    """
+
+    epoch: Epoch
+    start: Counter
+    stop: Counter
+
+
+class PullResults(_Message, frozen=True):
+    """To the parent or a holder: send the chunks of this result from ``start`` to the last."""
+
+    origin: Epoch
+    start: Counter
+
+
+class Distance(_Message, frozen=True):
+    """Up the tree: all below hold the result; the sum of their squared distances to it."""
+
+    epoch: Epoch
+    squared_distance: Distance2
+
+
+class CommitEpoch(_Message, frozen=True):
+    """Down the tree: every member holds the result; commit to it."""
+
+    epoch: Epoch
+    consensus_distance: Distance2
+
+
+class Committed(_Message, frozen=True):
+    """Up the tree: all below have committed."""
+
+    epoch: Epoch
+
+
+class Release(_Message, frozen=True):
+    """Down the tree: all have committed; leave."""
+
+    epoch: Epoch
+
+
+ConsolidationMessage: TypeAlias = (
+    BeginEpoch
+    | NewerEpoch
+    | Held
+    | Mute
+    | PullPartials
+    | PullResults
+    | Distance
+    | CommitEpoch
+    | Committed
+    | Release
+)
+
+# --- on the wire -----------------------------------------------------------------------------
+
 Message: TypeAlias = (
     ExchangeMessage
     | RequestState
     | StateRefused
     | RequestTraining
     | OfferTraining
+    | AverageMessage
     | LifeMessage
     | AskMembers
     | Members
@@ -166,8 +370,8 @@ class Envelope(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     """A message with the news that travels with it."""
 
     message: Message
-    members: tuple[Member, ...] = ()
-    progress: tuple[ProgressEntry, ...] = ()
+    members: Annotated[tuple[Member, ...], Meta(max_length=MAX_NEWS)] = ()
+    progress: Annotated[tuple[ProgressEntry, ...], Meta(max_length=MAX_NEWS)] = ()
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -183,7 +387,7 @@ def decode(data: bytes | bytearray | memoryview) -> Envelope:
     """The envelope in ``data``.
 
     Raises:
-        ProtocolError: ``data`` is not exactly one well-typed envelope.
+        ProtocolError: ``data`` is not exactly one well-typed envelope within all bounds.
     """
     try:
         return _decoder.decode(data)

@@ -1,8 +1,15 @@
-"""Which neighbour to ask: the policies behind ``neighbour_policy=``.
+"""With whom a worker may exchange, how often, and which neighbour to ask first.
 
-A policy is asked with the neighbours that can exchange now and their rates ``lambda_ij``; it
-answers with the order in which to try them for this demand. Whoever is asked accepts whenever it
-is idle: a policy decides for the initiator alone.
+:class:`Neighbourhood` is a worker's place in the graph over the live workers. Once two workers
+have the same view of who lives they have the same graph, for it is a function of that set alone;
+every live worker is in it, and it is connected. The first change is followed at once, further ones
+after ``REBUILD_INTERVAL_S``: a partition brings half of the workers' deaths in a burst, and each
+new set costs an eigenvalue problem. Two workers whose views differ for a while have different
+neighbours and gains: whoever is asked answers, neighbour or not, and ACCEPT fixes the smaller gain.
+
+The policies are behind ``neighbour_policy=``. A policy is asked with the neighbours that can
+exchange now and their rates ``lambda_ij``; it answers with the order in which to try them for this
+demand. Whoever is asked accepts whenever it is idle: a policy decides for the initiator alone.
 
 Pairing with whoever is free *locks in*: two workers that finish together find only each other
 free and exchange again, for ever, and the network stops mixing. ``fresh`` is the remedy.
@@ -10,10 +17,17 @@ free and exchange again, for ever, and the network stops mixing. ``fresh`` is th
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from random import Random
 from typing import final
+
+from gossipdp.graph.constants import Constants, LiveGraph
+from gossipdp.protocol.actions import Rebuilt
+from gossipdp.protocol.members import Member, Status
+
+REBUILD_INTERVAL_S = 0.25
 
 
 class NeighbourPolicy(ABC):
@@ -126,3 +140,75 @@ def _weighted_order(rates: Mapping[int, float], random: Random) -> list[int]:
     """A random order in which each next peer is drawn by rate (the exponential race)."""
     arrivals = {peer: random.expovariate(1.0) / rates[peer] for peer in sorted(rates)}
     return sorted(arrivals, key=lambda peer: (arrivals[peer], peer))
+
+
+class Neighbourhood:
+    """One worker's place in the graph over the live workers.
+
+    Args:
+        rank: this worker.
+        graph: the run's graph; those of its workers of whom nothing is known are taken to live.
+        has_momentum: whether the method is a2cid2; else eta is 0 and alpha_tilde 1/2.
+    """
+
+    def __init__(self, rank: int, graph: LiveGraph, *, has_momentum: bool) -> None:
+        self.rank = rank
+        self.rates: Mapping[int, float] = {}
+        """lambda of each neighbour, at the comm rate asked for."""
+        self.alpha_tilde = 0.5
+        self.worker_rate = 0.0
+        """The sum of the rates."""
+        self.graph = graph
+        self._has_momentum = has_momentum
+        self._eta = 0.0
+        self._originals = frozenset(graph.original.workers)
+        self._live = self._originals
+        self._wanted = self._originals
+        self._is_outdated = False
+        self._rebuilt_at = -math.inf
+        if rank in self._originals:
+            self._take(graph.original)
+
+    @property
+    def num_originals(self) -> int:
+        """The number of workers that the run began with."""
+        return len(self._originals)
+
+    def review(self, members: Iterable[Member]) -> None:
+        """The membership view changed."""
+        live, over = set(self._originals), set[int]()
+        for member in members:
+            (live if member.is_live else over).add(member.rank)
+        self._wanted = frozenset(live - over)
+        self._is_outdated = self._wanted != self._live
+
+    def next_deadline(self) -> float:
+        """When :meth:`rebuild` has something to do."""
+        return self._rebuilt_at + REBUILD_INTERVAL_S if self._is_outdated else math.inf
+
+    def rebuild(self, members: Iterable[Member], now: float, *, has_ended: bool) -> Rebuilt:
+        """Take the graph over the live workers.
+
+        ``has_ended``: no more exchanges, so that neighbours matter only for whom to watch, and
+        the constants are not worth their cost.
+        """
+        self._live, self._rebuilt_at, self._is_outdated = self._wanted, now, False
+        if self.rank not in self._live:
+            self.rates, self.worker_rate, self._eta = {}, 0.0, 0.0
+        elif has_ended:
+            self.rates = dict.fromkeys(self.graph.graph(self._live)[self.rank], 1.0)
+        else:
+            self._take(self.graph.constants(self._live))
+        comm_rate = self.graph.comm_rate or 1.0
+        return Rebuilt(
+            eta=self._eta / comm_rate,
+            worker_rate=self.worker_rate / comm_rate,
+            neighbours=frozenset(self.rates),
+            dead=frozenset(member.rank for member in members if member.status is Status.DEAD),
+        )
+
+    def _take(self, constants: Constants) -> None:
+        self.rates = constants.neighbours(self.rank)
+        self.worker_rate = constants.worker_rate(self.rank)
+        if self._has_momentum:
+            self._eta, self.alpha_tilde = constants.eta, constants.alpha_tilde

@@ -38,6 +38,7 @@ from gossipdp.protocol.messages import (
     Free,
     Pass,
     Propose,
+    ProtocolError,
 )
 from gossipdp.protocol.neighbours import NeighbourPolicy
 
@@ -57,6 +58,8 @@ class Proposing:
 
     peer: int
     id: ExchangeId
+    alpha_tilde: float
+    """The gain proposed: the peer may accept with a smaller one, never with a larger."""
     untried: tuple[int, ...]
 
 
@@ -98,6 +101,8 @@ class Pairing:
 
     Every input returns the actions to perform, in order. Links are FIFO while they last; the
     driver reports a lost link with :meth:`lost`, and after it says nothing from that link.
+    Subclasses that are broken on purpose override :meth:`asked`, :meth:`accept`, :meth:`park` or
+    :meth:`refuse`.
     """
 
     def __init__(
@@ -281,10 +286,14 @@ class Pairing:
     # --- messages --------------------------------------------------------------------------
 
     def receive(self, peer: int, message: ExchangeMessage) -> list[PairingAction]:
-        """``peer`` said ``message``."""
+        """``peer`` said ``message``.
+
+        Raises:
+            ProtocolError: it breaks the rules; report the link to ``peer`` as lost.
+        """
         match message:
             case Propose():
-                return self._on_propose(peer, message)
+                return self.asked(peer, message)
             case Accept():
                 return self._on_accept(peer, message)
             case Busy():
@@ -300,7 +309,8 @@ class Pairing:
             case Abort(id=id, reason=reason):
                 return self._on_stop(peer, id, f"the peer aborted: {reason}", only_if_asked=False)
 
-    def _on_propose(self, peer: int, proposal: Propose) -> list[PairingAction]:
+    def asked(self, peer: int, proposal: Propose) -> list[PairingAction]:
+        """``peer`` proposes: accept, refuse or park."""
         if proposal.id.initiator != peer:
             return []
         waiting = self._waiting
@@ -308,24 +318,29 @@ class Pairing:
             waiting.sent_free = None
         state = self._state
         if not self._answers:
-            return self._busy(peer, proposal)
+            return self.refuse(peer, proposal)
         if isinstance(state, Idle):
-            return self._accept(peer, proposal)
+            return self.accept(peer, proposal)
         if isinstance(state, Exchanging):
-            return self._busy(peer, proposal)
+            return self.refuse(peer, proposal)
         if state.peer == peer:
             if self.rank < peer:
                 return []  # crossing: the peer will accept ours and forgets this one
-            return self._accept(peer, proposal)
+            return self.accept(peer, proposal)
         if peer < self.rank:
-            waiting.parked[peer] = proposal
+            self.park(peer, proposal)
             return []
-        return self._busy(peer, proposal)
+        return self.refuse(peer, proposal)
 
     def _on_accept(self, peer: int, accept: Accept) -> list[PairingAction]:
         state = self._state
         if not (isinstance(state, Proposing) and state.peer == peer and state.id == accept.id):
             return [Send(peer, Cancel(accept.id))]
+        if accept.alpha_tilde > state.alpha_tilde:
+            raise ProtocolError(
+                f"it accepts with a gain of {accept.alpha_tilde:g}, where {state.alpha_tilde:g} "
+                "was proposed"
+            )
         self._state = Exchanging(peer, state.id, initiator=True)
         return [
             # Its gain as it stands, for the peer has begun with it: this worker's own may be
@@ -387,7 +402,7 @@ class Pairing:
         peer, *rest = untried
         self._counter += 1
         id = ExchangeId(self.rank, self.incarnation, self._counter)
-        self._state = Proposing(peer, id, tuple(rest))
+        self._state = Proposing(peer, id, self.alpha_tilde, tuple(rest))
         return [Send(peer, Propose(id, self.alpha_tilde))]
 
     def _refused(self, state: Proposing) -> list[PairingAction]:
@@ -401,7 +416,7 @@ class Pairing:
         parked = self._waiting.parked
         if parked and self._answers:
             peer = next(iter(parked))
-            return self._accept(peer, parked[peer])
+            return self.accept(peer, parked[peer])
         asks = self._asks and self._answers
         return self._propose_next(order if asks else ()) or self._free_oldest()
 
@@ -419,7 +434,12 @@ class Pairing:
         waiting.sent_free = peer
         return [Send(peer, Free())]
 
-    def _accept(self, peer: int, proposal: Propose) -> list[PairingAction]:
+    def park(self, peer: int, proposal: Propose) -> None:
+        """Keep a proposal until the own one is answered."""
+        self._waiting.parked[peer] = proposal
+
+    def accept(self, peer: int, proposal: Propose) -> list[PairingAction]:
+        """Exchange with ``peer``, which asked."""
         alpha_tilde = min(proposal.alpha_tilde, self.alpha_tilde)
         self._waiting.parked.pop(peer, None)
         self._waiting.told_busy.pop(peer, None)
@@ -430,11 +450,12 @@ class Pairing:
             *self._refuse_parked(),
         ]
 
-    def _busy(self, peer: int, proposal: Propose) -> list[PairingAction]:
+    def refuse(self, peer: int, proposal: Propose) -> list[PairingAction]:
+        """Say BUSY, and FREE once it is the turn of ``peer``."""
         self._waiting.told_busy.setdefault(peer)
         return [Send(peer, Busy(proposal.id))]
 
     def _refuse_parked(self) -> list[PairingAction]:
         refused = list(self._waiting.parked.items())
         self._waiting.parked.clear()
-        return [action for peer, proposal in refused for action in self._busy(peer, proposal)]
+        return [action for peer, proposal in refused for action in self.refuse(peer, proposal)]

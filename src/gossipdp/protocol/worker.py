@@ -1,53 +1,65 @@
 """One worker's whole protocol: what the runtime and the simulator drive.
 
-:class:`WorkerProtocol` composes pairing, membership, progress, the step clock, consolidation and
-what keeps the run alive through failures: the detector, the neighbourhood, refresh and rivalry.
-Its inputs are what happens to the worker; each returns the actions to perform. It owns what the
-parts do not know: links and their silence, heartbeats, and the news that travels with messages.
+:class:`WorkerProtocol` composes pairing, membership, progress, the step clock, consolidation, the
+failure detector and the neighbourhood. Its inputs are what happens to the worker; each returns the
+actions to perform. It owns what the parts do not know: links and their silence, heartbeats, the
+news that travels with messages, and the deadline of an exchange.
 
 The worker's own silence. Every input is also a look at the clock: :meth:`next_deadline` never lies
 further ahead than a quarter of the time-out, so a longer gap between two inputs means that the
 worker itself did not run. After half a time-out all waits for others begin anew, whatever input
-comes first; after the whole time-out the worker takes another's parameters before it exchanges.
+comes first. Its parameters stay its own, however long it was silent: exchanges merge them.
+
+Two processes of one rank (both started without knowing of each other, or one believed dead,
+replaced, and awake again) outbid each other's record and dial each other. The one with the lower
+process id ends when the other has answered at its own address, so that no record of a process that
+has died, or never lived, ends anybody. One that is turned away for a time-out, by workers that are
+linked to a later process of its rank, ends too.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from random import Random
 from typing import Literal, TypeAlias
 
-from gossipdp.graph.constants import Constants
-from gossipdp.graph.live import LiveGraph
-from gossipdp.protocol.actions import Begin, LifeAction, Reach, Send, Stop, Unlink
-from gossipdp.protocol.clock import StepClock
-from gossipdp.protocol.consolidate import Consolidation
-from gossipdp.protocol.consolidation_actions import (
-    ConsolidationAction,
+from gossipdp.graph.constants import Constants, LiveGraph
+from gossipdp.protocol.actions import (
+    Begin,
     DataAction,
     Finished,
+    LifeAction,
     Prepare,
+    Reach,
+    Send,
+    Stop,
+    Superseded,
+    Unlink,
 )
-from gossipdp.protocol.consolidation_messages import ConsolidationMessage, Epoch
-from gossipdp.protocol.failure_detector import DetectorAction, FailureDetector, Seek, Verdict
+from gossipdp.protocol.clock import StepClock
+from gossipdp.protocol.consolidate import Consolidation, ConsolidationAction
 from gossipdp.protocol.links import Links
-from gossipdp.protocol.membership import Member, Membership, Status
+from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Seek, Verdict
+from gossipdp.protocol.members import Member, Membership, Progress, Status
 from gossipdp.protocol.messages import (
+    MAX_TOLD,
     AskMembers,
+    Busy,
+    ConsolidationMessage,
     Envelope,
+    Epoch,
     ExchangeId,
     ExchangeMessage,
     LifeMessage,
     Members,
     Message,
+    Propose,
+    ProtocolError,
 )
-from gossipdp.protocol.neighbourhood import Neighbourhood
-from gossipdp.protocol.neighbours import make_policy
-from gossipdp.protocol.pairing import Exchanging, Pairing, PairingAction
-from gossipdp.protocol.progress import Progress
-from gossipdp.protocol.refresher import Refresher
-from gossipdp.protocol.rivalry import Rivalry
+from gossipdp.protocol.neighbours import Neighbourhood, make_policy
+from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
 
 Method: TypeAlias = Literal["a2cid2", "gossip", "none"]
 Action: TypeAlias = Send[Envelope] | Begin | Stop | LifeAction | DataAction
@@ -57,10 +69,19 @@ _Inner: TypeAlias = (
 """What the parts ask for, before messages are wrapped and verdicts carried out."""
 
 LOOKS_PER_TIMEOUT = 4
+FORGET_AFTER = 24.0
+"""In time-outs: joiners whose life has been over for so long are forgotten, and not dialled."""
+LONGEST_SHUNNED = 16.0
+"""In time-outs: for so long at most there is no exchange with one whose exchanges stand still."""
+MAX_DEFERRED = 256
+"""Consolidation messages that wait for the end of an exchange; what is dropped is said again."""
 
 
 class WorkerProtocol:
     """The protocol of one worker.
+
+    A subclass may name other types of its parts in ``pairing_type`` and ``membership_type``, such
+    as ones that are broken on purpose.
 
     Args:
         rank, incarnation, process_id, host, port, status_address: this worker, as others will
@@ -80,6 +101,9 @@ class WorkerProtocol:
     ``Begin`` ends in exactly one of :meth:`finished`, :meth:`failed` or an action ``Stop``.
     On ``Stop`` and after :meth:`failed` the driver closes the link to that peer.
     """
+
+    pairing_type: type[Pairing] = Pairing
+    membership_type: type[Membership] = Membership
 
     def __init__(
         self,
@@ -105,14 +129,15 @@ class WorkerProtocol:
         self.rank = rank
         self.timeout_s = timeout_s
         status = Status.JOINING if is_joining else Status.ALIVE
-        self.membership = Membership(
-            Member(rank, incarnation, process_id, status, host, port, *status_address)
+        self.membership = self.membership_type(
+            Member(rank, incarnation, process_id, status, host, port, *status_address),
+            len(constants.workers),
         )
-        self.progress = Progress(rank, incarnation, process_id)
+        self.progress = Progress(rank, process_id)
         graph = live_graph or LiveGraph(constants)
         self.neighbourhood = Neighbourhood(rank, graph, has_momentum=method == "a2cid2")
         self.clock = StepClock(0.0, Random(random.getrandbits(64)))
-        self.pairing = Pairing(
+        self.pairing = self.pairing_type(
             rank=rank,
             incarnation=incarnation,
             policy=make_policy(policy_name, Random(random.getrandbits(64))),
@@ -120,15 +145,25 @@ class WorkerProtocol:
         )
         self.consolidation = Consolidation(rank, process_id, num_chunks, num_copied_chunks)
         self.detector = FailureDetector(rank, timeout_s, Random(random.getrandbits(64)))
-        self.refresher = Refresher(timeout_s, Random(random.getrandbits(64)))
-        self.rivalry = Rivalry(timeout_s)
+        self._rival: Member | None = None
+        # Since when others have turned this process away as an older one; inf: they have not.
+        self._outdated_since = math.inf
+        self._has_given_way = False
         self._reviewed: int | None = None
         # When consolidation last got on: it does not rely on every message arriving.
         self._averaged_at = math.inf
-        self._deferred: list[tuple[int, ConsolidationMessage]] = []
+        self._waits_until = math.inf
+        self._deferred: deque[tuple[int, ConsolidationMessage]] = deque(maxlen=MAX_DEFERRED)
+        # When a byte of the running exchange came or left last.
+        self._progressed_at = -math.inf
+        self._forget_at = -math.inf
+        # Until when there is no exchange with a peer, and for how long that was meant to be.
+        self._shunned: dict[int, tuple[float, float]] = {}
+        self._welcome_at = math.inf
         self.exchanges_initiated = 0
         self.exchanges_answered = 0
         self.exchanges_failed = 0
+        self.proposals_unanswered = 0
         self.is_done = False
         self._has_method = method != "none"
         self._links = Links(self.membership, self.progress, timeout_s)
@@ -169,107 +204,72 @@ class WorkerProtocol:
 
     def step(self, samples: int, now: float) -> list[Action]:
         """One gradient step on ``samples`` samples ended."""
-        actions = self._look_at_clock(now)
-        self.progress.add(samples)
+        self._look_at_clock(now)
+        self.progress.add(samples, now=now)
         self.clock.step(now)
-        return self._settle([*actions, *self._ticks(now)], now)
+        return self._settle(self._ticks(now), now)
 
-    def done(self, now: float) -> list[Action]:
-        """Train no more: ask for no exchange, but answer."""
-        actions = self._look_at_clock(now)
+    def done(self, now: float, wait_s: float = math.inf) -> list[Action]:
+        """Train no more: ask for no exchange, but answer, until all live workers are done.
+
+        Where this worker leads the average it goes on without those that are still training after
+        ``wait_s``, however well their links are: a training loop may hang. They are not dead, and
+        get the result if they are done before the others have left.
+        """
+        self._look_at_clock(now)
         self.is_done = True
+        self._waits_until = now + wait_s
         self.pairing.stop_asking()
         self.clock.pause(now)
-        return self._settle([*actions, *self._open("pause", now)], now)
+        return self._settle([], now)
 
     def hold(self, now: float) -> list[Action]:
         """The parameters are being loaded: answer BUSY and do not ask until :meth:`release`.
 
-        A running exchange goes on. The driver gives up a ``Refresh`` that is under way, and none
-        begins: what is loaded is as good, so that with the release none is due any more.
+        A running exchange goes on, unless the driver calls :meth:`abort`.
         """
-        actions = self._look_at_clock(now)
-        return self._settle([*actions, *self._close("hold", now)], now)
-
-    def pause(self, now: float) -> list[Action]:
-        """The parameters are to be copied: answer BUSY and do not ask until :meth:`release`.
-
-        A running exchange or ``Refresh`` goes on, and no other begins: one that is due waits for
-        the release. :meth:`done` and :meth:`refresh` release too, for then the main thread only
-        waits.
-        """
-        actions = self._look_at_clock(now)
-        return self._settle([*actions, *self._close("pause", now)], now)
+        self._look_at_clock(now)
+        return self._settle(self._close("hold", now), now)
 
     def release(self, now: float) -> list[Action]:
-        """Exchange again after :meth:`hold` or :meth:`pause`."""
-        actions = self._look_at_clock(now)
-        if "hold" in self._closed_for:
-            self.refresher.void()
-            actions += self._open("refresh", now)
-        actions += [*self._open("hold", now), *self._open("pause", now)]
-        return self._settle(actions, now)
+        """Exchange again after :meth:`hold`."""
+        self._look_at_clock(now)
+        return self._settle(self._open("hold", now), now)
 
     def abort(self, reason: str, now: float) -> list[Action]:
         """Stop the exchange that is running, if any; its link is closed."""
-        actions = self._look_at_clock(now)
-        return self._settle([*actions, *self.pairing.abort(reason)], now)
+        self._look_at_clock(now)
+        return self._settle(self.pairing.abort(reason), now)
 
     def poisoned(self, now: float) -> list[Action]:
-        """The parameters are NaN or infinite: abort the exchange and do not exchange again.
+        """The parameters are NaN or infinite: abort the exchange and do not exchange again."""
+        self._look_at_clock(now)
+        closing = self._close("poisoned parameters", now)
+        return self._settle([*closing, *self.pairing.abort("poisoned parameters")], now)
 
-        Only :meth:`refresh` and what comes of it end that.
-        """
-        actions = [*self._look_at_clock(now), *self._close("poisoned parameters", now)]
-        return self._settle([*actions, *self.pairing.abort("poisoned parameters")], now)
-
-    # --- joining and refreshing ------------------------------------------------------------
+    # --- joining ---------------------------------------------------------------------------
 
     def joined(self, now: float) -> list[Action]:
         """A worker that was joining has its parameters: it is alive from now on."""
-        actions = self._look_at_clock(now)
+        self._look_at_clock(now)
         self.membership.set_status(Status.ALIVE)
-        return self._settle([*actions, *self._open("joining", now)], now)
-
-    def refresh(self, now: float) -> list[Action]:
-        """Take another worker's parameters before exchanging again, and instead of nothing.
-
-        By choice, after :meth:`poisoned`: nothing else makes this worker exchange again.
-        """
-        actions = [*self._look_at_clock(now), *self._need_refresh(now, insists=True)]
-        return self._settle([*actions, *self._open("pause", now)], now)
-
-    def refreshed(self, now: float) -> list[Action]:
-        """The answer to ``Refresh``: this worker's parameters are its peer's, and c = 0."""
-        actions = self._look_at_clock(now)
-        self.refresher.refreshed()
-        if not self.refresher.is_needed:
-            actions += self._open("poisoned parameters", now)
-        return self._settle(actions, now)
-
-    def refresh_failed(self, peer: int, now: float) -> list[Action]:
-        """The answer to ``Refresh``: nothing came from ``peer``, and nothing was changed."""
-        actions = self._look_at_clock(now)
-        self.refresher.failed(peer)
-        return self._settle(actions, now)
+        return self._settle(self._open("joining", now), now)
 
     @property
     def can_donate(self) -> bool:
         """Whether this worker's parameters are worth another's taking them over."""
-        return (
-            self._closed_for.isdisjoint(("joining", "poisoned parameters", "consolidation"))
-            and not self.refresher.is_needed
-        )
+        return self._closed_for.isdisjoint(("joining", "poisoned parameters", "consolidation"))
 
     def answer_joiner(self, counter: int) -> Members:
         """What one who is about to join must know; the answer to ``AskMembers``."""
-        members = self.membership.members()
+        members = sorted(self.membership.members(), key=lambda each: (not each.is_live, -each.rank))
+        is_training = any(member.status is Status.ALIVE for member in members)
         return Members(
             counter,
             num_workers=self.neighbourhood.num_originals,
-            is_ending=not any(member.status is Status.ALIVE for member in members),
-            members=members,
-            progress=self.progress.news()[0],
+            is_ending="consolidation" in self._closed_for or not is_training,
+            members=tuple(sorted(members[:MAX_TOLD], key=lambda each: each.rank)),
+            progress=self.progress.news()[0][:MAX_TOLD],
         )
 
     # --- exchanges and messages ------------------------------------------------------------
@@ -278,22 +278,38 @@ class WorkerProtocol:
         """``peer`` said ``envelope``; dropped if its link is regarded as closed already."""
         if peer not in self._links:
             return []
-        actions = [*self._look_at_clock(now), *self._note_life(peer, now)]
-        self.progress.merge_all(envelope.progress)
+        self._look_at_clock(now)
+        actions: list[_Inner] = [*self._note_life(peer, now)]
+        self.progress.merge_all(envelope.progress, now)
         self.membership.merge_all(envelope.members)
-        actions += [*self._review_members(now), *self._set_available()]
+        actions += [*self._review_members(now), *self._set_available(now)]
         message = envelope.message
-        if isinstance(message, ExchangeMessage):
-            actions += self.pairing.receive(peer, message)
+        if isinstance(message, Propose) and self._is_shunned(peer, now):
+            actions += [Send[ExchangeMessage](peer, Busy(message.id))]
+        elif isinstance(message, ExchangeMessage):
+            try:
+                actions += self.pairing.receive(peer, message)
+            except ProtocolError as error:
+                actions += self._break(peer, str(error))
         elif isinstance(message, ConsolidationMessage):
             self._deferred.append((peer, message))
         elif isinstance(message, LifeMessage):
-            is_linked = message.suspect in self._links
-            actions += self.detector.receive(peer, message, now, is_linked=is_linked)
+            suspect = message.suspect
+            actions += self.detector.receive(
+                peer,
+                message,
+                now,
+                is_linked=suspect in self._links,
+                is_live=self.membership.is_live(suspect),
+            )
             self._look_anew()
         elif isinstance(message, AskMembers):
             actions.append(Send(peer, self.answer_joiner(message.counter)))
         return self._settle(actions, now)
+
+    def progressed(self, now: float) -> None:
+        """A byte of the running exchange came or left: its deadline begins anew."""
+        self._progressed_at = max(now, self._progressed_at)
 
     def finished(self, id: ExchangeId, now: float) -> list[Action]:
         """The exchange ``id`` is complete at this end: all sent, all received and applied."""
@@ -301,9 +317,10 @@ class WorkerProtocol:
         if isinstance(state, Exchanging) and state.id == id:
             self.exchanges_initiated += state.initiator
             self.exchanges_answered += not state.initiator
+            self._shunned.pop(state.peer, None)
         actions = self.pairing.finished(id)
-        # The clock last: a stall must not stop an exchange that is complete.
-        return self._settle([*actions, *self._look_at_clock(now)], now)
+        self._look_at_clock(now)
+        return self._settle(actions, now)
 
     def failed(self, id: ExchangeId, now: float) -> list[Action]:
         """The exchange ``id`` broke at this end; the driver closes its link."""
@@ -313,39 +330,40 @@ class WorkerProtocol:
             self.exchanges_failed += 1
             self._forget_link(state.peer)
             actions += self.pairing.failed(id)
-        return self._settle([*actions, *self._look_at_clock(now)], now)
+        return self._settle(actions, now)
 
     # --- consolidation ---------------------------------------------------------------------
 
     def partial_landed(self, peer: int, epoch: Epoch, chunk: int, now: float) -> list[Action]:
         """A partial sum that consolidation accepted was added."""
-        actions = self._look_at_clock(now)
+        self._look_at_clock(now)
         self._averaged_at = now
         landed = self.consolidation.partial_landed(peer, epoch, chunk)
-        return self._settle([*actions, *self._after_consolidation(landed, now)], now)
+        return self._settle(self._after_consolidation(landed, now), now)
 
     def result_landed(self, peer: int, origin: Epoch, chunk: int, now: float) -> list[Action]:
         """A chunk of the result that consolidation accepted is here."""
-        actions = self._look_at_clock(now)
+        self._look_at_clock(now)
         self._averaged_at = now
         landed = self.consolidation.result_landed(peer, origin, chunk)
-        return self._settle([*actions, *self._after_consolidation(landed, now)], now)
+        return self._settle(self._after_consolidation(landed, now), now)
 
     def distance_measured(self, origin: Epoch, squared: float, now: float) -> list[Action]:
         """The answer to ``MeasureDistance``."""
-        actions = self._look_at_clock(now)
+        self._look_at_clock(now)
         measured = self.consolidation.distance_measured(origin, squared)
-        return self._settle([*actions, *self._after_consolidation(measured, now)], now)
+        return self._settle(self._after_consolidation(measured, now), now)
 
     # --- links and time --------------------------------------------------------------------
 
     def link_up(self, peer: int, now: float) -> list[Action]:
         """A link to ``peer`` is ready; it replaces an older one."""
-        actions = self._look_at_clock(now)
+        self._look_at_clock(now)
+        actions: list[_Inner] = []
         if peer in self._links:
             actions += self._drop_link(peer)
         self._links.up(peer, now)
-        self.rivalry.linked()
+        self._outdated_since = math.inf
         self._unreachable.discard(peer)
         self._look_anew()
         actions += self.detector.heard(peer, now)
@@ -353,62 +371,83 @@ class WorkerProtocol:
 
     def link_down(self, peer: int, now: float) -> list[Action]:
         """The link to ``peer`` is closed."""
-        actions = self._look_at_clock(now)
-        return self._settle([*actions, *self._drop_link(peer)], now)
+        self._look_at_clock(now)
+        return self._settle([*self._drop_link(peer), *self.detector.link_lost(peer, now)], now)
 
     def heard(self, peer: int, now: float) -> list[Action]:
         """Any byte came from ``peer``: a sign of life."""
-        return self._settle([*self._look_at_clock(now), *self._note_life(peer, now)], now)
+        self._look_at_clock(now)
+        return self._settle(self._note_life(peer, now), now)
 
     def outdated(self, peer: int, now: float) -> list[Action]:
         """``peer`` turned us away: it is linked to a later process of this worker's rank."""
-        actions = [*self._look_at_clock(now), *self._note_life(peer, now)]
-        return self._settle([*actions, *self.rivalry.refused(now)], now)
+        self._look_at_clock(now)
+        actions: list[_Inner] = [*self._note_life(peer, now)]
+        self._outdated_since = min(now, self._outdated_since)
+        if now >= self._outdated_since + self.timeout_s:
+            actions += self._give_way()
+        return self._settle(actions, now)
 
     def reached(self, peer: int, now: float) -> list[Action]:
         """The address of ``peer`` answered, though it did not come to a link: it lives."""
-        actions = [*self._look_at_clock(now), *self._note_life(peer, now)]
-        if peer == self.rank:
-            self.rivalry.reached()
+        self._look_at_clock(now)
+        actions: list[_Inner] = [*self._note_life(peer, now)]
+        own, rival = self.membership.own, self._rival
+        if peer == self.rank and rival is not None and rival.process_id > own.process_id:
+            actions += self._give_way()
         return self._settle(actions, now)
 
-    def peer_dead(
+    def dial_refused(
         self, peer: int, now: float, address: tuple[str, int] | None = None
     ) -> list[Action]:
-        """An address of ``peer`` refuses connections: declare it dead.
+        """An address of ``peer`` refuses connections: it is suspect, and others are asked.
 
         Unless it is known to listen at another than ``address`` by now: it was started anew.
         """
-        actions = self._look_at_clock(now)
         member = self.membership.get(peer)
-        is_outdated = (
-            member is not None and address is not None and (member.host, member.port) != address
-        )
-        if is_outdated or member == self.membership.own:
-            return self._settle(actions, now)
-        self.membership.declare_dead(peer)
-        return self._settle([*actions, *self._drop_link(peer)], now)
+        if member is not None and address not in (None, (member.host, member.port)):
+            self._look_at_clock(now)
+            return self._settle([], now)
+        return self._dialled_in_vain(peer, now, is_refused=True)
 
     def peer_unreachable(self, peer: int, now: float) -> list[Action]:
         """A dial to ``peer`` came to nothing, but its address did not refuse: ask others."""
-        actions = self._look_at_clock(now)
-        if peer not in self._links:
-            if peer != self.rank and self._is_live(peer):
-                self._unreachable.add(peer)
-                self._look_anew()
-                actions += self._review_members(now)
-            actions += self.detector.unreachable(peer, now)
+        return self._dialled_in_vain(peer, now, is_refused=False)
+
+    def _dialled_in_vain(self, peer: int, now: float, *, is_refused: bool) -> list[Action]:
+        self._look_at_clock(now)
+        if peer in self._links or peer == self.rank:
+            return self._settle([], now)
+        actions: list[_Inner] = []
+        # One that others asked about is for them to watch, or each of those asked would ask more.
+        if self.membership.is_live(peer) and not self.detector.has_question(peer):
+            self._unreachable.add(peer)
+            self._look_anew()
+            actions += self._review_members(now)
+        found = self.detector.refused if is_refused else self.detector.unreachable
+        actions += found(peer, now)
+        self._look_anew()
         return self._settle(actions, now)
 
     def poll(self, now: float) -> list[Action]:
         """Time passed; to be called at :meth:`next_deadline`, and harmless at any time."""
-        actions = self._look_at_clock(now)
-        actions += [*self._notice_silence(now), *self._ticks(now)]
-        actions += self.detector.poll(now, self._witnesses)
-        actions += self.rivalry.poll(self.rank, now)
-        if now >= self._averaged_at + self.timeout_s and not self.refresher.is_needed:
+        self._look_at_clock(now)
+        actions = self._notice_silence(now)
+        if self._patience_ends_at() <= now:
+            actions += self._end_standstill(now)
+        if now >= self._welcome_at:
+            self._welcome_at = math.inf
+            self._look_anew()
+        actions += [*self._ticks(now), *self.detector.poll(now, self._witnesses)]
+        if now >= self._averaged_at + self.timeout_s:
             self._averaged_at = now
             actions += self._after_consolidation(self.consolidation.repeat(), now)
+        if now >= self._waits_until and self.consolidation.waits_for_all:
+            self.consolidation.waits_for_all = False
+            self._reviewed = None
+        if now >= self._forget_at:
+            self._forget_at = now + self.timeout_s
+            self.membership.forget(now, FORGET_AFTER * self.timeout_s)
         return self._settle(actions, now)
 
     def next_deadline(self, now: float) -> float:
@@ -450,27 +489,58 @@ class WorkerProtocol:
 
     def _shed(self, peer: int, reason: str) -> list[_Inner]:
         """Close the link to ``peer`` if it is silent; one that is not carries the news to it."""
-        if not self._links.is_silent(peer):
-            return []
+        return self._break(peer, reason) if self._links.is_silent(peer) else []
+
+    def _break(self, peer: int, reason: str) -> list[_Inner]:
+        """Close the link to ``peer``, which is silent or broke the rules."""
         return [*self._drop_link(peer), Unlink(peer, reason)]
+
+    def _patience_ends_at(self) -> float:
+        """When the exchange that runs or is proposed ends, if nothing more of it is heard."""
+        is_idle = isinstance(self.pairing.state, Idle)
+        return math.inf if is_idle else self._progressed_at + self.timeout_s
+
+    def _end_standstill(self, now: float) -> list[PairingAction]:
+        """Stop an exchange that does not get on, though its link lives, and shun its peer a while.
+
+        A proposal that is not answered is given up.
+
+        A peer may agree to exchange, and then only beat. Else it could ask again at once, and hold
+        this worker for all of its time. It is shunned twice as long each time, until one succeeds.
+        """
+        state = self.pairing.state
+        if isinstance(state, Proposing):
+            # Whoever lives answers at once, or waits for one who does: never so long. But who is to
+            # blame, the one who was asked or another it waits for, is not known here.
+            self.proposals_unanswered += 1
+            self._look_anew()
+            return self.pairing.overdue([state.peer])
+        assert isinstance(state, Exchanging)
+        _, last_s = self._shunned.get(state.peer, (0.0, 0.0))
+        shunned_s = min(max(2 * last_s, self.timeout_s), LONGEST_SHUNNED * self.timeout_s)
+        self._shunned[state.peer] = now + shunned_s, shunned_s
+        self._welcome_at = min(now + shunned_s, self._welcome_at)
+        return self.pairing.abort(f"nothing of it came or left for {self.timeout_s:g} s")
+
+    def _is_shunned(self, peer: int, now: float) -> bool:
+        until, _ = self._shunned.get(peer, (-math.inf, 0.0))
+        if now < until:
+            self._welcome_at = min(until, self._welcome_at)
+        return now < until
 
     def _look_anew(self) -> None:
         """A link came, went, fell overdue or was heard again; or there is a new deadline."""
         self._available_version = self._quiet_version = -1
 
-    def _look_at_clock(self, now: float) -> list[_Inner]:
+    def _look_at_clock(self, now: float) -> None:
         """What every input begins with: whether this worker itself was silent until now."""
         slept_s = now - self._last_input
         if not self.timeout_s / 2 < slept_s < math.inf:
-            return []
+            return
+        self.progressed(now)
         self._links.slept(now)
         self.detector.slept(now)
         self._look_anew()
-        # A checkpoint that was under way when it stood still makes its parameters no fresher.
-        is_exchanging = self._closed_for <= {"pause"}
-        if slept_s > self.timeout_s and is_exchanging and not self._is_alone:
-            return self._need_refresh(now, insists=False)
-        return []
 
     def _notice_silence(self, now: float) -> list[_Inner]:
         actions: list[_Inner] = []
@@ -480,7 +550,8 @@ class WorkerProtocol:
         for peer in self._links.fall_silent(now):
             self._look_anew()
             actions += self.pairing.silent(peer)
-            if self._is_over(peer):
+            member = self.membership.get(peer)
+            if member is not None and member.is_over:
                 actions += self._shed(peer, "it is dead")
         return actions
 
@@ -489,22 +560,13 @@ class WorkerProtocol:
         return [action for _ in range(ticks) for action in self.pairing.tick()]
 
     def _witnesses(self, suspect: int) -> tuple[list[int], list[int]]:
-        """Whom to ask about a suspect: the linked, then its own neighbours, who are linked to it.
-
-        The others follow in ascending distance of rank: which ones matters little.
-        """
-        linked = self.live_links
-        others = [
-            member.rank
-            for member in self.membership.members()
-            if member.is_live and member.rank not in (self.rank, suspect)
-        ]
-        silent = self.suspects()
-        near = sorted(
-            (rank for rank in others if rank not in linked and rank not in silent),
-            key=lambda rank: (abs(rank - suspect), rank),
+        """Whom to ask about a suspect: the live workers that are linked, and the others."""
+        linked, silent = self.live_links, self.suspects()
+        others = [rank for rank in self.membership.live() if rank not in (self.rank, suspect)]
+        return (
+            [rank for rank in others if rank in linked],
+            [rank for rank in others if rank not in linked and rank not in silent],
         )
-        return [rank for rank in others if rank in linked], near
 
     # --- what every input ends with --------------------------------------------------------
 
@@ -523,16 +585,22 @@ class WorkerProtocol:
                 case _:
                     settled.append(action)
         settled += self._review_members(now)
-        settled += self._take_parameters(now)
-        settled += self._set_available()
+        settled += self._set_available(now)
         self._announce_done()
         outward: list[Action] = []
         for action in [*settled, *self._consolidate(now)]:
             match action:
+                case Begin():
+                    self.progressed(now)
+                    outward.append(action)
                 case Send():
+                    if isinstance(action.message, Propose):
+                        self._progressed_at = now
                     outward.append(self._links.wrap(action.peer, action.message, now))
+                case Seek(peer=peer) if (member := self.membership.get(peer)) is not None:
+                    outward.append(Reach(peer, member.host, member.port))
                 case Seek():
-                    outward += self._reach(action.peer)
+                    pass
                 case Verdict():
                     raise AssertionError("verdicts are carried out above")
                 case _:
@@ -551,10 +619,6 @@ class WorkerProtocol:
         self.membership.declare_dead(peer)  # what follows from that is for the review
         return []
 
-    def _reach(self, peer: int) -> list[Reach]:
-        member = self.membership.get(peer)
-        return [] if member is None else [Reach(peer, member.host, member.port)]
-
     def _review_members(self, now: float) -> list[_Inner]:
         """Follow the membership view: who is dead, who is a neighbour, which life is this."""
         members = self.membership
@@ -568,22 +632,8 @@ class WorkerProtocol:
                     self._unreachable.discard(member.rank)
                     actions += self.detector.gone(member.rank)
                     actions += self._shed(member.rank, "it is dead")
-            known = members.get(self.rank)
-            assert known is not None
-            for action in self.rivalry.review(members.own, known, now):
-                if isinstance(action, Verdict):
-                    members.declare_dead(self.rank)
-                else:
-                    actions.append(action)
-            actions += (
-                self._close("superseded", now)
-                if members.is_superseded
-                else self._open("superseded", now)
-            )
-            if self.incarnation != self.pairing.incarnation:
-                # Declared dead by mistake, or after another of its rank: it goes on as a new life.
-                self.progress.renew(self.incarnation)
-                self.pairing.incarnation = self.incarnation
+            self.pairing.incarnation = self.incarnation  # one higher, where it was outbid
+            actions += self._meet_rival()
         if now >= self.neighbourhood.next_deadline():
             has_ended = "consolidation" in self._closed_for
             rebuilt = self.neighbourhood.rebuild(members.members(), now, has_ended=has_ended)
@@ -595,6 +645,33 @@ class WorkerProtocol:
             self.detector.watch(self._watched(), now)
         return actions
 
+    def _meet_rival(self) -> list[_Inner]:
+        """Dial another process of this rank, which was outbid: it may live, or be a ghost."""
+        members = self.membership
+        if members.is_exhausted:
+            return self._give_way(f"rank {self.rank} has had all its lives; take another rank")
+        rival, self._rival = self._rival, members.rival
+        if self._rival is None or self._rival is rival:
+            return []
+        if members.own.status is Status.JOINING:  # it has given nothing yet: another rank will do
+            return self._give_way()
+        address = self._rival.host, self._rival.port
+        if address == (members.own.host, members.own.port):
+            return []  # nobody but this worker listens there
+        return [Reach(self.rank, *address)]
+
+    def _give_way(self, reason: str = "") -> list[_Inner]:
+        if self._has_given_way:
+            return []
+        self._has_given_way = True
+        return [
+            Superseded(
+                reason
+                or f"another process of rank {self.rank} has taken this worker's place in the run; "
+                "start one process a rank"
+            )
+        ]
+
     def _watched(self) -> set[int]:
         """Whose silence matters: neighbours, and whoever is linked or was dialled in vain."""
         if self.consolidation.is_finished:
@@ -602,21 +679,7 @@ class WorkerProtocol:
         candidates = self._links.peers | self._unreachable
         if "hold" not in self._closed_for:  # else they may not have been dialled yet
             candidates |= self.neighbourhood.rates.keys()
-        return {
-            peer
-            for peer in candidates
-            if peer != self.rank
-            and (member := self.membership.get(peer)) is not None
-            and member.is_live
-        }
-
-    @property
-    def _is_alone(self) -> bool:
-        return not any(rank != self.rank for rank in self.membership.live())
-
-    def _is_over(self, peer: int) -> bool:
-        member = self.membership.get(peer)
-        return member is not None and member.is_over
+        return {peer for peer in candidates if peer != self.rank and self.membership.is_live(peer)}
 
     def _set_clock_rate(self) -> None:
         self.clock.set_rate(self.neighbourhood.worker_rate / 2 if self._has_method else 0.0)
@@ -643,39 +706,6 @@ class WorkerProtocol:
             self.clock.resume(now)
         return self.pairing.open()
 
-    def _need_refresh(self, now: float, *, insists: bool) -> list[_Inner]:
-        """Take parameters from another before the next exchange; the present one is void."""
-        if not self._closed_for.isdisjoint(("joining", "consolidation")):
-            return []
-        self.refresher.need(now, insists=insists)
-        self._look_anew()
-        closing = self._close("refresh", now)
-        return [*closing, *self.pairing.abort("this worker stood still")]
-
-    def _take_parameters(self, now: float) -> list[_Inner]:
-        """Go on with the search for parameters, or with exchanging once it is over.
-
-        Not while the main thread reads or writes them: a transfer that began then, unknown to it,
-        would write between its passes over the chunks, and into what it has just loaded.
-        """
-        if "refresh" not in self._closed_for or self._is_held:
-            return []
-        candidates = {peer for peer in self.live_links if self._is_live(peer)}
-        actions: list[_Inner] = list(self.refresher.poll(now, candidates, is_alone=self._is_alone))
-        self._look_anew()
-        if not self.refresher.is_needed:
-            actions += self._open("refresh", now)
-        return actions
-
-    @property
-    def _is_held(self) -> bool:
-        """Whether the main thread reads or writes all of the parameters, or is about to."""
-        return not self._closed_for.isdisjoint(("hold", "pause"))
-
-    def _is_live(self, peer: int) -> bool:
-        member = self.membership.get(peer)
-        return member is not None and member.is_live
-
     def _find_quiet_time(self) -> None:
         """Until when no link wants a heartbeat or is late, but for what is new.
 
@@ -687,32 +717,33 @@ class WorkerProtocol:
             self._last_input + self.timeout_s / LOOKS_PER_TIMEOUT,
             self.detector.next_deadline(),
             self.neighbourhood.next_deadline(),
-            math.inf if self._is_held else self.refresher.next_deadline(),
-            self.rivalry.next_deadline(),
+            self._patience_ends_at(),
+            self._waits_until if self.consolidation.waits_for_all else math.inf,
         )
         self._quiet_version = self.membership.version
 
-    def _consolidate(self, now: float) -> list[PairingAction | ConsolidationAction]:
+    def _consolidate(self, now: float) -> list[_Inner]:
         """What consolidation makes of new membership and messages.
 
         Not while an exchange runs: all are done before it begins, so none is asked for any more,
         but the end that was asked for the last one may hear of the beginning before the last
-        chunks. And not while another's parameters are on their way here.
+        chunks.
         """
-        if isinstance(self.pairing.state, Exchanging) or self.refresher.is_needed:
+        if isinstance(self.pairing.state, Exchanging):
             return []
-        actions: list[PairingAction | ConsolidationAction] = []
+        actions: list[_Inner] = []
         if self._reviewed != self.membership.version:
             self._reviewed = self.membership.version
             actions += self.consolidation.review(self.membership.members())
         for peer, message in self._deferred:
-            actions += self.consolidation.receive(peer, message)
+            try:
+                actions += self.consolidation.receive(peer, message)
+            except ProtocolError as error:
+                actions += self._break(peer, str(error))
         self._deferred.clear()
         return self._after_consolidation(actions, now) if actions else []
 
-    def _after_consolidation(
-        self, actions: Sequence[PairingAction | ConsolidationAction], now: float
-    ) -> list[PairingAction | ConsolidationAction]:
+    def _after_consolidation(self, actions: Sequence[_Inner], now: float) -> list[_Inner]:
         if any(isinstance(action, Prepare) for action in actions):
             self._averaged_at = now
             actions = [*self._close("consolidation", now), *actions]
@@ -720,20 +751,21 @@ class WorkerProtocol:
             self.membership.set_status(Status.LEFT)
         return list(actions)
 
-    def _set_available(self) -> list[PairingAction]:
+    def _set_available(self, now: float) -> list[PairingAction]:
         """Tell the pairing who can exchange now. Links, membership and graph decide that."""
         if self._available_version == self.membership.version:
             return []
         self._available_version = self.membership.version
         rates = self.neighbourhood.rates
-        weights = {peer: rate for peer, rate in rates.items() if self._can_exchange(peer)}
+        weights = {peer: rate for peer, rate in rates.items() if self._can_exchange(peer, now)}
         return [] if weights == self.pairing.available else self.pairing.set_available(weights)
 
-    def _can_exchange(self, peer: int) -> bool:
+    def _can_exchange(self, peer: int, now: float) -> bool:
         member = self.membership.get(peer)
-        return self._links.is_prompt(peer) and (member is None or member.is_live)
+        is_there = self._links.is_prompt(peer) and (member is None or member.is_live)
+        return is_there and not self._is_shunned(peer, now)
 
     def _announce_done(self) -> None:
         # Not while an exchange that it asked for is open: once all are done, none can begin.
-        if self.is_done and not self.pairing.is_initiating and not self.refresher.is_needed:
+        if self.is_done and not self.pairing.is_initiating:
             self.membership.set_status(Status.DONE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gossipdp.observe.run_log import RunLog
+from gossipdp.observe.log import RunLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,18 +41,13 @@ def draw_run(run_log: RunLog, path: Path, *, title: str) -> None:
 
 
 def exchange_counts(run_log: RunLog) -> NDArray[np.int64]:
-    """Completed exchanges between every two workers; (n, n), symmetric.
-
-    Both ends count an exchange, and a log may lack its last line: the larger count is taken.
-    """
+    """Completed exchanges between every two workers; shape (n, n), symmetric."""
     import numpy as np
 
     counts = np.zeros((run_log.num_ranks, run_log.num_ranks), dtype=np.int64)
-    for rank, worker in run_log.workers.items():
-        if worker.exchanges:
-            for neighbour, count in worker.exchanges[-1].exchanges_by_neighbour.items():
-                counts[rank, neighbour] = count
-    return np.maximum(counts, counts.T)
+    for (one, other), count in run_log.exchange_counts().items():
+        counts[one, other] = counts[other, one] = count
+    return counts
 
 
 def draw_exchanges(counts: NDArray[np.int64]) -> NDArray[np.uint8]:

@@ -11,17 +11,17 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gossipdp.observe.run_log import RunLogTail
-from gossipdp.observe.run_log_records import (
+from gossipdp.links.clock import since_boot_s
+from gossipdp.observe.log import (
     BeganRecord,
     EndRecord,
     ExchangeRecord,
     NoticeRecord,
     Record,
+    RunLogTail,
     StepRecord,
     worker_file,
 )
-from gossipdp.runtime.clock import since_boot_s
 
 LINE_INTERVAL_S = 5.0
 
@@ -87,7 +87,7 @@ class LiveView:
 
     >>> options = {"num_workers": 4, "budget_samples": 1000, "console": console}  # doctest: +SKIP
     >>> with LiveView(directory, **options) as view:  # doctest: +SKIP
-    ...     launch(train, workers=4, on_poll=view.poll)
+    ...     launch(train, world_size=4, on_poll=view.poll)
     """
 
     def __init__(

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from gossipdp.report.figures import OKABE_ITO
-from gossipdp.simulate.ensemble import Ensemble
-from gossipdp.simulate.simulation import SYNCHRONOUS
+from gossipdp.simulate.study import SYNCHRONOUS, Ensemble
 from gossipdp.simulate.trace import Activity, Interval, Trace
 
 if TYPE_CHECKING:

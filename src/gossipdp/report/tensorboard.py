@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gossipdp.observe.run_log import RunLog, WorkerLog
+from gossipdp.observe.log import RunLog, WorkerLog
 from gossipdp.report.figures import draw_exchanges, draw_graph, exchange_counts
 
 if TYPE_CHECKING:

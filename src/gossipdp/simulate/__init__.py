@@ -2,98 +2,66 @@
 
 What a run is:
 
-    scenario          everything that a run depends on
-    compute_time      how long gradient steps take
-    link_model        what links are like
-    objective         the seam of what is minimised
-    objectives        by name:  consensus, quadratic, digits, the user's own
-    module_objective  any torch module                             row_layout, row_gradients
+    scenario          everything that a run depends on: step times, links, graph, method's knobs
+    objectives        the seam of what is minimised; consensus, quadratic
+    module_objective  any torch module; digits
     optimizers        how rows step
 
 How it runs:
 
-    simulation        simulate(scenario, method) -> Trace
-    ideal             Poisson edges, instantaneous exchanges: the paper's model      edges
-    links             the real protocol over links         network, wire, payload, carried_rows
-    synchronous       rounds: all-reduce, D-PSGD                                     mixing
+    ideal             Poisson edges, instantaneous exchanges: the paper's model
+    links             the real protocol over links                network, traffic
+    synchronous       rounds: all-reduce, D-PSGD                  mixing
     engine            the event heap and its clock
-    population        x and c of all workers, a row each
-    training          their gradient steps
-    recorder, trace   the time series
-    batch             many runs over processes
-
-What runs survive:
-
-    faults            a schedule of what goes wrong, and when       fault_draws: random ones
-    fault_run         one run under it                              watched_network, averaged_rows
-    invariants        what must hold at every event                 ledger: of x + c/2
+    population        x and c of all workers, a row each, and their gradient steps
+    trace             the time series
+    study             simulate(scenario, method) -> Trace; many runs; means over seeds
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gossipdp.simulate.batch import Job, simulate_all
-    from gossipdp.simulate.compute_time import (
-        ComputeTime,
-        ConstantTime,
-        LognormalTime,
-        MeasuredTime,
-        SlowedTime,
-    )
-    from gossipdp.simulate.consensus import Consensus
-    from gossipdp.simulate.link_model import Link, LinkModel
-    from gossipdp.simulate.module_objective import ModuleObjective
-    from gossipdp.simulate.objective import Evaluation, Gradients, GradientSource, Objective
+    from gossipdp.simulate.module_objective import ModuleObjective, digits_objective
     from gossipdp.simulate.objectives import (
-        OBJECTIVES,
-        digits_objective,
-        load_objective,
-        make_objective,
+        Consensus,
+        Evaluation,
+        Gradients,
+        GradientSource,
+        Objective,
+        Quadratic,
     )
     from gossipdp.simulate.optimizers import AdamW, RowOptimizer, RowSteps, Sgd
-    from gossipdp.simulate.quadratic import Quadratic
-    from gossipdp.simulate.scenario import Scenario
-    from gossipdp.simulate.simulation import METHODS, simulate
+    from gossipdp.simulate.scenario import (
+        ComputeTime,
+        ConstantTime,
+        Link,
+        LinkModel,
+        LognormalTime,
+        MeasuredTime,
+        Scenario,
+        SlowedTime,
+    )
+    from gossipdp.simulate.study import METHODS, Job, simulate, simulate_all
     from gossipdp.simulate.trace import Interval, Record, Trace
 
-# Imported on first use: `gossipdp plan` drives the protocol over links without torch.
 _HOMES = {
-    "Job": "gossipdp.simulate.batch",
-    "simulate_all": "gossipdp.simulate.batch",
-    "ComputeTime": "gossipdp.simulate.compute_time",
-    "ConstantTime": "gossipdp.simulate.compute_time",
-    "LognormalTime": "gossipdp.simulate.compute_time",
-    "MeasuredTime": "gossipdp.simulate.compute_time",
-    "SlowedTime": "gossipdp.simulate.compute_time",
-    "Consensus": "gossipdp.simulate.consensus",
-    "Link": "gossipdp.simulate.link_model",
-    "LinkModel": "gossipdp.simulate.link_model",
-    "ModuleObjective": "gossipdp.simulate.module_objective",
-    "Evaluation": "gossipdp.simulate.objective",
-    "Gradients": "gossipdp.simulate.objective",
-    "GradientSource": "gossipdp.simulate.objective",
-    "Objective": "gossipdp.simulate.objective",
-    "OBJECTIVES": "gossipdp.simulate.objectives",
-    "digits_objective": "gossipdp.simulate.objectives",
-    "load_objective": "gossipdp.simulate.objectives",
-    "make_objective": "gossipdp.simulate.objectives",
-    "AdamW": "gossipdp.simulate.optimizers",
-    "RowOptimizer": "gossipdp.simulate.optimizers",
-    "RowSteps": "gossipdp.simulate.optimizers",
-    "Sgd": "gossipdp.simulate.optimizers",
-    "Quadratic": "gossipdp.simulate.quadratic",
-    "Scenario": "gossipdp.simulate.scenario",
-    "METHODS": "gossipdp.simulate.simulation",
-    "simulate": "gossipdp.simulate.simulation",
-    "Interval": "gossipdp.simulate.trace",
-    "Record": "gossipdp.simulate.trace",
-    "Trace": "gossipdp.simulate.trace",
+    "module_objective": ("ModuleObjective", "digits_objective"),
+    "objectives": (
+        *("Consensus", "Evaluation", "GradientSource", "Gradients"),
+        *("Objective", "Quadratic"),
+    ),
+    "optimizers": ("AdamW", "RowOptimizer", "RowSteps", "Sgd"),
+    "scenario": (
+        *("ComputeTime", "ConstantTime", "LognormalTime", "MeasuredTime", "SlowedTime"),
+        *("Link", "LinkModel", "Scenario"),
+    ),
+    "study": ("METHODS", "Job", "simulate", "simulate_all"),
+    "trace": ("Interval", "Record", "Trace"),
 }
 
 __all__ = [
     "METHODS",
-    "OBJECTIVES",
     "AdamW",
     "ComputeTime",
     "Consensus",
@@ -118,17 +86,16 @@ __all__ = [
     "SlowedTime",
     "Trace",
     "digits_objective",
-    "load_objective",
-    "make_objective",
     "simulate",
     "simulate_all",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its home on first use (PEP 562)."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'gossipdp.simulate' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+    """Import a public name on first use (PEP 562): `gossipdp plan` drives links without torch."""
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(import_module(f"gossipdp.simulate.{home}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'gossipdp.simulate' has no attribute {name!r}")

@@ -1,18 +1,19 @@
-"""Any torch module as an objective: functional calls on the rows of one n x d state."""
+"""Any torch module as an objective: functional calls on the rows of one (n, d) state."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from random import Random
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
 
-from gossipdp.simulate.objective import Evaluation, Gradients, GradientSource, Objective
-from gossipdp.simulate.row_gradients import LoopedGradients, RowGradients, VectorizedGradients
-from gossipdp.simulate.row_layout import RowLayout
+from gossipdp.simulate.objectives import Evaluation, Gradients, GradientSource, Objective
+from gossipdp.tasks.digits import Digits, Network
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,8 @@ Batches: TypeAlias = Callable[[int, int, int], Iterable[Any]]
 Evaluate: TypeAlias = Callable[[nn.Module], Evaluation]
 
 NUM_EVALUATION_BATCHES = 16
+CONVOLUTIONAL_ROWS = 8
+"""So many convolutional networks at once fit the processor's caches; 64 take twice as long each."""
 
 
 @final
@@ -31,10 +34,10 @@ class ModuleObjective(Objective):
     The trainable parameters of a worker are a row of the state, then its float buffers (BatchNorm
     statistics). Integer buffers are no part of it: every forward pass sees those of a new model.
 
-    Gradients of many rows are computed together by ``torch.func.vmap``. What vmap cannot do
-    (models that draw random numbers, such as dropout, or whose control flow depends on data) is
-    done row by row, with random numbers of the rank's own; the log says so. So the gradient of a
-    rank's k-th step depends on its row and the seed alone, not on what it is computed with.
+    Gradients of many rows are computed together by ``torch.func.vmap``. If vmap cannot do it
+    (models that draw random numbers, such as dropout, or whose control flow depends on data), they
+    are computed row by row, with random numbers of the rank's own, and the log says so. So the
+    gradient of a rank's k-th step depends on its row and the seed alone, not on how it is computed.
 
     Args:
         make_model: a new module on the CPU; called with torch's random state seeded.
@@ -50,10 +53,10 @@ class ModuleObjective(Objective):
             where one attempt at the start succeeds.
         max_rows: how many rows are computed together, at most.
 
-    For runs in several processes the callables must be picklable: module-level functions.
+    For runs in several processes the callables must be picklable, by cloudpickle at least.
 
     Example:
-        >>> from gossipdp.workloads import Digits
+        >>> from gossipdp.tasks.digits import Digits
         >>> digits = Digits(network="perceptron")
         >>> objective = ModuleObjective(digits.make_model, digits.loss, digits.train_loader)
         >>> source = objective.begin(num_workers=4, seed=0)
@@ -98,14 +101,90 @@ class ModuleObjective(Objective):
         return _ModuleSource(self, num_workers, seed)
 
 
+class RowLayout:
+    """Trainable parameters, then float buffers, each in the order in which the module names them.
+
+    A parameter under several names is one, under the first of them. Frozen parameters and integer
+    buffers are not in the row.
+
+    Args:
+        model: has at least one trainable parameter; all of one dtype, on the CPU.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
+        if not trained:
+            raise ValueError("the module has no trainable parameter: there is nothing to simulate")
+        tensors: dict[str, Tensor] = {**trained, **buffers}
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"the module's parameters and float buffers are of {len(dtypes)} dtypes "
+                f"({', '.join(sorted(map(str, dtypes)))}); a row has one: convert the module, "
+                "for instance by .float()"
+            )
+        devices = {tensor.device.type for tensor in tensors.values()}
+        if devices != {"cpu"}:
+            raise ValueError(
+                f"the module lies on {', '.join(sorted(devices))}; make it on the CPU, where "
+                "simulations run"
+            )
+        self.trained = {name: tensor.shape for name, tensor in trained.items()}
+        self.buffers = {name: tensor.shape for name, tensor in buffers.items()}
+        self.num_trained = sum(tensor.numel() for tensor in trained.values())
+
+    def read(self, model: nn.Module) -> Tensor:
+        """The row of a module; (d,)."""
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        return torch.cat(
+            [tensors[name].detach().reshape(-1) for name in (*self.trained, *self.buffers)]
+        )
+
+    @torch.no_grad()
+    def write(self, row: Tensor, model: nn.Module) -> None:
+        """Copy a row of shape (d,) into a module."""
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        for name, value in self.tensors(row[: self.num_trained], row[self.num_trained :]).items():
+            tensors[name].copy_(value)
+
+    def tensors(self, trained: Tensor, buffers: Tensor) -> dict[str, Tensor]:
+        """The tensors of the two parts of a row, by name; views."""
+        found = {}
+        for part, shapes in ((trained, self.trained), (buffers, self.buffers)):
+            pieces = part.split([shape.numel() for shape in shapes.values()])  # type: ignore[no-untyped-call]
+            for (name, shape), piece in zip(shapes.items(), pieces, strict=True):
+                found[name] = piece.view(shape)
+        return found
+
+
+class _LossOfModel(nn.Module):
+    """Makes the loss a module, so that functional calls replace the model's tensors within."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.loss(self.model, batch)
+
+
 class _ModuleSource(GradientSource):
     def __init__(self, objective: ModuleObjective, num_workers: int, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self._model = objective.make_model()
         self._layout = RowLayout(self._model)
-        self._seed = seed
-        self._rows = _choose(objective, self._model, self._layout, num_workers, seed)
+        self._seed, self._max_rows = seed, objective.max_rows
+        self._loss_of_model = _LossOfModel(self._model, objective.loss)
+        self._integers = {
+            f"model.{name}": buffer.clone()
+            for name, buffer in self._model.named_buffers()
+            if name not in self._layout.buffers
+        }
+        self._gradient = grad_and_value(self._loss, has_aux=True)
+        self._together = vmap(self._gradient)
         self._batches = [
             _endless(objective.batches(rank, num_workers, seed), rank)
             for rank in range(num_workers)
@@ -113,6 +192,7 @@ class _ModuleSource(GradientSource):
         self._steps = [0] * num_workers
         self.start = self._layout.read(self._model).expand(num_workers, -1).clone()
         self.num_trained = self._layout.num_trained
+        self._is_vectorized = self._can_vectorize(objective, num_workers)
         self._judge = objective.judge or _MeanLoss(objective, num_workers, seed)
 
     def gradients(self, ranks: Sequence[int], x: Tensor) -> Gradients:
@@ -121,7 +201,9 @@ class _ModuleSource(GradientSource):
             batches.append(next(self._batches[rank]))
             seeds.append(Random(f"{self._seed} step {rank} {self._steps[rank]}").getrandbits(63))
             self._steps[rank] += 1
-        return self._rows.gradients(x, batches, seeds)
+        return (
+            self._vectorized(x, batches) if self._is_vectorized else self._looped(x, batches, seeds)
+        )
 
     def evaluate(self, x: Tensor) -> Evaluation:
         self._layout.write(x, self._model)
@@ -129,53 +211,101 @@ class _ModuleSource(GradientSource):
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             return self._judge(self._model)
 
+    def _loss(self, trained: Tensor, buffers: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        """The loss of one row, and its new buffers: a pure function of tensors."""
+        tensors = self._layout.tensors(trained, buffers)
+        # The model changes its buffers in place: copies, so that nothing outside is changed.
+        state = {f"model.{name}": value.clone() for name, value in tensors.items()}
+        state |= {name: value.clone() for name, value in self._integers.items()}
+        loss = functional_call(self._loss_of_model, state, (batch,))
+        after = [state[f"model.{name}"].flatten() for name in self._layout.buffers]
+        return loss, torch.cat([buffers[:0], *after])
+
+    def _vectorized(self, x: Tensor, batches: Sequence[Any]) -> Gradients:
+        """Many rows together; batches of different shapes are computed apart."""
+        self._loss_of_model.train()
+        by_shape: dict[Any, list[int]] = {}
+        for place, batch in enumerate(batches):
+            by_shape.setdefault(_shape(batch), []).append(place)
+        parts = [
+            places[begin : begin + self._max_rows]
+            for places in by_shape.values()
+            for begin in range(0, len(places), self._max_rows)
+        ]
+        found = []
+        for part in parts:
+            rows = x if len(parts) == 1 else x.index_select(0, torch.tensor(part))
+            trained, buffers = rows[:, : self.num_trained], rows[:, self.num_trained :]
+            stacked = _stack([batches[place] for place in part])
+            values, (losses, after) = self._together(trained, buffers, stacked)
+            found.append(Gradients(values, after.detach() - buffers, losses.detach()))
+        if len(found) == 1:
+            return found[0]
+        order = torch.tensor([place for part in parts for place in part]).argsort()
+        return Gradients(
+            torch.cat([part.values for part in found]).index_select(0, order),
+            torch.cat([part.buffer_changes for part in found]).index_select(0, order),
+            torch.cat([part.losses for part in found]).index_select(0, order),
+        )
+
+    def _looped(self, x: Tensor, batches: Sequence[Any], seeds: Sequence[int]) -> Gradients:
+        """One row after the other, each with a random state of its own."""
+        self._loss_of_model.train()
+        values, changes, losses = [], [], []
+        with torch.random.fork_rng(devices=[]):
+            for row, batch, seed in zip(x, batches, seeds, strict=True):
+                torch.manual_seed(seed)
+                trained, buffers = row[: self.num_trained], row[self.num_trained :]
+                value, (loss, after) = self._gradient(trained, buffers, batch)
+                values.append(value)
+                changes.append(after.detach() - buffers)
+                losses.append(loss.detach())
+        return Gradients(torch.stack(values), torch.stack(changes), torch.stack(losses))
+
+    def _can_vectorize(self, objective: ModuleObjective, num_workers: int) -> bool:
+        """Whether vmap can do it, tried out on a batch that training does not miss."""
+        if objective.vectorized is False:
+            return False
+        batch = next(_endless(objective.batches(0, num_workers, self._seed), 0))
+        row = self._layout.read(self._model)
+        self._looped(row.unsqueeze(0), [batch], [0])  # an error in the model itself is its own
+        try:
+            self._vectorized(row.expand(2, -1), [batch, batch])
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            reason = str(error).splitlines()[0]
+            if objective.vectorized:
+                raise ValueError(
+                    f"the gradients of {objective.name} cannot be computed together by "
+                    f"torch.func.vmap ({reason}): leave vectorized at None or set it to False, "
+                    "which is slower"
+                ) from error
+            logger.warning(
+                "the gradients of %s are computed one worker at a time, which is slower, since "
+                "torch.func.vmap cannot: %s",
+                objective.name,
+                reason,
+            )
+            return False
+        return True
+
 
 class _MeanLoss:
     """Evaluates on the first batches of the workers."""
 
     def __init__(self, objective: ModuleObjective, num_workers: int, seed: int) -> None:
         self._loss = objective.loss
-        sources: dict[int, Iterator[Any]] = {}
-        self._batches = []
-        for count in range(NUM_EVALUATION_BATCHES):
-            rank = count % num_workers
-            if rank not in sources:
-                sources[rank] = _endless(objective.batches(rank, num_workers, seed), rank)
-            self._batches.append(next(sources[rank]))
+        num_sources = min(num_workers, NUM_EVALUATION_BATCHES)
+        sources = [
+            _endless(objective.batches(rank, num_workers, seed), rank)
+            for rank in range(num_sources)
+        ]
+        self._batches = [
+            next(sources[count % num_sources]) for count in range(NUM_EVALUATION_BATCHES)
+        ]
 
     def __call__(self, model: nn.Module) -> Evaluation:
         losses = [float(self._loss(model, batch)) for batch in self._batches]
         return Evaluation(loss=sum(losses) / len(losses))
-
-
-def _choose(
-    objective: ModuleObjective, model: nn.Module, layout: RowLayout, num_workers: int, seed: int
-) -> RowGradients:
-    """How to compute the gradients of rows, tried out on a batch that training does not miss."""
-    looped = LoopedGradients(model, objective.loss, layout)
-    if objective.vectorized is False:
-        return looped
-    vectorized = VectorizedGradients(model, objective.loss, layout, objective.max_rows)
-    batch = next(_endless(objective.batches(0, num_workers, seed), 0))
-    row = layout.read(model)
-    looped.gradients(row.unsqueeze(0), [batch], [0])  # an error in the model itself is its own
-    try:
-        vectorized.gradients(row.expand(2, -1), [batch, batch], [0, 0])
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        if objective.vectorized:
-            raise ValueError(
-                f"the gradients of {objective.name} cannot be computed together by torch.func.vmap "
-                f"({reason}): leave vectorized at None or set it to False, which is slower"
-            ) from error
-        logger.warning(
-            "the gradients of %s are computed one worker at a time, which is slower, since "
-            "torch.func.vmap cannot: %s",
-            objective.name,
-            reason,
-        )
-        return looped
-    return vectorized
 
 
 def _endless(batches: Iterable[Any], rank: int) -> Iterator[Any]:
@@ -190,3 +320,73 @@ def _endless(batches: Iterable[Any], rank: int) -> Iterator[Any]:
                 f"the batches of rank {rank} have come to an end: give an iterable that can be "
                 "iterated again, such as a list or a DataLoader, with at least one batch"
             )
+
+
+def _shape(batch: Any) -> Any:
+    """Something hashable that is the same for batches that can be stacked."""
+    if isinstance(batch, Tensor):
+        return batch.shape, batch.dtype
+    if isinstance(batch, Mapping):
+        return tuple((key, _shape(value)) for key, value in batch.items())
+    if isinstance(batch, (tuple, list)):
+        return tuple(_shape(value) for value in batch)
+    raise ValueError(
+        f"a batch holds a {type(batch).__name__}; it must be a tensor, or a tuple, list or dict "
+        "of tensors"
+    )
+
+
+def _stack(batches: Sequence[Any]) -> Any:
+    """Batches of one shape as one, with the rows in a new first dimension."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.stack(list(batches))
+    if isinstance(first, Mapping):
+        return {key: _stack([batch[key] for batch in batches]) for key in first}
+    stacked = [_stack(values) for values in zip(*batches, strict=True)]
+    return stacked if isinstance(first, list) else tuple(stacked)
+
+
+def digits_objective(
+    *,
+    network: Network = "perceptron",
+    batch_size: int = 32,
+    disjoint: bool = False,
+    dirichlet_alpha: float | None = None,
+) -> ModuleObjective:
+    """Handwritten digits, as :class:`~gossipdp.tasks.digits.Digits` has them.
+
+    The loss is that of all 1,437 training images, whatever images each worker has; the metric
+    is the accuracy on the 360 test images.
+
+    The perceptron (64-64-10) is the default, since simulations compute the gradients of all
+    workers on one machine: one of 64 workers' at a time costs well under 0.1 ms, where one of the
+    demo's convolutional network costs 5 to 10 ms. It differs between methods and graphs as much.
+
+    Args:
+        network: "perceptron", or "convolutional" as in ``gossipdp demo``, with BatchNorm.
+        batch_size: images in each gradient step of a worker.
+        disjoint: no two workers have the same images.
+        dirichlet_alpha: class shares of each worker's images ~ Dirichlet(alpha); None: alike.
+    """
+    digits = Digits(
+        network=network,
+        batch_size=batch_size,
+        disjoint=disjoint,
+        dirichlet_alpha=dirichlet_alpha,
+    )
+    is_perceptron = network == "perceptron"
+    return ModuleObjective(
+        digits.make_model,
+        digits.loss,
+        digits.train_loader,
+        evaluate=partial(_judge_digits, digits),
+        name="digits" if is_perceptron else "digits-convolutional",
+        metric_name=digits.metric_name,
+        vectorized=True,
+        max_rows=64 if is_perceptron else CONVOLUTIONAL_ROWS,
+    )
+
+
+def _judge_digits(digits: Digits, model: nn.Module) -> Evaluation:
+    return Evaluation(loss=digits.training_loss(model), metric=digits.evaluate(model))

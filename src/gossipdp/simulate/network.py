@@ -1,62 +1,37 @@
 """Workers, links and exchanges as events: the ``links`` fidelity of the simulator.
 
-Each worker is a real :class:`~gossipdp.protocol.worker.WorkerProtocol`. Messages take a latency
-and arrive in order within a link, in any order between links. An exchange is one transfer each
-way; an end has finished when its own data have left and the other's are there. A cut loses what is
-on its way; each end learns of it in its own time, and the link is made anew.
+Each worker is a real :class:`~gossipdp.protocol.worker.WorkerProtocol`. Messages take a latency.
+They arrive in order within a link, and in any order between links. An exchange is one transfer
+each way. An end has finished when its own data have left and the other's have arrived. A cut loses
+what is on its way; each end learns of it in its own time, and then dials again.
 
-Faults are inputs: ``crash``, ``start`` (a restart or a joiner), ``stall``, ``partition``, ``cut``.
-What then happens to links is in :mod:`gossipdp.simulate.outages`.
-
-What the workers hold is behind the seam of :mod:`gossipdp.simulate.payload`.
+Nothing goes wrong in this network. Tests of faults derive from it and replace its hooks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING
+from typing import Literal, TypeAlias
 
-from gossipdp.graph.constants import Constants
-from gossipdp.graph.live import LiveGraph
-from gossipdp.protocol.actions import (
-    Begin,
-    Reach,
-    Rebuilt,
-    Refresh,
-    Send,
-    Stop,
-    Superseded,
-    Unlink,
-)
-from gossipdp.protocol.membership import Status
+from gossipdp.graph.constants import Constants, LiveGraph
+from gossipdp.protocol.actions import Begin, Reach, Rebuilt, Send, Stop, Unlink
 from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope, ExchangeId
 from gossipdp.protocol.worker import Action, Method, WorkerProtocol
-from gossipdp.simulate.averaging_transfers import AveragingTransfers
-from gossipdp.simulate.conditions import Conditions
 from gossipdp.simulate.engine import Engine, Event
-from gossipdp.simulate.exchange_record import End, ExchangeRecord
-from gossipdp.simulate.outages import Outages
-from gossipdp.simulate.payload import NoParameters, Payload
-from gossipdp.simulate.wire import Wire
+from gossipdp.simulate.traffic import Conditions, End, Exchange, Payload, Wire
 
-if TYPE_CHECKING:
-    from gossipdp.simulate.averaged_rows import AveragedRows
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 10.0
+RECONNECT_S = 0.2
+"""How long after both ends know of a cut they dial again."""
+DIAL_TIMEOUT_S = 1.0
+"""How long until a dial that nobody answers is given up."""
 
-FIRST_RETRY_S = 0.05
-LONGEST_RETRY_S = 10.0
-
-
-@dataclass(slots=True)
-class _Running:
-    """The exchange that a worker is in."""
-
-    id: ExchangeId
-    own_leave: float
-    """When its own data have left."""
+Answer: TypeAlias = Literal["accepted", "refused", "silence"]
+Loss: TypeAlias = Literal["message lost", "link lost"]
+Data: TypeAlias = Literal["all", "nothing", "refused"]
 
 
 def make_workers(
@@ -99,21 +74,19 @@ def make_workers(
 class Network:
     """Drives the protocols of ``workers`` on ``engine`` under ``conditions``.
 
-    Links are opened along ``edges`` at once. ``records`` holds every exchange in the order in
-    which they began, ``num_exchanges`` counts those that both ends finished, ``num_messages``
-    the control messages by type, ``left`` says when each worker left after consolidation.
-
     Args:
         engine: the clock and its events.
         workers: their protocols, by rank.
-        edges: who is linked.
-        conditions: what the network is like.
-        payload: what the workers hold; by default nothing.
-        averaged: what consolidation averages; by default nothing.
-        keeps_records: whether ``records`` keeps exchanges that are over, in a long run many.
+        edges: who is linked, from the start.
+        conditions: how long everything takes.
+        payload: what the workers hold; None: nothing.
+        keeps_exchanges: whether ``exchanges`` keeps those that are over, in a long run many.
 
-    ``crashed`` holds the ranks whose process is gone, ``superseded`` those that gave way to
-    another process, ``refreshed`` (when, who, from whom) every take-over of parameters.
+    Attributes:
+        exchanges: by id, in the order in which they began.
+        num_exchanges: how many both ends have finished.
+        num_messages: the control messages sent, by type.
+        crashed: ranks whose process is gone; only faults fill it.
 
     Raises:
         RuntimeError: from within ``engine.run``, when a worker begins an exchange while in
@@ -128,39 +101,63 @@ class Network:
         conditions: Conditions,
         payload: Payload | None = None,
         *,
-        averaged: AveragedRows | None = None,
-        keeps_records: bool = True,
+        keeps_exchanges: bool = False,
     ) -> None:
         self.engine = engine
         self.workers = dict(workers)
-        self.edges = tuple(sorted(edges))
         self.conditions = conditions
-        self.records: dict[ExchangeId, ExchangeRecord] = {}
+        self.exchanges: dict[ExchangeId, Exchange] = {}
         self.num_exchanges = 0
         self.num_messages: Counter[str] = Counter()
         self.crashed: set[int] = set()
-        self.superseded: list[int] = []
-        self.refreshed: list[tuple[float, int, int]] = []
-        self._payload = NoParameters() if payload is None else payload
-        self._keeps_records = keeps_records
-        self._num_sent = 0
+        self._payload = Payload() if payload is None else payload
+        self._keeps_exchanges = keeps_exchanges
         self._wires: dict[tuple[int, int], Wire] = {}
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, Exchange] = {}
         self._alarms: dict[int, Event] = {}
-        self._averaging = AveragingTransfers(self, averaged)
-        self._outages = Outages(engine)
         self._retry_s: dict[tuple[int, int], float] = {}
         """Back-off of each dial that is to be repeated, by who dials and whom."""
         self._outbox: dict[tuple[int, int], list[Envelope]] = {}
         for rank in sorted(workers):
             self._start_step(rank)
-        for first, second in self.edges:
-            self._connect(first, second)
+        for first, second in sorted(edges):
+            self.connect(first, second)
 
-    @property
-    def left(self) -> Mapping[int, float]:
-        """When each worker left after consolidation."""
-        return self._averaging.left
+    # --- hooks -----------------------------------------------------------------------------
+
+    def stands_still(self, rank: int, callback: Callable[[], None]) -> bool:
+        """Hook: whether ``rank`` stands still; ``callback`` is then called when it goes on."""
+        return False
+
+    def holds_up(self, rank: int, peer: int, callback: Callable[[], None]) -> bool:
+        """Hook: whether what ``rank`` sent cannot reach ``peer`` yet; then call back when it can.
+
+        A peer that stands still holds things up as well.
+        """
+        return False
+
+    def answer(self, rank: int, peer: int) -> Answer:
+        """Hook: what a dial from ``rank`` to ``peer`` meets."""
+        return "refused" if peer in self.crashed or peer == rank else "accepted"
+
+    def carries(self, rank: int, peer: int, envelope: Envelope) -> Envelope | Loss:
+        """Hook: what the link carries as a message is sent: it, another one, or what is lost."""
+        return envelope
+
+    def sends(self, rank: int, begin: Begin) -> Data:
+        """Hook: which data ``rank`` sends in an exchange; the peer closes the link to refuse."""
+        return "all"
+
+    def before(self, rank: int, actions: Sequence[Action]) -> None:
+        """Hook: ``rank`` is about to perform ``actions``, its answer to one input."""
+
+    def after(self, rank: int, actions: Sequence[Action]) -> None:
+        """Hook: ``rank`` has performed them."""
+
+    def perform_other(self, rank: int, action: Action) -> None:
+        """Hook: an action that only comes with faults or with consolidation."""
+
+    # --- what can be asked and done --------------------------------------------------------
 
     def running(self, rank: int) -> ExchangeId | None:
         """The exchange that ``rank`` is in."""
@@ -171,8 +168,13 @@ class Network:
         """The link between two workers, in either order; None where it is down."""
         return self._wires.get(_pair(first, second))
 
-    def perform(self, rank: int, actions: list[Action]) -> None:
+    def lives(self, worker: WorkerProtocol) -> bool:
+        """Whether the process of ``worker`` is still there."""
+        return self.workers.get(worker.rank) is worker and worker.rank not in self.crashed
+
+    def perform(self, rank: int, actions: Sequence[Action]) -> None:
         """Do what the protocol of ``rank`` asks, then wait for its next deadline."""
+        self.before(rank, actions)
         for action in actions:
             match action:
                 case Send(peer=peer, message=envelope):
@@ -190,92 +192,16 @@ class Network:
                     self._payload.rebuilt(rank, action, self.engine.now)
                     for peer in sorted(action.neighbours | action.dead):
                         self._want(rank, peer)
-                case Refresh(peer=peer):
-                    self._refresh(rank, peer)
-                case Superseded():
-                    self.superseded.append(rank)
-                    self.crash(rank)
-                    return
                 case _:
-                    self._averaging.perform(rank, action)
+                    self.perform_other(rank, action)
+                    if rank in self.crashed:
+                        break
         self._set_alarm(rank)
+        self.after(rank, actions)
 
     def done(self, rank: int) -> None:
-        """``rank`` trains no more; once all are done they consolidate and leave."""
+        """``rank`` trains no more; once all are done they consolidate."""
         self.perform(rank, self.workers[rank].done(self.engine.now))
-
-    def cut(self, first: int, second: int, by: int | None = None) -> None:
-        """Cut the link between two workers; it is made anew after ``reconnect_s``.
-
-        Where the network is parted, and ``by`` closes the link, the other end learns of it late.
-        """
-        wire = self._wires.pop(_pair(first, second), None)
-        if wire is None:
-            return
-        wire.is_up = False
-        latest = self.engine.now
-        for end, other in ((first, second), (second, first)):
-            learns = self.engine.now + self.conditions.detection_s(other, end)
-            latest = max(latest, learns)
-            if by == other and self._outages.is_apart(end, other):
-                learns += self._outages.heals_at - self.engine.now
-            self.engine.at(learns, partial(self._link_down, end, other))
-        again = latest + self.conditions.reconnect_s
-        for end, other in ((first, second), (second, first)):
-            self._retry_s[end, other] = FIRST_RETRY_S
-            self.engine.at(again, partial(self._try_again, end, other))
-
-    # --- faults ----------------------------------------------------------------------------
-
-    def crash(self, rank: int) -> None:
-        """The process of ``rank`` is gone: its links are closed, its address refuses dials."""
-        self.crashed.add(rank)
-        self._outages.forget(rank)
-        alarm = self._alarms.pop(rank, None)
-        if alarm is not None:
-            alarm.cancel()
-        if rank in self._running:
-            self._end(rank, "crashed")
-        for first, second in list(self._wires):
-            if rank in (first, second):
-                self.cut(first, second)
-        self._retry_s = {dial: wait for dial, wait in self._retry_s.items() if dial[0] != rank}
-        self._outbox = {dial: box for dial, box in self._outbox.items() if dial[0] != rank}
-
-    def start(self, worker: WorkerProtocol) -> None:
-        """A new process starts: after a crash of its rank, or as one that joins.
-
-        One that is joining first takes parameters from a live worker that it knows, and trains
-        once it has them; with nobody to give them its process ends.
-        """
-        rank = worker.rank
-        self.workers[rank] = worker
-        self.crashed.discard(rank)
-        self._averaging.started(rank)
-        if worker.membership.own.status is Status.JOINING:
-            self._join(worker)
-        else:
-            self._start_step(rank)
-            for peer in sorted(worker.neighbours):
-                self._want(rank, peer)
-        self._set_alarm(rank)
-
-    def stall(self, rank: int, duration_s: float) -> None:
-        """The process of ``rank`` stands still: what arrives waits, its kernel answers dials."""
-        until = self.engine.now + duration_s
-        if rank not in self.crashed and self._outages.stall(rank, until):
-            self.engine.at(until, partial(self._wake, rank))
-
-    def _wake(self, rank: int) -> None:
-        for callback in self._outages.wake(rank):
-            callback()
-
-    def partition(self, groups: Collection[Collection[int]], until: float) -> None:
-        """Until then nothing passes between two groups; what was sent arrives afterwards.
-
-        Links stay, silent, until an end closes them. Ranks in no group reach everybody.
-        """
-        self._outages.part(groups, until)
 
     # --- steps and deadlines ---------------------------------------------------------------
 
@@ -286,9 +212,9 @@ class Network:
         self.engine.at(end, partial(self._end_step, rank, self.workers[rank]), priority=1)
 
     def _end_step(self, rank: int, worker: WorkerProtocol) -> None:
-        if self._outages.wait(rank, partial(self._end_step, rank, worker)):
+        if self.stands_still(rank, partial(self._end_step, rank, worker)):
             return
-        if worker.is_done or not self._lives(worker):
+        if worker.is_done or not self.lives(worker):
             return
         now = self.engine.now
         self._payload.step_ended(rank, now)
@@ -309,16 +235,20 @@ class Network:
             self._alarms[rank] = self.engine.at(due, partial(self._poll, rank), priority=2)
 
     def _poll(self, rank: int) -> None:
-        if self._outages.wait(rank, partial(self._poll, rank)):
+        if self.stands_still(rank, partial(self._poll, rank)):
             return
         alarm = self._alarms.pop(rank, None)
         if alarm is not None:
             alarm.cancel()
-        self.perform(rank, self.workers[rank].poll(self.engine.now))
+        worker, now, exchange = self.workers[rank], self.engine.now, self._running.get(rank)
+        if exchange is not None and any(now < end.own_leave for end in exchange.ends.values()):
+            worker.progressed(now)  # its data flow all the time
+        self.perform(rank, worker.poll(now))
 
     # --- links -----------------------------------------------------------------------------
 
-    def _connect(self, first: int, second: int) -> None:
+    def connect(self, first: int, second: int) -> None:
+        """Link two workers, unless they are."""
         if self.wire(first, second) is not None:
             return
         self._wires[_pair(first, second)] = Wire(first, second)
@@ -328,6 +258,32 @@ class Network:
             for envelope in self._outbox.pop((end, other), ()):
                 self._send(end, other, envelope)
 
+    def cut(self, first: int, second: int, by: int | None = None) -> None:
+        """Cut the link between two workers; both dial again once they know.
+
+        ``by`` is the end that closes it: the other can learn of that only through the network.
+        """
+        wire = self._wires.pop(_pair(first, second), None)
+        if wire is None:
+            return
+        wire.is_up = False
+        again = self.engine.now
+        for end, other in ((first, second), (second, first)):
+            learns = self.engine.now + self.conditions.detection_s(other, end)
+            again = max(again, learns + RECONNECT_S)
+            self.engine.at(learns, partial(self._link_down, end, other, is_told=by == other))
+        for end, other in ((first, second), (second, first)):
+            self._retry_s[end, other] = FIRST_RETRY_S
+            self.engine.at(again, partial(self._try_again, end, other))
+
+    def _link_down(self, rank: int, peer: int, *, is_told: bool) -> None:
+        again = partial(self._link_down, rank, peer, is_told=is_told)
+        if self.holds_up(peer, rank, again) if is_told else self.stands_still(rank, again):
+            return
+        if self.wire(rank, peer) is not None or rank in self.crashed:
+            return  # made anew meanwhile, which said it already
+        self.perform(rank, self.workers[rank].link_down(peer, self.engine.now))
+
     def _want(self, rank: int, peer: int) -> None:
         """Dial ``peer``, again and again until there is a link."""
         if self.wire(rank, peer) is None and (rank, peer) not in self._retry_s:
@@ -335,91 +291,68 @@ class Network:
             self.engine.at(self.engine.now, partial(self._try_again, rank, peer))
 
     def _try_again(self, rank: int, peer: int) -> None:
-        if self._outages.wait(rank, partial(self._try_again, rank, peer)):
+        if self.stands_still(rank, partial(self._try_again, rank, peer)):
             return
         if (rank, peer) in self._retry_s:
             self._dial(rank, peer)
 
-    def _is_reachable(self, rank: int, peer: int) -> bool:
-        is_apart, is_stalled = self._outages.is_apart(rank, peer), self._outages.is_stalled(peer)
-        return peer not in self.crashed and not is_apart and not is_stalled
-
     def _dial(self, rank: int, peer: int) -> None:
-        now = self.engine.now
-        if rank == peer or (peer in self.crashed and not self._outages.is_apart(rank, peer)):
-            answers = now + self.conditions.latency_s(peer, rank)
-            self.engine.at(answers, partial(self._dial_failed, rank, peer, is_refused=True))
-        elif self._is_reachable(rank, peer):
-            self.engine.at(now, partial(self._connect_if_alive, rank, peer))
-        else:
-            answers = now + self.conditions.dial_timeout_s
-            self.engine.at(answers, partial(self._dial_failed, rank, peer, is_refused=False))
+        answer, after_s = self.answer(rank, peer), 0.0
+        if answer == "refused":
+            after_s = self.conditions.latency_s(peer, rank)
+        elif answer == "silence":
+            after_s = DIAL_TIMEOUT_S
+        self.engine.at(self.engine.now + after_s, partial(self._dialled, rank, peer, answer))
 
-    def _connect_if_alive(self, rank: int, peer: int) -> None:
-        if rank in self.crashed or self._outages.is_stalled(rank):
-            return
-        if self._is_reachable(rank, peer):
-            self._connect(rank, peer)
-        elif self.wire(rank, peer) is None:
-            self._dial(rank, peer)
-
-    def _dial_failed(self, rank: int, peer: int, *, is_refused: bool) -> None:
-        failed = partial(self._dial_failed, rank, peer, is_refused=is_refused)
-        if rank in self.crashed or self._outages.wait(rank, failed):
+    def _dialled(self, rank: int, peer: int, answer: Answer) -> None:
+        if rank in self.crashed or self.stands_still(
+            rank, partial(self._dialled, rank, peer, answer)
+        ):
             return
         if self.wire(rank, peer) is not None:
+            return
+        if answer == "accepted":
+            if self.answer(rank, peer) == "accepted":  # still
+                self.connect(rank, peer)
+            else:
+                self._dial(rank, peer)
             return
         worker, now = self.workers[rank], self.engine.now
         retry_s = self._retry_s.get((rank, peer))
         if retry_s is not None:
             self._retry_s[rank, peer] = min(2 * retry_s, LONGEST_RETRY_S)
             self.engine.at(now + retry_s, partial(self._try_again, rank, peer))
-        if is_refused:
+        if answer == "refused":
             self._outbox.pop((rank, peer), None)
-            self.perform(rank, worker.peer_dead(peer, now))
+            self.perform(rank, worker.dial_refused(peer, now))
         else:
             self.perform(rank, worker.peer_unreachable(peer, now))
-
-    def _link_down(self, rank: int, peer: int) -> None:
-        if self._outages.wait(rank, partial(self._link_down, rank, peer)):
-            return
-        if self.wire(rank, peer) is not None or rank in self.crashed:
-            return  # made anew meanwhile, which said it already
-        self.perform(rank, self.workers[rank].link_down(peer, self.engine.now))
 
     def _send(self, rank: int, peer: int, envelope: Envelope) -> None:
         wire = self.wire(rank, peer)
         if wire is None and isinstance(envelope.message, DIALLED_MESSAGES):
-            if self._is_reachable(rank, peer):
-                self._connect(rank, peer)
+            if self.answer(rank, peer) == "accepted":
+                self.connect(rank, peer)
                 wire = self.wire(rank, peer)
             else:
                 self._outbox.setdefault((rank, peer), []).append(envelope)
                 self._want(rank, peer)
         if wire is None:
             return
-        number = self._num_sent
-        self._num_sent += 1
         self.num_messages[type(envelope.message).__name__] += 1
-        if number in self.conditions.cut_at_messages:
+        carried = self.carries(rank, peer, envelope)
+        if carried == "link lost":
             self.cut(rank, peer)
-            return
-        latency_s = self.conditions.latency_s(rank, peer)
-        arrives = wire.carry_message(rank, self.engine.now, latency_s)
-        self.engine.at(arrives, partial(self._deliver, wire, rank, peer, envelope))
+        elif isinstance(carried, Envelope):
+            latency_s = self.conditions.latency_s(rank, peer)
+            arrives = wire.carry_message(rank, self.engine.now, latency_s)
+            self.engine.at(arrives, partial(self._deliver, wire, rank, peer, carried))
 
     def _deliver(self, wire: Wire, rank: int, peer: int, envelope: Envelope) -> None:
         if self.holds_up(rank, peer, partial(self._deliver, wire, rank, peer, envelope)):
             return
         if wire.is_up:
             self.perform(peer, self.workers[peer].receive(rank, envelope, self.engine.now))
-
-    def holds_up(self, rank: int, peer: int, arrive: Callable[[], None]) -> bool:
-        """Whether what arrives at ``peer`` from ``rank`` has to wait: then it is seen to."""
-        if self._outages.is_apart(rank, peer):
-            self.engine.at(self._outages.heals_at, arrive)
-            return True
-        return self._outages.wait(peer, arrive)
 
     # --- exchanges -------------------------------------------------------------------------
 
@@ -429,109 +362,59 @@ class Network:
             raise RuntimeError(
                 f"rank {rank} begins {begin.id} while in {self._running[rank].id} at {now}"
             )
-        record = self.records.get(begin.id)
-        if record is None:
-            record = ExchangeRecord(begin.id, self.conditions.transfer_s(rank, peer))
-            self.records[begin.id] = record
-        record.ends[rank] = End(now, begin.alpha_tilde)
+        exchange = self.exchanges.get(begin.id)
+        if exchange is None:
+            exchange = Exchange(begin.id, self.conditions.transfer_s(rank, peer))
+            self.exchanges[begin.id] = exchange
+        exchange.ends[rank] = end = End(now, begin.alpha_tilde, own_leave=now)
+        self._running[rank] = exchange
         data = self._payload.exchange_began(rank, begin, now)
-        wire = self.wire(rank, peer)
-        if wire is None:  # cut already; the end will learn of it
-            self._running[rank] = _Running(begin.id, own_leave=now)
+        wire, sent = self.wire(rank, peer), self.sends(rank, begin)
+        if wire is None or sent == "nothing":  # cut already; the end will learn of it
             return
-        leave, arrive = wire.carry_data(
-            rank, now, record.transfer_s, self.conditions.latency_s(rank, peer)
-        )
-        self._running[rank] = _Running(begin.id, own_leave=leave)
-        self.engine.at(arrive, partial(self._data_arrived, wire, rank, begin, data))
-
-    def _data_arrived(self, wire: Wire, rank: int, begin: Begin, data: object) -> None:
-        # At the end that was asked these are the initiator's data, which confirm its ACCEPT.
-        now, peer = self.engine.now, begin.peer
-        if self.holds_up(rank, peer, partial(self._data_arrived, wire, rank, begin, data)):
-            return
-        running = self._running.get(peer)
-        if not wire.is_up or running is None or running.id != begin.id:
-            return
-        self._payload.data_arrived(peer, begin.id, data, now)
-        if running.own_leave > now:
-            self.engine.at(running.own_leave, partial(self._finish, wire, peer, rank, running))
+        latency_s = self.conditions.latency_s(rank, peer)
+        end.own_leave, arrive = wire.carry_data(rank, now, exchange.transfer_s, latency_s)
+        if sent == "refused":
+            self.engine.at(arrive, partial(self.cut, rank, peer, by=peer))
         else:
-            self._finish(wire, peer, rank, running)
+            self.engine.at(arrive, partial(self._data_arrived, wire, rank, peer, exchange, data))
 
-    def _finish(self, wire: Wire, rank: int, peer: int, running: _Running) -> None:
-        if self._outages.wait(rank, partial(self._finish, wire, rank, peer, running)):
+    def _data_arrived(
+        self, wire: Wire, rank: int, peer: int, exchange: Exchange, data: object
+    ) -> None:
+        # At the end that was asked these are the initiator's data, which confirm its ACCEPT.
+        now = self.engine.now
+        if self.holds_up(rank, peer, partial(self._data_arrived, wire, rank, peer, exchange, data)):
             return
-        if not wire.is_up or self._running.get(rank) is not running:
+        if not wire.is_up or self._running.get(peer) is not exchange:
+            return
+        self._payload.data_arrived(peer, exchange.id, data, now)
+        finish = partial(self._finish, wire, peer, rank, exchange)
+        own_leave = exchange.ends[peer].own_leave
+        if own_leave > now:
+            self.engine.at(own_leave, finish)
+        else:
+            finish()
+
+    def _finish(self, wire: Wire, rank: int, peer: int, exchange: Exchange) -> None:
+        if self.stands_still(rank, partial(self._finish, wire, rank, peer, exchange)):
+            return
+        if not wire.is_up or self._running.get(rank) is not exchange:
             return
         self._end(rank, "finished")
         worker, now = self.workers[rank], self.engine.now
-        self.perform(rank, worker.finished(running.id, now))
-        if self._lives(worker):
+        self.perform(rank, worker.finished(exchange.id, now))
+        if self.lives(worker):
             self.perform(rank, worker.heard(peer, now))
 
-    # --- parameters of others --------------------------------------------------------------
-
-    def _refresh(self, rank: int, peer: int) -> None:
-        worker, wire = self.workers[rank], self.wire(rank, peer)
-        ends = self.engine.now + self.conditions.transfer_s(peer, rank)
-        self.engine.at(ends, partial(self._refresh_ends, worker, peer, wire))
-
-    def _refresh_ends(self, worker: WorkerProtocol, peer: int, wire: Wire | None) -> None:
-        rank, now = worker.rank, self.engine.now
-        if self.holds_up(peer, rank, partial(self._refresh_ends, worker, peer, wire)):
-            return
-        if not self._lives(worker):
-            return
-        if wire is not None and wire.is_up and self.workers[peer].can_donate:
-            self._payload.took_over(rank, peer, now)
-            self.refreshed.append((now, rank, peer))
-            self.perform(rank, worker.refreshed(now))
-        else:
-            self.perform(rank, worker.refresh_failed(peer, now))
-
-    def _join(self, worker: WorkerProtocol) -> None:
-        """Ask the next who can give parameters; called again until somebody has."""
-        rank, now = worker.rank, self.engine.now
-        if not self._lives(worker) or self._outages.wait(rank, partial(self._join, worker)):
-            return
-        donors = [
-            peer
-            for peer in worker.membership.live()
-            if peer != rank and self._is_reachable(rank, peer) and self.workers[peer].can_donate
-        ]
-        if not donors:
-            self.crash(rank)
-            return
-        self._connect(rank, donors[0])
-        ends = now + self.conditions.transfer_s(donors[0], rank)
-        wire = self.wire(rank, donors[0])
-        self.engine.at(ends, partial(self._join_ends, worker, donors[0], wire))
-
-    def _join_ends(self, worker: WorkerProtocol, peer: int, wire: Wire | None) -> None:
-        rank, now = worker.rank, self.engine.now
-        if self.holds_up(peer, rank, partial(self._join_ends, worker, peer, wire)):
-            return
-        if wire is None or not wire.is_up or not self.workers[peer].can_donate:
-            self._join(worker)
-        elif self._lives(worker):
-            self._payload.took_over(rank, peer, now)
-            self.refreshed.append((now, rank, peer))
-            self.perform(rank, worker.joined(now))
-            self._start_step(rank)
-
-    def _lives(self, worker: WorkerProtocol) -> bool:
-        return self.workers.get(worker.rank) is worker and worker.rank not in self.crashed
-
-    def _end(self, rank: int, outcome: str) -> None:
-        id = self._running.pop(rank).id
-        self._payload.exchange_ended(rank, id, self.engine.now)
-        record = self.records[id]
-        end = record.ends[rank]
+    def _end(self, rank: int, outcome: Literal["finished", "stopped", "crashed"]) -> None:
+        exchange = self._running.pop(rank)
+        self._payload.exchange_ended(rank, exchange.id, self.engine.now)
+        end = exchange.ends[rank]
         end.ended, end.outcome = self.engine.now, outcome
-        self.num_exchanges += record.is_complete
-        if not self._keeps_records and all(end.ended is not None for end in record.ends.values()):
-            del self.records[id]
+        self.num_exchanges += exchange.is_complete
+        if not self._keeps_exchanges and all(e.ended is not None for e in exchange.ends.values()):
+            del self.exchanges[exchange.id]
 
 
 def _pair(first: int, second: int) -> tuple[int, int]:

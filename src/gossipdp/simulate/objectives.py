@@ -1,202 +1,233 @@
-"""The objectives by their names on the command line, built in or the user's own."""
+"""What simulated workers minimise: the seam to their gradients, and two objectives without data.
+
+An :class:`Objective` describes; :meth:`Objective.begin` makes the :class:`GradientSource` of one
+run, which owns that run's random state and data order.
+"""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from types import ModuleType
-from typing import Any, final
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor
 
-from gossipdp.simulate.consensus import Consensus
-from gossipdp.simulate.module_objective import ModuleObjective
-from gossipdp.simulate.objective import Evaluation, GradientSource, Objective
-from gossipdp.simulate.quadratic import Quadratic
-from gossipdp.workloads.digits import Digits, Network
-
-OBJECTIVES = ("consensus", "quadratic", "digits", "digits-convolutional")
-
-CONVOLUTIONAL_ROWS = 8
-"""So many convolutional networks at once fit the processor's caches; 64 take twice as long each."""
+BLOCK_VALUES = 4096
+"""So much noise is drawn for a rank at once, since a single draw costs as much as many."""
 
 
-def make_objective(
-    name: str,
-    *,
-    dimension: int = 64,
-    mu: float = 1.0,
-    smoothness: float = 1.0,
-    noise_variance: float = 1.0,
-    heterogeneity: float = 0.0,
-    batch_size: int = 32,
-    disjoint: bool = False,
-    dirichlet_alpha: float | None = None,
-) -> Objective:
-    """The objective of this name; arguments of other objectives play no part.
+@dataclass(frozen=True)
+class Gradients:
+    """What one gradient step each of k workers found.
 
-    ====================  =======================================================================
-    consensus             no gradients; ``dimension``
-    quadratic             ``dimension``, ``mu``, ``smoothness``, ``noise_variance``,
-                          ``heterogeneity``: see :class:`~gossipdp.simulate.quadratic.Quadratic`
-    digits                see :func:`digits_objective`; ``batch_size``, ``disjoint``,
-                          ``dirichlet_alpha``
-    digits-convolutional  the same with the network of ``gossipdp demo``
-    module:function       what that function returns: see :func:`load_objective`
-    ====================  =======================================================================
-
-    Raises:
-        ValueError: the name is unknown, or an argument is not valid.
+    Attributes:
+        values: gradients of the trained columns; (k, num_trained).
+        buffer_changes: what the steps add to the buffer columns; (k, d - num_trained).
+        losses: training loss of each batch; (k,).
     """
-    if name == "consensus":
-        return Consensus(dimension)
-    if name == "quadratic":
-        return Quadratic(dimension, mu, smoothness, noise_variance, heterogeneity)
-    if name in ("digits", "digits-convolutional"):
-        return digits_objective(
-            network="perceptron" if name == "digits" else "convolutional",
-            batch_size=batch_size,
-            disjoint=disjoint,
-            dirichlet_alpha=dirichlet_alpha,
-        )
-    if ":" in name:
-        return load_objective(name)
-    raise ValueError(
-        f"there is no objective {name!r}; choose one of {', '.join(OBJECTIVES)}, or name a "
-        "function that returns one: package.module:function or file.py:function"
-    )
+
+    values: Tensor
+    buffer_changes: Tensor
+    losses: Tensor
 
 
-def digits_objective(
-    *,
-    network: Network = "perceptron",
-    batch_size: int = 32,
-    disjoint: bool = False,
-    dirichlet_alpha: float | None = None,
-) -> ModuleObjective:
-    """Handwritten digits, as :class:`~gossipdp.workloads.Digits` has them.
+@dataclass(frozen=True)
+class Evaluation:
+    """How good one row of parameters is."""
 
-    The loss is that of all 1,437 training images, whatever images each worker has; the metric
-    is the accuracy on the 360 test images.
+    loss: float
+    """Over the training objective."""
+    metric: float | None = None
+    """On held-out data, where the objective has such."""
 
-    The perceptron (64-64-10) is the default, since simulations compute the gradients of all
-    workers on one machine: one of 64 workers' at a time costs well under 0.1 ms, where one of the
-    demo's convolutional network costs 5 to 10 ms. It differs between methods and graphs as much.
 
-    Args:
-        network: "perceptron", or "convolutional" as in ``gossipdp demo``, with BatchNorm.
-        batch_size: images in each gradient step of a worker.
-        disjoint: no two workers have the same images.
-        dirichlet_alpha: class shares of each worker's images ~ Dirichlet(alpha); None: alike.
+class GradientSource(ABC):
+    """The gradients of one run.
+
+    Attributes:
+        start: where each worker starts; (n, d). Its dtype is that of the whole run.
+        num_trained: the first so many columns are parameters; the rest are float buffers, which
+            exchanges average without momentum.
     """
-    digits = Digits(
-        network=network,
-        batch_size=batch_size,
-        disjoint=disjoint,
-        dirichlet_alpha=dirichlet_alpha,
-    )
-    is_perceptron = network == "perceptron"
-    return ModuleObjective(
-        digits.make_model,
-        digits.loss,
-        digits.train_loader,
-        evaluate=partial(_judge_digits, digits),
-        name="digits" if is_perceptron else "digits-convolutional",
-        metric_name=digits.metric_name,
-        vectorized=True,
-        max_rows=64 if is_perceptron else CONVOLUTIONAL_ROWS,
-    )
+
+    start: Tensor
+    num_trained: int
+
+    @abstractmethod
+    def gradients(self, ranks: Sequence[int], x: Tensor) -> Gradients:
+        """The next gradient step of each of ``ranks`` at the rows ``x`` of shape (k, d).
+
+        Called once for every step of a rank, in the order of that rank's steps. The answer for a
+        rank does not depend on the ranks that it is asked with.
+        """
+
+    @abstractmethod
+    def evaluate(self, x: Tensor) -> Evaluation:
+        """Judge one row of shape (d,); draws nothing from the run's random state."""
 
 
-def load_objective(place: str) -> Objective:
-    """The objective that a function of the user's returns, called without arguments.
-
-    Args:
-        place: ``package.module:function`` of a module that can be imported, or
-            ``file.py:function``.
-
-    Returns:
-        An objective that can be pickled whatever the function returned, since it is made anew
-        from ``place`` in each process.
-
-    Raises:
-        ValueError: there is no such module, file or function, or it returns something else.
-    """
-    return _LoadedObjective(place)
-
-
-@final
-class _LoadedObjective(Objective):
-    def __init__(self, place: str) -> None:
-        module_name, _, function_name = place.rpartition(":")
-        if not module_name or not function_name:
-            raise ValueError(
-                f"{place!r} names no function; write package.module:function or file.py:function"
-            )
-        if module_name.endswith(".py"):
-            path = Path(module_name).resolve()
-            self._place = f"{path}:{function_name}"
-            module = _import_file(path)
-        else:
-            self._place = place
-            module = _import_module(module_name)
-        function: Callable[[], Any] | None = getattr(module, function_name, None)
-        if not callable(function):
-            raise ValueError(f"{module_name} has no function {function_name!r}")
-        objective = function()
-        if not isinstance(objective, Objective):
-            raise ValueError(
-                f"{place} returned a {type(objective).__name__}; it must return a "
-                "gossipdp.simulate.Objective, for instance a ModuleObjective"
-            )
-        self._objective = objective
-
-    def __reduce__(self) -> tuple[type[_LoadedObjective], tuple[str]]:
-        return _LoadedObjective, (self._place,)
+class Objective(ABC):
+    """A task for simulated workers; frozen and picklable."""
 
     @property
+    @abstractmethod
     def name(self) -> str:
-        return self._objective.name
+        """What to call it in tables and figures."""
 
     @property
     def has_gradients(self) -> bool:
-        return self._objective.has_gradients
+        """Whether workers take gradient steps at all."""
+        return True
 
     @property
     def metric_name(self) -> str | None:
-        return self._objective.metric_name
+        """What :attr:`Evaluation.metric` is called; None where there is none."""
+        return None
+
+    @abstractmethod
+    def begin(self, num_workers: int, seed: int) -> GradientSource:
+        """The gradients of one run; the same arguments give the same run."""
+
+
+@final
+@dataclass(frozen=True)
+class Consensus(Objective):
+    """Every worker starts from a standard normal vector of ``dimension`` values, and only mixes."""
+
+    dimension: int = 64
+
+    name: ClassVar[str] = "consensus"
+    has_gradients: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.dimension < 1:
+            raise ValueError(f"dimension is {self.dimension}; it must be at least 1")
 
     def begin(self, num_workers: int, seed: int) -> GradientSource:
-        return self._objective.begin(num_workers, seed)
+        return _NoGradients(self.dimension, num_workers, seed)
 
 
-def _import_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # something that the user's module needs
-        raise ValueError(
-            f"there is no module {name!r} on the import path; name a file instead: file.py:function"
-        ) from None
+class _NoGradients(GradientSource):
+    def __init__(self, dimension: int, num_workers: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.start = torch.randn(num_workers, dimension, generator=generator, dtype=torch.float64)
+        self.num_trained = dimension
+
+    def gradients(self, ranks: Sequence[int], x: Tensor) -> Gradients:
+        raise AssertionError("consensus has no gradients")
+
+    def evaluate(self, x: Tensor) -> Evaluation:
+        return Evaluation(loss=float("nan"))
 
 
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}")
-    name = f"gossipdp_objective_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up the module of their annotations there
-    spec.loader.exec_module(module)
-    return module
+@final
+@dataclass(frozen=True)
+class Quadratic(Objective):
+    """Each worker has its own quadratic; only their mean has its least value at x*.
+
+        f_i(x) = 1/2 (x - x*)^T A (x - x*) + g_i^T (x - x*),    sum_i g_i = 0
+        gradient of worker i = A (x - x*) + g_i + noise
+
+    A is diagonal, its eigenvalues spaced evenly in their logarithms from ``mu`` to ``smoothness``.
+    The drifts g_i are drawn from a normal distribution, then centred and scaled. (Where A can be
+    inverted, f_i is 1/2 (x - b_i)^T A (x - b_i) but for a constant, with b_i = x* - A^-1 g_i; in
+    this form A may also be zero.) All workers start at zero; x* is standard normal.
+
+    The loss is that of the mean objective over its least value, f(x) - f(x*), without noise.
+
+    With ``mu = smoothness = 0`` there is nothing to learn, but noise and drift remain: what is
+    left of the consensus distance in the long run is then what the exchanges make of them.
+
+    Args:
+        dimension: d, at least 1.
+        mu, smoothness: the least and the largest eigenvalue of A; both zero for A = 0.
+        noise_variance: sigma^2, the expected squared norm of a gradient's noise; each coordinate
+            has sigma^2 / d, normal and independent.
+        heterogeneity: zeta^2 = (1/n) sum_i |gradient of f_i at x*|^2 = (1/n) sum_i |g_i|^2;
+            one worker alone has none.
+    """
+
+    dimension: int = 64
+    mu: float = 1.0
+    smoothness: float = 1.0
+    noise_variance: float = 1.0
+    heterogeneity: float = 0.0
+
+    name: ClassVar[str] = "quadratic"
+
+    def __post_init__(self) -> None:
+        if self.dimension < 1:
+            raise ValueError(f"dimension is {self.dimension}; it must be at least 1")
+        for field in ("mu", "smoothness", "noise_variance", "heterogeneity"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{field} is {value}; it must be a number of at least 0")
+        if self.mu > self.smoothness or (self.mu == 0) != (self.smoothness == 0):
+            raise ValueError(
+                f"mu is {self.mu} and smoothness {self.smoothness}; they must be "
+                "0 < mu <= smoothness, or both 0 for noise and drift alone"
+            )
+
+    def begin(self, num_workers: int, seed: int) -> QuadraticSource:
+        return QuadraticSource(self, num_workers, seed)
 
 
-def _judge_digits(digits: Digits, model: nn.Module) -> Evaluation:
-    return Evaluation(loss=digits.training_loss(model), metric=digits.evaluate(model))
+@final
+class QuadraticSource(GradientSource):
+    """One run of a :class:`Quadratic`.
+
+    Attributes:
+        optimum: x*; (d,).
+        eigenvalues: the diagonal of A; (d,).
+        drifts: g_i; (n, d).
+    """
+
+    def __init__(self, objective: Quadratic, num_workers: int, seed: int) -> None:
+        dimension = objective.dimension
+        self.start = torch.zeros(num_workers, dimension, dtype=torch.float64)
+        self.num_trained = dimension
+        random = np.random.default_rng([seed, 0])
+        self.optimum = torch.from_numpy(random.standard_normal(dimension))
+        self.eigenvalues = torch.zeros(dimension, dtype=torch.float64)
+        if objective.mu:
+            spaced = np.geomspace(objective.mu, objective.smoothness, dimension)
+            self.eigenvalues = torch.from_numpy(spaced)
+        drifts = random.standard_normal((num_workers, dimension))
+        drifts -= drifts.mean(axis=0)
+        if num_workers > 1:
+            drifts *= math.sqrt(objective.heterogeneity * num_workers) / np.linalg.norm(drifts)
+        self.drifts = torch.from_numpy(drifts)
+        self._deviation = math.sqrt(objective.noise_variance / dimension)
+        # A source of its own for every rank, so that no rank's noise depends on the others.
+        self._sources = [np.random.default_rng([seed, 1 + rank]) for rank in range(num_workers)]
+        num_steps = max(1, BLOCK_VALUES // dimension)
+        self._noise = np.empty((num_workers, num_steps, dimension))
+        self._places = np.full(num_workers, num_steps)
+
+    def gradients(self, ranks: Sequence[int], x: Tensor) -> Gradients:
+        rows = list(ranks)
+        away, drifts = x - self.optimum, self.drifts.index_select(0, torch.tensor(rows))
+        pull = away * self.eigenvalues
+        values = pull + drifts
+        losses = ((0.5 * pull + drifts) * away).sum(dim=1)
+        if self._deviation:
+            values += torch.from_numpy(self._draw(rows)) * self._deviation
+        return Gradients(values, x.new_zeros(len(rows), 0), losses)
+
+    def evaluate(self, x: Tensor) -> Evaluation:
+        away = x - self.optimum
+        return Evaluation(loss=0.5 * float((away * self.eigenvalues * away).sum()))
+
+    def _draw(self, rows: list[int]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+        """The next standard normal vector of each rank; (k, d)."""
+        for rank in rows:
+            if self._places[rank] == self._noise.shape[1]:
+                self._sources[rank].standard_normal(out=self._noise[rank])
+                self._places[rank] = 0
+        drawn = self._noise[rows, self._places[rows]]
+        self._places[rows] += 1
+        return drawn

@@ -18,12 +18,11 @@ from gossipdp.simulate.mixing import (
     multiplications_per_step,
     second_eigenvalue,
 )
-from gossipdp.simulate.objective import Gradients
+from gossipdp.simulate.objectives import Gradients
 from gossipdp.simulate.population import Population
-from gossipdp.simulate.recorder import Recorder
 from gossipdp.simulate.scenario import Scenario
-from gossipdp.simulate.trace import Interval, Trace
-from gossipdp.workloads.workload import learning_rate_factor
+from gossipdp.simulate.trace import Interval, Recorder, Trace
+from gossipdp.tasks.workload import learning_rate_factor
 
 CLOCK_TOLERANCE = 1e-9
 """Sums of step times may be off by this share: a round that ends when a record is due counts."""

@@ -1,15 +1,28 @@
-"""What a simulated run leaves: its time series, and what can be read off them."""
+"""What a simulated run leaves: its time series, who records them, and how fast workers agreed."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import ArrayLike
+
+from gossipdp.simulate.objectives import Evaluation, GradientSource
+from gossipdp.simulate.population import Population
+from gossipdp.simulate.scenario import Scenario
+
+Series: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+TAIL_HIGHEST, TAIL_LOWEST = 1e-3, 1e-24
+"""Between these shares of its first value the consensus distance falls at its lasting rate."""
+LEAST_FALL = 1e-2
+"""A run that did not get below this share says nothing about the lasting rate."""
+MIN_DECAY_RECORDS = 3
 
 Activity: TypeAlias = Literal["computing", "exchanging", "waiting"]
 
@@ -81,7 +94,7 @@ class Trace:
     arithmetic: str = "torch"
     wall_s: float = 0.0
 
-    def column(self, name: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def column(self, name: str) -> Series:
         """One time series by its name in :class:`Record`; (num_records + 1,)."""
         return np.array([getattr(record, name) for record in self.records], dtype=np.float64)
 
@@ -112,57 +125,131 @@ class Trace:
         }
         return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
 
-    def decay_per_exchange(self, highest: float = 1e-1, lowest: float = 1e-20) -> float:
-        """Slope of -log(consensus distance) over exchanges per worker, by least squares.
-
-        Args:
-            highest, lowest: the part of the run that counts, as shares of the first consensus
-                distance: its start is a transient, its end may be rounding.
-
-        Raises:
-            ValueError: fewer than three records lie in that part.
-        """
+    def decay_per_exchange(self, lowest: float = TAIL_LOWEST) -> float:
+        """How fast the workers agreed: see :func:`decay_per_exchange`."""
         return decay_per_exchange(
             self.column("exchanges") * 2.0 / self.num_workers,
             self.column("consensus_distance"),
-            highest=highest,
             lowest=lowest,
         )
 
 
-MIN_DECAY_RECORDS = 3
-
-
 def decay_per_exchange(
-    exchanges_per_worker: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]],
-    consensus_distances: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]],
+    exchanges_per_worker: ArrayLike,
+    consensus_distances: ArrayLike,
     *,
-    highest: float,
-    lowest: float,
+    lowest: float = TAIL_LOWEST,
 ) -> float:
-    """Slope of -log(distance) over exchanges per worker between two shares of the first distance.
+    """Slope of -log(consensus distance) over exchanges per worker, by least squares.
 
-    The part runs from the first record at or below ``highest`` to the last before the first one
-    below ``lowest``.
+    At first modes of all speeds decay together; the slowest is what lasts. So the slope is taken
+    between 1e-3 and ``lowest`` of the first distance: from the first record at or below the one to
+    the last before the first one below the other. If the run did not get to ``lowest``, it is taken
+    over the second half of the decades that it fell, if those are two at least: an estimate that is
+    on the high side.
 
-    Raises:
-        ValueError: fewer than three records lie in that part.
+    Args:
+        exchanges_per_worker, consensus_distances: one each record.
+        lowest: below this share of the first distance lies rounding; 1e-24 for float64.
+
+    Returns:
+        The slope; NaN for a run that fell less than two decades, or within three records.
     """
-    exchanges = np.asarray(exchanges_per_worker, dtype=np.float64)
-    shares = np.asarray(consensus_distances, dtype=np.float64) / consensus_distances[0]
-    begin = _first(shares <= highest)
+    distances = np.asarray(consensus_distances, dtype=np.float64)
+    fallen = lowest_share(distances)
+    if fallen > LEAST_FALL:
+        return math.nan
+    shares = distances / distances[0]
+    begin = _first(shares <= max(TAIL_HIGHEST, math.sqrt(fallen)))
     end = _first(shares < lowest)
-    part = slice(begin, end)
-    if end - begin < MIN_DECAY_RECORDS:
-        raise ValueError(
-            f"the consensus distance fell to {shares.min():.2g} of its first value, with "
-            f"{max(0, end - begin)} records between {highest:g} and {lowest:g} of it; a slope "
-            f"needs {MIN_DECAY_RECORDS}: simulate more steps, or record more often"
-        )
-    slope, _ = np.polyfit(exchanges[part], -np.log(shares[part]), 1)
+    exchanges = np.asarray(exchanges_per_worker, dtype=np.float64)[begin:end]
+    if len(set(exchanges.tolist())) < MIN_DECAY_RECORDS:
+        return math.nan
+    slope, _ = np.polyfit(exchanges, -np.log(shares[begin:end]), 1)
     return float(slope)
+
+
+def lowest_share(consensus_distances: Series) -> float:
+    """To which share of its first value the consensus distance fell; 1 for no distance at all."""
+    first = consensus_distances[0]
+    return float(np.nanmin(consensus_distances) / first) if first > 0 else 1.0
 
 
 def _first(condition: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
     """The first place where it holds; the length where it never does."""
     return int(np.argmax(condition)) if condition.any() else len(condition)
+
+
+class Recorder:
+    """Records the network at evenly spaced moments, and says when the run is over.
+
+    Args:
+        scenario: how long the run is, how many records, and when to stop before.
+        method: its method.
+        population: what is recorded.
+        source: judges the mean row; None where there are no gradients.
+        on_progress: told the share of the run that is done, at each record.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        method: str,
+        population: Population,
+        source: GradientSource | None,
+        on_progress: Callable[[float], None],
+    ) -> None:
+        self.trace = Trace(method, scenario.num_workers, scenario.compute_time.nominal_s)
+        self.end_s = scenario.num_steps * scenario.compute_time.nominal_s
+        """When the run is over at the latest, in virtual seconds."""
+        self._scenario = scenario
+        self._population = population
+        self._source = source
+        self._on_progress = on_progress
+
+    @property
+    def next_s(self) -> float:
+        """When the next record is due; inf once all are made."""
+        made = len(self.trace.records)
+        if made > self._scenario.num_records:
+            return math.inf
+        return self.end_s * made / self._scenario.num_records
+
+    def record(
+        self,
+        *,
+        exchanges: int,
+        gradient_steps: int,
+        batch_loss: float = math.nan,
+        idle_share: float = 0.0,
+    ) -> bool:
+        """Make the record that is due at :attr:`next_s`; return whether the run goes on."""
+        judged = Evaluation(loss=math.nan)
+        if self._source is not None:
+            judged = self._source.evaluate(self._population.mean())
+        records = self.trace.records
+        time_s = self.next_s
+        records.append(
+            Record(
+                time_s=time_s,
+                loss=judged.loss,
+                batch_loss=batch_loss,
+                metric=math.nan if judged.metric is None else judged.metric,
+                consensus_distance=self._population.consensus_distance(),
+                exchanges=exchanges,
+                gradient_steps=gradient_steps,
+                idle_share=idle_share,
+                drift=self._population.drift(),
+            )
+        )
+        self._on_progress(min(1.0, time_s / self.end_s))
+        distance, first = records[-1].consensus_distance, records[0].consensus_distance
+        if distance < self._scenario.stop_below * first or not math.isfinite(distance):
+            self._on_progress(1.0)
+            return False
+        return len(records) <= self._scenario.num_records
+
+    def interval(self, interval: Interval) -> None:
+        """Keep what a worker did, if the scenario asks for it."""
+        if self._scenario.keep_timeline:
+            self.trace.intervals.append(interval)

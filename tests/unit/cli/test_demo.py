@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from gossipdp.cli.demo import (
+    DEFAULT_SAMPLES,
     DemoArguments,
     MethodName,
     WorkloadName,
@@ -21,7 +22,7 @@ from gossipdp.cli.demo import (
 )
 from gossipdp.cli.demo_worker import DemoTask, WorkerResult
 from gossipdp.parallel.options import METHODS
-from gossipdp.workloads import WORKLOADS
+from gossipdp.tasks import WORKLOADS
 
 
 @pytest.mark.parametrize(
@@ -54,19 +55,20 @@ def test_bad_input_is_refused_before_any_process_starts(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("gossipdp.runtime.launcher.launch", fail)
+    monkeypatch.setattr("gossipdp.launcher.local.launch", fail)
     with pytest.raises(ValueError, match=message):
         run(replace(DemoArguments(), **changes))
 
 
 def test_the_task_follows_from_the_arguments(tmp_path: Path) -> None:
     workload, task = prepare(DemoArguments(slow_worker="2:4", output=tmp_path, samples=64))
-    assert workload.name == task.workload == "digits"
+    assert task.workload == "digits"
+    assert workload.metric_name == "test_accuracy"
     assert task.slow_worker == (2, 4.0)
     assert task.samples == 64
     assert task.directory == tmp_path
     assert task.configuration["batch_size"] == workload.batch_size
-    assert prepare(DemoArguments())[1].samples == workload.default_budget_samples
+    assert prepare(DemoArguments())[1].samples == DEFAULT_SAMPLES["digits"]
 
 
 def test_the_names_are_those_of_the_library() -> None:

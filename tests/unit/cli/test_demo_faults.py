@@ -13,15 +13,14 @@ from gossipdp.cli.demo_faults import (
     least_duration_s,
     parse_faults,
 )
-from gossipdp.observe.run_log import RunLog
-from gossipdp.observe.run_log_records import BeganRecord, EndRecord, worker_file
-from gossipdp.observe.run_log_writer import RunLogWriter
+from gossipdp.launcher.supervisor import Ending, Failure
+from gossipdp.observe.log import BeganRecord, EndRecord, RunLog, worker_file
+from gossipdp.observe.log_writer import RunLogWriter
 from gossipdp.report.live import WorkerProgress
-from gossipdp.runtime.crew import Ending, Failure
 
 
 def parse(kill: str | None = None, stop: str | None = None, **options: Any) -> tuple[Fault, ...]:
-    return parse_faults(kill, stop, **{"num_workers": 4, "restart": False, **options})
+    return parse_faults(kill, stop, **{"num_workers": 4, **options})
 
 
 def test_faults_are_read_in_order_of_time() -> None:
@@ -45,13 +44,10 @@ def test_faults_are_read_in_order_of_time() -> None:
         ({"stop": "0@5s"}, "write RANK@TIME:DURATION"),
         ({"stop": "0@5s:0s"}, "longer than 0 s"),
         ({"kill": "4@5s"}, "no rank 4 among 4 workers; choose 0 to 3"),
-        ({"kill": "0@5s,0@9s"}, "cannot kill worker 0 at 9 s: .*with --restart"),
-        ({"kill": "0@5s,0@9s", "restart": True}, "cannot kill worker 0 at 9 s"),
-        ({"kill": "0@5s", "stop": "0@6s:1s"}, "cannot stop worker 0 at 6 s"),
-        ({"stop": "0@5s:8s,0@6s:1s"}, "cannot stop worker 0 at 6 s"),
-        ({"kill": "0@1,1@2,2@3,3@4"}, "none of 4 workers at 4 s; spare at least one"),
-        ({"kill": "0@1,1@1,2@1,3@1", "restart": True}, "none of 4 workers at 1 s"),
-        ({"kill": "0@1,1@2,2@3", "stop": "3@2:5"}, "none of 4 workers at 3 s"),
+        ({"kill": "0@5s,0@9s"}, "name worker 0 twice"),
+        ({"kill": "0@5s", "stop": "0@6s:1s"}, "name worker 0 twice"),
+        ({"kill": "0@1,1@2,2@3,3@4"}, "name all 4 workers; spare at least one"),
+        ({"kill": "0@1,1@2,2@3", "stop": "3@2:5"}, "name all 4 workers"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(faults: dict[str, Any], message: str) -> None:
@@ -59,9 +55,8 @@ def test_what_cannot_be_meant_is_refused(faults: dict[str, Any], message: str) -
         parse(**faults)
 
 
-def test_all_but_one_may_die_and_each_in_turn_where_they_come_back() -> None:
+def test_all_but_one_may_die() -> None:
     assert len(parse("0@1,1@1,2@1")) == 3
-    assert len(parse("0@1,1@20,2@40,3@60,0@80", restart=True)) == 5
 
 
 def test_the_run_is_longer_than_its_faults_and_what_they_bring() -> None:
@@ -103,7 +98,7 @@ class Scene:
         self.injector.poll()
 
     def fail(self, rank: int, reason: str = "died of signal 9 (SIGKILL)") -> bool:
-        return self.injector.ended(Failure(rank, Ending(True, reason)))
+        return self.injector.ended(Failure(rank, Ending(reason)))
 
     def missed(self) -> list[str | None]:
         self.injector.close()
@@ -173,18 +168,6 @@ def test_a_death_that_nobody_asked_for_is_a_failure() -> None:
     assert not scene.fail(0)
     scene.poll(105.0)
     assert scene.missed() == [None, "the worker had died by then"]
-
-
-def test_a_worker_that_is_back_may_be_killed_again() -> None:
-    scene = Scene(Fault(0, "kill", 1.0), Fault(0, "kill", 10.0))
-    scene.begin_all()
-    scene.poll(101.0)
-    assert scene.fail(0)
-    scene.begin(0, 103.0, 2000)
-    scene.poll(110.0)
-    assert scene.sent[1:] == [(2000, signal.SIGKILL)]
-    assert scene.fail(0)
-    assert scene.missed() == [None, None]
 
 
 def write_log(directory: Path, rank: int, began_s: float, *notices: tuple[int, str, float]) -> None:

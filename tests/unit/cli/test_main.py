@@ -44,11 +44,53 @@ def test_help_names_every_command_and_imports_nothing_slow() -> None:
     assert all(command in done.stdout for command in COMMANDS)
 
 
-@pytest.mark.parametrize("words", [[], ["bogus"], ["run", "--nodes", "2"], ["plan", "--bogus"]])
-def test_a_mistake_in_the_call_exits_with_2(words: list[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(words)
-    assert exit_.value.code == 2
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "no command is given; gossipdp --help shows all"),
+        ("bogus", "there is no command 'bogus'; gossipdp --help shows all"),
+        ("plna", "there is no command 'plna'; do you mean gossipdp plan?"),
+        ("run --nodes 2", "unrecognized options: --nodes, 2; do you mean --nnodes?; gossipdp run"),
+        ("plan --bogus", "unrecognized options: --bogus; gossipdp plan --help shows all"),
+        ("plan --workers x", "--workers: no type matching INT could be instantiated from ['x'];"),
+        ("plan --workers 0", "workers"),
+        ("plan --json nowhere/x.json", "--json nowhere/x.json: the directory to write it to does"),
+        ("train bytes-gpt --json /", "--json / cannot be written: name a file that can"),
+        ("demo --json /proc/version/x", "--json /proc/version/x: the directory to write it to"),
+        ("simulate --figure nowhere/x.png", "--figure nowhere/x.png: the directory to write it"),
+        ("run train.py", "-n (--workers) is missing; say how many workers to start"),
+    ],
+)
+def test_a_mistake_in_the_call_is_one_line_with_one_prefix(
+    words: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("gossipdp: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_help_says_none(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert "None" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["-n4", "-n=4", "-n 4", "--nproc-per-node 4", "--workers=4"])
+def test_the_number_of_workers_may_be_written_as_elsewhere(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[RunArguments] = []
+    monkeypatch.setattr(run_command, "run", lambda arguments: seen.append(arguments) or 0)
+    assert main(["run", *option.split(), "train.py"]) == 0
+    assert (seen[0].workers, seen[0].script) == (4, ("train.py",))
 
 
 def test_everything_after_the_script_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +166,7 @@ def test_a_bug_is_not_dressed_up_as_a_mistake_of_the_user(monkeypatch: pytest.Mo
         ("-n 2 nothing.py", "no such script: nothing.py"),
         ("-n 2", "no script to run; write it after the options"),
         ("-n 0 {script}", "-n is 0; start at least one worker"),
-        ("-n 2 --secret-file {empty} {script}", "is empty; write a long random text"),
+        ("-n 2 --secret-file {empty} {script}", "has 0 bytes; give at least 16"),
         (
             "-n 2 --secret-file nowhere {script}",
             "--secret-file nowhere cannot be read: No such file",
@@ -137,7 +179,7 @@ def test_what_run_refuses(
 ) -> None:
     script, empty = tmp_path / "train.py", tmp_path / "empty"
     script.touch()
-    empty.touch()
+    empty.touch(mode=0o600)
     assert main(["run", *words.format(script=script, empty=empty).split()]) == 2
     error = capsys.readouterr().err
     assert message in error

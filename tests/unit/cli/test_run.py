@@ -5,14 +5,20 @@ from pathlib import Path
 import pytest
 
 from gossipdp.cli.main import main
-from gossipdp.cli.run import RunArguments, _JoinLine
-from gossipdp.runtime import run_id_query
+from gossipdp.cli.run import RunArguments, _common_variables, _JoinLine, is_launched
+from gossipdp.launcher import team
+
+TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.delenv("GOSSIPDP_SECRET", raising=False)
-    (tmp_path / "secret").write_text("hush")
+    for name in (*TOLD, "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in (("secret", "hush" * 4), ("short", "hush")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
     path = tmp_path / "train.py"
     path.write_text("raise SystemExit(1)")
     return str(path)
@@ -29,21 +35,28 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("-n 2 --nnodes 2 --rendezvous a:1 --port 5", "--port is for one host"),
         ("-n 2 --node-rank 1", "--node-rank without --nnodes"),
         (
-            "-n 2 --nnodes 2 --node-rank 2 --rendezvous a:1",
+            "-n 2 --nnodes 2 --node-rank 2 --rendezvous 127.0.0.1:1",
             r"--node-rank is 2; with --nnodes 2 it must be in 0\.\.1",
         ),
-        ("-n 2 --nnodes 0 --rendezvous a:1", "--nnodes is 0; it must be at least 1"),
+        ("-n 2 --nnodes 0 --rendezvous 127.0.0.1:1", "--nnodes is 0; it must be at least 1"),
         ("--join a:1", "--join needs the run's secret: give --secret-file"),
         ("--join a:1 --nnodes 2", "--join needs none of --nnodes, --node-rank, --rendezvous and"),
         ("-n 2 --secret-file nowhere", "--secret-file nowhere cannot be read: No such file"),
         ("-n 2 --secret-file .", r"--secret-file \. cannot be read: Is a directory"),
-        ("--join a --secret-file FILE", "--join is 'a'; write HOST:PORT"),
+        ("--join a --secret-file DIR/secret", "--join is 'a'; write HOST:PORT"),
+        ("-n 2 --secret-file DIR/short", "short has 4 bytes; give at least 16"),
+        ("-n 2 --tls DIR", "cannot read tls_cert"),
+        ("-n 2 --tls DIR --tls-key DIR/key.pem", "--tls names the certificate and its key: give"),
+        (
+            "-n 2 --nnodes 2 --rendezvous 203.0.113.7:1",
+            "several hosts need a secret: whoever reaches 203.0.113.7:1 could take part",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(
     options: str, message: str, script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = options.replace("FILE", str(Path(script).parent / "secret")).split()
+    words = options.replace("DIR", str(Path(script).parent)).split()
     assert main(["run", *words, script]) == 2
     with pytest.raises(ValueError, match=rf"^gossipdp: error: .*{message}.*\n$"):
         raise ValueError(capsys.readouterr().err)
@@ -57,7 +70,7 @@ def test_nobody_to_join_is_one_line(
     def ask(address: tuple[str, int], *others: object) -> str:
         raise ConnectionRefusedError(111, "Connection refused")
 
-    monkeypatch.setattr(run_id_query, "_ask", ask)
+    monkeypatch.setattr(team, "_ask", ask)
     secret = str(Path(script).parent / "secret")
     words = ["--join", "10.0.0.1:1,[::1]:2", "--secret-file", secret]
     assert main(["run", *words, script]) == 2
@@ -72,7 +85,8 @@ def test_the_line_on_joining_names_all_that_a_joiner_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     secret = tmp_path / "secret"
-    secret.write_text("hush")
+    secret.write_text("hush" * 4)
+    secret.chmod(0o600)
     tls = {"tls_cert": Path("cert.pem"), "tls_key": Path("key.pem"), "tls_ca": Path("ca.pem")}
     line = _JoinLine(RunArguments(workers=2, secret_file=secret, log_dir=Path("runs/mine"), **tls))
     line({})
@@ -82,3 +96,33 @@ def test_the_line_on_joining_names_all_that_a_joiner_needs(
         f"gossipdp: to add a worker: gossipdp run --join 10.0.0.1:4 --secret-file {secret} "
         "--tls-cert cert.pem --tls-key key.pem --tls-ca ca.pem --log-dir runs/mine SCRIPT\n"
     )
+
+
+def test_a_launcher_is_one_that_tells_a_rank() -> None:
+    assert is_launched(TOLD)
+    assert is_launched({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
+    assert is_launched({"JOB_COMPLETION_INDEX": "0", "WORLD_SIZE": "2"})
+    assert not is_launched({"WORLD_SIZE": "2"})
+    assert not is_launched({})
+
+
+@pytest.mark.parametrize("option", ["--nnodes", "--node-rank", "--port"])
+def test_what_the_launcher_says_is_not_to_be_said_again(
+    script: str,
+    option: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in TOLD.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", option, "2", script]) == 2
+    assert "need -n" in capsys.readouterr().err
+
+
+def test_the_cores_are_shared_with_the_launchers_other_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in (TOLD | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "100000"}).items():
+        monkeypatch.setenv(name, value)
+    assert _common_variables(RunArguments(), 1) == {"OMP_NUM_THREADS": "1"}

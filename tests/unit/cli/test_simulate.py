@@ -17,13 +17,12 @@ from gossipdp.cli.simulate import (
     NetworkOptions,
     SimulateArguments,
     TaskOptions,
-    command,
     run,
 )
-from gossipdp.cli.simulate_scenarios import make_study, read_step_times
-from gossipdp.simulate.compute_time import ConstantTime, LognormalTime, MeasuredTime, SlowedTime
-from gossipdp.simulate.link_model import Link
+from gossipdp.cli.simulate_results import command
+from gossipdp.cli.simulate_scenarios import make_study, parse_seeds, read_step_times
 from gossipdp.simulate.optimizers import AdamW, Sgd
+from gossipdp.simulate.scenario import ConstantTime, Link, LognormalTime, MeasuredTime, SlowedTime
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +203,7 @@ def test_optimizer_options(workload: str, task: TaskOptions, optimizer: Any) -> 
 
 
 def test_the_digits_are_trained_as_in_the_demo() -> None:
-    from gossipdp.workloads import Digits
+    from gossipdp.tasks.digits import Digits
 
     digits = Digits(network="perceptron")
     settings = digits.make_optimizer(digits.make_model()).param_groups[0]
@@ -291,7 +290,6 @@ def test_without_numba(
     assert simulate(f"{words} torch.json") == 0
     printed = capsys.readouterr().out
     assert "exchanges computed by torch" in printed
-    assert "pip install 'gossipdp[simulate]'" in printed
     quick, slow = (
         strict(elsewhere / name)["methods"]["a2cid2"] for name in ("numba.json", "torch.json")
     )
@@ -383,21 +381,17 @@ def make():
 
 def test_a_module_of_the_user_s(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (elsewhere / "mine.py").write_text(OBJECTIVE.replace("FAILS", "False"))
-    words = "--workers 3 --steps 10 --seeds 1 --methods gossip --figure figure.png"
+    words = "--workers 3 --steps 10 --seeds 2 --processes 2 --methods gossip --figure figure.png"
     assert simulate(f"--workload mine.py:make {words}") == 0
     assert capsys.readouterr().out.startswith("mine, ring of 3 workers")
 
 
-def test_an_error_of_the_user_s_shows_its_traceback(
-    elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_the_user_s_shows_its_traceback(elsewhere: Path) -> None:
     (elsewhere / "mine.py").write_text(OBJECTIVE.replace("FAILS", "True"))
     words = "--workers 3 --steps 10 --seeds 2 --methods gossip --processes 2"
-    assert simulate(f"--workload mine.py:make {words}") == 1
-    errors = capsys.readouterr().err
-    assert errors.startswith("Traceback")
-    assert "mine.py" in errors
-    assert errors.endswith("ValueError: the user's own error\n")
+    with pytest.raises(ValueError, match="the user's own error") as caught:
+        simulate(f"--workload mine.py:make {words}")
+    assert "mine.py" in str(caught.value.__cause__)
     assert not (elsewhere / "runs").exists()
 
 
@@ -409,3 +403,17 @@ def test_the_same_whatever_the_number_of_processes(elsewhere: Path) -> None:
         assert run(replace(base, processes=processes, json=path)) == 0
         digests.append([results["digests"] for results in strict(path)["methods"].values()])
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"),
+    [("0,1,2", [0, 1, 2]), ("3", [0, 1, 2]), ("7,", [7]), ("9, 4", [9, 4])],
+)
+def test_seeds(text: str, seeds: list[int]) -> None:
+    assert parse_seeds(text) == seeds
+
+
+@pytest.mark.parametrize("text", ["", ",", "0", "1,1", "1,,2", "-1", "0.5", "1;2"])
+def test_seeds_that_cannot_be_meant(text: str) -> None:
+    with pytest.raises(ValueError, match="--seeds is"):
+        parse_seeds(text)

@@ -13,9 +13,8 @@ from rich.console import Console
 from gossipdp.cli.main import main
 from gossipdp.cli.top import Top, TopArguments
 from gossipdp.cli.top_screen import draw
-from gossipdp.observe.job import JobStatus, JobWorker, LinkStatus
+from gossipdp.observe.board import JobStatus, JobWorker, LinkStatus, StatusBoard
 from gossipdp.observe.status import MemberStatus, NeighbourStatus, NoticeStatus, WorkerStatus
-from gossipdp.observe.status_board import StatusBoard
 
 ADDRESS = "127.0.0.1:9400"
 

@@ -5,8 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossipdp.dynamics.lattice import BLOCK, Lattice, largest, num_blocks, power_of_two
-from gossipdp.dynamics.lattice_steps import LatticeSteps
+from gossipdp.dynamics.lattice import (
+    BLOCK,
+    Lattice,
+    LatticeSteps,
+    largest,
+    num_blocks,
+    power_of_two,
+)
 
 DTYPES = (torch.float32, torch.float64)
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipdp.graph.constants import Constants
-from gossipdp.graph.live import MAX_CACHED, LiveGraph
+from gossipdp.graph.constants import MAX_CACHED, Constants, LiveGraph
 from gossipdp.graph.topology import GRAPH_NAMES, attach, build_graph, without
 
 

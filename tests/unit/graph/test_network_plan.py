@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from gossipdp.graph import Constants, build_graph
-from gossipdp.graph.gradient_noise import NOISE_MODELS
 from gossipdp.graph.network_plan import (
     GraphPrediction,
     TrainingConditions,
@@ -12,7 +11,7 @@ from gossipdp.graph.network_plan import (
     predict,
     recommended,
 )
-from gossipdp.graph.second_moments import SecondMoments
+from gossipdp.graph.stationary import NOISE_MODELS, stationary_distance
 
 RESNET = TrainingConditions(model_bytes=1e8, step_s=0.1, bytes_per_s=1e9, latency_s=0.001)
 
@@ -41,8 +40,8 @@ def test_a_prediction_by_hand():
     # Five exchanges of 1e8 bytes a second, over two links.
     assert half.worker_bytes_per_s == pytest.approx(5e8)
     assert half.link_bytes_per_s == pytest.approx(2.5e8)
-    at_half = SecondMoments.of(Constants.of(build_graph("ring", 8), 0.5))
-    expected = at_half.stationary_distance(NOISE_MODELS["white"])
+    at_half = Constants.of(build_graph("ring", 8), 0.5)
+    expected = stationary_distance(at_half, NOISE_MODELS["white"])
     assert half.consensus_distance == pytest.approx(expected)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 accelerate = pytest.importorskip("accelerate")
 safetensors = pytest.importorskip("safetensors.torch")
 
-from gossipdp import GossipDataParallel  # noqa: E402
+from gossipdp import Checkpoints, GossipDataParallel  # noqa: E402
 from gossipdp.integrations.accelerate import gossip_data_parallel  # noqa: E402
 
 
@@ -110,7 +110,7 @@ def test_the_data_of_a_seedable_sampler_go_on_where_they_were(tmp_path: Path) ->
     whole = train(99)
     assert len(whole) == 12
     assert train(6) == whole[:6]
-    assert train(99, checkpoint_dir=tmp_path, resume="auto") == whole[6:]
+    assert train(99, checkpoints=Checkpoints(tmp_path, resume="auto")) == whole[6:]
 
 
 class Tied(nn.Module):

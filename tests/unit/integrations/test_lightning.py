@@ -13,9 +13,10 @@ from torch import nn
 
 lightning = pytest.importorskip("lightning")
 
+from gossipdp import Checkpoints, Monitor  # noqa: E402
 from gossipdp.integrations.lightning import GossipStrategy  # noqa: E402
-from gossipdp.parallel import last_checkpoint  # noqa: E402
 from gossipdp.parallel.checkpoint import saved_by  # noqa: E402
+from gossipdp.parallel.termination import Termination  # noqa: E402
 
 
 class Module(lightning.LightningModule):
@@ -98,7 +99,7 @@ def test_the_budget_ends_a_training_that_steps_its_optimizer_itself(tmp_path: Pa
 
 
 def test_what_a_step_returns_that_is_no_loss_is_not_logged(tmp_path: Path) -> None:
-    strategy = GossipStrategy(budget_samples=20, log_dir=tmp_path / "log")
+    strategy = GossipStrategy(budget_samples=20, monitor=Monitor(log_dir=tmp_path / "log"))
     fit(tmp_path, strategy, Manual(), max_epochs=1)
     assert strategy.consolidated is not None
 
@@ -127,7 +128,7 @@ class Terminated(Module):
 @pytest.fixture
 def sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """SIGTERM is as it comes, and waited for on a busy machine too."""
-    monkeypatch.setattr(last_checkpoint, "LONGEST_WAIT_S", 60.0)
+    monkeypatch.setattr(Termination, "LONGEST_WAIT_S", 60.0)
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -135,7 +136,7 @@ def sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("sigterm")
 def test_sigterm_saves_between_two_steps_and_ends_the_worker(tmp_path: Path) -> None:
-    strategy = GossipStrategy(checkpoint_dir=tmp_path / "checkpoints")
+    strategy = GossipStrategy(checkpoints=Checkpoints(tmp_path / "checkpoints"))
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path, strategy, Terminated())
     assert ended.value.code == 128 + signal.SIGTERM
@@ -163,7 +164,11 @@ def test_a_user_s_handler_of_sigterm_is_left_alone(tmp_path: Path) -> None:
     heard: list[int] = []
     signal.signal(signal.SIGTERM, handle)
     with pytest.raises(SystemExit):
-        fit(tmp_path, GossipStrategy(checkpoint_dir=tmp_path / "checkpoints"), Terminated())
+        fit(
+            tmp_path,
+            GossipStrategy(checkpoints=Checkpoints(tmp_path / "checkpoints")),
+            Terminated(),
+        )
     assert heard == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) == handle
 

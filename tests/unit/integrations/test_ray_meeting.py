@@ -4,8 +4,8 @@ import pytest
 
 from gossipdp.errors import RendezvousError
 from gossipdp.integrations.ray_meeting import Meeting
-from gossipdp.runtime.environment import Environment
-from gossipdp.runtime.store import connect, ready_key
+from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.store import connect, ready_key
 
 
 @pytest.fixture

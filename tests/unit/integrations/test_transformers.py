@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp import large_batch_schedule
+from gossipdp import ProgressLR
 
 transformers = pytest.importorskip("transformers")
 
@@ -125,9 +125,7 @@ def test_a_schedule_follows_the_whole_run(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gossip = GossipCallback(budget_samples=64)
-    schedule = large_batch_schedule(
-        optimizer, gossip.progress, gossip.num_workers, milestones=(0.5,)
-    )
+    schedule = ProgressLR(optimizer, gossip, {0.5: 0.1})
     args = transformers.TrainingArguments(
         str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
         max_steps=100,

@@ -1,8 +1,8 @@
-from gossipdp.observe.speeds import Speeds
+from gossipdp.observe.board import Speeds
 
 
 def test_a_speed_is_over_the_time_asked_for_or_the_last_two_counts() -> None:
-    speeds = Speeds[str]()
+    speeds = Speeds()
     assert speeds.since("one", 0.0) == (None, None)
     for at_s, samples, num_bytes in ((0.0, 0, 0), (1.0, 10, 100), (2.0, 40, 600)):
         speeds.note("one", at_s, samples, num_bytes)
@@ -12,7 +12,7 @@ def test_a_speed_is_over_the_time_asked_for_or_the_last_two_counts() -> None:
 
 
 def test_bytes_have_a_speed_as_soon_as_they_were_known_twice() -> None:
-    speeds = Speeds[int]()
+    speeds = Speeds()
     speeds.note(3, 0.0, 0)
     speeds.note(3, 1.0, 10, 100)
     assert speeds.since(3, 0.0) == (10.0, None)
@@ -26,7 +26,7 @@ def test_bytes_have_a_speed_as_soon_as_they_were_known_twice() -> None:
 
 
 def test_counts_that_fall_begin_anew() -> None:
-    speeds = Speeds[int]()
+    speeds = Speeds()
     speeds.note(0, 0.0, 50, 900)
     speeds.note(0, 1.0, 60, 5)
     assert speeds.since(0, 0.0) == (None, None)

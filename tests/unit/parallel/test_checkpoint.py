@@ -10,12 +10,15 @@ import numpy
 import pytest
 import safetensors.torch
 import torch
+from checkpoint_writers import AtOnce
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from gossipdp import GossipDataParallel, PoisonedError
+from gossipdp import Checkpoints, GossipDataParallel, PoisonedError
 from gossipdp.parallel.checkpoint import saved_by
+from gossipdp.parallel.checkpoint_files import read_tensors, write_tensors
+from gossipdp.parallel.checkpointer import Checkpointer
 
 NUM_STEPS = 23
 EVERY = 4
@@ -70,6 +73,12 @@ OPTIMIZERS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These steps are shorter than a write, which would put off the checkpoint after it."""
+    monkeypatch.setattr(Checkpointer, "make_writer", AtOnce)
+
+
 @pytest.fixture
 def run() -> Iterator[Any]:
     """``run(directory, **options)``: a script that trains and gives its losses and end state.
@@ -97,17 +106,16 @@ def run() -> Iterator[Any]:
         if optimizer != "lbfgs":  # which wants its gradients contiguous
             net.to(memory_format=torch.channels_last)
         made = OPTIMIZERS[optimizer](p for p in net.parameters() if p.requires_grad)
-        options = {} if directory is None else {"checkpoint_dir": directory, "resume": resume}
+        saving = {} if directory is None else {"directory": directory, "resume": resume}
         if directory is not None and every:
-            options["checkpoint_every"] = every
+            saving["every_steps"] = every
         model = GossipDataParallel(
             net,
             made,
             budget_samples=6 * NUM_STEPS,
             samples_per_step=6,
             method=method,
-            keep_checkpoints=keep,
-            **options,
+            checkpoints=Checkpoints(keep=keep, **saving),
         )
         models.append(model)
         schedule = torch.optim.lr_scheduler.MultiStepLR(made, [5, 9], 0.5)
@@ -130,8 +138,6 @@ def run() -> Iterator[Any]:
                 made.step()
             schedule.step()
             seen.append((model.stats().gradient_steps, loss.item(), images.sum().item()))
-            # These steps are shorter than a write, which would put off the checkpoint after it.
-            model._checkpointer._wait_for_writer()
             if len(seen) == stop_after:
                 break
         state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -240,11 +246,29 @@ def test_every_method_resumes(run, tmp_path, method):
     assert_same(end, resumed_end)
 
 
+def test_where_no_momentum_is_held_z_goes_on(tmp_path):
+    """A file of a2cid2, resumed by a worker that holds no c, goes on from x + c/2."""
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(tmp_path))
+    path = model.save_checkpoint()
+    model.close()
+    tensors, metadata = read_tensors(path)
+    x = tensors["model/weight"]
+    write_tensors(path, {**tensors, "c/weight": torch.full_like(x, 2.0)}, metadata)
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    saving = Checkpoints(tmp_path, resume="auto")
+    model = GossipDataParallel(net, optimizer, method="gossip", checkpoints=saving)
+    assert torch.equal(model.state_dict()["weight"], x + 1.0)
+    model.close()
+
+
 def test_a_loop_of_ones_own_saves_by_itself_and_on_demand(run, tmp_path):
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     model = GossipDataParallel(
-        net, optimizer, checkpoint_dir=tmp_path, checkpoint_every=2, keep_checkpoints=9
+        net, optimizer, checkpoints=Checkpoints(tmp_path, every_steps=2, keep=9)
     )
     for step in range(1, 6):
         optimizer.zero_grad()
@@ -271,7 +295,7 @@ def test_auto_starts_afresh_where_there_is_nothing_and_never_mixes_two_runs(run,
     run(tmp_path, stop_after=5)
     with pytest.raises(ValueError, match="holds checkpoints of another run; go on"):
         run(tmp_path, resume=None)
-    with pytest.raises(ValueError, match="nowhere' is no directory: name the checkpoint_dir"):
+    with pytest.raises(ValueError, match="nowhere' is no directory: name the directory"):
         run(tmp_path / "b", resume=tmp_path / "nowhere")
     with pytest.raises(ValueError, match="worker-0' holds no checkpoint: name"):
         run(tmp_path / "b", resume=tmp_path / "worker-0")
@@ -289,16 +313,16 @@ def test_auto_starts_afresh_where_there_is_nothing_and_never_mixes_two_runs(run,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"checkpoint_every": 0, "checkpoint_dir": "d"}, "checkpoint_every is at least 1"),
-        ({"keep_checkpoints": 0}, "keep_checkpoints is at least 1"),
-        ({"checkpoint_every": 3}, "need checkpoint_dir="),
-        ({"resume": "auto"}, "need checkpoint_dir="),
+        ({"every_steps": 0, "directory": "d"}, "every_steps is at least 1"),
+        ({"keep": 0}, "keep is at least 1"),
+        ({"every_steps": 3}, "need a directory"),
+        ({"resume": "auto"}, "need a directory"),
+        ({"resume": True}, "resume is 'auto', a directory or None, not True"),
     ],
 )
 def test_options_that_cannot_be_meant(options, message):
-    net = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=message):
-        GossipDataParallel(net, torch.optim.SGD(net.parameters(), 0.1), **options)
+        Checkpoints(**options)
 
 
 def damage(path: Path, how: str) -> None:
@@ -323,6 +347,7 @@ def test_a_damaged_file_is_passed_over(run, tmp_path, caplog, how):
         second, resumed_end, _ = run(tmp_path)
     assert second == whole[8:]
     assert_same(end, resumed_end)
+    assert len(caplog.records) == 1, "one warning"
     assert str(file_of(tmp_path, 12)) in caplog.text
     assert "damaged" in caplog.text or "cannot be read" in caplog.text
 
@@ -338,16 +363,22 @@ def test_another_model_or_optimizer_is_refused(run, tmp_path):
     run(tmp_path, stop_after=5)
     net = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"is of another model: 'bias' is absent there and float"):
-        GossipDataParallel(net, torch.optim.SGD(net.parameters(), 0.1), resume=tmp_path)
+        GossipDataParallel(
+            net, torch.optim.SGD(net.parameters(), 0.1), checkpoints=Checkpoints(resume=tmp_path)
+        )
     net = Net()
     with pytest.raises(ValueError, match=r"optimizer 0 is of parameter groups of sizes \[8\]"):
-        GossipDataParallel(net, torch.optim.SGD(net.head.parameters(), 0.1), resume=tmp_path)
+        GossipDataParallel(
+            net,
+            torch.optim.SGD(net.head.parameters(), 0.1),
+            checkpoints=Checkpoints(resume=tmp_path),
+        )
 
 
 def test_poison_is_not_saved(run, tmp_path, caplog):
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = GossipDataParallel(net, optimizer, checkpoint_dir=tmp_path, checkpoint_every=1)
+    model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(tmp_path, every_steps=1))
     model.save_checkpoint()
     with torch.no_grad():
         net.weight[0, 0] = float("nan")
@@ -363,7 +394,9 @@ def test_poison_is_not_saved(run, tmp_path, caplog):
 
 def test_poisoned_buffers_are_neither_saved_nor_averaged(tmp_path):
     net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    model = GossipDataParallel(net, torch.optim.SGD(net.parameters(), 0.1), checkpoint_dir=tmp_path)
+    model = GossipDataParallel(
+        net, torch.optim.SGD(net.parameters(), 0.1), checkpoints=Checkpoints(tmp_path)
+    )
     net[1].running_var[1] = float("inf")
     with pytest.raises(PoisonedError, match="are not saved"):
         model.save_checkpoint()
@@ -377,7 +410,7 @@ def test_a_state_that_cannot_be_saved_is_one_clear_error(run, tmp_path):
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     optimizer.param_groups[0]["rule"] = test_poison_is_not_saved
-    model = GossipDataParallel(net, optimizer, checkpoint_dir=tmp_path)
+    model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(tmp_path))
     with pytest.raises(
         ValueError, match=r"\['param_groups'\]\[0\]\['rule'\] is a builtins.function"
     ):
@@ -405,7 +438,7 @@ def test_a_loop_of_ones_own_goes_on_with_the_same_random_numbers(tmp_path, stop_
         model.close()
         return losses
 
-    options: dict[str, Any] = {"checkpoint_dir": tmp_path, "checkpoint_every": 2, "resume": "auto"}
+    options = {"checkpoints": Checkpoints(tmp_path, every_steps=2, resume="auto")}
     whole = script(12)
     script(stop_after, **options)
     rest = script(12, **options)

@@ -1,47 +1,17 @@
-"""Waiting: at the start, and for the pace."""
+"""The pace of ``pace="strict"``."""
 
 from collections.abc import Callable
-from concurrent.futures import Future
-from itertools import count
 from random import Random
 from types import SimpleNamespace
 
 import pytest
 
+from gossipdp.dynamics.phase import Phase
 from gossipdp.parallel import gossip_engine
-from gossipdp.parallel.gossip_engine import GossipEngine, wait_while_it_advances
+from gossipdp.parallel.gossip_engine import MAX_LAG, GossipEngine
 from gossipdp.protocol.messages import Accept, ExchangeId, Propose
 from gossipdp.protocol.neighbours import make_policy
 from gossipdp.protocol.pairing import Exchanging, Pairing
-
-
-def test_a_transfer_that_advances_is_waited_for_beyond_the_time_limit() -> None:
-    ended: Future[None] = Future()
-    chunks = count()
-
-    def advance() -> int:
-        number = next(chunks)
-        if number == 20:
-            ended.set_result(None)
-        return number
-
-    wait_while_it_advances(ended, advance, timeout_s=0.001)
-    assert ended.done()
-
-
-def test_one_that_stands_still_is_not() -> None:
-    with pytest.raises(TimeoutError):
-        wait_while_it_advances(Future(), lambda: 7, timeout_s=0.001)
-
-
-def test_what_ended_with_an_error_raises_it() -> None:
-    ended: Future[None] = Future()
-    ended.set_exception(OSError("gone"))
-    with pytest.raises(OSError, match="gone"):
-        wait_while_it_advances(ended, lambda: 0, timeout_s=1.0)
-
-
-MAX_LAG = 1
 
 
 class Paced(GossipEngine):
@@ -59,16 +29,17 @@ class Paced(GossipEngine):
         for _ in range(MAX_LAG + 1):
             self.pairing.tick()
 
-        def boundary(optimizer_index: int, *, wait: bool) -> None:
+        def boundary(theta: float, optimizer_index: int, *, wait: bool) -> None:
             self.num_turns += 1
             assert self.num_turns < 10, "it waits for ever"
             turn(self.num_turns)
 
         self._protocol = SimpleNamespace(pairing=self.pairing, neighbours=frozenset({0}))
         self._thread = SimpleNamespace(steps_behind=0, check=lambda: None)
-        self._options = SimpleNamespace(max_lag=MAX_LAG, timeout_s=5.0)
-        self._shared = SimpleNamespace(boundary=boundary)
-        self._states = SimpleNamespace(donate=lambda: None)
+        self._options = SimpleNamespace(network=SimpleNamespace(timeout_s=5.0))
+        self._state = SimpleNamespace(boundary=boundary)
+        self._arrival = SimpleNamespace(phase=Phase(0.0, 1.0))
+        self._states = SimpleNamespace()
         self._first_link_due_s = None
         self._waited_s = 0.0
 

@@ -11,7 +11,13 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from gossipdp import GossipDataParallel, ModelChangedError, PoisonedError
+from gossipdp import (
+    Checkpoints,
+    GossipDataParallel,
+    ModelChangedError,
+    Network,
+    PoisonedError,
+)
 
 
 class Net(nn.Module):
@@ -212,7 +218,8 @@ def test_strict_pace_leaves_what_other_optimizers_train_to_their_own_boundary(wr
     for segment in engine._flat.state.segments:
         for chunk in segment.chunks:
             chunk.x.fill_(1.0)
-            chunk.take_over(torch.full_like(chunk.pending, 2.0))
+            chunk.pending.copy_(2.0 - chunk.x)
+            chunk.restored()
     backlogs = chain([5], repeat(0))  # looked at once a turn
 
     class Behind:
@@ -314,6 +321,7 @@ def test_samples_are_counted_in_training_mode_alone_and_may_be_given(wrap):
     model.count_batch({"labels": [torch.ones(5)]})
     optimizer.step()
     assert model.stats().samples == 12
+    model.close()
     given = wrap(net, optimizer, samples_per_step=3)
     given.count_batch(torch.ones(7, 2))
     given(torch.ones(7, 2)).sum().backward()
@@ -321,12 +329,14 @@ def test_samples_are_counted_in_training_mode_alone_and_may_be_given(wrap):
     assert given.stats().samples == 3
 
 
-def test_without_a_budget_progress_counts_steps(wrap):
+def test_without_a_budget_progress_is_an_error_that_says_what_to_give(wrap):
     net = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     model = wrap(net, optimizer)
+    assert model.progress() == 0.0
     optimizer.step()
-    assert model.progress() == 1.0
+    with pytest.raises(RuntimeError, match=r"budget_samples=, or loop over model\.epochs"):
+        model.progress()
     assert not model.finished
     with pytest.raises(ValueError, match="budget_samples"):
         next(model.batches([1]))
@@ -387,7 +397,7 @@ def test_own_nan_is_not_averaged_into_what_is_shown_or_saved(wrap, tmp_path):
 def test_own_nan_ends_the_run_at_the_average_where_that_is_wanted(wrap):
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = wrap(net, optimizer, on_poison="exit")
+    model = wrap(net, optimizer, on_nonfinite="exit")
     net.bias.data[0] = math.nan
     with pytest.raises(PoisonedError), model.averaged():
         pass
@@ -396,28 +406,28 @@ def test_own_nan_ends_the_run_at_the_average_where_that_is_wanted(wrap):
         optimizer.step()
 
 
-def test_own_nan_is_replaced_before_the_average_where_that_is_wanted(wrap, monkeypatch):
-    net = nn.Linear(2, 2)
-    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1), on_poison="refresh")
-
-    def take_over(poison):
-        assert model._engine._loop.poisoned is poison
-        for parameter in net.parameters():
-            parameter.data.fill_(2.0)
-
-    monkeypatch.setattr(model._engine, "_deal_with_poison", take_over)
-    net.bias.data[0] = math.nan
-    with model.averaged():
-        assert all((parameter == 2.0).all() for parameter in net.parameters())
+def test_the_fingerprint_covers_how_optimizers_group_parameters(wrap):
+    """Of the same tensors: else two workers would cut their chunks differently and not know it."""
+    models = set()
+    for grouping in ([0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0]):
+        net = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
+        parameters = list(net.parameters())
+        groups = [
+            [p for p, own in zip(parameters, grouping, strict=True) if own == k] for k in (0, 1)
+        ]
+        optimizers = [torch.optim.SGD(group, 0.1) for group in groups if group]
+        models.add(wrap(net, optimizers)._engine._arrival.settings.model)
+    assert len(models) == 4
 
 
 def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap, tmp_path):
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = wrap(net, optimizer, checkpoint_dir=tmp_path)
+    model = wrap(net, optimizer, checkpoints=Checkpoints(tmp_path))
     chunks = [chunk for segment in model._engine._flat.state.segments for chunk in segment.chunks]
     for chunk in chunks:
-        chunk.take_over(torch.full_like(chunk.pending, 2.0))
+        chunk.pending.copy_(2.0 - chunk.x)
+        chunk.restored()
     before = copy.deepcopy(net.state_dict())
     with model.averaged():
         assert not torch.equal(net.weight, before["weight"])
@@ -435,13 +445,14 @@ def test_a_consolidation_that_was_broken_off_before_it_began_loses_nothing(wrap,
     net = nn.Linear(2, 2)
     model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
 
-    def interrupt():
+    def interrupt(timeout_s):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(model._engine, "_wait_for_average", interrupt)
     for segment in model._engine._flat.state.segments:
         for chunk in segment.chunks:
-            chunk.take_over(torch.full_like(chunk.pending, 2.0))
+            chunk.pending.copy_(2.0 - chunk.x)
+            chunk.restored()
     with pytest.raises(KeyboardInterrupt):
         model.consolidate()
     model.close()
@@ -455,7 +466,7 @@ def test_consolidate_closes_and_the_module_trains_on_alone(wrap):
     model = wrap(net, optimizer)
     plain_step(model, optimizer, 0)
     result = model.consolidate()
-    assert (result.num_workers, result.consensus_distance, result.gradient_steps) == (1, 0.0, 1)
+    assert (result.world_size, result.consensus_distance, result.gradient_steps) == (1, 0.0, 1)
     plain_step(model, optimizer, 1)
     assert model.stats().gradient_steps == 1
     with pytest.raises(RuntimeError, match="before"):
@@ -478,20 +489,18 @@ def test_a_dropped_model_does_not_hold_its_optimizer_back(wrap):
         ({"method": "magic"}, "a2cid2, gossip, allreduce, none"),
         ({"pace": "brisk"}, "free, strict"),
         ({"neighbour_policy": "rude"}, "fresh"),
-        ({"max_lag": 9}, "max_lag"),
-        ({"timeout_s": -1.0}, "timeout_s"),
-        ({"timeout_s": None}, "timeout_s must be a positive number, not None"),
         ({"budget_samples": 0}, "budget_samples"),
         ({"budget_samples": 1234.5}, "budget_samples must be a whole number, not 1234.5"),
         ({"samples_per_step": 0}, "samples_per_step"),
         ({"samples_per_step": "8"}, "samples_per_step must be a whole number, not '8'"),
-        ({"max_lag": 1.5}, "max_lag must be a whole number, not 1.5"),
-        ({"comm_rate": "often"}, "comm_rate must be a number, not 'often'"),
-        ({"port": 70000}, "port"),
-        ({"max_bytes_per_s": 0}, "max_bytes_per_s"),
-        ({"max_bytes_per_s": math.nan}, "max_bytes_per_s"),
-        ({"max_bytes_per_s": 1e6, "method": "allreduce"}, "caps the links of gossip"),
-        ({"wire_format": "float8"}, "parameters, bfloat16, lattice8"),
+        ({"seed": 1.5}, "seed must be a whole number, not 1.5"),
+        ({"comm_rate": "often"}, "comm_rate must be a positive number, not 'often'"),
+        ({"network": {"port": 4000}}, r"give gossipdp\.Network"),
+        (
+            {"network": Network(max_bytes_per_s=1e6), "method": "allreduce"},
+            "caps the links of gossip",
+        ),
+        ({"wire_format": "float8"}, "full, bfloat16, lattice8"),
         ({"wire_format": "bfloat16", "method": "allreduce"}, "of the exchanges of gossip"),
     ],
 )
@@ -518,3 +527,34 @@ def test_allreduce_alone_is_bitwise_the_plain_loop(wrap):
             plain_step(model, optimizer, step)
     assert_bitwise_equal(plain, wrapped)
     assert model.consolidate().gradient_steps == 3
+
+
+def test_worker_seeds_are_distinct_and_fit_into_32_bits(wrap):
+    net = nn.Linear(2, 1)
+    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1), seed=123_456)
+    seeds = set()
+    for rank in range(64):
+        for life in range(64):
+            model._engine.rank, model._engine.incarnation = rank, life
+            seeds.add(model.worker_seed)
+    assert len(seeds) == 64 * 64
+    assert all(0 <= seed < 2**32 for seed in seeds)
+    model._engine.rank = model._engine.incarnation = 0
+
+
+def test_data_that_is_swapped_at_every_step_is_no_load(wrap, monkeypatch):
+    """As SAM does it: what exchanges brought stays, and no exchange is broken off."""
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = wrap(net, optimizer)
+    monkeypatch.setattr(model._engine, "loaded", lambda: pytest.fail("it was taken for a load"))
+    for segment in model._engine._flat.state.segments:
+        segment.pending.fill_(1.0)
+        for chunk in segment.chunks:
+            chunk.has_pending = True
+    old = net.weight.data.clone()
+    with torch.no_grad():
+        net.weight.add_(5.0)
+    net.weight.data = old
+    optimizer.step()
+    torch.testing.assert_close(net.weight, old + 1.0)

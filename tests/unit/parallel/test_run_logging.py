@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp import GossipDataParallel
-from gossipdp.observe.run_log import RunLog, WorkerLog
-from gossipdp.observe.run_log_records import worker_file
-from gossipdp.observe.run_log_writer import RunLogWriter
+from gossipdp import Checkpoints, GossipDataParallel, Monitor, Network
+from gossipdp.observe.log import RunLog, WorkerLog, worker_file
+from gossipdp.observe.log_writer import RunLogWriter
 
 
 def train(log_dir: Path | None, num_steps: int = 3, **options: object) -> GossipDataParallel:
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = GossipDataParallel(net, optimizer, log_dir=log_dir, **options)
+    model = GossipDataParallel(net, optimizer, monitor=Monitor(log_dir), **options)
     for _ in range(num_steps):
         optimizer.zero_grad()
         loss = model(torch.ones(8, 4)).square().mean()
@@ -52,14 +51,14 @@ def test_a_run_of_one_worker_is_logged_whole(tmp_path: Path) -> None:
 
 
 def test_the_secret_is_not_logged(tmp_path: Path) -> None:
-    train(tmp_path, secret="hush-hush").close()
+    train(tmp_path, network=Network(secret="hush-hush-hush-hush")).close()
     assert b"hush" not in worker_file(tmp_path, 0).read_bytes()
 
 
 def test_without_a_loss_there_is_none(tmp_path: Path) -> None:
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = GossipDataParallel(net, optimizer, log_dir=tmp_path)
+    model = GossipDataParallel(net, optimizer, monitor=Monitor(tmp_path))
     model(torch.ones(8, 4)).sum().backward()
     optimizer.step()
     model.close()
@@ -161,7 +160,7 @@ def test_what_goes_wrong_in_the_log_ends_neither_its_thread_nor_the_run(
 
 
 def test_a_run_that_resumes_goes_on_with_its_log(tmp_path: Path) -> None:
-    saved = {"checkpoint_dir": tmp_path / "saved", "resume": "auto"}
+    saved = {"checkpoints": Checkpoints(tmp_path / "saved", resume="auto")}
     model = train(tmp_path / "log", **saved)
     model.save_checkpoint()
     model.close()
@@ -174,7 +173,7 @@ def test_a_run_that_resumes_goes_on_with_its_log(tmp_path: Path) -> None:
 def _two_workers(directory: Path, method: str) -> None:
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    model = GossipDataParallel(net, optimizer, method=method, log_dir=directory)
+    model = GossipDataParallel(net, optimizer, method=method, monitor=Monitor(directory))
     deadline_s = time.monotonic() + 30
     while model.stats().gradient_steps < 5 or (method == "a2cid2" and model.stats().exchanges < 3):
         assert time.monotonic() < deadline_s

@@ -1,28 +1,112 @@
-"""The rate of ``large_batch_schedule``."""
+"""Learning rates that follow the progress of the run."""
+
+import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from gossipdp import large_batch_schedule
+from gossipdp import GossipDataParallel, ProgressLR
 
 
-def sgd() -> torch.optim.Optimizer:
-    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+def sgd(lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
 
 
-def test_the_number_of_workers_may_be_known_later_only():
-    progress, num_workers = 0.0, 1
+def factors(shape: Any, at: list[float], **options: Any) -> list[float]:
+    schedule = ProgressLR(sgd(), lambda: 0.0, shape, **options)
+    return [schedule.factor(progress) for progress in at]
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "expected"),
+    [
+        ("constant", {}, [1, 1, 1, 1, 1]),
+        ("constant", {"warmup": 0.5, "start": 0.1}, [0.1, 0.55, 1, 1, 1]),
+        ("linear", {}, [1, 0.75, 0.5, 0.25, 0]),
+        ("linear", {"warmup": 0.5, "start": 0.0, "end": 0.5}, [0, 0.5, 1, 0.75, 0.5]),
+        ("cosine", {}, [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0]),
+        ({0.5: 0.1, 0.75: 0.01}, {}, [1, 1, 0.1, 0.01, 0.01]),
+        (lambda p: 2 - p, {}, [2, 1.75, 1.5, 1.25, 1]),
+    ],
+)
+def test_shapes(shape: Any, options: dict[str, float], expected: list[float]) -> None:
+    assert factors(shape, [0, 0.25, 0.5, 0.75, 1], **options) == pytest.approx(expected, abs=1e-12)
+
+
+def test_one_cycle_is_torch_s() -> None:
     optimizer = sgd()
-    schedule = large_batch_schedule(optimizer, lambda: progress, lambda: num_workers)
-    assert schedule.get_last_lr() == pytest.approx([0.1])
-    progress, num_workers = 0.3, 4
+    theirs = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.1, total_steps=1001, cycle_momentum=False
+    )
+    expected = [theirs.get_last_lr()[0] / 0.1]
+    for _ in range(1000):
+        optimizer.step()
+        theirs.step()
+        expected.append(theirs.get_last_lr()[0] / 0.1)
+    # Torch rounds the end of its warm-up to a step: 0.3 * 1001 - 1.
+    ours = factors("one_cycle", [step / 1000 for step in range(1001)], warmup=0.2993)
+    assert ours == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("cosinus",), "unknown shape 'cosinus'"),
+        (({1.5: 0.1},), "the progress of a step is a share in 0..1, not 1.5"),
+        (("cosine", 2.0), "warmup is a share in 0..1, not 2.0"),
+    ],
+)
+def test_mistakes(arguments: tuple[Any, ...], message: str) -> None:
+    shape, *warmup = arguments
+    with pytest.raises(ValueError, match=message):
+        ProgressLR(sgd(), lambda: 0.0, shape, warmup=warmup[0] if warmup else None)
+
+
+def test_it_follows_the_run_and_not_this_worker_s_steps() -> None:
+    """Two workers, one of which makes three times as many steps, have the same rates."""
+    progress, rates = 0.0, {}
+    optimizers = [sgd(), sgd()]
+    schedules = [ProgressLR(each, lambda: progress, "linear") for each in optimizers]
+    for turn in range(1, 11):
+        progress = turn / 10
+        for rank, steps in ((0, 3), (1, 1)):
+            for _ in range(steps):
+                optimizers[rank].step()
+                schedules[rank].step()
+            rates[rank, turn] = optimizers[rank].param_groups[0]["lr"]
+    assert all(rates[0, turn] == rates[1, turn] for turn in range(1, 11))
+    assert rates[0, 5] == pytest.approx(0.05)
+
+
+def test_a_resumed_schedule_goes_on_from_the_first_rates() -> None:
+    """The optimizer's rates were scaled when it was saved; that is not done twice."""
+    progress = 0.0
+    optimizer = sgd(0.8)
+    schedule = ProgressLR(optimizer, lambda: progress, "linear")
+    progress = 0.5
     optimizer.step()
     schedule.step()
-    assert schedule.get_last_lr() == pytest.approx([0.4])
+    saved, state = optimizer.state_dict(), schedule.state_dict()
+    assert state == {"base_lrs": [0.8]}
+    resumed = sgd(0.8)
+    resumed.load_state_dict(saved)
+    again = ProgressLR(resumed, lambda: progress, "linear")
+    assert resumed.param_groups[0]["lr"] == pytest.approx(0.4)
+    again.load_state_dict(state)
+    assert again.get_last_lr() == pytest.approx([0.4])
 
 
-@pytest.mark.parametrize("num_workers", [0, lambda: 0])
-def test_no_worker_is_refused(num_workers):
-    with pytest.raises(ValueError, match=r"num_workers is 0; .* lambda: model.num_workers"):
-        large_batch_schedule(sgd(), lambda: 0.0, num_workers)
+def test_without_a_budget_a_warm_up_is_no_surprise() -> None:
+    """Nothing says where the run ends: an error says so, in place of a rate 100 times too low."""
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = GossipDataParallel(net, optimizer)
+    schedule = ProgressLR(optimizer, model, {0.5: 0.1, 0.75: 0.01})
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="budget_samples="):
+        schedule.step()
+    model.close()

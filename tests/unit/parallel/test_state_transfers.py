@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp.dynamics.phase import Phase
-from gossipdp.dynamics.state import Chunk, Role, Segment, State
+from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
 from gossipdp.errors import PeerLostError, RendezvousError
-from gossipdp.parallel import state_transfers, training_state
+from gossipdp.gossip.transfer import Offer, TurnedAwayError
+from gossipdp.parallel import state_transfers
 from gossipdp.parallel.state_transfers import StateTransfers
-from gossipdp.runtime.shared_state import SharedState
-from gossipdp.runtime.transfers import StateRefusedError, TurnedAwayError
+from gossipdp.parallel.training_state import BetweenSteps
 
 RANK = 2
 TIMEOUT_S = 1.0
@@ -30,8 +29,14 @@ def trained(learning_rate: float = 0.1, gradient: float = 1.0) -> torch.optim.Op
     return optimizer
 
 
-def encoded(optimizer: torch.optim.Optimizer) -> bytes:
-    return training_state.encode(training_state.capture([optimizer]))
+def given(optimizer: torch.optim.Optimizer) -> Offer:
+    """What it gives."""
+    offer = BetweenSteps([optimizer]).offer()
+    assert offer is not None
+    return offer
+
+
+FOREIGN = Offer(b"of another program", [], lambda source, room: True)
 
 
 def rate_of(state: Any) -> float:
@@ -46,20 +51,15 @@ class Peers:
     """
 
     def __init__(self) -> None:
-        self.training: dict[int, list[bytes | Exception]] = {}
+        self.training: dict[int, list[Offer | Exception]] = {}
         self.parameters: dict[int, list[Exception | None]] = {}
         self.asked: Counter[str] = Counter()
         self.chunks: list[tuple[Chunk, torch.Tensor]] = []
         self.num_chunks_received = 0
-        self.training_wanted = True
-        self.given: list[bytes] = []
-        self.refused: list[str] = []
         self.protocol = SimpleNamespace(
             rank=RANK, membership=SimpleNamespace(live=lambda: tuple(self.training))
         )
         self.transfers = self
-        self.give_training = self.given.append
-        self.refuse_training = self.refused.append
 
     def call(self, function: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -68,12 +68,23 @@ class Peers:
 
     def check(self) -> None: ...
 
-    def fetch_training(self, peer: int, max_bytes: int, on_end: Any, timeout_s: float) -> None:
+    def fetch_training(self, peer: int, unfold: Any, on_end: Any, timeout_s: float) -> None:
         self.asked[f"training of {peer}"] += 1
         self.num_chunks_received += 1
-        on_end(self._next(self.training[peer]))
+        answer = self._next(self.training[peer])
+        if isinstance(answer, Exception):
+            on_end(answer)
+            return
+        try:
+            rooms = unfold(answer.text)
+        except ValueError as error:
+            on_end(TurnedAwayError(f"worker {peer} cannot give its state: {error}"))
+            return
+        for source, room in zip(answer.tensors, rooms, strict=True):
+            answer.copy(source, room)
+        on_end(None)
 
-    def fetch_state(self, peer: int, sink: Any, on_end: Any, timeout_s: float) -> None:
+    def fetch(self, peer: int, sink: Any, on_end: Any, timeout_s: float) -> None:
         self.asked[f"parameters of {peer}"] += 1
         for chunk, values in self.chunks:
             sink(chunk, values)
@@ -100,30 +111,28 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def transfers(
-    peers: Any, *optimizers: torch.optim.Optimizer, start_timeout_s: float = 5.0
-) -> StateTransfers:
-    shared = SharedState(State([Segment(torch.ones(3), Role.TRAINED)]), Phase(0.0, 1.0))
+def transfers(peers: Any, *, start_timeout_s: float = 5.0) -> StateTransfers:
+    state = State([Segment(torch.ones(3), Role.TRAINED)])
     times = SimpleNamespace(timeout_s=TIMEOUT_S, start_timeout_s=start_timeout_s)
-    return StateTransfers(peers, peers, shared, optimizers, times)
+    return StateTransfers(peers, peers, state, times)
 
 
 def test_what_a_donor_gave_that_dies_is_kept(peers):
-    peers.training = {1: [encoded(trained(0.5))], 0: [encoded(trained(0.25))]}
+    peers.training = {1: [given(trained(0.5))], 0: [given(trained(0.25))]}
     peers.parameters = {1: [PeerLostError("dead")], 0: [None]}
     assert rate_of(transfers(peers).take()) == 0.5
     assert peers.asked["training of 0"] == 0
 
 
 def test_what_a_donor_gave_whose_parameters_are_refused_is_dropped(peers):
-    peers.training = {1: [encoded(trained(0.5))], 0: [encoded(trained(0.25))]}
+    peers.training = {1: [given(trained(0.5))], 0: [given(trained(0.25))]}
     peers.parameters = {1: [TurnedAwayError("its parameters hold NaN")], 0: [None]}
     assert rate_of(transfers(peers).take()) == 0.25
 
 
-@pytest.mark.parametrize("bad", [encoded(trained(0.5, float("nan"))), b"of another program"])
+@pytest.mark.parametrize("bad", [given(trained(0.5, float("nan"))), FOREIGN])
 def test_a_poisoned_or_damaged_optimizers_state_is_not_taken(peers, bad):
-    peers.training = {1: [bad], 0: [encoded(trained(0.25))]}
+    peers.training = {1: [bad], 0: [given(trained(0.25))]}
     peers.parameters = {1: [None], 0: [None]}
     states = transfers(peers)
     assert rate_of(states.take()) == 0.25
@@ -133,62 +142,8 @@ def test_a_poisoned_or_damaged_optimizers_state_is_not_taken(peers, bad):
 
 
 def test_being_turned_away_for_ever_is_no_progress(peers, now):
-    peers.training = {1: [encoded(trained())]}
+    peers.training = {1: [given(trained())]}
     peers.parameters = {1: [TurnedAwayError("its parameters hold NaN")]}
     with pytest.raises(RendezvousError, match="hold NaN"):
         transfers(peers, start_timeout_s=5.0).take()
     assert 5.0 <= now[0] < 6.0
-
-
-def test_of_all_one_that_refuses_for_a_while_is_asked_again_and_counts_once(peers, now, caplog):
-    peers.protocol.membership.live = lambda: (0, 1, RANK)
-    peers.parameters = {0: [*[StateRefusedError("it takes another's")] * 5, None], 1: [None]}
-    peers.chunks = [(chunk, chunk.x) for chunk in Segment(torch.ones(3), Role.TRAINED).chunks]
-    given: list[torch.Tensor] = []
-    transfers(peers).fetch_all(lambda chunk, values: given.append(values))
-    assert (peers.asked["parameters of 0"], peers.asked["parameters of 1"]) == (6, 1)
-    assert len(given) == 2
-    assert 0.0 < now[0] < TIMEOUT_S
-    assert not caplog.records
-
-
-def test_of_all_those_that_refuse_for_ever_are_left_out_after_one_time_out(peers, now, caplog):
-    peers.protocol.membership.live = lambda: (1, RANK, 3, 4) if peers.asked else (0, 1, RANK, 3, 4)
-    refusing, dead = [StateRefusedError("it is poisoned")], [PeerLostError("dead")]
-    peers.parameters = {0: dead, 1: refusing, 3: [None], 4: refusing}
-    transfers(peers).fetch_all(lambda chunk, values: None)
-    assert TIMEOUT_S <= now[0] < 2 * TIMEOUT_S
-    assert sorted(record.getMessage() for record in caplog.records) == [
-        "worker 2 averages without worker 0: dead",
-        "worker 2 averages without worker 1: it is poisoned",
-        "worker 2 averages without worker 4: it is poisoned",
-    ]
-
-
-def test_of_all_one_that_sends_nan_is_left_out_at_once(peers, now, caplog):
-    peers.protocol.membership.live = lambda: (0, RANK)
-    peers.parameters = {0: [TurnedAwayError("its parameters hold NaN")]}
-    transfers(peers).fetch_all(lambda chunk, values: None)
-    assert (peers.asked["parameters of 0"], now[0]) == (1, 0.0)
-    assert "averages without worker 0: its parameters hold NaN" in caplog.text
-
-
-def test_of_all_a_live_one_that_does_not_answer_is_an_error(peers):
-    peers.training = {0: [b""]}
-    peers.parameters = {0: [PeerLostError("sent nothing")]}
-    with pytest.raises(PeerLostError, match="sent nothing"):
-        transfers(peers).fetch_all(lambda chunk, values: None)
-
-
-def test_a_poisoned_optimizers_state_is_not_given(peers, caplog):
-    sound = trained(0.5)
-    transfers(peers, sound).donate()
-    (given,) = peers.given
-    assert rate_of(training_state.decode(given)) == 0.5
-    states = transfers(peers, trained(), trained(gradient=float("inf")))
-    states.donate()
-    assert len(peers.given) == 1
-    assert states.num_donated == 0
-    (reason,) = peers.refused
-    assert "optimizer 1's state[0]['exp_avg'] holds NaN or infinity" in reason
-    assert "cannot help another to join" in caplog.text

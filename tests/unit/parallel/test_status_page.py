@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp import GossipDataParallel, RendezvousError
-from gossipdp.observe.run_log import RunLog
+from gossipdp import GossipDataParallel, Monitor, Network, RendezvousError
+from gossipdp.launcher.environment import Environment, show_address
+from gossipdp.observe.client import ask
+from gossipdp.observe.log import RunLog
 from gossipdp.observe.status import METRICS_PATH
-from gossipdp.observe.status_client import ask
 from gossipdp.parallel.status_page import MEAN_OF_LOSSES, StatusPage
-from gossipdp.runtime.environment import Environment, show_address
 
 Make = Callable[..., tuple[GossipDataParallel, str]]
 
@@ -48,7 +48,7 @@ def train(model: GossipDataParallel, steps: int) -> None:
 
 @pytest.mark.parametrize("method", ["a2cid2", "allreduce", "none"])
 def test_a_worker_tells_how_far_it_is(make: Make, method: str) -> None:
-    model, address = make(status_port=0, budget_samples=64, method=method)
+    model, address = make(monitor=Monitor(status_port=0), budget_samples=64, method=method)
     status = ask(address)
     assert (status.gradient_steps, status.since_step_s, status.state) == (0, None, "training")
     train(model, 5)
@@ -66,20 +66,19 @@ def test_a_worker_tells_how_far_it_is(make: Make, method: str) -> None:
 
 def test_numbers_of_numpy_are_shown_and_logged_as_all_others(make: Make, tmp_path: Path) -> None:
     model, address = make(
-        status_port=np.int64(0),
-        log_dir=tmp_path,
+        monitor=Monitor(status_port=np.int64(0), log_dir=tmp_path),
         budget_samples=np.int64(64),
         samples_per_step=np.int32(4),
         comm_rate=np.float64(0.5),
-        timeout_s=np.float32(2.0),
+        network=Network(timeout_s=np.float32(2.0)),
         seed=np.int64(7),
     )
     train(model, 5)
     status = ask(address)
     assert (status.budget_samples, status.samples, status.comm_rate) == (64, 20, 0.5)
     metrics = model._status._pages[METRICS_PATH].build()
-    assert b'gossipdp_budget_samples{rank="0"} 64\n' in metrics
-    assert b'gossipdp_samples_total{rank="0"} 20\n' in metrics
+    assert b'gossipdp_budget_samples{rank="0"} 64.0\n' in metrics
+    assert b'gossipdp_samples_total{rank="0"} 20.0\n' in metrics
     configuration = RunLog.read(tmp_path).workers[0].start.configuration
     known = {"budget_samples": 64, "comm_rate": 0.5, "timeout_s": 2.0, "seed": 7}
     assert {name: configuration[name] for name in known} == known
@@ -94,7 +93,7 @@ def ask_anew(model: GossipDataParallel, address: str) -> Any:
 
 
 def test_what_the_script_logs_is_shown(make: Make) -> None:
-    model, address = make(status_port=0)
+    model, address = make(monitor=Monitor(status_port=0))
     assert ask(address).logged == {}
     for step in range(2 * MEAN_OF_LOSSES):
         loss = torch.tensor(float(step), requires_grad=True)
@@ -119,7 +118,7 @@ def test_what_the_script_logs_is_shown(make: Make) -> None:
 def test_a_loss_for_the_log_and_the_page_is_detached_once(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, address = make(status_port=0, log_dir=tmp_path)
+    model, address = make(monitor=Monitor(status_port=0, log_dir=tmp_path))
     loss, detached, detach = torch.tensor(2.0, requires_grad=True), [], torch.Tensor.detach
 
     def counted(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,10 +145,10 @@ def test_the_argument_counts_before_the_variable(
     monkeypatch.setenv("GOSSIPDP_STATUS_PORT", "1")
     monkeypatch.setenv("GOSSIPDP_STATUS_HOST", "127.0.0.2")
     with caplog.at_level(logging.INFO, "gossipdp"):
-        _, address = make(status_port=0)
+        _, address = make(monitor=Monitor(status_port=0))
     assert address.startswith("127.0.0.2:")
     assert f"worker 0 shows its status at http://{address}/status" in caplog.text
-    _, address = make(status_port=0, status_host="127.0.0.1")
+    _, address = make(monitor=Monitor(status_port=0, status_host="127.0.0.1"))
     assert address.startswith("127.0.0.1:")
 
 
@@ -180,10 +179,10 @@ def test_each_rank_has_a_port_of_its_own() -> None:
 
 def test_mistakes_are_told_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"status_port must be in 0\.\.65535, or None"):
-        make(status_port=65536)
-    _, address = make(status_port=0)
+        Monitor(status_port=65536)
+    _, address = make(monitor=Monitor(status_port=0))
     with pytest.raises(RendezvousError, match=r"^the status port: port .* is in use"):
-        make(status_port=int(address.rpartition(":")[2]))
+        make(monitor=Monitor(status_port=int(address.rpartition(":")[2])))
     monkeypatch.setenv("GOSSIPDP_STATUS_PORT", "-1")
     with pytest.raises(ValueError, match="GOSSIPDP_STATUS_PORT is -1"):
         make()

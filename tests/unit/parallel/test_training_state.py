@@ -1,21 +1,21 @@
-"""Training state: every bit comes back, nothing else is accepted, and nothing is unpickled."""
+"""What a worker trains with: given between two steps, taken over bitwise, and never poisoned."""
 
-import json
 import math
-from collections import Counter, OrderedDict
+import threading
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gossipdp.parallel import training_state
-from gossipdp.parallel.training_state import capture, decode, encode, restore
+from gossipdp.parallel import skeleton, training_state
+from gossipdp.parallel.training_state import Arriving, BetweenSteps, capture, restore
 
-DTYPES = sorted(training_state._DTYPES, key=str)
+
+def travelled(*optimizers: torch.optim.Optimizer) -> Any:
+    """Their state as another worker receives it."""
+    text, tensors = skeleton.pack(capture(optimizers))
+    return skeleton.decode(text).unpack([tensor.clone() for tensor in tensors])
 
 
 def assert_bitwise(one: Any, other: Any) -> None:
@@ -36,160 +36,6 @@ def assert_bitwise(one: Any, other: Any) -> None:
             assert_bitwise(a, b)
     else:
         assert repr(one) == repr(other)  # tells -0.0 from 0.0, and takes NaN for NaN
-
-
-@st.composite
-def tensors(draw: st.DrawFn) -> Tensor:
-    """Any bits, any type, any shape, 0-dimensional and empty ones too, any order of memory."""
-    dtype = draw(st.sampled_from(DTYPES))
-    shape = draw(st.lists(st.integers(0, 3), max_size=4))
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    data = draw(st.binary(min_size=num_bytes, max_size=num_bytes))
-    if dtype is torch.bool:
-        data = bytes(byte & 1 for byte in data)
-    flat = torch.tensor(list(data), dtype=torch.uint8).view(dtype) if data else None
-    tensor = torch.empty(shape, dtype=dtype) if flat is None else flat.reshape(shape)
-    return tensor.permute(draw(st.permutations(range(tensor.dim()))))
-
-
-scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**200), 2**200)
-    | st.floats()
-    | st.text(st.characters(), max_size=8)
-)
-keys = st.integers(-99, 99) | st.text(max_size=5) | st.none()
-states = st.recursive(
-    scalars | tensors(),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(keys, inner, max_size=4)
-    ),
-    max_leaves=12,
-)
-
-
-@given(states)
-@settings(max_examples=200, deadline=None)
-def test_what_is_decoded_is_what_was_encoded(state: Any) -> None:
-    assert_bitwise(decode(encode(state)), state)
-
-
-def test_nan_payloads_strides_and_sharing_survive() -> None:
-    payload = torch.tensor([0x7FC12345, 0x7F800001], dtype=torch.int32).view(torch.float32)
-    channels_last = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    state = {"payload": payload, "one": channels_last, "same": [channels_last]}
-    decoded = decode(encode(state))
-    assert torch.equal(decoded["payload"].view(torch.int32), payload.view(torch.int32))
-    assert decoded["one"].stride() == channels_last.stride()
-    assert decoded["same"][0] is decoded["one"]
-    decoded["one"].add_(1)  # it is ours, and may be written
-
-
-def test_dicts_of_other_classes_are_plain_ones_and_counters_count() -> None:
-    counter = Counter([3, 3, 5])
-    decoded = decode(encode({"ordered": OrderedDict(a=1), "counter": counter}))
-    assert type(decoded["ordered"]) is dict
-    assert list(decoded["counter"].elements()) == list(counter.elements())
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ({1, 2}, r"state\['a'\]\[1\] is a builtins.set, which cannot be saved"),
-        (len, r"state\['a'\]\[1\] is a builtins.builtin_function"),
-        ({(1, 2): 3}, r"state\['a'\]\[1\] has a key \(1, 2\)"),
-        (torch.ones(2).to_sparse(), r"state\['a'\]\[1\] is a torch.sparse_coo tensor"),
-        (torch.ones(2, device="meta"), r"on meta, not dense data"),
-        (torch.ones(2, dtype=torch.complex128), "torch.complex128, which cannot be saved"),
-        (1 << 5000, r"state\['a'\]\[1\] is an integer of more than 4096 bits"),
-        (1j, r"builtins.complex"),
-    ],
-)
-def test_what_cannot_be_saved_is_named_with_its_place(value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        encode({"a": [0, value]})
-
-
-def test_a_state_within_itself_is_one_clear_error() -> None:
-    loop: list[Any] = []
-    loop.append(loop)
-    with pytest.raises(ValueError, match="nested deeper than 64, or within itself"):
-        encode(loop)
-
-
-ENCODED = encode({"state": {0: {"step": torch.tensor(3.0), "t": (1, [None, 2.5])}}, "x": "text"})
-
-
-@given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
-def test_garbage_is_a_value_error(data: bytes) -> None:
-    with pytest.raises(ValueError, match="this is no training state"):
-        decode(data)
-
-
-@given(st.data())
-@settings(max_examples=500, deadline=None)
-def test_damage_is_a_value_error_or_another_state(data: st.DataObject) -> None:
-    damaged = bytearray(ENCODED)
-    for _ in range(data.draw(st.integers(1, 4))):
-        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    cut = data.draw(st.integers(0, 3))
-    try:
-        decode(bytes(damaged[: len(damaged) - cut]))
-    except ValueError as error:
-        assert str(error).startswith("this is no training state")  # noqa: PT017
-
-
-def with_structure(structure: Any, **tensors: Tensor) -> bytes:
-    text = structure if isinstance(structure, str) else json.dumps(structure)
-    metadata = {"format": training_state.FORMAT, "structure": text}
-    return safetensors.torch.save(tensors, metadata)
-
-
-@pytest.mark.parametrize(
-    ("structure", "message"),
-    [
-        ("[" * 100_000, "nested too deeply|Expecting"),
-        (json.dumps({"tuple": []}).replace("[]", "[" * 80 + "]" * 80), "nested deeper than 64"),
-        ("[" + "1" * 5000 + "]", "Exceeds the limit"),
-        ("NaN", "NaN is not JSON"),
-        ({"tensor": "b"}, "there is no tensor 'b'"),
-        ({"tensor": ["a"]}, "there is no tensor"),
-        ({"tensor": "a", "order": [0, 0]}, "the order of tensor 'a'"),
-        ({"tensor": "a", "order": [True, 0]}, "the order of tensor 'a'"),
-        ({"tensor": "a", "call": "os.system"}, "unknown attributes"),
-        ({"object": []}, "unknown kind 'object'"),
-        ({"dict": [], "tuple": []}, "an object with 2 keys"),
-        ({"dict": [[1]]}, "a list of pairs"),
-        ({"dict": [[[], 1]]}, "a key is a number or a text"),
-        ({"dict": [["a", 1], ["a", 2]]}, "a key twice"),
-        ({"counter": "abc"}, "a list was expected"),
-        ({"float": "1e400"}, "nan, inf or -inf"),
-        ([1, 2], "does not refer to tensor 'a'"),
-    ],
-)
-def test_a_hostile_structure_is_refused(structure: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        decode(with_structure(structure, a=torch.ones(2, 2)))
-
-
-def test_lengths_are_checked_before_anything_is_allocated() -> None:
-    huge = (1 << 62).to_bytes(8, "little")
-    with pytest.raises(ValueError, match="a header of 4611686018427387904 bytes in"):
-        decode(huge + b"{}")
-    header = json.dumps(
-        {
-            "__metadata__": {"format": training_state.FORMAT, "structure": '{"tensor":"a"}'},
-            "a": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]},
-        }
-    ).encode()
-    with pytest.raises(ValueError, match="this is no training state"):
-        decode(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(ValueError, match="this is no training state"):
-        decode(b"\x80\x04cos\nsystem\n")
 
 
 class Keeper(torch.optim.Optimizer):
@@ -241,7 +87,7 @@ def stepped(name: str, steps: int, dtype: torch.dtype) -> torch.optim.Optimizer:
 def test_optimizers_come_back_bitwise(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     one, other = stepped(name, 4, dtype), stepped(name, 1, dtype)
-    restore(decode(encode(capture([one]))), [other])
+    restore(travelled(one), [other])
     assert_bitwise(
         {"state": dict(other.state_dict()["state"]), "g": other.state_dict()["param_groups"]},
         {"state": dict(one.state_dict()["state"]), "g": one.state_dict()["param_groups"]},
@@ -249,7 +95,7 @@ def test_optimizers_come_back_bitwise(name: str, dtype: torch.dtype) -> None:
 
 
 def test_the_state_of_other_optimizers_is_refused() -> None:
-    state = decode(encode(capture([stepped("adamw", 1, torch.float32)])))
+    state = travelled(stepped("adamw", 1, torch.float32))
     for optimizers, message in [
         ([], "of 1 optimizers, and there are 0 here"),
         ([torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)], r"sizes \[4\], and .* have \[1\]"),
@@ -294,3 +140,108 @@ def test_poison_is_found_in_eight_bits_and_sums_that_overflow_are_none():
 @pytest.mark.parametrize("state", [None, 3, {"optimizers": 5}, {"optimizers": [None, {}]}])
 def test_what_is_no_state_is_left_to_whoever_restores_it(state):
     training_state.refuse_poison(state)
+
+
+def weight_and_adam(size: int = 3) -> tuple[Tensor, torch.optim.Optimizer]:
+    weight = nn.Parameter(torch.ones(size))
+    return weight, torch.optim.AdamW([weight], lr=0.5)
+
+
+def step(weight: Tensor, optimizer: torch.optim.Optimizer, gradient: float = 1.0) -> None:
+    weight.grad = torch.full_like(weight, gradient)
+    optimizer.step()
+
+
+def taken(offer: Any, max_bytes: int = 1 << 30) -> Any:
+    """What a joiner makes of an offer."""
+    arriving = Arriving(max_bytes)
+    for source, room in zip(offer.tensors, arriving.unfold(offer.text), strict=True):
+        assert offer.copy(source, room)
+    return arriving.state()
+
+
+def test_a_state_is_offered_and_taken_over_bitwise():
+    weight, optimizer = weight_and_adam(1000)
+    step(weight, optimizer)
+    offer = BetweenSteps([optimizer]).offer()
+    assert [tensor.numel() for tensor in offer.tensors] == [4000, 4000], "steps are in the text"
+    _, other = weight_and_adam(1000)
+    restore(taken(offer), [other])
+    assert_bitwise(dict(other.state_dict()["state"]), dict(optimizer.state_dict()["state"]))
+    assert other.param_groups[0]["lr"] == 0.5
+    with pytest.raises(ValueError, match="8000 bytes, and this worker's model would take 7999"):
+        taken(offer, max_bytes=7999)
+
+
+def test_nothing_is_read_within_a_step_and_the_waiting_thread_is_woken_after_it():
+    weight, optimizer = weight_and_adam(1000)
+    between = BetweenSteps([optimizer])
+    woken = []
+    between.attach(lambda: woken.append("finished"), lambda: woken.append("woken"))
+    step(weight, optimizer)
+    assert woken == ["finished"], "nobody waits"
+    offer = between.offer()
+    room = torch.empty(4000, dtype=torch.uint8)
+    seen: list[Any] = []
+
+    def closure() -> Tensor:
+        seen.extend([between.offer(), offer.copy(offer.tensors[0], room), list(woken)])
+        return weight.sum()
+
+    optimizer.step(closure)
+    assert seen == [None, False, ["finished"]]
+    assert woken == ["finished", "finished", "woken"]
+    assert offer.copy(offer.tensors[0], room)
+    between.close()
+    optimizer.step(closure)
+    assert seen[3] is not None, "closed, it lets the optimizers go"
+
+
+def test_after_a_step_that_raised_nothing_is_given_until_one_has_ended():
+    weight, optimizer = weight_and_adam()
+    between = BetweenSteps([optimizer])
+
+    def broken() -> Tensor:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(broken)
+    assert between.offer() is None
+    step(weight, optimizer)
+    assert between.offer() is not None
+
+
+def test_every_chunk_is_of_one_step():
+    """Two threads: what is copied while the other trains is never half of one step."""
+    weight, optimizer = weight_and_adam(50_000)
+    optimizer.param_groups[0]["betas"] = (0.0, 0.0)  # so exp_avg is the last gradient
+    step(weight, optimizer, 1.0)
+    between = BetweenSteps([optimizer])
+    offer = between.offer()
+    ends = threading.Event()
+
+    def train() -> None:
+        gradient = 0.0
+        while not ends.is_set():
+            gradient += 1.0
+            step(weight, optimizer, gradient)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    room = torch.empty(200_000, dtype=torch.uint8)
+    seen = set()
+    try:
+        while len(seen) < 50:
+            if offer.copy(offer.tensors[0], room):
+                (value,) = room.view(torch.float32).unique().tolist()
+                seen.add(value)
+    finally:
+        ends.set()
+        thread.join()
+
+
+def test_what_an_optimizer_cannot_say_is_an_error_of_one_line():
+    _, optimizer = weight_and_adam()
+    optimizer.param_groups[0]["rule"] = weight_and_adam
+    with pytest.raises(ValueError, match=r"\['rule'\] is a builtins.function"):
+        BetweenSteps([optimizer]).offer()

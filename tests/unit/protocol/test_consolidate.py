@@ -3,18 +3,19 @@
 import msgspec
 import pytest
 
-from gossipdp.protocol.actions import Send
-from gossipdp.protocol.consolidate import Consolidation, ConsolidationMessage
-from gossipdp.protocol.consolidation_actions import (
+from gossipdp.protocol.actions import (
     Commit,
     FinishChunk,
     Finished,
     MeasureDistance,
     Prepare,
+    Send,
     SendPartial,
     SendResult,
 )
-from gossipdp.protocol.consolidation_messages import (
+from gossipdp.protocol.consolidate import Consolidation, ConsolidationMessage
+from gossipdp.protocol.members import Member, Status
+from gossipdp.protocol.messages import (
     Average,
     BeginEpoch,
     CommitEpoch,
@@ -27,7 +28,6 @@ from gossipdp.protocol.consolidation_messages import (
     PullResults,
     Release,
 )
-from gossipdp.protocol.membership import Member, Status
 
 
 def process(rank: int) -> tuple[int, int]:

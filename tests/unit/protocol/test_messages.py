@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipdp.protocol.consolidation_messages import Epoch, PullResults
-from gossipdp.protocol.membership import Member, Status
+from gossipdp.protocol.members import Member, ProgressEntry, Status
 from gossipdp.protocol.messages import (
     Abort,
     Accept,
@@ -19,6 +18,7 @@ from gossipdp.protocol.messages import (
     Busy,
     Cancel,
     Envelope,
+    Epoch,
     ExchangeId,
     Free,
     Heartbeat,
@@ -28,6 +28,7 @@ from gossipdp.protocol.messages import (
     Pass,
     Propose,
     ProtocolError,
+    PullResults,
     RequestState,
     RequestTraining,
     StateRefused,
@@ -35,7 +36,6 @@ from gossipdp.protocol.messages import (
     decode,
     encode,
 )
-from gossipdp.protocol.progress import ProgressEntry
 
 ID = ExchangeId(3, 1, 12)
 MESSAGES: list[Message] = [
@@ -59,7 +59,7 @@ MESSAGES: list[Message] = [
         4,
         is_ending=False,
         members=(Member(4, 0, 9, Status.JOINING, "10.0.0.2", 4001),),
-        progress=(ProgressEntry(0, 2, 2**62, 64, 2),),
+        progress=(ProgressEntry(0, 2**62, 64, 2),),
     ),
 ]
 
@@ -69,7 +69,7 @@ def test_round_trip_with_news(message: Message) -> None:
     envelope = Envelope(
         message,
         (Member(0, 2, 2**62, Status.DONE, "10.0.0.1", 4000, "10.0.0.9", 9400),),
-        (ProgressEntry(0, 2, 2**62, 64, 2),),
+        (ProgressEntry(0, 2**62, 64, 2),),
     )
     assert decode(encode(envelope)) == envelope
 
@@ -97,6 +97,14 @@ def test_gain_must_be_a_positive_number(alpha_tilde: float) -> None:
         [["Busy", [1, 2, -3]], [], []],
         [["Busy", [1, 2, "3"]], [], []],
         [["Busy", [1, 2, 3, 4]], [], []],
+        [["Busy", [2**20, 2, 3]], [], []],
+        [["Busy", [1, 2**31, 3]], [], []],
+        [["Busy", [1, 2, 2**62 + 1]], [], []],
+        [["NewerEpoch", [2**62 + 1, 1, 1]], [], []],
+        [["Distance", [1, 1, 1], math.inf], [], []],
+        [["Distance", [1, 1, 1], math.nan], [], []],
+        [["Free"], [[rank, 0, 0] for rank in range(257)], []],
+        [["Free"], [], [[0, rank, 1, 1] for rank in range(257)]],
         [["Free", 1], [], []],
         [["Free"], [], [], []],
         [["Abort", [1, 2, 3], "x" * 1001], [], []],

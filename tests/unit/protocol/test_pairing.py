@@ -17,6 +17,7 @@ from gossipdp.protocol.messages import (
     Free,
     Pass,
     Propose,
+    ProtocolError,
 )
 from gossipdp.protocol.neighbours import NeighbourPolicy, make_policy
 from gossipdp.protocol.pairing import MAX_BACKLOG, Exchanging, Idle, Pairing, Proposing
@@ -63,7 +64,7 @@ def answered(pairing: Pairing, peer: int, counter: int = 1) -> ExchangeId:
 def test_tick_proposes_to_the_first_of_the_policy() -> None:
     pairing = make_pairing()
     assert pairing.tick() == [Send(2, Propose(own(1), 0.9))]
-    assert pairing.state == Proposing(2, own(1), (8,))
+    assert pairing.state == Proposing(2, own(1), 0.9, (8,))
 
 
 def test_tick_without_neighbours_keeps_the_demand_until_one_appears() -> None:
@@ -138,7 +139,7 @@ def test_initiated_exchange_takes_one_demand_and_answered_none() -> None:
     pairing.receive(2, Accept(own(1), 0.9))
     pairing.finished(own(1))
     assert pairing.backlog == 1
-    assert pairing.state == Proposing(2, own(2), (8,))
+    assert pairing.state == Proposing(2, own(2), 0.9, (8,))
     pairing.receive(2, Busy(own(2)))
     pairing.receive(8, Busy(own(3)))
     id = answered(pairing, 8)
@@ -226,7 +227,7 @@ def test_unexpected_accept_is_cancelled() -> None:
     assert pairing.receive(2, Accept(own(7), 0.9)) == [Send(2, Cancel(own(7)))]
     pairing.tick()
     assert pairing.receive(8, Accept(own(1), 0.9)) == [Send(8, Cancel(own(1)))]
-    assert pairing.state == Proposing(2, own(1), (8,))
+    assert pairing.state == Proposing(2, own(1), 0.9, (8,))
 
 
 def test_cancel_stops_the_answered_exchange_only() -> None:
@@ -269,7 +270,7 @@ def test_foreign_ids_are_dropped() -> None:
     assert pairing.receive(2, ask(8)) == []  # a proposal in another's name
     assert pairing.finished(own(1)) == []
     assert pairing.failed(own(1)) == []
-    assert pairing.state == Proposing(2, own(1), (8,))
+    assert pairing.state == Proposing(2, own(1), 0.9, (8,))
 
 
 def test_lost_link_moves_the_proposal_on_and_keeps_the_demand() -> None:
@@ -420,3 +421,12 @@ def test_the_gain_of_accept_stands_though_the_own_one_fell_since_the_proposal() 
     pairing.alpha_tilde = 0.6  # on a new graph
     actions = pairing.receive(2, Accept(own(1), 0.8))
     assert actions == [Begin(2, own(1), 0.8, initiator=True)]
+
+
+def test_an_accept_with_more_than_was_proposed_is_refused() -> None:
+    pairing = make_pairing()
+    pairing.tick()
+    with pytest.raises(ProtocolError, match=r"gain of 0\.91"):
+        pairing.receive(2, Accept(own(1), 0.91))
+    pairing.lost(2)
+    assert pairing.state == Proposing(8, own(2), 0.9, ())

@@ -10,22 +10,35 @@ import pytest
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
-from gossipdp.protocol.actions import Reach, Rebuilt, Refresh, Send, Stop, Superseded, Unlink
-from gossipdp.protocol.consolidation_actions import Prepare
-from gossipdp.protocol.membership import Member, Status
+from gossipdp.protocol.actions import (
+    Begin,
+    Prepare,
+    Reach,
+    Rebuilt,
+    Send,
+    Stop,
+    Superseded,
+    Unlink,
+)
+from gossipdp.protocol.members import MAX_INCARNATION, Member, ProgressEntry, Status
 from gossipdp.protocol.messages import (
+    Accept,
     AskLife,
     AskMembers,
     Busy,
     Envelope,
+    Epoch,
     ExchangeId,
     Heartbeat,
     Members,
     Message,
+    NewerEpoch,
     Propose,
     TellLife,
+    decode,
+    encode,
 )
-from gossipdp.protocol.pairing import Idle
+from gossipdp.protocol.pairing import Exchanging, Idle, Proposing
 from gossipdp.protocol.worker import Action, WorkerProtocol
 
 TIMEOUT_S = 5.0
@@ -107,14 +120,8 @@ def test_a_silent_neighbour_is_asked_about_and_declared_dead() -> None:
 
 def test_one_bad_link_kills_nobody_but_is_made_anew() -> None:
     worker = make_worker(0, 2)
-    for _ in range(3):
-        actions = run(worker, 0.0, 4.0, [0])
-    actions = run(worker, 4.0, 5.2, [0])
-    question = next(
-        message
-        for message in said(run(make_worker(0, 2), 0.0, 4.0, [0]), 0)
-        if isinstance(message, AskLife)
-    )
+    actions = run(worker, 0.0, 5.2, [0])
+    (question,) = [message for message in said(actions, 0) if isinstance(message, AskLife)]
     actions = worker.receive(0, Envelope(TellLife(2, question.counter, is_heard=True)), 5.2)
     assert [action.peer for action in of_type(actions, Unlink)] == [2]
     run(worker, 5.2, 9.0, [0])
@@ -122,21 +129,68 @@ def test_one_bad_link_kills_nobody_but_is_made_anew() -> None:
     assert worker.neighbours == {0, 2}
 
 
-def test_a_refused_dial_is_death_at_once_and_rebuilds() -> None:
+def tell_of_no_life(worker: WorkerProtocol, actions: Sequence[Action], now: float) -> list[Action]:
+    """All who are asked say that they do not hear the suspect either."""
+    answers: list[Action] = []
+    for action in actions:
+        question = action.message.message if isinstance(action, Send) else None
+        if isinstance(question, AskLife):
+            worker.link_up(action.peer, now)
+            no = TellLife(question.suspect, question.counter, is_heard=False)
+            answers += worker.receive(action.peer, Envelope(no), now)
+    return answers
+
+
+def test_a_refused_dial_is_death_once_nobody_else_hears_it_either() -> None:
     worker = make_worker(0, 2)
-    actions = worker.peer_dead(2, 1.0, ("10.0.0.1", 4002))
+    worker.link_down(2, 1.0)
+    worker.dial_refused(2, 1.0, ("10.0.0.1", 4002))
+    assert worker.next_deadline(1.0) <= 1.0
+    questions = worker.poll(1.0)
+    assert worker.membership.get(2) == member(2)
+    assert len([each for each in questions if isinstance(each, Send)]) >= 3
+    tell_of_no_life(worker, questions, 1.1)
+    actions = worker.poll(1.1)
     (rebuilt,) = of_type(actions, Rebuilt)
     assert rebuilt.neighbours == {0, 3}
     assert worker.alpha_tilde == Constants.of(build_graph("ring", 5)).alpha_tilde
     assert worker.pairing.alpha_tilde == worker.alpha_tilde
+    assert worker.pairing.available.keys() == {0, 3}
+
+
+def test_a_firewall_between_two_healthy_workers_changes_nothing_but_that_edge() -> None:
+    """Twelve refused dials used to bring twelve deaths and twelve new lives."""
+    worker = make_worker(0, 2)
+    worker.link_down(2, 1.0)
+    for tenth in range(10, 400):
+        now = tenth / 10
+        actions = [*worker.heard(0, now), *worker.poll(now)]
+        if tenth % 20 == 0:
+            actions += worker.dial_refused(2, now, ("10.0.0.1", 4002))
+        for question in said(actions, 0):
+            if isinstance(question, AskLife):
+                worker.receive(0, Envelope(TellLife(2, question.counter, is_heard=True)), now)
+    assert worker.membership.get(2) == member(2)
+    assert worker.neighbours == {0, 2}
     assert worker.pairing.available.keys() == {0}
+
+
+def test_who_is_asked_of_one_that_refuses_answers_and_asks_nobody() -> None:
+    """Else each of those asked would ask three more, and all would dial the dead."""
+    worker = make_worker(0, 2)
+    worker.receive(0, Envelope(AskLife(4, 1)), 0.5)
+    actions = worker.dial_refused(4, 0.6)
+    assert said(actions, 0) == [TellLife(4, 1, is_heard=False)]
+    assert said(run(worker, 0.6, 2.0, [0, 2]), 0) == []
 
 
 def test_a_refusal_of_an_old_address_says_nothing_of_the_new_life() -> None:
     worker = make_worker(0, 2)
     new = Member(2, 1, 99, Status.ALIVE, "10.0.0.1", 5002)
     worker.receive(0, tell(new), 0.5)
-    worker.peer_dead(2, 1.0, ("10.0.0.1", 4002))
+    worker.link_down(2, 0.9)
+    worker.dial_refused(2, 1.0, ("10.0.0.1", 4002))
+    assert said(worker.poll(1.0), 0) == []
     assert worker.membership.get(2) == new
 
 
@@ -170,7 +224,7 @@ def test_the_last_two_and_the_last_one() -> None:
 def test_a_leaf_asks_more_often_once_the_centre_is_dead() -> None:
     """Its rate was 1/5 and is 1, of which it asks for half."""
     worker = make_worker(0, constants=Constants.of(build_graph("star", 6)))
-    worker.peer_dead(0, 0.5)
+    worker.receive(0, tell(member(0, Status.DEAD)), 0.5)
     for step in range(400):
         worker.step(1, 1.0 + 0.1 * step)
     assert 150 < worker.clock.num_ticks < 250
@@ -213,6 +267,85 @@ def test_deaths_count_in_the_end_too() -> None:
     assert worker.consolidation.missing() == ()
 
 
+# --- exchanges that stand still, and what breaks the rules --------------------------------
+
+
+def test_an_exchange_ends_where_nothing_of_it_comes_though_its_link_lives() -> None:
+    """A peer that accepts and then only beats held both ends for ever."""
+    worker = make_worker(0, 2)
+    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 1.0)
+    assert of_type(run(worker, 1.0, 4.0, [0, 2]), Stop) == []
+    worker.progressed(4.0)
+    assert of_type(run(worker, 4.0, 4.0 + 0.99 * TIMEOUT_S, [0, 2]), Stop) == []
+    (stop,) = of_type(run(worker, 8.9, 4.1 + TIMEOUT_S, [0, 2]), Stop)
+    assert (stop.peer, stop.id) == (0, ExchangeId(0, 0, 1))
+    assert "nothing of it" in stop.reason
+    assert worker.exchanges_failed == 1
+    assert worker.live_links == {2}, "its link is closed"
+
+
+def test_who_lets_exchanges_stand_still_is_shunned_for_ever_longer() -> None:
+    """Else it could ask again at once, and hold a worker for all of its time."""
+    worker, now, held_s = make_worker(0, 2), 1.0, 0.0
+    for counter in range(1, 1000):
+        worker.link_up(0, now)
+        actions = worker.receive(0, Envelope(Propose(ExchangeId(0, 0, counter), 0.6)), now)
+        if not of_type(actions, Begin):
+            assert isinstance(said(actions, 0)[0], Busy)
+            assert worker.pairing.available.keys() == {2}
+        before = now
+        while isinstance(worker.pairing.state, Exchanging) or now < before + 1.0:
+            now += 0.5
+            worker.heard(0, now)
+            worker.heard(2, now)
+            worker.poll(now)
+            held_s += 0.5 * isinstance(worker.pairing.state, Exchanging)
+    assert held_s < 0.1 * now
+
+
+def test_who_was_shunned_is_welcome_again_once_an_exchange_ends_well() -> None:
+    worker = make_worker(0, 2)
+    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 1.0)
+    run(worker, 1.0, 1.2 + TIMEOUT_S, [0, 2])
+    worker.link_up(0, 7.0)
+    assert worker.pairing.available.keys() == {2}
+    run(worker, 7.0, 1.5 + 2 * TIMEOUT_S, [0, 2])
+    assert worker.pairing.available.keys() == {0, 2}
+    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 2), 0.6)), 12.0)
+    worker.finished(ExchangeId(0, 0, 2), 12.1)
+    assert worker.exchanges_answered == 1
+
+
+def test_its_own_sleep_ends_no_exchange() -> None:
+    worker = make_worker(0, 2)
+    run(worker, 0.0, 1.0, [0, 2])
+    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 1.0)
+    actions = worker.poll(1.0 + 3 * TIMEOUT_S)
+    assert of_type(actions, Stop) == []
+
+
+def test_who_accepts_with_more_than_was_proposed_loses_its_link() -> None:
+    worker = make_worker(0, 2)
+    for _ in range(100):
+        if isinstance(worker.pairing.state, Proposing):
+            break
+        worker._settle(worker.pairing.tick(), 0.1)
+    state = worker.pairing.state
+    assert isinstance(state, Proposing)
+    accept = Accept(state.id, state.alpha_tilde * 1.01)
+    actions = worker.receive(state.peer, Envelope(accept), 0.2)
+    assert [action.peer for action in of_type(actions, Unlink)] == [state.peer]
+    assert of_type(actions, Begin) == []
+    assert worker.live_links == {2 - state.peer}
+
+
+def test_an_epoch_out_of_all_order_closes_the_link() -> None:
+    worker = make_worker(0, 2)
+    epoch = Epoch(2**40, 0, 7)
+    actions = worker.receive(2, Envelope(NewerEpoch(epoch)), 0.2)
+    assert [action.peer for action in of_type(actions, Unlink)] == [2]
+
+
 # --- its own stalls ------------------------------------------------------------------------
 
 
@@ -236,7 +369,6 @@ def test_who_slept_blames_nobody_whatever_it_is_told_first(first: str) -> None:
     assert [message for message in said(actions, 0) if isinstance(message, AskLife)] == []
     assert worker.suspects() == frozenset()
     assert worker.membership.live() == tuple(range(6))
-    assert of_type(actions, Refresh) == [], "not silent for the whole time-out"
 
 
 def test_the_clock_is_looked_at_even_where_there_is_nothing_to_wait_for() -> None:
@@ -250,168 +382,35 @@ def test_the_clock_is_looked_at_even_where_there_is_nothing_to_wait_for() -> Non
         now = due
 
 
-def stalled(worker: WorkerProtocol) -> list[Action]:
-    run(worker, 0.0, 1.0, [0, 2])
-    return worker.poll(1.0 + 2 * TIMEOUT_S)
-
-
-def test_a_long_stall_is_followed_by_a_refresh_before_any_exchange() -> None:
-    worker = make_worker(0, 2)
-    (refresh,) = of_type(stalled(worker), Refresh)
-    assert refresh.peer in (0, 2)
-    assert not worker.can_donate
-    ask = Envelope(Propose(ExchangeId(0, 0, 1), 0.6))
-    assert isinstance(said(worker.receive(0, ask, 11.1), 0)[0], Busy)
-    (second,) = of_type(worker.refresh_failed(refresh.peer, 11.2), Refresh)
-    assert second.peer == 2 - refresh.peer
-    worker.refreshed(11.3)
-    assert worker.can_donate
-    assert not worker.clock.is_paused
-    ask = Envelope(Propose(ExchangeId(0, 0, 2), 0.6))
-    worker.receive(0, ask, 11.4)
-    assert worker.pairing.state != Idle()
-
-
-def test_the_exchange_of_before_the_stall_is_void() -> None:
+def test_a_long_stall_changes_nothing_here() -> None:
+    """Its parameters stay, an exchange goes on if its link does, and it is asked and answers."""
     worker = make_worker(0, 2)
     run(worker, 0.0, 1.0, [0, 2])
     worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 1.0)
     actions = worker.poll(1.0 + 2 * TIMEOUT_S)
-    assert [action.peer for action in of_type(actions, Stop)] == [0]
-    assert of_type(actions, Refresh) == [Refresh(2)]
-
-
-@pytest.mark.parametrize("ending", ["finished", "failed"])
-def test_an_exchange_that_ends_with_the_stall_is_not_stopped_as_well(ending: str) -> None:
-    worker = make_worker(0, 2)
-    run(worker, 0.0, 1.0, [0, 2])
-    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 1.0)
-    actions = getattr(worker, ending)(ExchangeId(0, 0, 1), 1.0 + 2 * TIMEOUT_S)
     assert of_type(actions, Stop) == []
-    assert len(of_type(actions, Refresh)) == 1
-    assert (worker.exchanges_answered, worker.exchanges_failed) == (
-        (1, 0) if ending == "finished" else (0, 1)
-    )
-
-
-def test_with_no_donor_it_goes_on_as_it_is() -> None:
-    worker = make_worker(0, 2)
-    (refresh,) = of_type(stalled(worker), Refresh)
-    worker.refresh_failed(refresh.peer, 11.0)
-    worker.refresh_failed(2 - refresh.peer, 11.0)
-    assert not worker.can_donate
-    run(worker, 11.0, 11.1 + TIMEOUT_S, [0, 2])
     assert worker.can_donate
     assert not worker.clock.is_paused
+    worker.finished(ExchangeId(0, 0, 1), 11.1)
+    assert (worker.exchanges_answered, worker.exchanges_failed) == (1, 0)
 
 
-def test_with_nobody_left_it_goes_on_at_once() -> None:
+def test_declared_dead_meanwhile_it_goes_on_in_its_next_life() -> None:
     worker = make_worker(0, 2)
-    (refresh,) = of_type(stalled(worker), Refresh)
-    worker.peer_dead(2 - refresh.peer, 11.0)
-    for rank in (3, 4, 5, refresh.peer):
-        worker.peer_dead(rank, 11.0)
-    assert not worker.can_donate
-    worker.refresh_failed(refresh.peer, 11.1)
+    run(worker, 0.0, 1.0, [0, 2])
+    worker.receive(0, tell(member(1, Status.DEAD)), 1.0 + 2 * TIMEOUT_S)
+    assert worker.incarnation == 1 == worker.pairing.incarnation
+    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 11.1)
+    assert worker.pairing.state != Idle()
     assert worker.can_donate
 
 
-def test_consolidation_waits_for_the_refresh() -> None:
-    worker = make_worker(0, 2)
-    worker.receive(0, tell(*(member(rank, Status.DEAD) for rank in (3, 4, 5))), 0.1)
-    worker.receive(0, tell(member(0, Status.DONE)), 0.1)
-    worker.done(0.2)
-    run(worker, 0.2, 1.0, [0, 2])
-    (refresh,) = of_type(worker.poll(11.0), Refresh)
-    worker.peer_dead(0, 11.1)  # so that this worker leads
-    assert of_type(worker.receive(2, tell(member(2, Status.DONE)), 11.2), Prepare) == []
-    worker.refreshed(11.3)
-    assert refresh.peer in (0, 2)
-    assert "consolidation" in worker._closed_for
-
-
-@pytest.mark.parametrize("state", ["alone", "held", "joining", "none"])
-def test_who_does_not_exchange_need_not_refresh(state: str) -> None:
-    worker = make_worker(0, 2, **({"method": "none"} if state == "none" else {}))
-    if state == "joining":
-        worker = make_worker(is_joining=True)
-    if state == "held":
-        worker.hold(0.1)
-    if state == "alone":
-        worker.receive(0, tell(*(member(rank, Status.DEAD) for rank in (0, 2, 3, 4, 5))), 0.1)
-    assert of_type(stalled(worker), Refresh) == []
-
-
-def test_a_stall_in_a_checkpoint_is_followed_by_a_refresh_once_that_is_taken() -> None:
-    worker = make_worker(0, 2)
-    worker.pause(0.0)
-    assert of_type(stalled(worker), Refresh) == [], "not while the parameters are copied"
-    assert not worker.can_donate
-    # Nor until a time-out for it, which would be over for ever.
-    run(worker, 11.0, 11.5 + TIMEOUT_S, [0, 2])
-    assert worker.next_deadline(11.5 + TIMEOUT_S) > 11.5 + TIMEOUT_S
-    (refresh,) = of_type(worker.release(11.6 + TIMEOUT_S), Refresh)
-    assert refresh.peer in (0, 2)
-
-
-def due_without_a_source(worker: WorkerProtocol) -> None:
-    """It needs a refresh, and nobody whom it could ask is left to ask."""
-    (first,) = of_type(stalled(worker), Refresh)
-    worker.refresh_failed(first.peer, 11.0)
-    worker.refresh_failed(2 - first.peer, 11.0)
-    assert worker.refresher.is_needed
-    assert worker.refresher.source is None
-
-
-@pytest.mark.parametrize("waiting", ["hold", "pause"])
-def test_no_refresh_begins_while_the_main_thread_has_the_parameters(waiting: str) -> None:
-    worker = make_worker(0, 2)
-    due_without_a_source(worker)
-    getattr(worker, waiting)(11.1)
-    # One more to ask, which every input would find.
-    assert of_type(worker.link_up(3, 11.2), Refresh) == []
-    assert of_type(run(worker, 11.2, 11.9, [0, 2, 3]), Refresh) == []
-    assert not worker.can_donate
-    released = of_type(worker.release(12.0), Refresh)
-    released += of_type(run(worker, 12.0, 12.5, [0, 2, 3]), Refresh)
-    assert released == ([Refresh(3)] if waiting == "pause" else []), "what was loaded stands"
-    assert worker.refresher.is_needed == (waiting == "pause")
-    assert worker.can_donate == (waiting == "hold")
-    assert worker.clock.is_paused == (waiting == "pause")
-
-
-def test_what_waits_for_a_refresh_is_not_kept_waiting_by_a_checkpoint_that_came_to_nothing() -> (
-    None
-):
-    worker = make_worker(0, 2)
-    worker.pause(0.1)
-    worker.poisoned(0.2)
-    assert len(of_type(worker.refresh(0.3), Refresh)) == 1
-    other = make_worker(0, 2)
-    due_without_a_source(other)
-    other.pause(11.1)
-    other.link_up(3, 11.2)
-    assert of_type(other.done(11.3), Refresh) == [Refresh(3)]
-
-
-def test_being_cut_off_is_no_stall() -> None:
-    worker = make_worker(0, 2)
-    actions = run(worker, 0.0, 10 * TIMEOUT_S, [])
-    assert worker.membership.live() == (1, 3, 4, 5) or worker.membership.live() == (1,)
-    assert of_type(actions, Refresh) == []
-
-
-def test_poison_ends_with_a_refresh_by_choice_alone() -> None:
+def test_poison_answers_busy_and_gives_nothing() -> None:
     worker = make_worker(0, 2)
     worker.poisoned(0.5)
     assert not worker.can_donate
     ask = Envelope(Propose(ExchangeId(0, 0, 1), 0.6))
     assert isinstance(said(worker.receive(0, ask, 0.6), 0)[0], Busy)
-    (refresh,) = of_type(worker.refresh(0.7), Refresh)
-    worker.refresh_failed(refresh.peer, 0.8)
-    worker.refreshed(0.9)
-    assert worker.can_donate
-    assert not worker.clock.is_paused
 
 
 # --- rivals and joiners --------------------------------------------------------------------
@@ -421,15 +420,15 @@ def rival(incarnation: int = 1) -> Member:
     return Member(1, incarnation, 500, Status.ALIVE, "10.0.0.9", 4444)
 
 
-def test_a_living_rival_supersedes_after_the_time_out() -> None:
-    worker = make_worker(0, 2)
+@pytest.mark.parametrize("is_higher", [True, False])
+def test_of_two_processes_that_live_the_one_with_the_lower_id_ends(is_higher: bool) -> None:
+    worker = make_worker(0, 2, process_id=499 if is_higher else 501)
     actions = worker.receive(0, tell(rival()), 0.5)
     assert of_type(actions, Reach) == [Reach(1, "10.0.0.9", 4444)]
-    ask = Envelope(Propose(ExchangeId(0, 0, 1), 0.6))
-    assert isinstance(said(worker.receive(0, ask, 0.6), 0)[0], Busy), "not in another's name"
-    worker.reached(1, 0.7)
-    assert of_type(run(worker, 0.7, 5.4, [0, 2]), Superseded) == []
-    assert of_type(run(worker, 5.4, 5.6, [0, 2]), Superseded) == [Superseded()]
+    assert worker.incarnation == 2, "it goes on in its own name meanwhile"
+    actions = worker.reached(1, 0.7)
+    assert [type(each) for each in of_type(actions, Superseded)] == [Superseded] * is_higher
+    assert of_type(worker.reached(1, 0.8), Superseded) == [], "said once"
 
 
 @pytest.mark.parametrize("is_refused", [True, False])
@@ -437,14 +436,43 @@ def test_a_ghost_is_outbid(is_refused: bool) -> None:
     worker = make_worker(0, 2)
     worker.receive(0, tell(rival()), 0.5)
     if is_refused:
-        worker.peer_dead(1, 0.6, ("10.0.0.9", 4444))
+        worker.dial_refused(1, 0.6, ("10.0.0.9", 4444))
     else:
         worker.peer_unreachable(1, 1.5)
-    run(worker, 1.5, 5.6, [0, 2])
+    actions = run(worker, 1.5, 15.6, [0, 2])
+    assert of_type(actions, Superseded) == []
     assert worker.incarnation == 2 == worker.pairing.incarnation
-    assert not worker.membership.is_superseded
-    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 5.7)
+    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 15.7)
     assert worker.pairing.state != Idle()
+
+
+def test_nobody_but_this_worker_listens_where_it_does() -> None:
+    worker = make_worker(0, 2)
+    ghost = Member(1, 3, 500, Status.ALIVE, "10.0.0.1", 4001)
+    assert of_type(worker.receive(0, tell(ghost), 0.5), Reach) == []
+    assert worker.incarnation == 4
+
+
+def test_turned_away_as_outdated_for_the_time_out_it_ends() -> None:
+    worker = make_worker()
+    assert of_type(worker.outdated(0, 10.0), Superseded) == []
+    assert of_type(worker.outdated(2, 10.0 + 0.9 * TIMEOUT_S), Superseded) == []
+    assert len(of_type(worker.outdated(0, 10.0 + TIMEOUT_S), Superseded)) == 1
+    assert of_type(worker.outdated(2, 11.0 + TIMEOUT_S), Superseded) == [], "said once"
+
+
+def test_a_link_in_between_shows_that_it_is_still_wanted() -> None:
+    worker = make_worker()
+    worker.outdated(0, 10.0)
+    worker.link_up(2, 11.0)
+    assert of_type(worker.outdated(0, 10.0 + TIMEOUT_S), Superseded) == []
+
+
+def test_a_worker_that_has_had_all_its_lives_ends_with_a_clear_reason() -> None:
+    worker = make_worker(0, 2, incarnation=MAX_INCARNATION)
+    dead = member(1, Status.DEAD, incarnation=MAX_INCARNATION)
+    (end,) = of_type(worker.receive(0, tell(dead), 0.5), Superseded)
+    assert "had all its lives" in end.reason
 
 
 def test_a_joiner_counts_once_it_has_parameters() -> None:
@@ -465,7 +493,7 @@ def test_a_joiner_counts_once_it_has_parameters() -> None:
 def test_a_joiner_whose_rank_is_taken_is_told_at_once() -> None:
     joiner = make_worker(0, rank=6, process_id=10, is_joining=True)
     other = Member(6, 0, 11, Status.JOINING, "10.0.0.3", 4000)
-    assert of_type(joiner.receive(0, tell(other), 0.5), Superseded) == [Superseded()]
+    assert len(of_type(joiner.receive(0, tell(other), 0.5), Superseded)) == 1
 
 
 def test_who_asks_for_members_is_told_all() -> None:
@@ -484,3 +512,75 @@ def test_the_end_takes_in_nobody() -> None:
     assert not worker.answer_joiner(1).is_ending, "the others still train"
     worker.receive(0, tell(*(member(rank, Status.DONE) for rank in (0, 2, 3, 4, 5))), 0.2)
     assert worker.answer_joiner(1).is_ending
+
+
+# --- a training loop that hangs ------------------------------------------------------------
+
+
+def test_the_average_goes_on_without_one_whose_training_hangs() -> None:
+    """Its gossip thread beats, so that nothing else ends the wait for it."""
+    worker = make_worker(0, 2)
+    worker.receive(0, tell(*(member(rank, Status.DEAD) for rank in (3, 4, 5))), 0.1)
+    worker.receive(2, tell(member(2, Status.DONE)), 0.1)
+    actions = worker.done(1.0, wait_s=30.0) + run(worker, 1.0, 30.9, [0, 2])
+    assert of_type(actions, Prepare) == []
+    assert worker.consolidation.missing() == (0,)
+    actions = run(worker, 30.9, 31.2, [0, 2])
+    assert len(of_type(actions, Prepare)) == 1
+    assert worker.membership.get(0) == member(0), "nobody is declared dead"
+    assert worker.answer_joiner(1).is_ending
+
+
+def test_when_another_took_its_last_step_is_known() -> None:
+    worker, other = make_worker(0, 2), make_worker(rank=0, process_id=70)
+    assert worker.progress.stepped_at(0) is None
+    other.step(8, 1.0)
+    news = other.progress.news()[0]
+    worker.receive(2, Envelope(Heartbeat(), (), news), 2.0)
+    worker.receive(2, Envelope(Heartbeat(), (), news), 3.0)
+    assert worker.progress.stepped_at(0) == 2.0
+
+
+# --- nothing that others say makes a message too long --------------------------------------
+
+MAX_CONTROL_BYTES = 1 << 20  # of a frame
+
+
+def crowd(count: int) -> list[Member]:
+    """Records as long as they may be."""
+    host = "h" * 255
+    return [
+        Member(rank, 2**31 - 1, 2**63 - 1, Status.ALIVE, host, 65535, host, 65535)
+        for rank in range(6, 6 + count)
+    ]
+
+
+def test_news_of_thousands_travels_in_parts_that_all_arrive() -> None:
+    worker, other = make_worker(2), make_worker(1, rank=2, process_id=72)
+    many = crowd(3000)
+    worker.membership.merge_all(many)
+    entries = [ProgressEntry(rank, 2**63 - 1, 2**53, 2**53) for rank in range(6, 3006)]
+    worker.progress.merge_all(entries)
+    now = 0.0
+    while other.membership.get(many[-1].rank) is None or len(other.progress.by_rank()) < 3000:
+        now += 0.3
+        assert now < 10.0
+        other.heard(1, now)
+        for action in [*worker.heard(2, now), *worker.poll(now)]:
+            if isinstance(action, Send) and action.peer == 2:
+                data = encode(action.message)
+                assert len(data) < MAX_CONTROL_BYTES
+                other.receive(1, decode(data), now)
+    assert len(other.membership.members()) == 3006
+
+
+def test_a_joiner_is_told_of_the_living_of_thousands_in_one_message() -> None:
+    worker = make_worker(0, 2)
+    many = crowd(3000)
+    worker.membership.merge_all(many)
+    for each in many[:-1]:
+        worker.membership.declare_dead(each.rank)
+    answer = worker.answer_joiner(1)
+    assert len(encode(Envelope(answer))) < MAX_CONTROL_BYTES
+    told = {each.rank for each in decode(encode(Envelope(answer))).message.members}
+    assert told >= {0, 1, 2, 3, 4, 5, many[-1].rank}, "so that it takes the rank after the highest"

@@ -5,8 +5,14 @@ from random import Random
 
 import pytest
 
-from gossipdp.observe.run_log import RunLog, WorkerLog
-from gossipdp.observe.run_log_records import EndRecord, ExchangeRecord, StartRecord, StepRecord
+from gossipdp.observe.log import (
+    EndRecord,
+    ExchangeRecord,
+    RunLog,
+    StartRecord,
+    StepRecord,
+    WorkerLog,
+)
 
 
 def make_run_log(num_workers: int, *, exchanging: bool = True, num_records: int = 60) -> RunLog:

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from gossipdp.observe.run_log import RunLog, WorkerLog
-from gossipdp.observe.run_log_records import ExchangeRecord, StartRecord, StepRecord
+from gossipdp.observe.log import ExchangeRecord, RunLog, StartRecord, StepRecord, WorkerLog
 from gossipdp.report.figures import draw_run, exchange_counts, worker_colours
 
 

@@ -3,8 +3,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gossipdp.observe.run_log_records import ExchangeRecord, worker_file
-from gossipdp.observe.run_log_writer import RunLogWriter
+from gossipdp.observe.log import ExchangeRecord, worker_file
+from gossipdp.observe.log_writer import RunLogWriter
 from gossipdp.report.live import LiveView
 
 

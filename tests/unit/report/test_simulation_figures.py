@@ -10,13 +10,9 @@ from matplotlib.figure import Figure
 
 from gossipdp.report import simulation_figures
 from gossipdp.report.simulation_figures import draw_simulation, draw_timeline
-from gossipdp.simulate.compute_time import ConstantTime, SlowedTime
-from gossipdp.simulate.consensus import Consensus
-from gossipdp.simulate.ensemble import Ensemble
-from gossipdp.simulate.link_model import Link, LinkModel
-from gossipdp.simulate.quadratic import Quadratic
-from gossipdp.simulate.scenario import Scenario
-from gossipdp.simulate.simulation import simulate
+from gossipdp.simulate.objectives import Consensus, Quadratic
+from gossipdp.simulate.scenario import ConstantTime, Link, LinkModel, Scenario, SlowedTime
+from gossipdp.simulate.study import Ensemble, simulate
 from gossipdp.simulate.trace import Trace
 
 

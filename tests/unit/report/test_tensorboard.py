@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from gossipdp.observe.run_log import RunLog
+from gossipdp.observe.log import RunLog
 from gossipdp.report.tensorboard import tensorboard_is_installed, write_tensorboard
 
 

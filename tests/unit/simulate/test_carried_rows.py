@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference import MomentumState
+from simulated_faults.network import FaultyNetwork
 
 from gossipdp.dynamics.phase import Phase
-from gossipdp.dynamics.reference import MomentumState
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import Begin
 from gossipdp.protocol.messages import ExchangeId
-from gossipdp.simulate.carried_rows import CarriedRows
-from gossipdp.simulate.conditions import Conditions
-from gossipdp.simulate.engine import Engine
-from gossipdp.simulate.network import Network, make_workers
+from gossipdp.simulate.links import CarriedRows
+from gossipdp.simulate.network import make_workers
 from gossipdp.simulate.optimizers import Sgd
-from gossipdp.simulate.population import Population
-from gossipdp.simulate.training import Training
+from gossipdp.simulate.population import Population, Training
+from gossipdp.simulate.traffic import Conditions
 
 DIMENSION = 5
 
@@ -103,12 +102,18 @@ def test_cut_links_cost_what_was_in_flight_and_no_more() -> None:
         latency_s=lambda sender, receiver: 0.1 + 0.02 * sender,
         transfer_s=lambda sender, receiver: 0.01,
         step_s=lambda rank: 0.1 + 0.01 * rank,
-        cut_at_messages=range(60, 20_000, 19),
     )
-    network = Network(Engine(), make_workers(constants, seed=0), constants.edges, conditions, rows)
+    network = FaultyNetwork(
+        make_workers(constants, seed=0),
+        constants.edges,
+        conditions,
+        rows,
+        lost_at_messages=range(60, 20_000, 19),
+        keeps_exchanges=True,
+    )
     network.engine.run(until=300.0)
     outcomes = [
-        {end.outcome for end in record.ends.values()} for record in network.records.values()
+        {end.outcome for end in record.ends.values()} for record in network.exchanges.values()
     ]
     num_torn = outcomes.count({"finished", "stopped"})
     assert network.num_exchanges > 50

@@ -9,7 +9,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from gossipdp.simulate.compute_time import (
+from gossipdp.simulate.scenario import (
     ComputeTime,
     ConstantTime,
     LognormalTime,

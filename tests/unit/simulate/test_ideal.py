@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gossipdp.simulate.compute_time import ConstantTime, SlowedTime
-from gossipdp.simulate.consensus import Consensus
 from gossipdp.simulate.ideal import run_ideal
-from gossipdp.simulate.scenario import Scenario
+from gossipdp.simulate.objectives import Consensus
+from gossipdp.simulate.scenario import ConstantTime, Scenario, SlowedTime
 from gossipdp.simulate.trace import Trace
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gossipdp.simulate.link_model import Link, LinkModel
+from gossipdp.simulate.scenario import Link, LinkModel
 
 
 def test_an_exchange_takes_its_bytes() -> None:

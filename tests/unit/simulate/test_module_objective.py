@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossipdp.simulate.module_objective import ModuleObjective
-from gossipdp.simulate.objective import Evaluation, Gradients
-from gossipdp.simulate.row_layout import RowLayout
+from gossipdp.simulate.module_objective import ModuleObjective, RowLayout, digits_objective
+from gossipdp.simulate.objectives import Evaluation, Gradients
+from gossipdp.simulate.optimizers import Sgd
+from gossipdp.simulate.scenario import ConstantTime, Scenario
+from gossipdp.simulate.synchronous import run_allreduce
 
 Batch = tuple[Tensor, Tensor]
 
@@ -226,3 +228,30 @@ def test_an_error_of_the_model_itself_is_its_own() -> None:
 
     with pytest.raises(RuntimeError, match="of the user's own"):
         ModuleObjective(Normalised, loss, Batches).begin(2, 0)
+
+
+def test_digits_are_learnt() -> None:
+    scenario = Scenario(
+        num_workers=4,
+        objective=digits_objective(),
+        optimizer=Sgd(0.1, momentum=0.9),
+        compute_time=ConstantTime(1.0),
+        num_steps=100,
+        num_records=4,
+    )
+    trace = run_allreduce(scenario, lambda share: None)
+    loss, accuracy = trace.column("loss"), trace.column("metric")
+    assert loss[0] == pytest.approx(2.3, abs=0.1)
+    assert loss[-1] < 0.15
+    assert trace.records[-1].batch_loss == pytest.approx(loss[-2:].mean(), abs=0.1)
+    assert accuracy[-1] > 0.93
+
+
+def test_images_of_a_dirichlet_distribution_pull_workers_apart() -> None:
+    def spread(dirichlet_alpha: float | None) -> float:
+        source = digits_objective(dirichlet_alpha=dirichlet_alpha).begin(8, 0)
+        steps = [source.gradients(range(8), source.start).values for _ in range(40)]
+        values = torch.stack(steps).mean(dim=0)
+        return float((values - values.mean(dim=0)).square().sum() / values.square().sum())
+
+    assert spread(0.1) > 0.5 > 10 * spread(None)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from simulated_faults.network import FaultyNetwork
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
-from gossipdp.simulate.conditions import Conditions
-from gossipdp.simulate.engine import Engine
-from gossipdp.simulate.network import Network, make_workers
+from gossipdp.simulate.network import make_workers
+from gossipdp.simulate.traffic import Conditions
 
 
-def make_network(graph_name: str, num_workers: int, **changes: object) -> Network:
+def make_network(graph_name: str, num_workers: int, **changes: object) -> FaultyNetwork:
     random = Random(3)
     conditions: dict[str, object] = {
         "latency_s": lambda sender, receiver: random.uniform(0.0, 0.01),
@@ -21,11 +21,11 @@ def make_network(graph_name: str, num_workers: int, **changes: object) -> Networ
         "step_s": lambda rank: 0.2,
     }
     constants = Constants.of(build_graph(graph_name, num_workers))
-    return Network(
-        Engine(),
+    return FaultyNetwork(
         make_workers(constants, seed=0, num_chunks=3),
         constants.edges,
         Conditions(**(conditions | changes)),  # type: ignore[arg-type]
+        keeps_exchanges=True,
     )
 
 
@@ -33,7 +33,7 @@ def test_an_exchange_takes_its_transfer_at_both_ends() -> None:
     network = make_network("ring", 4)
     network.engine.run(until=20.0)
     assert network.num_exchanges > 20
-    for record in network.records.values():
+    for record in network.exchanges.values():
         for end in record.ends.values():
             if end.ended is not None:
                 # The other end may have begun up to a latency earlier.
@@ -78,7 +78,7 @@ def test_a_cut_stops_its_exchange_and_heals() -> None:
     assert id is not None
     network.cut(0, 1)
     network.engine.run(until=network.engine.now + 0.1)
-    assert {end.outcome for end in network.records[id].ends.values()} == {"stopped"}
+    assert {end.outcome for end in network.exchanges[id].ends.values()} == {"stopped"}
     before = network.num_exchanges
     network.engine.run(until=network.engine.now + 20.0)
     assert network.num_exchanges > before + 10
@@ -102,7 +102,7 @@ def test_both_directions_of_an_exchange_take_one_draw() -> None:
         "path", 2, latency_s=lambda *_: 0.0, transfer_s=lambda *_: random.uniform(0.1, 0.9)
     )
     network.engine.run(until=30.0)
-    records = [record for record in network.records.values() if record.is_complete]
+    records = [record for record in network.exchanges.values() if record.is_complete]
     assert len(records) > 10
     for record in records:
         for end in record.ends.values():
@@ -114,18 +114,17 @@ def test_exchanges_that_are_over_may_be_forgotten() -> None:
     constants = Constants.of(build_graph("ring", 4))
     conditions = Conditions(lambda *_: 0.001, lambda *_: 0.05, lambda rank: 0.2)
     kept, forgotten = (
-        Network(
-            Engine(),
+        FaultyNetwork(
             make_workers(constants, seed=0),
             constants.edges,
             conditions,
-            keeps_records=keeps_records,
+            keeps_exchanges=keeps_exchanges,
         )
-        for keeps_records in (True, False)
+        for keeps_exchanges in (True, False)
     )
     for network in (kept, forgotten):
         network.engine.run(until=20.0)
     assert kept.num_exchanges == forgotten.num_exchanges > 20
-    assert sum(record.is_complete for record in kept.records.values()) == kept.num_exchanges
-    assert len(forgotten.records) <= 2
+    assert sum(record.is_complete for record in kept.exchanges.values()) == kept.num_exchanges
+    assert len(forgotten.exchanges) <= 2
     assert kept.num_messages == forgotten.num_messages

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference import MomentumState
 
-from gossipdp.dynamics.reference import MomentumState
 from gossipdp.simulate.population import Population
 
 ETA, ALPHA_TILDE = 0.3, 1.7

@@ -13,14 +13,18 @@ import torch
 from torch import Tensor
 
 from gossipdp.graph.topology import build_graph
-from gossipdp.simulate.compute_time import ConstantTime, LognormalTime, SlowedTime
-from gossipdp.simulate.consensus import Consensus
-from gossipdp.simulate.link_model import Link, LinkModel
 from gossipdp.simulate.mixing import mixing_matrix
-from gossipdp.simulate.objective import Evaluation, Gradients, GradientSource, Objective
-from gossipdp.simulate.objectives import digits_objective
+from gossipdp.simulate.module_objective import digits_objective
+from gossipdp.simulate.objectives import Consensus, Evaluation, Gradients, GradientSource, Objective
 from gossipdp.simulate.optimizers import Sgd
-from gossipdp.simulate.scenario import Scenario
+from gossipdp.simulate.scenario import (
+    ConstantTime,
+    Link,
+    LinkModel,
+    LognormalTime,
+    Scenario,
+    SlowedTime,
+)
 from gossipdp.simulate.synchronous import run_allreduce, run_dpsgd
 from gossipdp.simulate.trace import Trace
 

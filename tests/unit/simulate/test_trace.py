@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
-from gossipdp.simulate.trace import Interval, Record, Trace, decay_per_exchange
+from gossipdp.simulate.trace import (
+    TAIL_LOWEST,
+    Interval,
+    Record,
+    Trace,
+    decay_per_exchange,
+    lowest_share,
+)
 
 
 def record(**changes: float) -> Record:
@@ -16,26 +25,48 @@ def record(**changes: float) -> Record:
 def test_the_slope_is_exact_on_an_exponential() -> None:
     exchanges = np.linspace(0.0, 100.0, 51)
     distances = 5.0 * np.exp(-0.37 * exchanges)
-    assert decay_per_exchange(exchanges, distances, highest=0.1, lowest=1e-9) == pytest.approx(0.37)
+    assert decay_per_exchange(exchanges, distances) == pytest.approx(0.37)
 
 
 def test_transient_and_floor_are_left_out() -> None:
     exchanges = np.arange(60.0)
     distances = np.maximum(np.exp(-1.0 * exchanges), 1e-12)
     distances[:3] = 1.0
-    slope = decay_per_exchange(exchanges, distances, highest=0.1, lowest=1e-11)
-    assert slope == pytest.approx(1.0)
-    assert decay_per_exchange(exchanges, distances, highest=1.0, lowest=1e-30) < 0.8
+    assert decay_per_exchange(exchanges, distances, lowest=1e-11) == pytest.approx(1.0)
+    assert decay_per_exchange(exchanges, distances) < 0.8  # rounding counts
 
 
-def test_too_short_a_run_is_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"fell to 0\.5 .* simulate more steps"):
-        decay_per_exchange([0, 1, 2], [2.0, 1.5, 1.0], highest=0.1, lowest=1e-9)
+def test_the_tail_is_what_lasts() -> None:
+    # A fast mode that is most of the start, and a slow one that lasts.
+    two_modes = [math.exp(-2.0 * k) + 1e-2 * math.exp(-0.5 * k) for k in range(200)]
+    assert decay_per_exchange(range(200), two_modes) == pytest.approx(0.5, rel=1e-3)
+    # Rounding at the end plays no part.
+    rounded = [max(distance, 1e-30) for distance in two_modes]
+    assert decay_per_exchange(range(200), rounded) == decay_per_exchange(range(200), two_modes)
 
 
-def test_a_run_that_diverges_has_no_slope() -> None:
-    with pytest.raises(ValueError, match="a slope needs 3"):
-        decay_per_exchange([0, 1, 2, 3], [1.0, 2.0, 9.0, 99.0], highest=0.1, lowest=1e-9)
+def test_a_run_that_is_too_short_for_the_tail() -> None:
+    decay = [math.exp(-0.5 * k) for k in range(20)]
+    short = np.array([math.exp(-2.0 * k) + distance for k, distance in enumerate(decay)])
+    assert lowest_share(short) > TAIL_LOWEST
+    assert decay_per_exchange(range(20), short) == pytest.approx(0.5, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "distances",
+    [
+        [math.exp(-0.5 * k) for k in range(8)],  # not below a hundredth
+        [1.0, 1e-32, 1e-32],  # within one record
+        [0.0, 0.0],  # nothing to agree about
+        [1.0, 2.0, 9.0, 99.0],  # it diverges
+    ],
+)
+def test_without_two_decades_there_is_no_slope(distances: list[float]) -> None:
+    assert math.isnan(decay_per_exchange(range(len(distances)), distances))
+
+
+def test_nothing_to_agree_about_is_no_fall() -> None:
+    assert lowest_share(np.zeros(2)) == 1.0
 
 
 def test_columns_and_rates() -> None:

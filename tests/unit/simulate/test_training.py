@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossipdp.simulate.objective import Evaluation, Gradients, GradientSource
+from gossipdp.simulate.objectives import Evaluation, Gradients, GradientSource
 from gossipdp.simulate.optimizers import Sgd
-from gossipdp.simulate.population import Population
-from gossipdp.simulate.training import Training
+from gossipdp.simulate.population import Population, Training
 
 
 class Halving(GradientSource):

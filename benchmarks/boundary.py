@@ -1,0 +1,191 @@
+"""What a step boundary that carries an exchange costs, beside the optimizer's step.
+
+    python benchmarks/boundary.py                  writes benchmarks/results/boundary.{json,md}
+    python benchmarks/boundary.py --json PATH      writes the figures to PATH alone
+    python benchmarks/boundary.py --fused          AdamW's fused loop, which is quicker
+
+A model of 117 million parameters (GPT-2's shapes) takes AdamW steps in this process, in turn alone,
+as with method none, and with the boundary after it, for which an exchange left its part: flow, and
+x += pending, of every chunk under its lock. What the wrapper does besides at each step does not
+grow with the model; overlap.py measures it. Wants 5 GB of memory and a quiet machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import tyro
+from support.provenance import Provenance
+from support.report import Report, Spread, Table, Target, run_script
+from torch import Tensor
+
+from gossipdp.cli.option_checks import check_output
+from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.parallel.flat_parameters import chunk_bytes_for
+
+ETA, ALPHA_TILDE = 0.3, 1.3
+"""Of a ring of about ten; what they are does not change how long it takes."""
+
+LIMIT = 1.15
+"""Of a step with its boundary over a step alone."""
+
+
+@dataclass(frozen=True)
+class BoundaryBenchmark:
+    """Measure what a boundary that carries an exchange adds to the optimizer's step."""
+
+    width: int = 768
+    """Of the transformer."""
+
+    layers: int = 11
+    """Of it: with width 768 and GPT-2's vocabulary 117 million parameters are 11 layers, and
+    embeddings that the output shares."""
+
+    rounds: int = 9
+    """Pairs of steps, one alone and one with the boundary; one more goes before, uncounted."""
+
+    fused: bool = False
+    """AdamW's fused loop in place of torch's default."""
+
+    json: Path | None = None
+    """Write the results to this file instead of benchmarks/results."""
+
+    quick: bool = False
+    """A small model and few rounds, to see that it works; results go to runs/benchmarks."""
+
+
+def main() -> None:
+    benchmark = tyro.cli(BoundaryBenchmark, config=(tyro.conf.FlagCreatePairsOff,))
+    check_output("--json", benchmark.json)
+    report = Report("boundary", "A boundary that carries an exchange", quick=benchmark.quick)
+    result = measure(benchmark)
+    report.tables.append(
+        Table(
+            f"{result['parameters']:,} parameters, AdamW{' (fused)' if benchmark.fused else ''}, "
+            f"{result['threads']} threads",
+            ("", "ms"),
+            [
+                (name, Spread.of(result[f"{key}_runs_ms"]).text(".1f"))
+                for name, key in (
+                    ("optimizer's step alone", "step"),
+                    ("step and boundary", "both"),
+                )
+            ],
+            f"Medians of {result['rounds']} interleaved rounds (least to greatest), one more "
+            f"uncounted. The boundary flows and adds {result['chunks']} chunks, by "
+            f"{result['kernels']}.",
+        )
+    )
+    report.targets.append(Target("step with boundary over step", result["ratio"], LIMIT))
+    report.write(result, benchmark.json)
+
+
+def measure(benchmark: BoundaryBenchmark) -> dict[str, Any]:
+    """All figures, as ``--json`` writes them.
+
+    Raises:
+        ValueError: There is nothing to measure.
+    """
+    for option in ("width", "layers", "rounds"):
+        if getattr(benchmark, option) < 1:
+            raise ValueError(f"--{option} is {getattr(benchmark, option)}; it must be at least 1")
+    started_s = time.monotonic()
+    width, layers, rounds = benchmark.width, benchmark.layers, benchmark.rounds
+    if benchmark.quick:
+        width, layers, rounds = 64, 2, 2
+    shapes = gpt_shapes(width, layers)
+    training = Training(shapes, fused=benchmark.fused)
+    step_s, both_s = [], []
+    for number in range(rounds + 1):
+        # Whichever is second finds what the first has left in the caches: they take turns.
+        turns: list[Callable[[], None]] = [
+            lambda: step_s.append(training.step()),
+            lambda: both_s.append(training.step_with_boundary()),
+        ]
+        for turn in turns if number % 2 else reversed(turns):
+            turn()
+    ratios = [both / step for both, step in zip(both_s[1:], step_s[1:], strict=True)]
+    return {
+        "ratio": statistics.median(both_s[1:]) / statistics.median(step_s[1:]),
+        "ratio_by_round": ratios,
+        "step_ms": 1e3 * statistics.median(step_s[1:]),
+        "both_ms": 1e3 * statistics.median(both_s[1:]),
+        "step_runs_ms": [1e3 * seconds for seconds in step_s[1:]],
+        "both_runs_ms": [1e3 * seconds for seconds in both_s[1:]],
+        "parameters": sum(map(torch.Size.numel, shapes)),
+        "chunks": len(training.state.chunks),
+        "kernels": training.state.kernels,
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+        "provenance": msgspec.structs.asdict(Provenance.here(time.monotonic() - started_s)),
+    }
+
+
+def gpt_shapes(width: int, num_layers: int) -> list[torch.Size]:
+    """Of a GPT's parameters: embeddings of 50,257 tokens and 1,024 places, and its layers."""
+    layer = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    layer += [(3 * width,), (width,), (4 * width,), (width,), *[(width,)] * 4]
+    vocabulary = 50_257 if width >= 512 else 1_000
+    shapes = [(vocabulary, width), (1_024, width), *layer * num_layers, (width,), (width,)]
+    return [torch.Size(shape) for shape in shapes]
+
+
+class Training:
+    """A model's parameters as views of flat storage, AdamW on them, and a worker's state."""
+
+    def __init__(self, shapes: list[torch.Size], *, fused: bool) -> None:
+        num_values = sum(shape.numel() for shape in shapes)
+        generator = torch.Generator().manual_seed(0)
+
+        def random() -> Tensor:
+            return torch.randn(num_values, generator=generator)
+
+        x, gradients = random(), random()
+        parts = [shape.numel() for shape in shapes]
+        self._parameters = []
+        for shape, values, gradient in zip(
+            shapes, x.split(parts), gradients.split(parts), strict=True
+        ):
+            parameter = torch.nn.Parameter(values.view(shape))
+            parameter.grad = gradient.view(shape)
+            self._parameters.append(parameter)
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-6, fused=fused)
+        segment = Segment(x, Role.TRAINED, chunk_bytes=chunk_bytes_for(x.nbytes))
+        self.state = State([segment])
+        self.state.compile()
+        peers, snapshots = random(), torch.empty(num_values)
+        self._chunks = [
+            (chunk, snapshot, peer)
+            for (chunk, snapshot), (_, peer) in zip(
+                segment.split(snapshots), segment.split(peers), strict=True
+            )
+        ]
+        self._theta = 0.0
+
+    def step(self) -> float:
+        """Seconds of a step with nothing after it."""
+        started_s = time.perf_counter()
+        self._optimizer.step()
+        return time.perf_counter() - started_s
+
+    def step_with_boundary(self) -> float:
+        """Seconds of a step and the boundary after it; an exchange has gone before, untimed."""
+        self._theta += ETA
+        for chunk, snapshot, peers in self._chunks:
+            chunk.snapshot_and_exchange(self._theta, snapshot, peers, ALPHA_TILDE)
+        self._theta += 0.5 * ETA
+        started_s = time.perf_counter()
+        self._optimizer.step()
+        self.state.boundary(self._theta)
+        return time.perf_counter() - started_s
+
+
+if __name__ == "__main__":
+    run_script(main)

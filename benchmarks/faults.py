@@ -1,0 +1,65 @@
+"""How soon a death is noticed, and how soon a killed worker is back, with real processes.
+
+    python benchmarks/faults.py                    writes benchmarks/results/faults.{json,md}
+
+Runs of `gossipdp demo --kill RANK@TIME --restart`: kill -9 of another rank in each. Noticed: from
+the kill to the notice of each worker that lives; back: until another worker noticed that the killed
+one takes part again, after a start of Python, the import of torch and a neighbour's state.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from support.demo_runs import demo
+from support.report import Report, Spread, Table, Target
+
+NUM_WORKERS = 4
+KILLED_AT_S = 4.0
+NOTICED_S, BACK_S = 1.0, 15.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=5, help="runs, a kill in each")
+    parser.add_argument("--quick", action="store_true", help="one run, to see that it works")
+    options = parser.parse_args()
+    rounds = 1 if options.quick else options.rounds
+    report = Report("faults", "A worker is killed", quick=options.quick)
+    kills = []
+    for number in range(rounds):
+        rank = number % NUM_WORKERS
+        print(f"round {number + 1} of {rounds}: kill worker {rank}", flush=True)
+        arguments = ["--workers", str(NUM_WORKERS), "--seed", str(number)]
+        result = demo([*arguments, "--kill", f"{rank}@{KILLED_AT_S:g}s", "--restart"])
+        (fault,) = result["faults"]
+        kills.append(fault)
+    # Who noticed nothing counts as never.
+    noticed = Spread.of(
+        float("inf") if seconds is None else seconds
+        for fault in kills
+        for seconds in fault["detected_s"].values()
+    )
+    back = Spread.of(
+        float("inf") if fault["rejoined_s"] is None else fault["rejoined_s"] for fault in kills
+    )
+    report.tables.append(
+        Table(
+            f"{rounds} kills, {NUM_WORKERS} workers on a ring",
+            ("", "seconds"),
+            [
+                ("noticed, each worker that lived", noticed.text(".3f")),
+                ("back in the run", back.text(".1f")),
+            ],
+            "Medians (least to greatest).",
+        )
+    )
+    report.targets += [
+        Target("noticed, median (s)", noticed.median, NOTICED_S),
+        Target("back, median (s)", back.median, BACK_S),
+    ]
+    report.write({"kills": kills, "noticed_s": noticed, "back_s": back})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The paper's figures and claims, measured by the simulator and written to one page.
+
+    python benchmarks/reproduce.py                    measure everything, rewrite the page in docs
+    python benchmarks/reproduce.py --only mixing,time measure these; the others stay as stored
+    python benchmarks/reproduce.py --rewrite          measure nothing; draw and write the page again
+    python benchmarks/reproduce.py --quick            tiny settings, into runs/reproduction
+
+Source of the figures reproduced: Nabli, Belilovsky, Oyallon, 2023, arXiv 2306.08289. Each section
+is a module of the folder reproduction: ``measure`` gives a structure that is stored as JSON beside
+the figure, ``draw`` and ``write`` make figure and text from that structure alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+from reproduction import invariant, mixing, pairing, training, training_time
+from reproduction.parts import FIGURE, Effort
+from support.provenance import Provenance
+
+DOCS = Path(__file__).parents[1] / "docs"
+QUICK_OUTPUT = Path("runs/reproduction")
+"""Quick runs show nothing, so they never overwrite what is committed."""
+
+SECTIONS: dict[str, ModuleType] = {
+    "mixing": mixing,
+    "training": training,
+    "time": training_time,
+    "pairing": pairing,
+    "invariant": invariant,
+}
+"""In the order of the page."""
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """One section's result, to be decoded as that section's own type."""
+
+    section: str
+    quick: bool
+    provenance: Provenance
+    result: msgspec.Raw
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure and write; returns the exit status, 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between")
+    parser.add_argument("--rewrite", action="store_true", help="measure nothing")
+    parser.add_argument("--quick", action="store_true", help="tiny settings, about a minute")
+    parser.add_argument("--output", type=Path, help="directory of the page; figures go to figures/")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args(words)
+    output = options.output or (QUICK_OUTPUT if options.quick else DOCS)
+    names = [name.strip() for name in options.only.split(",") if name.strip()]
+    try:
+        effort = Effort(options.quick, options.processes)
+        page = reproduce([] if options.rewrite else names, output, effort)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"reproduce: {error}\n")
+        return 2
+    sys.stdout.write(f"page: {page}\n")
+    return 0
+
+
+def reproduce(names: Sequence[str], directory: Path, effort: Effort) -> Path:
+    """Measure the sections called ``names``, then draw and write the page from all that is stored.
+
+    Args:
+        names: keys of :data:`SECTIONS`; the others keep what was stored in ``directory`` before.
+        directory: of the page; figures and results go to ``figures`` in it.
+        effort: how much to measure.
+
+    Raises:
+        ValueError: there is no such section.
+    """
+    for name in names:
+        if name not in SECTIONS:
+            raise ValueError(f"there is no section {name!r}; choose among {', '.join(SECTIONS)}")
+    (directory / "figures").mkdir(parents=True, exist_ok=True)
+    for name in names:
+        started = time.perf_counter()
+        result = SECTIONS[name].measure(effort)
+        provenance = Provenance.here(time.perf_counter() - started)
+        stored = Stored(name, effort.quick, provenance, msgspec.Raw(msgspec.json.encode(result)))
+        encoded = msgspec.json.format(msgspec.json.encode(stored), indent=1)
+        _path(directory, name, "json").write_bytes(encoded + b"\n")
+    page = directory / "reproduction.md"
+    page.write_text("\n\n".join(_blocks(directory)) + "\n", "utf-8")
+    return page
+
+
+def read_stored(directory: Path, name: str) -> Stored | None:
+    """What was measured of a section; None where nothing was."""
+    path = _path(directory, name, "json")
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Stored)
+    except msgspec.MsgspecError as error:
+        raise ValueError(
+            f"{path} is not a stored result ({error}): delete it, or measure it again"
+        ) from error
+
+
+def _path(directory: Path, name: str, ending: str) -> Path:
+    return directory / "figures" / f"reproduction-{name}.{ending}"
+
+
+def _blocks(directory: Path) -> list[str]:
+    blocks = [
+        "# The paper's results, reproduced",
+        "The script `benchmarks/reproduce.py` writes this page and every number in it: do not edit "
+        "it by hand. The paper is Nabli, Belilovsky, Oyallon, *A2CiD2: Accelerating Asynchronous "
+        "Communication in Decentralized Deep Learning*, NeurIPS 2023 (arXiv 2306.08289). "
+        "Everything here is simulated, on a virtual clock.",
+    ]
+    contents = []
+    sections = []
+    for number, (name, section) in enumerate(SECTIONS.items(), start=1):
+        heading = f"{number}. {section.TITLE}"
+        anchor = heading.lower().replace(".", "").replace(" ", "-")
+        contents.append(f"- [{heading}](#{anchor})")
+        sections += [f"## {heading}", *_section(directory, name, section)]
+    return [*blocks, "\n".join(contents), *sections]
+
+
+def _section(directory: Path, name: str, section: ModuleType) -> list[str]:
+    stored = read_stored(directory, name)
+    if stored is None:
+        return [f"*Not run yet: `python benchmarks/reproduce.py --only {name}`.*"]
+    result = msgspec.json.decode(stored.result, type=section.Result)
+    section.draw(result, _path(directory, name, "png"))
+    figure = f"![{section.TITLE}](figures/reproduction-{name}.png)"
+    by = stored.provenance
+    blocks = [figure if block == FIGURE else block for block in section.write(result)]
+    if stored.quick:
+        blocks.insert(
+            0,
+            "> **Quick run.** Tiny settings, to see that everything works: these numbers show "
+            "nothing, and the verdict counts for nothing.",
+        )
+    blocks.append(
+        f"<sub>gossipdp {by.version}, commit {by.commit}; {by.hardware}; "
+        f"{by.seconds:.0f} s. Data: [JSON](figures/reproduction-{name}.json).</sub>"
+    )
+    return blocks
+
+
+if __name__ == "__main__":
+    sys.exit(main())

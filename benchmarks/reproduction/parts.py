@@ -1,0 +1,161 @@
+"""What the sections of the page share: effort, jobs, fits and estimates, the look of figures."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+from joblib import Parallel, delayed
+from rich.console import Console
+from rich.progress import track
+from support.report import markdown_table as table
+
+from gossipdp.report.figures import OKABE_ITO as COLOURS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["COLOURS", "table"]
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+WIDTH_INCHES = 10.0
+"""The width of a page, at which the letters of a figure are as large as those of the text."""
+
+FIGURE = "<figure>"
+"""Stands in a section's paragraphs where its figure goes."""
+
+Job = TypeVar("Job")
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to measure, and with what.
+
+    Args:
+        quick: tiny settings, to see that everything works; the page says so.
+        num_processes: how many processes measure side by side; 1: none beside this one.
+    """
+
+    quick: bool = False
+    num_processes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_processes < 1:
+            raise ValueError(
+                f"the number of processes is {self.num_processes}; it must be 1 or more"
+            )
+
+
+def run_jobs(
+    function: Callable[[Job], Answer],
+    jobs: Sequence[Job],
+    effort: Effort,
+    label: str,
+    *,
+    cost: Callable[[Job], float] = lambda job: 1.0,
+) -> list[Answer]:
+    """``[function(job) for job in jobs]``, over the processes of ``effort``.
+
+    Args:
+        function: a function at the top of its module.
+        jobs: picklable.
+        effort: its processes.
+        label: what the progress bar on standard error is called.
+        cost: how long a job takes, in any unit: the longest are started first.
+    """
+    order = sorted(range(len(jobs)), key=lambda place: -cost(jobs[place]))
+    pool = Parallel(n_jobs=effort.num_processes, return_as="generator")
+    answers = pool(delayed(function)(jobs[place]) for place in order)
+    shown = track(
+        answers,
+        label,
+        total=len(jobs),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    found = dict(zip(order, shown, strict=True))
+    return [found[place] for place in range(len(jobs))]
+
+
+class PowerLaw(NamedTuple):
+    """y = factor * x ** exponent."""
+
+    exponent: float
+    standard_error: float
+    """Of the exponent, from the residuals; NaN for two points, which leave none."""
+    factor: float
+
+
+def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw:
+    """The exponent of y over x, by least squares of log y on log x.
+
+    Raises:
+        ValueError: fewer than two points, all at the same x, or one that is not positive.
+    """
+    if len(set(x)) < 2 or len(x) != len(y) or min(*x, *y) <= 0:
+        raise ValueError(
+            f"a power law needs positive points at two or more x; got x = {list(x)}, y = {list(y)}"
+        )
+    log_x, log_y = np.log(x), np.log(y)
+    centred = log_x - log_x.mean()
+    exponent = float(centred @ log_y / (centred @ centred))
+    offset = float(log_y.mean() - exponent * log_x.mean())
+    residuals = log_y - offset - exponent * log_x
+    freedom = len(x) - 2
+    variance = float(residuals @ residuals) / freedom if freedom else math.nan
+    standard_error = math.sqrt(variance / float(centred @ centred))
+    return PowerLaw(exponent, standard_error, math.exp(offset))
+
+
+class Estimate(NamedTuple):
+    """A mean over seeds and their standard deviation (0 for one seed)."""
+
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """Of one value for each seed."""
+        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+
+    @property
+    def text(self) -> str:
+        """Such as ``0.059 ± 0.0012``; a deviation below a thousandth of the mean is left out."""
+        mean = f"{self.mean:,.0f}" if abs(self.mean) >= 1000 else f"{self.mean:.3g}"
+        if self.deviation < 1e-3 * abs(self.mean):
+            return mean
+        wide = abs(self.deviation) >= 100
+        return f"{mean} ± {self.deviation:,.0f}" if wide else f"{mean} ± {self.deviation:.2g}"
+
+
+def verdict(holds: bool) -> str:
+    """Said in the same words everywhere."""
+    return "**reproduced**" if holds else "**not reproduced**"
+
+
+def new_figure(height_inches: float) -> Figure:
+    """An empty figure, as wide as the page."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as a PNG, grids behind every panel."""
+    for axes in figure.axes:
+        axes.grid(True, which="major", linewidth=0.4, alpha=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)

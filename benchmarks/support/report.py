@@ -1,0 +1,254 @@
+"""What the benchmarks share: rounds in turn, medians with their spread, and where results go.
+
+A benchmark prints its tables and writes them, with all that it measured, to
+``benchmarks/results/NAME.{json,md}``: by which command, at which commit, on which hardware, and
+how busy the machine was with other work. Rows that could not be measured stand there with the
+reason; ``benchmarks/run_all.py`` gathers them. Quick runs show nothing, so they write to
+``runs/benchmarks`` and never over results that are committed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from support.provenance import Provenance
+
+WIDTH = 160
+RESULTS = Path(__file__).parents[1] / "results"
+QUICK_RESULTS = Path("runs/benchmarks")
+
+Case = TypeVar("Case")
+Measured = TypeVar("Measured")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of some runs, and the least and the greatest of them."""
+
+    median: float
+    least: float
+    greatest: float
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Of at least one value; NaN of none."""
+        found = tuple(values) or (math.nan,)
+        return cls(statistics.median(found), min(found), max(found), found)
+
+    def text(self, form: str = ".2f") -> str:
+        """As tables show it."""
+        if len(self.values) == 1:
+            return f"{self.median:{form}}"
+        return f"{self.median:{form}} ({self.least:{form}} to {self.greatest:{form}})"
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share does not exceed; NaN of none."""
+    if not values:
+        return math.nan
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def interleaved(
+    cases: Sequence[Case], num_rounds: int, measure: Callable[[Case], Measured]
+) -> dict[Case, list[Measured]]:
+    """Measure every case once a round; each round begins with another of them."""
+    found: dict[Case, list[Measured]] = {case: [] for case in cases}
+    for round_number in range(num_rounds):
+        first = round_number % len(cases)
+        for case in (*cases[first:], *cases[:first]):
+            print(f"round {round_number + 1} of {num_rounds}: {case}", flush=True)
+            found[case].append(measure(case))
+    return found
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the result; the cells are text. ``note`` stands below it."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+    def markdown(self) -> str:
+        """As it stands in the result's Markdown file."""
+        blocks = [f"### {self.title}", markdown_table(self.head, self.rows)]
+        return "\n\n".join([*blocks, self.note] if self.note else blocks)
+
+    def rich(self) -> RichTable:
+        """As the terminal shows it."""
+        shown = RichTable(title=self.title, box=box.SIMPLE_HEAD)
+        shown.title_justify = "left"
+        for index, name in enumerate(self.head):
+            shown.add_column(name, justify="right" if index else "left")
+        for row in self.rows:
+            shown.add_row(*row)
+        return shown
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the value should be at most (or at least)."""
+
+    name: str
+    value: float
+    limit: float
+    at_most: bool = True
+
+    @property
+    def is_met(self) -> bool:
+        """False too where the value is NaN."""
+        return self.value <= self.limit if self.at_most else self.value >= self.limit
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A row that this machine cannot measure, and why."""
+
+    row: str
+    why: str
+
+
+@dataclass
+class Report:
+    """The result of one benchmark; make it before measuring and :meth:`write` it afterwards.
+
+    Args:
+        name: of the files.
+        title: the question.
+        quick: tiny settings, to see that everything works: the figures count for nothing.
+    """
+
+    name: str
+    title: str
+    quick: bool = False
+    tables: list[Table] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    missing: list[Missing] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._started_s = time.perf_counter()
+        self._load = os.getloadavg()[0]
+        self._cpu_s = busy_cpu_s()
+
+    def write(self, data: Any, json_path: Path | None = None) -> None:
+        """Print the tables; write them and ``data`` (whatever msgspec can encode).
+
+        With ``json_path`` only ``data`` is written, and only there.
+        """
+        seconds = time.perf_counter() - self._started_s
+        by = Provenance.here(seconds)
+        busy = (busy_cpu_s() - self._cpu_s) / seconds
+        machine = (
+            f"{processor()}; load average {self._load:.1f} when it began, "
+            f"{busy:.2f} cores busy while it ran"
+        )
+        for table in self.tables:
+            print_table(table)
+        lines = [
+            f"# {self.title}",
+            f"`{by.command}`, commit {by.commit}, {by.hardware}; {machine}; {seconds:.0f} s.",
+        ]
+        if self.quick:
+            lines.append("**Quick run: these figures show nothing.**")
+        lines += [table.markdown() for table in self.tables]
+        if self.targets:
+            targets = self._targets()
+            print_table(targets)
+            lines.append(targets.markdown())
+        for row in self.missing:
+            lines.append(f"Missing: {row.row}: {row.why}.")
+            print(lines[-1])
+        if json_path is not None:
+            json_path.write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n")
+            print(f"written: {json_path}", flush=True)
+            return
+        stored = {
+            "benchmark": self.name,
+            "quick": self.quick,
+            "provenance": by,
+            "machine": machine,
+            "targets": [asdict(target) | {"met": target.is_met} for target in self.targets],
+            "missing": self.missing,
+            "result": data,
+        }
+        folder = results_folder(self.quick)
+        folder.mkdir(parents=True, exist_ok=True)
+        encoded = msgspec.json.format(msgspec.json.encode(stored), indent=1)
+        path = folder / f"{self.name}.json"
+        path.write_bytes(encoded + b"\n")
+        path.with_suffix(".md").write_text("\n\n".join(lines) + "\n", "utf-8")
+        print(f"written: {os.path.relpath(path)}, {path.stem}.md", flush=True)
+
+    def _targets(self) -> Table:
+        rows = [
+            (
+                target.name,
+                f"{target.value:.3g}",
+                f"{'at most' if target.at_most else 'at least'} {target.limit:g}",
+                "met" if target.is_met else "not met",
+            )
+            for target in self.targets
+        ]
+        return Table("Targets", ("target", "measured", "wanted", ""), rows)
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Run a script; a mistake in its call is one line and status 2."""
+    try:
+        main()
+    except ValueError as error:
+        sys.stderr.write(f"{Path(sys.argv[0]).stem}: {error}\n")
+        sys.exit(2)
+
+
+def results_folder(quick: bool) -> Path:
+    """Where results go: quick ones never to those that are committed."""
+    return QUICK_RESULTS if quick else RESULTS
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> str:
+    """A Markdown table; the first ``num_left`` columns are aligned to the left."""
+    marks = ["---" if column < num_left else "---:" for column in range(len(head))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, marks, *rows])
+
+
+def print_table(table: Table) -> None:
+    """Show it on the terminal, its note below."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    console.print(table.rich())
+    console.print(table.note, "", markup=False, highlight=False)
+
+
+def processor() -> str:
+    """The processor's own name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown processor"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "unknown processor"
+
+
+def busy_cpu_s() -> float:
+    """CPU seconds that all processes of this machine, together, have used since it started."""
+    user, nice, system, _idle, _wait, irq, soft = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
+    )
+    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")

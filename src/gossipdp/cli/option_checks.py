@@ -1,0 +1,40 @@
+"""What options of several commands have in common: numbers, and files that are written."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+
+# Options of all commands that name a file to write.
+OUTPUTS = ("json", "figure")
+
+
+def check_number(option: str, value: float, *, is_positive: bool = False) -> float:
+    """``value``; raises ValueError unless it is finite and positive, or 0 where it may be."""
+    if not math.isfinite(value) or value < 0 or (is_positive and value == 0):
+        kind = "a positive number" if is_positive else "a number of at least 0"
+        raise ValueError(f"{option} is {value:g}; it must be {kind}")
+    return value
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Raise ValueError where the file that ``option`` names cannot be written; makes nothing."""
+    if path is None:
+        return
+    directory = path.absolute().parent
+    if not directory.is_dir():
+        raise ValueError(f"{option} {path}: the directory to write it to does not exist")
+    if path.is_dir() or not os.access(path if path.exists() else directory, os.W_OK):
+        raise ValueError(f"{option} {path} cannot be written: name a file that can")
+
+
+def check_outputs(arguments: object) -> None:
+    """:func:`check_output` of every file that a command's options name, before its work begins."""
+    if dataclasses.is_dataclass(arguments):
+        for field in dataclasses.fields(arguments):
+            value = getattr(arguments, field.name)
+            if field.name in OUTPUTS and isinstance(value, Path):
+                check_output(f"--{field.name}", value)
+            check_outputs(value)

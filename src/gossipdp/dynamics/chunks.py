@@ -1,0 +1,512 @@
+"""The (x, c) state of one worker, cut into chunks, each with the lock that two threads share.
+
+The training thread and the gossip thread meet here and nowhere else. The rules:
+
+* ``x`` is written by the main thread only (optimizer, boundary, loading); or by the gossip thread
+  while the main thread only waits for it: at the start and in ``consolidate``. The gossip thread
+  reads x for a snapshot without stopping the optimizer. A snapshot torn by a running step is
+  harmless, because both ends of the exchange use that same snapshot.
+* ``pending``, ``c`` and ``theta`` are read and written under the chunk's lock: by the gossip thread
+  in an exchange, by the main thread at a boundary.
+* The boundary only *tries* the lock. A chunk in use keeps its pending for the next boundary, so
+  training never waits for a thread of lower priority.
+* A lock is held for one pass over one chunk, never across I/O and never two at a time. So there is
+  no order of locks to respect and nothing to deadlock.
+* Between a chunk's snapshot and the arrival of the peer's the lock is free, and a boundary may flow
+  the chunk and move pending into x. That changes neither x + pending at the phase of the exchange
+  nor delta, which comes from the stored snapshots. A snapshot writes nothing: the chunk remembers
+  the phase it has been flowed to, so the flow is done once, by whichever of boundary and exchange
+  comes first.
+
+On a device that only queues work, :mod:`~gossipdp.dynamics.device` has further rules.
+"""
+
+import enum
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from gossipdp.dynamics import update
+from gossipdp.dynamics.device import Device, device_of
+
+CHUNK_BYTES = 1 << 20
+
+
+class Role(enum.Enum):
+    """What becomes of a segment's values when workers meet."""
+
+    TRAINED = "trained"
+    """Parameters that optimizers change: exchanged, and counted in distances."""
+    BUFFER = "buffer"
+    """Float buffers, such as BatchNorm's statistics: exchanged by plain averaging, without c."""
+    COPIED = "copied"
+    """Integer buffers, and float ones with infinities from the start, such as attention masks:
+    never averaged; at the end all take those of the lowest rank."""
+    FOLLOWING = "following"
+    """Parameters of no optimizer, such as target networks: averaged when the average is made."""
+    FROZEN = "frozen"
+    """Parameters that nobody changes: sent once, at the start."""
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether exchanges average these values."""
+        return self in (Role.TRAINED, Role.BUFFER)
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether the average of all workers is one of these values too."""
+        return self.is_exchanged or self is Role.FOLLOWING
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the precision of ``c`` and ``pending`` for parameters of ``dtype``."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+class Chunk:
+    """One or more MiB of the state: the unit that is locked, sent and applied, whole or not at all.
+
+    ``x + pending`` is "the parameters" wherever others see them. All tensors are one-dimensional
+    views of ``num_elements``.
+
+    Attributes:
+        role: what becomes of the values.
+        index: the chunk's place in the state.
+        x: the parameter storage itself.
+        pending: what exchanges and flow brought and the next boundary adds.
+        c: the momentum; None under plain averaging.
+        theta: the phase this chunk has been flowed to.
+        has_pending: whether pending may hold anything but zeros.
+        lock: guards pending, c, theta and the two flags; see the module.
+    """
+
+    __slots__ = (
+        "_has_momentum",
+        "c",
+        "device",
+        "has_pending",
+        "index",
+        "is_compiled",
+        "lock",
+        "pending",
+        "role",
+        "theta",
+        "x",
+    )  # fmt: skip
+
+    def __init__(self, role: Role, x: Tensor, pending: Tensor, c: Tensor | None) -> None:
+        self.role = role
+        self.index = 0
+        self.x = x
+        self.pending = pending
+        self.c = c
+        self.theta = 0.0
+        # Known zeros are not added: with no exchange, training is bitwise that of the plain loop.
+        self.has_pending = False
+        self._has_momentum = False
+        self.is_compiled = False
+        self.device = Device()
+        self.lock = self.device.lock()
+
+    @property
+    def num_elements(self) -> int:
+        """Number of values in the chunk."""
+        return self.x.numel()
+
+    # The main thread's part.
+
+    def boundary(self, theta: float, *, wait: bool = False) -> bool:
+        """Flow to the phase ``theta``, then x += pending; False if the chunk is in use.
+
+        With ``wait`` the chunk is waited for instead.
+        """
+        if not self.lock.acquire(blocking=wait):
+            return False
+        try:
+            decay = self._decay(theta)
+            if self.has_pending or decay != 1.0:
+                self._add_pending(decay)
+                self.has_pending = False
+            self._flowed_to(theta)
+        finally:
+            self.lock.release()
+        return True
+
+    def flow(self, theta: float) -> None:
+        """Flow up to the phase ``theta``, into pending; x stays. The phase never goes back."""
+        with self.lock:
+            decay = self._decay(theta)
+            if decay != 1.0 and self.c is not None:
+                update.flow(self.pending, self.c, decay)
+                self.has_pending = True
+            self._flowed_to(theta)
+
+    def reset(self) -> None:
+        """Drop pending and c: the parameters were loaded, and no exchange is in flight."""
+        with self.lock:
+            self._reset()
+
+    def restored(self) -> None:
+        """Take note that x, pending and c were set to what a checkpoint holds, at phase 0."""
+        self.has_pending = bool(self.pending.any())
+        self._has_momentum = self.c is not None and bool(self.c.any())
+
+    # Either thread's part.
+
+    def read(self, out: Tensor) -> None:
+        """Write x + pending to ``out``, or x if the chunk is not exchanged."""
+        with self.lock:
+            if self.role.is_exchanged:
+                self.device.write(self._write, out)
+            else:
+                self.device.write(lambda out: out.copy_(self.x), out)
+
+    def read_z(self, out: Tensor) -> None:
+        """Write x + pending + c/2 to ``out``: where whoever takes over this state starts."""
+        if self.c is None:
+            self.read(out)
+            return
+        with self.lock:
+            self.device.write(lambda out: update.read_z(out, self.x, self.pending, self.c), out)
+
+    def copy_momentum(self, pending: Tensor, c: Tensor | None) -> None:
+        """Copy pending and c of one moment to host memory, for a checkpoint."""
+        with self.lock:
+            self.device.write(lambda out: out.copy_(self.pending), pending)
+            if c is not None and self.c is not None:
+                momentum = self.c
+                self.device.write(lambda out: out.copy_(momentum), c)
+
+    # The gossip thread's part.
+
+    def snapshot(self, theta: float, out: Tensor) -> bool:
+        """Write x + pending as they are at the phase ``theta``; return whether all is finite.
+
+        Nothing else is written: the flow itself is left to the exchange or a boundary. That changes
+        no snapshot, as theta stands still meanwhile. ``out`` is in host memory.
+        """
+        with self.lock:
+            there = self.device.there(0, out)
+            is_finite = self._snapshot(there, self._decay(theta))
+            self.device.store(0, out)
+            return is_finite
+
+    def exchange(self, theta: float, mine: Tensor, peers: Tensor, alpha_tilde: float) -> float:
+        """Flow to ``theta`` and apply one exchange; return the squared norm of delta.
+
+        Both ends compute delta from the same two (rounded) snapshots, never from a live value,
+        so their deltas are exact negatives and the mean of x + c/2 is conserved. A delta that is
+        not finite is not applied, nor is the flow; the norm returned is then not finite either.
+
+        Args:
+            theta: the phase at which ``mine`` was taken.
+            mine: what :meth:`snapshot` wrote.
+            peers: the peer's.
+            alpha_tilde: the gain of the exchange on x_tilde.
+        """
+        with self.lock:
+            there = self.device.load(0, mine), self.device.load(1, peers)
+            squared_norm = self._exchange(*there, self._decay(theta), alpha_tilde)
+            self._exchanged(squared_norm, theta)
+            return squared_norm
+
+    def snapshot_and_exchange(
+        self, theta: float, out: Tensor, peers: Tensor, alpha_tilde: float
+    ) -> float:
+        """:meth:`snapshot`, whole in any case, and :meth:`exchange`, if peers' half is there."""
+        with self.lock:
+            squared_norm = update.snapshot_and_exchange(
+                self.device.there(0, out),
+                self.x,
+                self.pending,
+                self.c,
+                self.device.load(1, peers),
+                self._decay(theta),
+                alpha_tilde,
+                compiled=self.is_compiled,
+            )
+            self.device.store(0, out)
+            self._exchanged(squared_norm, theta)
+            return squared_norm
+
+    def replace(self, values: Tensor) -> None:
+        """Make x these values, pending and c zero, while the main thread only waits."""
+        with self.lock:
+            self._reset()
+            self.x.copy_(values)
+            self.device.finish()
+
+    def squared_distance(self, values: Tensor) -> float:
+        """Return the squared distance of x to these values, in host memory."""
+        there = self.device.load(1, values)
+        return update.difference(update.scratch(self.pending), self.x, there)
+
+    # Under the lock.
+
+    def _add_pending(self, decay: float) -> None:
+        update.boundary(self.x, self.pending, self.c, decay, compiled=self.is_compiled)
+
+    def _write(self, out: Tensor) -> None:
+        torch.add(self.x, self.pending, out=out)
+
+    def _snapshot(self, out: Tensor, decay: float) -> bool:
+        return update.snapshot(out, self.x, self.pending, self.c, decay, compiled=self.is_compiled)
+
+    def _exchange(self, mine: Tensor, peers: Tensor, decay: float, alpha_tilde: float) -> float:
+        return update.exchange(
+            self.pending, self.c, mine, peers, decay, alpha_tilde, compiled=self.is_compiled
+        )
+
+    def _decay(self, theta: float) -> float:
+        """What the flow to ``theta`` leaves of c; 1 where there is nothing to flow."""
+        if theta <= self.theta or not self._has_momentum:
+            return 1.0
+        return math.exp(-2.0 * (theta - self.theta))
+
+    def _flowed_to(self, theta: float) -> None:
+        if theta == math.inf:
+            self._has_momentum = False
+        else:
+            self.theta = max(self.theta, theta)
+
+    def _exchanged(self, squared_norm: float, theta: float) -> None:
+        if math.isfinite(squared_norm):
+            self._flowed_to(theta)
+            self.has_pending = True
+            self._has_momentum = self.c is not None
+
+    def _reset(self) -> None:
+        self.pending.zero_()
+        if self.c is not None:
+            self.c.zero_()
+        self.has_pending = self._has_momentum = False
+        self.theta = 0.0  # a worker that takes its place anew has a phase that begins anew
+
+
+class BufferChunk(Chunk):
+    """A chunk of float buffers, which forward passes change between two boundaries.
+
+    The present values are ``weight x + pending``; an exchange halves both and adds half of the
+    peer's. So they lie between x, whatever the forward pass makes of it, and what peers sent: a
+    running variance stays positive. While x stands still this is the plain average.
+    """
+
+    __slots__ = ("weight",)
+
+    def __init__(self, role: Role, x: Tensor, pending: Tensor, c: Tensor | None) -> None:
+        super().__init__(role, x, pending, c)
+        self.weight = 1.0
+
+    def copy_momentum(self, pending: Tensor, c: Tensor | None) -> None:
+        """See :class:`Chunk`: pending becomes what x lacks of the present values."""
+        with self.lock:
+            more = self.weight - 1.0
+            self.device.write(lambda p: torch.add(self.pending, self.x, alpha=more, out=p), pending)
+
+    def snapshot_and_exchange(
+        self, theta: float, out: Tensor, peers: Tensor, alpha_tilde: float
+    ) -> float:
+        """See :class:`Chunk`."""
+        self.snapshot(theta, out)
+        return self.exchange(theta, out, peers, alpha_tilde)
+
+    # Under the lock.
+
+    def _add_pending(self, decay: float) -> None:
+        self._write(self.pending)
+        self.x.copy_(self.pending)
+        self.pending.sub_(self.x)  # what x's precision cannot hold
+        self.weight = 1.0
+
+    def _write(self, out: Tensor) -> None:
+        torch.add(self.pending, self.x, alpha=self.weight, out=out)
+
+    def _snapshot(self, out: Tensor, decay: float) -> bool:
+        return update.is_finite(torch.add(self.pending, self.x, alpha=self.weight, out=out))
+
+    def _exchange(self, mine: Tensor, peers: Tensor, decay: float, alpha_tilde: float) -> float:
+        only_its_norm = update.scratch(self.pending, 1)
+        squared_norm = update.exchange(only_its_norm, None, mine, peers, decay, alpha_tilde)
+        if math.isfinite(squared_norm):
+            self.pending.add_(peers).mul_(0.5)
+            self.weight *= 0.5
+        return squared_norm
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.weight = 1.0
+
+
+class Segment:
+    """A run of parameters of one role, dtype, device and optimizer, in one flat tensor.
+
+    Args:
+        x: one-dimensional; the module's parameters lie in its memory.
+        role: what becomes of the values when workers meet.
+        momentum: whether trained values carry c (method ``a2cid2``).
+        optimizer_index: whose boundary covers this segment.
+        chunk_bytes: the size a chunk may have at most.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        role: Role,
+        *,
+        momentum: bool = True,
+        optimizer_index: int = 0,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        if x.dim() != 1:
+            raise ValueError(f"a segment is one-dimensional, not of shape {tuple(x.shape)}")
+        self.x = x
+        self.role = role
+        self.optimizer_index = optimizer_index
+        # What is not exchanged has no pending; the empty tensor keeps the attribute's type simple.
+        length = x.numel() if role.is_exchanged else 0
+        # In float64 the mean of equal values is that value: what nobody moved stays.
+        dtype = torch.float64 if role is Role.FOLLOWING else working_dtype(x.dtype)
+        self.pending = torch.zeros(length, dtype=dtype, device=x.device)
+        has_c = momentum and role is Role.TRAINED
+        self.c = torch.zeros_like(self.pending) if has_c else None
+        length = max(1, chunk_bytes // x.element_size())
+        kind = BufferChunk if role is Role.BUFFER else Chunk
+        self.chunks = [
+            kind(
+                role,
+                x[start : start + length],
+                self.pending[start : start + length],
+                None if self.c is None else self.c[start : start + length],
+            )
+            for start in range(0, x.numel(), length)
+        ]
+
+    def split(self, flat: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
+        """Pair each chunk with its part of another tensor of this segment's length."""
+        start = 0
+        for chunk in self.chunks:
+            yield chunk, flat[start : start + chunk.num_elements]
+            start += chunk.num_elements
+
+
+class State:
+    """All segments of one worker and their chunks, in the order in which every worker has them.
+
+    Args:
+        segments: in the order of all workers.
+        device: where they live, if not where torch says.
+
+    Attributes:
+        segments: as given.
+        chunks: those that exchanges average; their ``index`` is their place here.
+        following_chunks: those that are averaged and not exchanged, numbered on from there.
+        copied_chunks: those of integer buffers, numbered on from there.
+        frozen_chunks: those of frozen parameters, numbered on from there.
+    """
+
+    def __init__(self, segments: Iterable[Segment], device: Device | None = None) -> None:
+        self.segments = list(segments)
+        chunks = [chunk for segment in self.segments for chunk in segment.chunks]
+        self.chunks = [chunk for chunk in chunks if chunk.role.is_exchanged]
+        self.following_chunks = [chunk for chunk in chunks if chunk.role is Role.FOLLOWING]
+        self.copied_chunks = [chunk for chunk in chunks if chunk.role is Role.COPIED]
+        self.frozen_chunks = [chunk for chunk in chunks if chunk.role is Role.FROZEN]
+        self.device = device or device_of({segment.x.device for segment in self.segments})
+        for index, chunk in enumerate(self.all_chunks):
+            chunk.index = index
+            chunk.device = self.device
+            chunk.lock = self.device.lock()
+
+    @property
+    def all_chunks(self) -> list[Chunk]:
+        """Everything that a worker who starts must be given, by ``index``."""
+        return self.averaged_chunks + self.copied_chunks + self.frozen_chunks
+
+    @property
+    def averaged_chunks(self) -> list[Chunk]:
+        """What the average of all workers consists of, by ``index``."""
+        return self.chunks + self.following_chunks
+
+    def description(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return what must agree between workers for their chunks to: a text and a shape each.
+
+        It tells how parameters are grouped, by role and by optimizer, and how they are cut.
+        """
+        lines: list[tuple[str, tuple[int, ...]]] = []
+        for index, segment in enumerate(self.segments):
+            dtype = str(segment.x.dtype).removeprefix("torch.")
+            length = segment.chunks[0].num_elements if segment.chunks else 0
+            text = (
+                f"segment {index} ({segment.role.value}, {dtype}, of optimizer "
+                f"{segment.optimizer_index}, in chunks of {length})"
+            )
+            lines.append((text, (segment.x.numel(),)))
+        return lines
+
+    def drop_momentum(self) -> None:
+        """Hold no c, before training: where alpha_tilde is 1/2 it would stay zero."""
+        for segment in self.segments:
+            segment.c = None
+        for chunk in self.chunks:
+            chunk.c = None
+
+    # What computes.
+
+    def compile(self, requested: str | None = None) -> None:
+        """Choose what computes exchanges, and compile it, so that no step is delayed by it.
+
+        For the choice, and what is raised, see :func:`~gossipdp.dynamics.update.choose_kernels`.
+        """
+        num_values = sum(chunk.num_elements for chunk in self.chunks)
+        is_compiled = update.choose_kernels(num_values, requested) == "numba"
+        for chunk in self.chunks:
+            chunk.is_compiled = is_compiled and update.can_compile(chunk.x)
+        self.compile_for(None)
+
+    def compile_for(self, wire: torch.dtype | None) -> None:
+        """Compile for snapshots of this precision (None: the parameters' own) before training."""
+        for x in {chunk.x.dtype for chunk in self.chunks if chunk.is_compiled}:
+            if (wire or x) in update.COMPILED_DTYPES:
+                update.compile_loops(x, wire or x)
+
+    @property
+    def kernels(self) -> str:
+        """What computes exchanges: ``numba``, ``torch``, or both with a comma between.
+
+        ``torch on the device``: the parameters are not in host memory.
+        """
+        names = {"numba" if chunk.is_compiled else "torch" for chunk in self.chunks}
+        return ", ".join(sorted(name + self.device.suffix for name in names))
+
+    # The main thread's part.
+
+    def boundary(
+        self, theta: float, optimizer_index: int | None = None, *, wait: bool = False
+    ) -> int:
+        """Flow every chunk to the phase ``theta`` and add its pending; return the chunks skipped.
+
+        Args:
+            theta: the present phase.
+            optimizer_index: only the chunks of that optimizer (None: all).
+            wait: wait for a chunk in use instead of leaving it to the next boundary.
+        """
+        self.device.finish()
+        skipped = 0
+        for segment in self.segments:
+            if segment.role.is_exchanged and optimizer_index in (None, segment.optimizer_index):
+                skipped += sum(not chunk.boundary(theta, wait=wait) for chunk in segment.chunks)
+        return skipped
+
+    def flow(self, theta: float) -> None:
+        """Flow every chunk to the phase ``theta``, into its pending; x stays."""
+        self.device.finish()
+        for chunk in self.chunks:
+            chunk.flow(theta)
+
+    def reset(self) -> None:
+        """Drop pending and c everywhere; see :meth:`Chunk.reset`."""
+        self.device.finish()
+        for chunk in self.chunks:
+            chunk.reset()

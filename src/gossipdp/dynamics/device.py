@@ -1,0 +1,333 @@
+"""Where work on the parameters is done: at once in host memory, or queued on a GPU.
+
+In host memory an operation is done when its call returns, and a lock that is held meanwhile is all
+that two threads need. That is :class:`Device`. On a GPU a call only queues, so two threads that
+take turns at a lock may still overlap there. :class:`QueuedDevice` has the rules that keep them
+apart; :class:`CudaDevice` is so thin that it can be checked by reading: **it has never run on a
+card**. The rules are tested with a stand-in that works late, in any order that they allow.
+
+Each thread queues on its own stream. A stream does its work in order, two streams in any order. A
+:class:`Mark` is a place in a stream (a CUDA event) that others can wait for.
+
+**Rule 1, order.** A chunk's lock carries a mark. Whoever takes the lock makes its stream wait for
+the mark; whoever gives it back leaves the mark behind all that it has queued
+(:class:`OrderedLock`). So the holders' work is done in the order in which they held the lock.
+Otherwise a snapshot could add a pending that a boundary has moved into x already, or a boundary
+could add a pending that an exchange writes later. No two streams wait for each other:
+each wait is for a mark that exists.
+
+**Rule 2, the step.** Queued optimizer steps write x without a lock, as in host memory. A snapshot
+may read the old or the new of each value, and both ends use what was read. x is read once an event.
+
+**Rule 3, the host sees only what is done.** Snapshots leave and arrive through pinned slots
+(:class:`Slot`). The host reads one after :meth:`Device.finish`, and writes one only when the
+device's copy from it is done.
+
+**Rule 4, hand-over.** Where one thread takes over x from the other, or reads it without locks, the
+one that hands over calls :meth:`Device.finish` first.
+
+**Rule 5, nobody waits long.** With rule 1 a snapshot waits for the last boundary. If the host were
+many steps ahead of the device it would wait for all of those, and no heartbeat would leave. So the
+main thread finishes its stream before each boundary. The price: the host does not run ahead of the
+device over a boundary.
+
+What both threads use is allocated before the gossip thread starts and freed after it was joined;
+scratch belongs to one thread, so to one stream.
+"""
+
+import abc
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TypeAlias, final
+
+import torch
+from torch import Tensor
+
+SWITCH, ON = "GOSSIPDP_CUDA", "experimental"
+
+
+def is_cuda_allowed() -> bool:
+    """Whether the user asked for what has never run on a card."""
+    return os.environ.get(SWITCH) == ON
+
+
+ChunkLock: TypeAlias = "threading.Lock | OrderedLock"
+
+
+class Device:
+    """Host memory, where nothing is queued; and what a queued device does in its place."""
+
+    suffix = ""
+    """Added to the name of what computes."""
+
+    def lock(self) -> ChunkLock:
+        """Return a chunk's lock: what its holders do to the chunk happens in their order."""
+        return threading.Lock()
+
+    def gossip_thread(self) -> contextlib.AbstractContextManager[object]:
+        """Everything that the calling thread does within it is the gossip thread's work."""
+        return contextlib.nullcontext()
+
+    def finish(self) -> None:
+        """Return when all that the calling thread has asked for is done."""
+
+    def write(self, write: Callable[[Tensor], object], out: Tensor) -> None:
+        """Call ``write(out)``, which reads the state; ``out`` may be in host memory."""
+        write(out)
+
+    # Snapshots, which are in host memory; the gossip thread's.
+
+    def there(self, number: int, out: Tensor) -> Tensor:
+        """Return where to write a snapshot that :meth:`store` then copies to ``out``."""
+        return out
+
+    def store(self, number: int, out: Tensor) -> None:
+        """Copy what was written :meth:`there` to ``out``; it is there when this returns."""
+
+    def load(self, number: int, values: Tensor) -> Tensor:
+        """Return a copy on the device; ``values`` may change as soon as this returns."""
+        return values
+
+
+class Mark(abc.ABC):
+    """A place in the work of a stream; it can be left again, further on."""
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """Be behind all that the calling thread has queued on its stream."""
+
+    @abc.abstractmethod
+    def precede(self) -> None:
+        """Come before all that the calling thread queues from now on; the host does not wait.
+
+        It is this place that is waited for, even if the mark is left elsewhere later.
+        """
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Return when the work before it is done; at once, if it was never left."""
+
+
+class QueuedDevice(Device, abc.ABC):
+    """A device that does later what is asked of it; see the module for the rules."""
+
+    suffix = " on the device"
+
+    def __init__(self) -> None:
+        self._slots: dict[int, Slot] = {}
+
+    @abc.abstractmethod
+    def mark(self) -> Mark:
+        """Return a new mark that was left nowhere."""
+
+    @abc.abstractmethod
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Return host memory of type uint8 that the device copies from and to by itself."""
+
+    @abc.abstractmethod
+    def room(self, num_bytes: int) -> Tensor:
+        """Return device memory of type uint8."""
+
+    @abc.abstractmethod
+    def holds(self, values: Tensor) -> bool:
+        """Whether ``values`` is in the device's memory."""
+
+    @final
+    def lock(self) -> ChunkLock:
+        """See :class:`Device`."""
+        return OrderedLock(self.mark())
+
+    @final
+    def write(self, write: Callable[[Tensor], object], out: Tensor) -> None:
+        """See :class:`Device`."""
+        if self.holds(out):
+            write(out)
+            return
+        there = self.room(out.nbytes).view(out.dtype)
+        write(there)
+        out.copy_(there)
+        self.finish()
+
+    @final
+    def there(self, number: int, out: Tensor) -> Tensor:
+        """See :class:`Device`."""
+        return self._slot(number, out).there(out)
+
+    @final
+    def store(self, number: int, out: Tensor) -> None:
+        """See :class:`Device`."""
+        self._slot(number, out).store(out)
+
+    @final
+    def load(self, number: int, values: Tensor) -> Tensor:
+        """See :class:`Device`."""
+        return self._slot(number, values).load(values)
+
+    def _slot(self, number: int, values: Tensor) -> "Slot":
+        slot = self._slots.get(number)
+        if slot is None or slot.num_bytes < values.nbytes:
+            if slot is not None:
+                self.finish()  # it may be in use
+            slot = self._slots[number] = Slot(self, values.nbytes)
+        return slot
+
+
+@final
+class OrderedLock:
+    """Rule 1: a lock whose holders' work is done in the order in which they held it."""
+
+    def __init__(self, mark: Mark) -> None:
+        self._lock = threading.Lock()
+        self._mark = mark  # guarded by the lock
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Take it; what is queued from now on comes after the work of all holders before."""
+        if not self._lock.acquire(blocking):
+            return False
+        try:
+            self._mark.precede()
+        except BaseException:
+            self._lock.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        """Give it back, with the mark behind what was queued."""
+        try:
+            self._mark.leave()
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> bool:
+        """Take it."""
+        return self.acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Give it back."""
+        self.release()
+
+
+@final
+class Slot:
+    """Rule 3: the way of a chunk between host memory and the device. One thread's."""
+
+    def __init__(self, device: QueuedDevice, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._pinned = device.pinned(num_bytes)
+        self._there = device.room(num_bytes)
+        self._device = device
+        self._loaded = device.mark()
+
+    def there(self, like: Tensor) -> Tensor:
+        """Return the device's part, as ``like`` in host memory."""
+        return self._there[: like.nbytes].view(like.dtype)
+
+    def load(self, values: Tensor) -> Tensor:
+        """Copy ``values`` to the device; they may change as soon as this returns."""
+        self._loaded.wait()  # or the device might read the new values for the old
+        pinned = self._pinned[: values.nbytes].view(values.dtype)
+        pinned.copy_(values)
+        there = self.there(values)
+        there.copy_(pinned, non_blocking=True)
+        self._loaded.leave()
+        return there
+
+    def store(self, out: Tensor) -> None:
+        """Copy what is in the device's part to ``out``; it is there when this returns."""
+        self._loaded.wait()  # the device may read the slot yet
+        pinned = self._pinned[: out.nbytes].view(out.dtype)
+        pinned.copy_(self.there(out), non_blocking=True)
+        self._device.finish()
+        out.copy_(pinned)
+
+
+@final
+class CudaDevice(QueuedDevice):
+    """One CUDA device, and the gossip thread's stream on it.
+
+    That stream's priority is high: its kernels are few and small, and a peer waits for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def gossip_thread(self) -> Iterator[None]:
+        """See :class:`Device`; a current stream is a thread's own."""
+        with torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:
+                self.finish()
+
+    def finish(self) -> None:
+        """See :class:`Device`; the interpreter's lock is free meanwhile."""
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def mark(self) -> Mark:
+        """See :class:`QueuedDevice`."""
+        return _Event(self._device)
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """See :class:`QueuedDevice`."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def room(self, num_bytes: int) -> Tensor:
+        """See :class:`QueuedDevice`."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def holds(self, values: Tensor) -> bool:
+        """See :class:`QueuedDevice`."""
+        return values.device == self._device
+
+
+@final
+class _Event(Mark):
+    """A stream that waits for an event waits for where it was recorded last by then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # The host sleeps rather than spins.
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """See :class:`Mark`."""
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def precede(self) -> None:
+        """See :class:`Mark`."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def wait(self) -> None:
+        """See :class:`Mark`."""
+        self._event.synchronize()
+
+
+def device_of(devices: set[torch.device]) -> Device:
+    """Return where parameters on these devices of torch's live.
+
+    Raises:
+        ValueError: in several places, or in one that nothing is known of.
+    """
+    if devices <= {torch.device("cpu")}:
+        return Device()
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(
+            f"parameters and buffers are on several devices ({names}); move the module to one "
+            "before wrapping"
+        )
+    (device,) = devices
+    if device.type != "cuda":
+        raise ValueError(f"parameters are on {device}; exchanges know the CPU and CUDA devices")
+    return CudaDevice(device)

@@ -1,0 +1,282 @@
+r"""The arithmetic of the dynamics: every change of x, c and pending, in one place.
+
+One function an event. Each works in place on one-dimensional tensors of one length: ``x`` (the
+parameters), ``pending`` (what the next boundary adds to x; float32 where x has 2 bytes a value) and
+``c`` (the momentum, None under plain averaging). With :math:`s = e^{-2\eta\Delta}` → ``decay`` (1
+where there is nothing to flow) and :math:`\tilde\alpha` → ``alpha_tilde``:
+
+.. math::
+    \text{flow}:\quad & p \leftarrow p + \tfrac{1-s}{2}c, \qquad c \leftarrow s\,c \\
+    \text{snapshot} &= x + p + \tfrac{1-s}{2}c \\
+    \text{exchange}:\quad & \delta = \text{mine} - \text{peers}, \quad
+        \text{flow}, \quad p \leftarrow p - \tfrac12\delta, \quad
+        c \leftarrow c - (\tilde\alpha - \tfrac12)\,\delta \\
+    \text{boundary}:\quad & \text{flow}, \quad x \leftarrow x + p, \quad p \leftarrow 0
+
+An event is computed by torch, in several passes over the values, or by a loop that numba compiles,
+in one pass (``compiled=True``: :mod:`~gossipdp.dynamics.update_loops`, for parameters and snapshots
+of :data:`COMPILED_DTYPES` in host memory). Both keep these promises, and one test suite holds them
+to it:
+
+* delta is the difference of the two snapshots, rounded once. So the other end has its exact
+  negative, whatever it computes with: the loops are compiled without fast-math, and only the sums
+  that are returned may be reordered.
+* It is applied whole or not at all. If any of its values is NaN or infinite, nothing is written but
+  the snapshot. This depends on delta alone, so both ends decide alike.
+* Nothing is allocated after the first call, and the interpreter's lock is free meanwhile.
+"""
+
+# ruff: noqa: PLR0917 (tensors and numbers in the order of the equations)
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+KERNELS = ("numba", "torch")
+
+COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+"""Of the parameters and snapshots that compiled loops compute with, in host memory."""
+
+LEAST_COMPILED_VALUES = 1_000_000
+"""With fewer values to exchange, loading compiled loops costs more time than they ever save."""
+
+
+# The events.
+
+
+def flow(pending: Tensor, c: Tensor, decay: float) -> None:
+    """Flow: pending += (1 - decay)/2 c, then c *= decay."""
+    pending.add_(c, alpha=0.5 * (1.0 - decay))
+    c.mul_(decay)
+
+
+def boundary(
+    x: Tensor, pending: Tensor, c: Tensor | None, decay: float, *, compiled: bool = False
+) -> None:
+    """Flow, then x += pending; pending keeps what x's precision cannot hold."""
+    if compiled:
+        flows = c is not None and decay != 1.0
+        _loops().boundary(_array(x), _array(pending), _array(c, pending), flows, decay)
+        return
+    if c is not None and decay != 1.0:
+        flow(pending, c, decay)
+    if x.dtype == pending.dtype:
+        x.add_(pending)
+        pending.zero_()
+    else:
+        pending.add_(x)
+        x.copy_(pending)
+        pending.sub_(x)
+
+
+def snapshot(
+    out: Tensor,
+    x: Tensor,
+    pending: Tensor,
+    c: Tensor | None,
+    decay: float,
+    *,
+    compiled: bool = False,
+) -> bool:
+    """Write x + pending as they will be after the flow; return whether all is finite.
+
+    The flow itself is left to whoever next writes the chunk.
+    """
+    flows = c is not None and decay != 1.0
+    if compiled:
+        arrays = _array(out), _array(x), _array(pending), _array(c, pending)
+        return bool(_loops().snapshot(*arrays, flows, decay))
+    if c is not None and flows:
+        pending = torch.add(pending, c, alpha=0.5 * (1.0 - decay), out=scratch(pending))
+    torch.add(x, pending, out=out)
+    return is_finite(out)
+
+
+def exchange(
+    pending: Tensor,
+    c: Tensor | None,
+    mine: Tensor,
+    peers: Tensor,
+    decay: float,
+    alpha_tilde: float,
+    *,
+    compiled: bool = False,
+) -> float:
+    """Flow, then apply delta = mine - peers; return its squared norm.
+
+    A norm that is not finite says that delta was not, and that nothing was written.
+    """
+    if compiled:
+        return float(
+            _loops().exchange(
+                _array(pending),
+                _array(c, pending),
+                c is not None,
+                _array(mine),
+                _array(peers),
+                decay,
+                alpha_tilde,
+            )
+        )
+    delta = scratch(pending)
+    squared_norm = difference(delta, mine, peers)
+    if not math.isfinite(squared_norm):
+        # Finite values beyond 1e19 are no poison: only their squares are beyond float32.
+        wide = delta.double()
+        squared_norm = float(torch.dot(wide, wide))
+        if not math.isfinite(squared_norm):
+            return squared_norm
+    if c is not None and decay != 1.0:
+        flow(pending, c, decay)
+    pending.add_(delta, alpha=-0.5)
+    if c is not None:
+        c.add_(delta, alpha=0.5 - alpha_tilde)
+    return squared_norm
+
+
+def snapshot_and_exchange(
+    out: Tensor,
+    x: Tensor,
+    pending: Tensor,
+    c: Tensor | None,
+    peers: Tensor,
+    decay: float,
+    alpha_tilde: float,
+    *,
+    compiled: bool = False,
+) -> float:
+    """Both at once, where the peer's snapshot is there already; return as :func:`exchange` does."""
+    if compiled:
+        return float(
+            _loops().snapshot_and_exchange(
+                _array(out),
+                _array(x),
+                _array(pending),
+                _array(c, pending),
+                c is not None,
+                _array(peers),
+                _array(scratch(pending, 0)),
+                _array(scratch(pending, 1)),
+                decay,
+                alpha_tilde,
+            )
+        )
+    snapshot(out, x, pending, c, decay)
+    return exchange(pending, c, out, peers, decay, alpha_tilde)
+
+
+def read_z(out: Tensor, x: Tensor, pending: Tensor, c: Tensor | None) -> None:
+    """Out = x + pending + c/2: where the flow ends, whose mean over workers is conserved."""
+    torch.add(x, pending, out=out)
+    if c is not None:
+        out.add_(c, alpha=0.5)
+
+
+def difference(out: Tensor, mine: Tensor, peers: Tensor) -> float:
+    """Out = mine - peers, exactly negated at the other end; return its squared norm."""
+    out.copy_(mine)
+    out.sub_(peers)
+    return float(torch.dot(out, out))
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether no value is NaN or infinite: one sum, and a closer look only where it overflows."""
+    return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(
+        torch.isfinite(values).all()
+    )
+
+
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.rooms: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+
+_kept = _Kept()
+
+
+def scratch(like: Tensor, number: int = 0) -> Tensor:
+    """Return the calling thread's room ``number`` for values ``like`` these; kept for the next."""
+    key = number, like.dtype, like.device
+    room = _kept.rooms.get(key)
+    if room is None or room.numel() < like.numel():
+        room = _kept.rooms[key] = torch.empty_like(like)
+    return room[: like.numel()]
+
+
+# What computes.
+
+
+def choose_kernels(num_values: int, requested: str | None = None) -> str:
+    """Return ``numba`` or ``torch``: what computes exchanges of so many values.
+
+    ``auto`` takes numba for at least :data:`LEAST_COMPILED_VALUES`; ``numba`` and ``torch`` are
+    taken as they are. By default the variable GOSSIPDP_KERNELS decides, else ``auto``.
+
+    Raises:
+        ValueError: there is no such choice.
+    """
+    requested = requested or os.environ.get("GOSSIPDP_KERNELS") or "auto"
+    if requested not in ("auto", *KERNELS):
+        raise ValueError(
+            f"GOSSIPDP_KERNELS is {requested!r}; choose one of auto, {', '.join(KERNELS)}"
+        )
+    if requested == "auto":
+        return "numba" if num_values >= LEAST_COMPILED_VALUES else "torch"
+    return requested
+
+
+def can_compile(x: Tensor) -> bool:
+    """Whether compiled loops know parameters like these."""
+    return x.device.type == "cpu" and x.dtype in COMPILED_DTYPES
+
+
+def compile_loops(x: torch.dtype, wire: torch.dtype) -> None:
+    """Compile the loops for parameters and snapshots of these precisions, or load them from disk.
+
+    So no later call is slow. An empty call of each loop compiles it. If the disk is full, the loops
+    are used all the same and not kept.
+
+    Raises:
+        ImportError: numba cannot be imported.
+    """
+    pending, values = torch.empty(0), torch.empty(0, dtype=x)
+    out = torch.empty(0, dtype=wire)
+    for call in (
+        lambda: snapshot(out, values, pending, pending, 1.0, compiled=True),
+        lambda: exchange(pending, pending, out, out, 1.0, 0.5, compiled=True),
+        lambda: snapshot_and_exchange(out, values, pending, pending, out, 1.0, 0.5, compiled=True),
+        lambda: boundary(values, pending, pending, 1.0, compiled=True),
+    ):
+        try:
+            call()
+        except OSError as error:
+            logger.warning("compiled kernels cannot be kept on disk: %s", error)
+            call()
+
+
+def _loops() -> Any:
+    """The compiled loops. Importing numba takes a third of a second, so it waits for a call."""
+    from gossipdp.dynamics import update_loops
+
+    return update_loops
+
+
+def _array(values: Tensor | None, instead: Tensor | None = None) -> Any:
+    """The tensor's memory as an array; ``instead`` of it, where there is no tensor.
+
+    Numpy does not know bfloat16: its bits are in uint16.
+    """
+    values = instead if values is None else values
+    assert values is not None
+    if values.dtype == torch.bfloat16:
+        values = values.view(torch.uint16)
+    return values.numpy()

@@ -1,0 +1,191 @@
+"""The events of :mod:`~gossipdp.dynamics.update` as loops that numba compiles, one pass each.
+
+All arrays are one-dimensional and of one length. Those of ``pending`` and ``c`` are float32; those
+of ``x`` and of snapshots are float32, or uint16 that holds the bits of bfloat16. Without a ``c``,
+``has_c`` is False and any array takes its place.
+
+Rounding: the loops that hold delta are compiled without fast-math, so no operation is fused or
+reordered and delta is the exact negative of the other end's. Only :func:`_add_square` and
+:func:`_add_zero` may be reordered, which lets LLVM add sixteen values at a time. They touch nothing
+but the sums that are returned.
+
+The compiled code is kept on disk beside this file, or in the user's cache directory.
+"""
+
+# ruff: noqa: PLR0917 (compiled functions take arrays, and positional arguments alone)
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from numba.extending import overload
+
+_F32, _F64, _U32, _U16 = np.float32, np.float64, np.uint32, np.uint16
+_HALF = _F32(0.5)
+
+
+def _compiled(function: Any) -> Any:
+    """Compile at the first call with each set of types; keep the code if a place can be written."""
+    try:
+        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+    except RuntimeError:  # neither our directory nor the user's cache can be written
+        return numba.njit(nogil=True, error_model="numpy")(function)
+
+
+@numba.njit(fastmath={"reassoc"})
+def _add_square(total: Any, value: Any) -> Any:
+    wide = _F64(value)
+    return total + wide * wide
+
+
+@numba.njit(fastmath={"reassoc"})
+def _add_zero(total: Any, value: Any) -> Any:
+    """Leave the sum at zero for every finite value; NaN or infinity make it NaN."""
+    return total + value * _F32(0.0)
+
+
+def _get(values: Any, i: Any) -> Any:
+    """Read one value as float32."""
+    raise NotImplementedError
+
+
+@overload(_get)
+def _overload_get(values: Any, i: Any) -> Any:
+    if values.dtype == numba.uint16:
+
+        def get_bfloat16(values: Any, i: Any) -> Any:
+            return _U32(_U32(values[i]) << _U32(16)).view(_F32)
+
+        return get_bfloat16
+
+    def get_float32(values: Any, i: Any) -> Any:
+        return values[i]
+
+    return get_float32
+
+
+def _put(values: Any, i: Any, value: Any) -> Any:
+    """Write one float32, rounded to the array's precision; return what was written."""
+    raise NotImplementedError
+
+
+@overload(_put)
+def _overload_put(values: Any, i: Any, value: Any) -> Any:
+    if values.dtype == numba.uint16:
+
+        def put_bfloat16(values: Any, i: Any, value: Any) -> Any:
+            bits = _F32(value).view(_U32)
+            # To nearest, ties to even, as torch rounds. A carry must not turn NaN into a number.
+            nearest = _U32((bits + _U32(0x7FFF) + ((bits >> _U32(16)) & _U32(1))) >> _U32(16))
+            stored = _U32(0x7FC0) if np.isnan(value) else nearest
+            values[i] = _U16(stored)
+            return _U32(stored << _U32(16)).view(_F32)
+
+        return put_bfloat16
+
+    def put_float32(values: Any, i: Any, value: Any) -> Any:
+        values[i] = value
+        return value
+
+    return put_float32
+
+
+@_compiled
+def snapshot(out: Any, x: Any, pending: Any, c: Any, has_c: bool, decay: float) -> Any:
+    """Out = x + pending + (1 - decay)/2 c; return whether all is finite."""
+    half_lost = _F32(0.5 * (1.0 - decay))
+    zero = _F32(0.0)
+    if has_c:
+        for i in range(out.size):
+            zero = _add_zero(zero, _put(out, i, _get(x, i) + (pending[i] + half_lost * c[i])))
+    else:
+        for i in range(out.size):
+            zero = _add_zero(zero, _put(out, i, _get(x, i) + pending[i]))
+    return zero == _F32(0.0)
+
+
+@_compiled
+def exchange(
+    pending: Any, c: Any, has_c: bool, mine: Any, peers: Any, decay: float, alpha_tilde: float
+) -> Any:
+    """Flow, then apply delta = mine - peers, if it is finite; return its squared norm."""
+    squared_norm = _F64(0.0)
+    for i in range(mine.size):
+        squared_norm = _add_square(squared_norm, _get(mine, i) - _get(peers, i))
+    if not np.isfinite(squared_norm):
+        return squared_norm
+    half_lost, s, g = _F32(0.5 * (1.0 - decay)), _F32(decay), _F32(alpha_tilde - 0.5)
+    if has_c:
+        for i in range(mine.size):
+            delta = _get(mine, i) - _get(peers, i)
+            momentum = c[i]
+            pending[i] = (pending[i] + half_lost * momentum) - _HALF * delta
+            c[i] = s * momentum - g * delta
+    else:
+        for i in range(mine.size):
+            pending[i] = pending[i] - _HALF * (_get(mine, i) - _get(peers, i))
+    return squared_norm
+
+
+@_compiled
+def snapshot_and_exchange(
+    out: Any,
+    x: Any,
+    pending: Any,
+    c: Any,
+    has_c: bool,
+    peers: Any,
+    kept_pending: Any,
+    kept_c: Any,
+    decay: float,
+    alpha_tilde: float,
+) -> Any:
+    """Both in one pass; if delta turns out not to be finite, what was overwritten is put back.
+
+    The old values go to two arrays that stay in the cache from chunk to chunk. That costs less than
+    a pass that only looks: most of the chunk's five arrays are no longer in the cache by then.
+    """
+    half_lost, s, g = _F32(0.5 * (1.0 - decay)), _F32(decay), _F32(alpha_tilde - 0.5)
+    squared_norm = _F64(0.0)
+    if has_c:
+        for i in range(out.size):
+            before, momentum = pending[i], c[i]
+            kept_pending[i] = before
+            kept_c[i] = momentum
+            flowed = before + half_lost * momentum
+            delta = _put(out, i, _get(x, i) + flowed) - _get(peers, i)
+            pending[i] = flowed - _HALF * delta
+            c[i] = s * momentum - g * delta
+            squared_norm = _add_square(squared_norm, delta)
+    else:
+        for i in range(out.size):
+            before = pending[i]
+            kept_pending[i] = before
+            delta = _put(out, i, _get(x, i) + before) - _get(peers, i)
+            pending[i] = before - _HALF * delta
+            squared_norm = _add_square(squared_norm, delta)
+    if not np.isfinite(squared_norm):
+        for i in range(out.size):
+            pending[i] = kept_pending[i]
+        if has_c:
+            for i in range(out.size):
+                c[i] = kept_c[i]
+    return squared_norm
+
+
+@_compiled
+def boundary(x: Any, pending: Any, c: Any, has_c: bool, decay: float) -> None:
+    """Flow, then x += pending; pending keeps what rounding x left over."""
+    half_lost, s = _F32(0.5 * (1.0 - decay)), _F32(decay)
+    if has_c:
+        for i in range(x.size):
+            momentum = c[i]
+            moved = _get(x, i) + (pending[i] + half_lost * momentum)
+            pending[i] = moved - _put(x, i, moved)
+            c[i] = s * momentum
+    else:
+        for i in range(x.size):
+            moved = _get(x, i) + pending[i]
+            pending[i] = moved - _put(x, i, moved)

@@ -1,0 +1,1 @@
+"""The gossip thread: codec, exchange, state transfer, averaging, loop."""

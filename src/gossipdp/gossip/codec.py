@@ -1,0 +1,353 @@
+"""In which form chunks travel in exchanges: a snapshot to bytes and back. A seam: one class a form.
+
+Both ends compute their difference from the same two numbers, whatever the form, so the mean of
+x + c/2 is conserved in each; and no worker's own parameters are rounded. Consolidation, averages
+and the transfer of whole states are exact in each.
+
+============  ===============================================  ===================  ===============
+name          trained parameters                               bytes of a value     error
+============  ===============================================  ===================  ===============
+full          as they are held                                 4 (float32)          none
+bfloat16      rounded to bfloat16; those of 2 bytes as they    2                    2**-9 of the
+              are                                                                   value
+lattice8      a code of the difference to the peer             1; 3 in a chunk      a few percent
+              (:mod:`~gossipdp.dynamics.lattice`)              that is repeated     of the distance
+============  ===============================================  ===================  ===============
+
+Buffers of floating point (BatchNorm's statistics) always travel as they are held. Their values
+differ too much in size to share a step, and a variance must not turn negative. Integer buffers and
+frozen parameters are not exchanged.
+"""
+
+import math
+import struct
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gossipdp.dynamics.chunks import Chunk, Role, State
+from gossipdp.dynamics.lattice import (
+    BLOCK,
+    Lattice,
+    LatticeSteps,
+    clamped,
+    largest,
+    num_blocks,
+)
+from gossipdp.dynamics.update import is_finite
+from gossipdp.gossip.wire_buffers import WireBuffers, tensor_bytes
+
+WIRE_FORMATS = ("full", "bfloat16", "lattice8")
+_CHECKSUM = struct.Struct("<I")
+
+
+def make_codec(
+    name: str, state: State, allocate: Callable[[int], memoryview] | None = None
+) -> "Codec":
+    """Return the form that ``name``, one of ``WIRE_FORMATS``, stands for; reused by all exchanges.
+
+    ``allocate``: the transport's, so that peers of the same host can read the slots in place.
+    """
+    match name:
+        case "full":
+            return Codec(state, allocate)
+        case "bfloat16":
+            return Bfloat16Codec(state, allocate)
+        case "lattice8":
+            return LatticeCodec(state, allocate)
+    raise ValueError(f"unknown wire_format {name!r}; choose one of: {', '.join(WIRE_FORMATS)}")
+
+
+class PoisonFound(Exception):
+    """A chunk holds NaN or infinity. ``ours`` says whose."""
+
+    def __init__(self, ours: bool) -> None:
+        super().__init__("our own parameters" if ours else "the peer's parameters")
+        self.ours = ours
+
+
+class Codec:
+    """Values as they are held; other forms override what differs.
+
+    Owns the memory of the window, which exchanges use one after the other: slot ``i % window`` for
+    chunk ``i`` on its way out, and one more for the chunk that is coming in.
+
+    Args:
+        state: whose chunks.
+        allocate: where the slots' memory comes from; see ``Transport.allocate``.
+
+    Attributes:
+        window: chunks that may be open at a time.
+        most_queued: chunks that may wait in the link's queue.
+    """
+
+    window = 4
+    most_queued = 4
+
+    def __init__(self, state: State, allocate: Callable[[int], memoryview] | None = None) -> None:
+        self._buffers = WireBuffers(state, self.window + 1, allocate)
+        for dtype in {self._dtype(chunk) for chunk in state.chunks}:
+            state.compile_for(dtype)
+
+    def _dtype(self, chunk: Chunk) -> torch.dtype:
+        """The precision in which a chunk travels that is not coded."""
+        return chunk.x.dtype
+
+    def start(self) -> memoryview | None:
+        """Begin an exchange; return what the peer must know before the first chunk, if anything."""
+        self._buffers.renew()
+        return None
+
+    @property
+    def preface_landing(self) -> memoryview:
+        """Where what the peer returned from :meth:`start` lands."""
+        raise NotImplementedError
+
+    def agree(self, preface: memoryview) -> None:
+        """Take in what the peer returned from :meth:`start`."""
+        raise NotImplementedError
+
+    def is_certain(self, chunk: Chunk) -> bool:
+        """Whether the peer can always read the chunk; else it sends a verdict on each."""
+        return True
+
+    def room(self, chunk: Chunk, *, lands: bool = False, repeats: bool = False) -> memoryview:
+        """Return where a chunk's bytes are before they leave, or where the peer's land.
+
+        ``repeats``: those of a chunk that could not be decoded and is sent again in bfloat16.
+        """
+        slot = self.window if lands else chunk.index % self.window
+        return self._buffers.bytes(slot, chunk, torch.bfloat16 if repeats else self._dtype(chunk))
+
+    def encode(self, chunk: Chunk, theta: float) -> None:
+        """Take a snapshot at the phase ``theta`` and write its bytes to :meth:`room`.
+
+        Raises:
+            PoisonFound: it holds NaN or infinity.
+        """
+        if not chunk.snapshot(theta, self._mine(chunk)):
+            raise PoisonFound(ours=True)
+
+    def exchange(
+        self, chunk: Chunk, theta: float, payload: memoryview, gain: float, *, is_encoded: bool
+    ) -> float:
+        """Apply a certain chunk of the peer's; return the squared norm of the difference.
+
+        If the peer's came first (not ``is_encoded``), the snapshot is taken in the same pass.
+
+        Raises:
+            PoisonFound: our own snapshot holds NaN or infinity.
+        """
+        mine = self._mine(chunk)
+        peers = torch.frombuffer(payload, dtype=mine.dtype)
+        if is_encoded:
+            return chunk.exchange(theta, mine, peers, gain)
+        squared_norm = chunk.snapshot_and_exchange(theta, mine, peers, gain)
+        if not math.isfinite(squared_norm) and not is_finite(mine):
+            raise PoisonFound(ours=True)
+        return squared_norm
+
+    def _mine(self, chunk: Chunk) -> Tensor:
+        return self._buffers.tensor(chunk.index % self.window, chunk, self._dtype(chunk))
+
+    # Of chunks that are not certain.
+
+    def decode(self, chunk: Chunk, payload: memoryview) -> bool:
+        """Decode the peer's code against our snapshot; return whether that could be done."""
+        raise NotImplementedError
+
+    def exchange_decoded(self, chunk: Chunk, theta: float, gain: float) -> float:
+        """Apply what was decoded; return the squared norm of the difference."""
+        raise NotImplementedError
+
+    def repeat(self, chunk: Chunk) -> memoryview:
+        """Return our snapshot in bfloat16, to be sent; raises PoisonFound if it overflows."""
+        raise NotImplementedError
+
+    def exchange_repeated(
+        self, chunk: Chunk, theta: float, payload: memoryview, gain: float
+    ) -> float:
+        """Apply the difference of two repeats; return its squared norm."""
+        raise NotImplementedError
+
+
+@final
+class Bfloat16Codec(Codec):
+    """Snapshots rounded to bfloat16 as they are taken, so both ends hold the same two."""
+
+    def _dtype(self, chunk: Chunk) -> torch.dtype:
+        is_wide = chunk.role is Role.TRAINED and chunk.x.dtype.itemsize > torch.bfloat16.itemsize
+        return torch.bfloat16 if is_wide else chunk.x.dtype
+
+
+@final
+class LatticeCodec(Codec):
+    """An 8-bit code of the difference: a checksum of 4 bytes, and one byte a value.
+
+    Chunks that are too small for a code travel as they are held. Before the first chunk each end
+    sends the step of every block that it needs; the larger of the two is used. From each exchange
+    the steps of the next are learnt.
+    """
+
+    window = 6  # more than for values: a chunk closes after the way there and back
+    most_queued = 2  # codes wait here, not in the link's queue, where verdicts would wait behind
+
+    def __init__(self, state: State, allocate: Callable[[int], memoryview] | None = None) -> None:
+        super().__init__(state, allocate)
+        for dtype in (torch.float32, torch.bfloat16):  # the code's difference, and repeats
+            state.compile_for(dtype)
+        coded = [chunk for chunk in state.chunks if not self.is_certain(chunk)]
+        blocks = {chunk.index: num_blocks(chunk.num_elements) for chunk in coded}
+        self._steps = {
+            chunk.index: LatticeSteps(blocks[chunk.index], chunk.pending.dtype) for chunk in coded
+        }
+        self._exponents: dict[int, Tensor] = {}
+        # A frame is not empty, even if nothing is coded.
+        self._needed = torch.zeros(max(1, sum(blocks.values())), dtype=torch.int8)
+        self._landing = tensor_bytes(torch.zeros_like(self._needed))
+        self._slots: dict[torch.dtype, list[_Slot]] = {}
+        self._scratch: dict[torch.dtype, _Scratch] = {}
+        for dtype in {chunk.pending.dtype for chunk in coded}:
+            most = max(blocks[chunk.index] for chunk in coded if chunk.pending.dtype == dtype)
+            self._slots[dtype] = [_Slot(most, dtype) for _ in range(self.window)]
+            self._scratch[dtype] = _Scratch(most, dtype)
+
+    def start(self) -> memoryview:
+        """See :class:`Codec`: the steps that this worker needs."""
+        super().start()
+        if self._steps:
+            torch.cat([steps.exponents() for steps in self._steps.values()], out=self._needed)
+        return tensor_bytes(self._needed)
+
+    @property
+    def preface_landing(self) -> memoryview:
+        """See :class:`Codec`."""
+        return self._landing
+
+    def agree(self, preface: memoryview) -> None:
+        """See :class:`Codec`: the larger of both ends' steps."""
+        agreed = torch.maximum(self._needed, clamped(torch.frombuffer(preface, dtype=torch.int8)))
+        sizes = [steps.num_blocks for steps in self._steps.values()]
+        parts = torch.split(agreed[: sum(sizes)], sizes)
+        self._exponents = dict(zip(self._steps, parts, strict=True))
+
+    def is_certain(self, chunk: Chunk) -> bool:
+        """See :class:`Codec`."""
+        is_coded = _CHECKSUM.size + chunk.num_elements <= chunk.pending.nbytes
+        return chunk.role is not Role.TRAINED or not is_coded
+
+    def room(self, chunk: Chunk, *, lands: bool = False, repeats: bool = False) -> memoryview:
+        """See :class:`Codec`."""
+        if repeats or self.is_certain(chunk):
+            return super().room(chunk, lands=lands, repeats=repeats)
+        slot = self.window if lands else chunk.index % self.window
+        room = self._buffers.bytes(slot, chunk, chunk.pending.dtype)
+        return room[: _CHECKSUM.size + chunk.num_elements]
+
+    def encode(self, chunk: Chunk, theta: float) -> None:
+        """See :class:`Codec`. A snapshot that the steps do not fit is not coded, nor decoded."""
+        if self.is_certain(chunk):
+            super().encode(chunk, theta)
+            return
+        slot, scratch = self._slot(chunk), self._scratch[chunk.pending.dtype]
+        chunk.snapshot(theta, slot.snapshot[: chunk.num_elements])
+        snapshot = _blocks(slot.snapshot, chunk)
+        slot.snapshot[chunk.num_elements : snapshot.numel()] = 0
+        slot.sizes = largest(snapshot)
+        if not torch.isfinite(slot.sizes).all():
+            raise PoisonFound(ours=True)
+        slot.fits = scratch.lattice.fits(slot.sizes, self._exponents[chunk.index])
+        if slot.fits:
+            codes = _blocks(scratch.codes, chunk)
+            checksum = scratch.lattice.encode(snapshot, self._exponents[chunk.index], codes)
+            room = self.room(chunk)
+            _CHECKSUM.pack_into(room, 0, checksum)
+            torch.frombuffer(room, dtype=torch.uint8, offset=_CHECKSUM.size).copy_(
+                scratch.codes[: chunk.num_elements]
+            )
+
+    def decode(self, chunk: Chunk, payload: memoryview) -> bool:
+        """See :class:`Codec`."""
+        slot, scratch = self._slot(chunk), self._scratch[chunk.pending.dtype]
+        if not slot.fits:
+            return False
+        codes = _blocks(scratch.codes, chunk)
+        scratch.codes[: chunk.num_elements] = torch.frombuffer(
+            payload, dtype=torch.uint8, offset=_CHECKSUM.size
+        )
+        scratch.codes[chunk.num_elements : codes.numel()] = 0
+        checksum = scratch.lattice.decode(
+            codes,
+            self._exponents[chunk.index],
+            _blocks(slot.snapshot, chunk),
+            _blocks(slot.differences, chunk),
+        )
+        return _CHECKSUM.unpack_from(payload) == (checksum,)
+
+    def exchange_decoded(self, chunk: Chunk, theta: float, gain: float) -> float:
+        """See :class:`Codec`: delta, exactly negated at the other end, against zero."""
+        slot, scratch = self._slot(chunk), self._scratch[chunk.pending.dtype]
+        delta = scratch.lattice.difference(
+            _blocks(slot.differences, chunk),
+            self._exponents[chunk.index],
+            _blocks(scratch.delta, chunk),
+        )
+        self._steps[chunk.index].decoded(delta, slot.sizes)
+        flat = delta.view(-1)[: chunk.num_elements]
+        return chunk.exchange(theta, flat, scratch.zeros[: chunk.num_elements], gain)
+
+    def repeat(self, chunk: Chunk) -> memoryview:
+        """See :class:`Codec`."""
+        mine = self._repeated(chunk)
+        mine.copy_(self._slot(chunk).snapshot[: chunk.num_elements])
+        if not is_finite(mine):
+            raise PoisonFound(ours=True)
+        return self.room(chunk, repeats=True)
+
+    def exchange_repeated(
+        self, chunk: Chunk, theta: float, payload: memoryview, gain: float
+    ) -> float:
+        """See :class:`Codec`."""
+        mine, peers = self._repeated(chunk), torch.frombuffer(payload, dtype=torch.bfloat16)
+        squared_norm = chunk.exchange(theta, mine, peers, gain)
+        if math.isfinite(squared_norm):
+            delta = _blocks(self._scratch[chunk.pending.dtype].delta, chunk)
+            delta.view(-1)[: chunk.num_elements].copy_(mine).sub_(peers)
+            delta.view(-1)[chunk.num_elements :] = 0
+            self._steps[chunk.index].repeated(delta, self._slot(chunk).sizes)
+        return squared_norm
+
+    def _repeated(self, chunk: Chunk) -> Tensor:
+        return self._buffers.tensor(chunk.index % self.window, chunk, torch.bfloat16)
+
+    def _slot(self, chunk: Chunk) -> "_Slot":
+        return self._slots[chunk.pending.dtype][chunk.index % self.window]
+
+
+@final
+class _Slot:
+    """What is kept of an open chunk; tensors flat, of whole blocks."""
+
+    def __init__(self, most_blocks: int, dtype: torch.dtype) -> None:
+        self.snapshot = torch.zeros(most_blocks * BLOCK, dtype=dtype)
+        self.differences = torch.zeros(most_blocks * BLOCK, dtype=torch.int8)
+        self.sizes = torch.zeros(0)
+        self.fits = False
+
+
+@final
+class _Scratch:
+    """What is needed while a chunk is worked on."""
+
+    def __init__(self, most_blocks: int, dtype: torch.dtype) -> None:
+        self.lattice = Lattice(most_blocks, dtype)
+        self.codes = torch.zeros(most_blocks * BLOCK, dtype=torch.uint8)
+        self.delta = torch.zeros(most_blocks * BLOCK, dtype=dtype)
+        self.zeros = torch.zeros(most_blocks * BLOCK, dtype=dtype)
+
+
+def _blocks(flat: Tensor, chunk: Chunk) -> Tensor:
+    """Return the part of ``flat`` that a chunk takes, as (blocks, BLOCK)."""
+    return flat[: num_blocks(chunk.num_elements) * BLOCK].view(-1, BLOCK)

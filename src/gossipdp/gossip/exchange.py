@@ -1,0 +1,240 @@
+"""One exchange: chunks out and in, a window at a time, applied as soon as both halves are here.
+
+A chunk is copied to a slot at the exchange's phase and sent. When the peer's chunk of the same
+index has arrived whole, the difference of the two snapshots is applied. Nothing is applied before
+the peer's first frame, which confirms the exchange at the end that was asked. The extra memory is
+the window's. How a chunk becomes bytes is the :mod:`codec <gossipdp.gossip.codec>`'s matter.
+
+Frames: ``EXCHANGE_STEPS`` (only if the codec has something to say first), then for each chunk
+``EXCHANGE_CHUNK``. If the codec cannot be certain that the peer reads it, the peer answers with a
+byte in ``EXCHANGE_VERDICT``; where either verdict is no, both send the same snapshot again in
+bfloat16, ``EXCHANGE_REPEAT``. :mod:`~gossipdp.protocol.confirmation` says when a chunk is applied,
+and why no slot is needed twice.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+from gossipdp.dynamics.chunks import Role, State
+from gossipdp.gossip.codec import Codec, PoisonFound
+from gossipdp.links.frames import ChunkKey, FrameType
+from gossipdp.links.link import Link
+from gossipdp.protocol.confirmation import Confirmation, Decision
+from gossipdp.protocol.messages import ExchangeId
+
+_SLOT_TYPES = (FrameType.EXCHANGE_CHUNK, FrameType.EXCHANGE_REPEAT)
+_TYPES = (FrameType.EXCHANGE_STEPS, FrameType.EXCHANGE_VERDICT, *_SLOT_TYPES)
+_YES, _NO = memoryview(b"\x01"), memoryview(b"\x00")
+
+
+@dataclass(frozen=True)
+class CompletedExchange:
+    """One exchange that ended well, as this end of it saw it.
+
+    Attributes:
+        peer: with whom.
+        initiated: whether this end asked for it.
+        asked_s: when this end sent the proposal that was accepted; None where the peer asked.
+        started_s, ended_s: from the agreement to the last chunk applied here, by
+            :func:`~gossipdp.links.clock.since_boot_s`.
+        half_squared_distance: half the squared distance to the peer, over trained parameters.
+    """
+
+    peer: int
+    initiated: bool
+    asked_s: float | None
+    started_s: float
+    ended_s: float
+    half_squared_distance: float
+
+
+@final
+class Exchange:
+    """The data side of one exchange that the pairing has agreed on. Driven by the gossip thread.
+
+    Args:
+        state: this worker's.
+        codec: what the chunks travel in; the exchange before has ended.
+        link: to the peer.
+        id: travels with every chunk; chunks with another are not ours.
+        alpha_tilde: the gain both ends agreed on.
+        theta: the phase, which stands still until the exchange has ended.
+
+    Attributes:
+        num_applied: chunks, so far.
+        num_repeated: chunks that were sent a second time, in bfloat16.
+        squared_distance: to the peer, over the trained parameters applied so far.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        codec: Codec,
+        link: Link,
+        id: ExchangeId,
+        *,
+        alpha_tilde: float,
+        theta: float,
+    ) -> None:
+        self.link = link
+        self.id = id
+        self.squared_distance = 0.0
+        self.num_applied = 0
+        self.num_repeated = 0
+        self._chunks = state.chunks
+        self._codec = codec
+        self._alpha_tilde = alpha_tilde
+        self._theta = theta
+        self._confirmation = Confirmation(
+            [codec.is_certain(chunk) for chunk in self._chunks], codec.window
+        )
+        self._num_encoded = 0
+        # Frames in slots that were handed to the link, in all and up to each slot's last one.
+        self._num_handed = 0
+        self._handed_of_slot = [0] * codec.window
+        self._preface = codec.start()
+        self._has_agreed = self._preface is None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every chunk was applied here and all the peer needs was handed to the kernel.
+
+        Other chunks on the link (a state on its way) do not count, nor do they in :meth:`pump`.
+        """
+        return self._confirmation.is_finished and self.link.queued_of(*_TYPES) == 0
+
+    def pump(self) -> None:
+        """Take and send snapshots as far as the window and the link's queue allow.
+
+        Raises:
+            PoisonFound: a snapshot holds NaN or infinity; it was not sent.
+        """
+        if self._preface is not None:
+            self._hand(FrameType.EXCHANGE_STEPS, 0, self._preface)
+            self._preface = None
+        confirmation = self._confirmation
+        while (
+            self._has_agreed
+            and confirmation.may_send
+            and self.link.queued_of(*_TYPES) < self._codec.most_queued
+            and self._has_left(confirmation.num_sent % self._codec.window)
+        ):
+            index = confirmation.num_sent
+            self._encode(index)
+            confirmation.sent()
+            self._hand(FrameType.EXCHANGE_CHUNK, index, self._codec.room(self._chunks[index]))
+
+    def _encode(self, index: int) -> None:
+        """Take the snapshot of chunk ``index`` unless that was done already.
+
+        Its slot is free: for our own chunk ``pump`` has looked, and a peer that is ahead of us has
+        closed chunk ``index - window``, for which it needed all that we sent of it.
+        """
+        if index == self._num_encoded:
+            self._codec.encode(self._chunks[index], self._theta)
+            self._num_encoded += 1
+
+    def _has_left(self, slot: int) -> bool:
+        """Whether nothing in a slot is still to be sent: our repeat may be, of a closed chunk."""
+        num_left = self._num_handed - self.link.queued_of(*_SLOT_TYPES)
+        return num_left >= self._handed_of_slot[slot]
+
+    def _hand(self, frame_type: FrameType, index: int, payload: memoryview) -> None:
+        if frame_type in _SLOT_TYPES:
+            self._num_handed += 1
+            self._handed_of_slot[index % self._codec.window] = self._num_handed
+        key = ChunkKey(self.id.initiator, self.id.incarnation, self.id.counter, index)
+        self.link.send_chunk(frame_type, key, payload)
+
+    # What comes.
+
+    def expects(self, frame_type: FrameType, key: ChunkKey) -> bool:
+        """Whether a frame belongs to this exchange and may come now."""
+        if key.id != (self.id.initiator, self.id.incarnation, self.id.counter):
+            return False
+        match frame_type:
+            case FrameType.EXCHANGE_STEPS:
+                return not self._has_agreed
+            case FrameType.EXCHANGE_CHUNK:
+                return self._has_agreed and self._confirmation.expects_code(key.index)
+            case FrameType.EXCHANGE_VERDICT:
+                return self._confirmation.expects_verdict(key.index)
+            case FrameType.EXCHANGE_REPEAT:
+                return self._confirmation.expects_repeat(key.index)
+        return False
+
+    def landing(self, frame_type: FrameType, key: ChunkKey) -> memoryview | None:
+        """Return where a frame of the peer's goes, or None if it is not one expected now.
+
+        The link ends itself if the frame has another length.
+        """
+        if not self.expects(frame_type, key):
+            return None
+        if frame_type is FrameType.EXCHANGE_STEPS:
+            return self._codec.preface_landing
+        is_repeat = frame_type is FrameType.EXCHANGE_REPEAT
+        room = self._codec.room(self._chunks[key.index], lands=True, repeats=is_repeat)
+        return room[:1] if frame_type is FrameType.EXCHANGE_VERDICT else room
+
+    def landed(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
+        """Deal with a frame that is :meth:`expected <expects>` and has arrived whole.
+
+        ``payload`` may be the landing place or the peer's own memory; it is read before this
+        returns.
+
+        Raises:
+            PoisonFound: the difference is not finite; nothing was applied.
+        """
+        index = key.index
+        match frame_type:
+            case FrameType.EXCHANGE_STEPS:
+                self._codec.agree(payload)
+                self._has_agreed = True
+            case FrameType.EXCHANGE_CHUNK:
+                self._chunk_landed(index, payload)
+            case FrameType.EXCHANGE_VERDICT:
+                self._follow(index, self._confirmation.verdict(index, payload == _YES))
+            case FrameType.EXCHANGE_REPEAT:
+                self._confirmation.repeat(index)
+                chunk = self._chunks[index]
+                self._applied(
+                    index,
+                    self._codec.exchange_repeated(chunk, self._theta, payload, self._alpha_tilde),
+                )
+
+    def _chunk_landed(self, index: int, payload: memoryview) -> None:
+        chunk = self._chunks[index]
+        if self._codec.is_certain(chunk):
+            self._confirmation.code(index, decoded=True)
+            is_encoded = index < self._num_encoded
+            squared_norm = self._codec.exchange(
+                chunk, self._theta, payload, self._alpha_tilde, is_encoded=is_encoded
+            )
+            self._num_encoded = max(self._num_encoded, index + 1)
+            self._applied(index, squared_norm)
+            return
+        self._encode(index)
+        decoded = self._codec.decode(chunk, payload)
+        decision = self._confirmation.code(index, decoded)
+        self._hand(FrameType.EXCHANGE_VERDICT, index, _YES if decoded else _NO)
+        self._follow(index, decision)
+
+    def _follow(self, index: int, decision: Decision) -> None:
+        chunk = self._chunks[index]
+        match decision:
+            case Decision.APPLY:
+                self._applied(
+                    index, self._codec.exchange_decoded(chunk, self._theta, self._alpha_tilde)
+                )
+            case Decision.REPEAT:
+                self.num_repeated += 1
+                self._hand(FrameType.EXCHANGE_REPEAT, index, self._codec.repeat(chunk))
+
+    def _applied(self, index: int, squared_norm: float) -> None:
+        """Take note of a chunk that was applied, unless its difference was not finite."""
+        if not math.isfinite(squared_norm):
+            raise PoisonFound(ours=False)
+        if self._chunks[index].role is Role.TRAINED:
+            self.squared_distance += squared_norm
+        self.num_applied += 1

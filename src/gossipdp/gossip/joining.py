@@ -1,0 +1,173 @@
+"""Asking a run that goes on who takes part in it, before joining it.
+
+A *visitor* dials all addresses that it was given at once, over a transport of its own, and asks
+everyone who answers (``AskMembers``); the first answer will do. It has a rank drawn at random from
+those that no worker has, and it closes its links when it knows enough. Model, method, rate and
+wire format are compared by the handshake already; the graph, which may follow from the answer, is
+compared when the worker itself links up.
+
+Nothing waits for ever: a round of dials ends with an answer, with a refusal, when all addresses
+have failed, or after ``ROUND_S``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from gossipdp.errors import RefusedError, RendezvousError
+from gossipdp.links.clock import since_boot_s
+from gossipdp.links.frames import ChunkKey, FrameType
+from gossipdp.links.handshake import FIRST_VISITOR_RANK, LAST_VISITOR_RANK, Identity, Refusal
+from gossipdp.links.link import Link, LinkHandler
+from gossipdp.links.sockets import listen
+from gossipdp.links.tcp import TcpTransport
+from gossipdp.links.tls import Tls
+from gossipdp.protocol.messages import (
+    AskMembers,
+    Envelope,
+    Members,
+    ProtocolError,
+    decode,
+    encode,
+)
+
+ROUND_S = 6.0
+# A worker that has just been started may not answer yet; where all addresses refuse connections,
+# nobody is there.
+MAX_ROUNDS_REFUSED = 3
+PAUSE_S = 0.3
+TURN_S = 0.1
+
+
+class _Visitor(LinkHandler):
+    """Asks everyone who answers, and keeps the first answer."""
+
+    def __init__(self) -> None:
+        self.answer: Members | None = None
+        self.refusal: Refusal | None = None
+        self.num_failed = 0
+        self.num_refused = 0  # of these: nobody listens at the address
+
+    def link_up(self, link: Link) -> None:
+        link.send_control(encode(Envelope(AskMembers(0))))
+
+    def link_down(self, link: Link, reason: str) -> None:
+        self.num_failed += 1
+
+    def control(self, link: Link, data: bytes) -> None:
+        try:
+            message = decode(data).message
+        except ProtocolError as error:
+            link.close(str(error))
+            return
+        if isinstance(message, Members) and self.answer is None:
+            self.answer = message
+
+    def chunk_buffer(
+        self, link: Link, frame_type: FrameType, key: ChunkKey, length: int
+    ) -> memoryview | None:
+        return None
+
+    def chunk(
+        self, link: Link, frame_type: FrameType, key: ChunkKey, payload: memoryview | None
+    ) -> None:
+        pass
+
+    def writable(self, link: Link) -> None:
+        pass
+
+    def refused(self, peer: int | None, refusal: Refusal) -> None:
+        self.refusal = refusal
+        self.num_failed += 1
+
+    def dial_failed(
+        self, peer: int | None, address: tuple[str, int], refused_connection: bool
+    ) -> None:
+        self.num_failed += 1
+        self.num_refused += refused_connection
+
+
+def ask_members(
+    addresses: Sequence[tuple[str, int]],
+    identity: Identity,
+    secret: bytes,
+    *,
+    tls: Tls | None,
+    timeout_s: float,
+    clock: Callable[[], float] = since_boot_s,
+) -> Members:
+    """What a worker that is about to join must know, from any worker of the run.
+
+    Args:
+        addresses: (host, port) of workers, of which one must live.
+        identity: what this worker runs; its rank and graph are not looked at.
+        secret: of the run.
+        tls: what links go through.
+        timeout_s: how long to try.
+        clock: seconds, monotonic.
+
+    Raises:
+        RefusedError: the run has other settings or another secret, or it is ending.
+        RendezvousError: nobody answered.
+    """
+    deadline_s = clock() + timeout_s
+    shown = ", ".join(f"{host}:{port}" for host, port in addresses)
+    rounds_refused = 0
+    while True:
+        rank = FIRST_VISITOR_RANK + secrets.randbelow(LAST_VISITOR_RANK - FIRST_VISITOR_RANK + 1)
+        visitor = _Visitor()
+        transport = TcpTransport(
+            visitor,
+            msgspec.structs.replace(identity, rank=rank, incarnation=0, graph=""),
+            secret,
+            listen(identity.host, 0),
+            tls=tls,
+        )
+        round_ends_s = min(deadline_s, clock() + ROUND_S)
+        try:
+            for host, port in _resolved(addresses):
+                transport.dial(None, host, port)
+            while visitor.answer is None and visitor.num_failed < len(addresses):
+                if clock() >= round_ends_s:
+                    break
+                transport.poll(TURN_S)
+        finally:
+            transport.close()
+        if visitor.answer is not None and visitor.answer.is_ending:
+            raise RefusedError(
+                "the run is ending: its workers average their parameters and take in nobody"
+            )
+        if visitor.answer is not None:
+            return visitor.answer
+        if visitor.refusal is not None:
+            raise RefusedError(f"the run does not take in this worker: {visitor.refusal}")
+        rounds_refused += 1
+        if visitor.num_refused < len(addresses):
+            rounds_refused = 0
+        if rounds_refused == MAX_ROUNDS_REFUSED:
+            raise RendezvousError(
+                f"no worker to join: {shown} refused the connection; the run has ended, or it has "
+                "other addresses by now"
+            )
+        if clock() >= deadline_s:
+            raise RendezvousError(
+                f"no worker to join: within {timeout_s:g} s nobody answered at {shown}; give the "
+                "addresses of live workers"
+            )
+        time.sleep(PAUSE_S)
+
+
+def _resolved(addresses: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """With numeric hosts; raises RendezvousError for a name that nobody knows."""
+    known: dict[str, str] = {}
+    for host, _ in addresses:
+        try:
+            known[host] = str(socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError as error:
+            raise RendezvousError(f"cannot join at {host!r}: {error}; check the name") from error
+    return [(known[host], port) for host, port in addresses]

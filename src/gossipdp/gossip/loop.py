@@ -1,0 +1,515 @@
+"""One worker's side of everything that crosses the network: a single-threaded event loop.
+
+It performs the protocol's actions and turns what links report into the protocol's inputs. All of
+it runs in one thread (:mod:`~gossipdp.gossip.thread`), so nothing here is locked; the
+parameters are reached through their chunks (:mod:`~gossipdp.dynamics.chunks`) alone.
+"""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from random import Random
+
+from gossipdp.dynamics.chunks import Chunk, State
+from gossipdp.dynamics.phase import Phase
+from gossipdp.errors import PeerLostError, PoisonedError, RefusedError, SupersededError
+from gossipdp.gossip.averaging import Averaging, Outcome
+from gossipdp.gossip.codec import PoisonFound, make_codec
+from gossipdp.gossip.exchange import CompletedExchange, Exchange
+from gossipdp.gossip.live_average import LiveAverages
+from gossipdp.gossip.published import Publisher
+from gossipdp.gossip.transfer import TransferMessage, Transfers
+from gossipdp.launcher.reports import Report, send_report
+from gossipdp.links.dialer import Dialer
+from gossipdp.links.frames import ChunkKey, FrameType
+from gossipdp.links.handshake import Refusal
+from gossipdp.links.link import Link, LinkHandler, Transport
+from gossipdp.protocol.actions import (
+    Begin,
+    Prepare,
+    Reach,
+    Rebuilt,
+    Send,
+    Stop,
+    Superseded,
+    Unlink,
+)
+from gossipdp.protocol.messages import (
+    DIALLED_MESSAGES,
+    AskAverage,
+    AverageFailed,
+    AverageMessage,
+    Envelope,
+    OfferTraining,
+    Propose,
+    ProtocolError,
+    PullAverage,
+    RequestState,
+    RequestTraining,
+    StateRefused,
+    TellAverage,
+    decode,
+    encode,
+)
+from gossipdp.protocol.worker import Action, WorkerProtocol
+
+logger = logging.getLogger("gossipdp")
+
+LONGEST_TURN_S = 0.5
+# More than the heartbeats of a time-out.
+BYTES_OF_PROGRESS = 4096
+REPORT_INTERVAL_S = 0.2
+FAREWELL_S = 1.0
+# A handshake that fails so shows that the worker dialled lives.
+REFUSALS_OF_THE_LIVING = ("crossed", "incarnation", "own_rank")
+
+
+class GossipLoop(LinkHandler):
+    """The event loop of one worker.
+
+    Args:
+        protocol: this worker's protocol.
+        state, phase: its parameters, and how far its momentum has flowed.
+        transport: makes links; this loop must be its handler (:meth:`turn` polls it).
+        clock: seconds, monotonic; the transport's and the phase's is the same.
+        wire_format: in which form parameters travel in exchanges.
+
+    Attributes:
+        published: what other threads may read, replaced whole at the end of each turn.
+        poisoned: what stopped this worker's exchanges, if it is poisoned; any thread may read it.
+    """
+
+    def __init__(
+        self,
+        protocol: WorkerProtocol,
+        state: State,
+        phase: Phase,
+        make_transport: Callable[[LinkHandler], Transport],
+        clock: Callable[[], float],
+        *,
+        wire_format: str = "full",
+    ) -> None:
+        self.protocol = protocol
+        self.transport = make_transport(self)
+        self.poisoned: PoisonedError | None = None
+        self._state, self._phase = state, phase
+        self.clock = clock
+        self._actions: deque[Action] = deque()
+        self._is_performing = False
+        self._links: dict[int, Link] = {}
+        self._outbox: dict[int, list[bytes]] = {}
+        self._dialer = Dialer(protocol.rank, Random(protocol.rank))
+        self._exchange: Exchange | None = None
+        self._progress = 0, 0  # chunks applied and bytes moved when the exchange last got on
+        self._asked_s = self._exchange_started_s = 0.0
+        self._codec = make_codec(wire_format, state, self.transport.allocate)
+        self.transfers = Transfers(
+            state.all_chunks,
+            Chunk.read_z,
+            links=self._links,
+            send=self._send,
+            refusal=self._refusal_to_give,
+            clock=clock,
+        )
+        self.averages = LiveAverages(
+            state,
+            protocol.rank,
+            links=self._links,
+            send=self._send,
+            refusal=self._refusal_to_give,
+            clock=clock,
+            timeout_s=protocol.timeout_s,
+        )
+        self.averaging = Averaging(state, protocol, self._links, self.perform)
+        self._publisher = Publisher(protocol, self._links)
+        self.published = self._publisher.publish(clock())
+        self._reported: dict[int, tuple[str, int]] = {}
+        self._reported_version = -1
+        self._report_due_s = -math.inf
+        self._heard_every_s = protocol.timeout_s / 10
+        # Until it has the start parameters this worker must not exchange its own.
+        self.hold()
+
+    # What the owner of the loop calls.
+
+    def its_thread(self) -> AbstractContextManager[object]:
+        """The thread that turns this loop does so within this."""
+        return self._state.device.gossip_thread()
+
+    def turn(self, longest_s: float = LONGEST_TURN_S) -> None:
+        """Wait for something to happen, at most ``longest_s``, and deal with it."""
+        now = self.clock()
+        due_s = min(
+            self.protocol.next_deadline(now),
+            self._dialer.next_due_s(self.protocol.membership.addresses()),
+            now + longest_s,
+        )
+        self.transport.poll(max(0.0, due_s - now))
+        now = self.clock()
+        for peer, link in list(self._links.items()):
+            # Chunks are life too, on a link that may be too busy with them for a heartbeat.
+            if link.last_heard_s > self.protocol.last_heard(peer) + self._heard_every_s:
+                self.perform(self.protocol.heard(peer, link.last_heard_s))
+        self._note_progress(now)
+        self.perform(self.protocol.poll(now))
+        self.averages.look(now, self.protocol.suspects())
+        self._report_addresses(now)
+        self._dial(now)
+        self._pump()
+        self.published = self._publisher.publish(now)
+
+    def _report_addresses(self, now: float) -> None:
+        """Tell whoever restarts workers where the live ones are, when that has changed."""
+        membership = self.protocol.membership
+        if self._reported_version == membership.version or now < self._report_due_s:
+            return
+        self._reported_version = membership.version
+        self._report_due_s = now + REPORT_INTERVAL_S
+        live = {
+            member.rank: (member.host, member.port)
+            for member in membership.members()
+            if member.is_live and member.port
+        }
+        if live != self._reported:
+            self._reported = live
+            send_report(Report(addresses=live))
+
+    def serve_state(self, first: Iterable[int], on_served: Callable[[], None]) -> None:
+        """Answer requests for this worker's state from now on; it has one.
+
+        ``on_served`` is called once each worker of ``first`` has been sent it, or is gone.
+        """
+        first = set(first)
+        # Dialled, so that one that has died is known by its refusal.
+        self._dialer.want(first, self.clock())
+        self.transfers.serve(first, on_served)
+
+    def start_exchanging(self) -> None:
+        """Link to the neighbours, and exchange from now on."""
+        self._dialer.want(self.protocol.neighbours, self.clock())
+        self.release()
+
+    def hold(self) -> None:
+        """Exchange with nobody until :meth:`release`; a running exchange is aborted."""
+        now = self.clock()
+        self.perform(self.protocol.hold(now))
+        self.perform(self.protocol.abort("the parameters are being loaded", now))
+
+    def release(self) -> None:
+        """Exchange again."""
+        self.perform(self.protocol.release(self.clock()))
+
+    def joined(self) -> None:
+        """Take part from now on: this worker, which was joining, has another's parameters."""
+        self.perform(self.protocol.joined(self.clock()))
+        # At once: the others may be backing off from where this worker lived before.
+        self._dialer.want(self.protocol.neighbours, self.clock(), at_once=True)
+        self.release()
+
+    def poison(self, error: PoisonedError) -> None:
+        """Exchange no more: this worker's parameters are poisoned, as ``error`` says."""
+        self.poisoned = error
+        logger.error("%s", error)
+        self.perform(self.protocol.poisoned(self.clock()))
+
+    def consolidate(self, on_end: Callable[[Outcome], None], timeout_s: float = math.inf) -> None:
+        """Take part in consolidation; ``on_end`` is called when this worker may leave.
+
+        ``timeout_s``: how long workers that still train are waited for.
+        """
+        if self.protocol.consolidation.is_finished and self.averaging.outcome is not None:
+            on_end(self.averaging.outcome)  # asked for again after an interrupt
+            return
+        self.averaging.on_end(on_end)
+        self.perform(self.protocol.done(self.clock(), timeout_s))
+
+    def close(self) -> None:
+        """Close all links and the transport."""
+        self.transfers.end(PeerLostError("this worker is closing"))
+        self.averages.end("this worker is closing")
+        self._stop_exchange()
+        self._say_farewell()
+        self.published = self._publisher.publish(self.clock())
+        self.transport.close()
+
+    def _say_farewell(self) -> None:
+        """After consolidation: let RELEASE and LEFT go out, so that nobody takes us for dead."""
+        deadline_s = self.clock() + FAREWELL_S
+        while self.protocol.consolidation.is_finished and self.clock() < deadline_s:
+            if not any(link.queued_bytes for link in self._links.values()):
+                return
+            self.transport.poll(FAREWELL_S / 10)
+
+    def perform(self, actions: Iterable[Action]) -> None:
+        """Do what the protocol asks, in order."""
+        self._actions.extend(actions)
+        if self._is_performing:
+            return  # from within an action: after those that came before
+        self._is_performing = True
+        try:
+            while self._actions:
+                self._perform_next(self._actions.popleft())
+        finally:
+            self._is_performing = False
+
+    def _perform_next(self, action: Action) -> None:
+        match action:
+            case Send(peer=peer, message=envelope):
+                if isinstance(envelope.message, Propose):
+                    self._asked_s = self.clock()
+                self._post(peer, envelope)
+            case Begin():
+                self._begin(action)
+            case Stop(peer=peer, reason=reason):
+                self._stop(peer, reason)
+            case Unlink(peer=peer, reason=reason):
+                link = self._links.get(peer)
+                if link is not None:
+                    link.close(reason)
+            case Reach(peer=peer, host=host, port=port):
+                self.transport.dial(peer, host, port)
+            case Rebuilt():
+                self._phase.set_speed(action.eta, action.worker_rate, self.clock())
+                self._dialer.want(action.neighbours | action.dead, self.clock())
+            case Superseded(reason=reason):
+                raise SupersededError(reason)
+            case _:
+                if isinstance(action, Prepare):  # pending is about to hold sums
+                    self.transfers.refuse_parameters("it consolidates")
+                self.averaging.perform(action, self.clock())
+
+    # Links.
+
+    def link_up(self, link: Link) -> None:
+        now = self.clock()
+        self._links[link.peer] = link
+        self._dialer.linked(link.peer)
+        self.perform(self.protocol.link_up(link.peer, now))
+        for data in self._outbox.pop(link.peer, ()):
+            link.send_control(data)
+
+    def link_down(self, link: Link, reason: str) -> None:
+        now = self.clock()
+        peer = link.peer
+        self._publisher.link_down(link)
+        self._links.pop(peer, None)
+        self._dialer.unlinked(peer, now)
+        self.averaging.link_lost(peer)
+        logger.info("worker %d: link to worker %d down: %s", self.protocol.rank, peer, reason)
+        self.perform(self.protocol.link_down(peer, now))
+        # Crossing dials replace a link; a peer that died refuses the next dial.
+        self.transfers.link_down(link)
+        self.averages.gone(peer, f"its link went down: {reason}")
+
+    def refused(self, peer: int | None, refusal: Refusal) -> None:
+        if peer is None:
+            return
+        now = self.clock()
+        self._dialer.failed(peer, now)
+        if refusal.field == "incarnation":
+            self.perform(self.protocol.outdated(peer, now))
+        elif refusal.field in REFUSALS_OF_THE_LIVING:
+            self.perform(self.protocol.reached(peer, now))
+        else:
+            self.perform(self.protocol.peer_unreachable(peer, now))
+        if refusal.field != "crossed":  # the link that it crossed with is on its way
+            # Who has another of this worker's rank may yet learn which of the two stands.
+            kind = PeerLostError if refusal.field in REFUSALS_OF_THE_LIVING else RefusedError
+            self.transfers.gone(peer, kind(f"worker {peer} refused this worker: {refusal}"))
+
+    def dial_failed(
+        self, peer: int | None, address: tuple[str, int], refused_connection: bool
+    ) -> None:
+        if peer is None:
+            return
+        now = self.clock()
+        self._dialer.failed(peer, now)
+        if not refused_connection:
+            self.perform(self.protocol.peer_unreachable(peer, now))
+            return
+        self._outbox.pop(peer, None)
+        self.perform(self.protocol.dial_refused(peer, now, address))
+        self.transfers.dead(peer)
+        self.averages.gone(peer, "it is not to be reached")
+
+    def _dial(self, now: float) -> None:
+        addresses = self.protocol.membership.addresses()
+        for peer in self._dialer.due(addresses, now):
+            self.transport.dial(peer, *addresses[peer])
+
+    # Control messages.
+
+    def control(self, link: Link, data: bytes) -> None:
+        now = self.clock()
+        try:
+            envelope = decode(data)
+        except ProtocolError as error:
+            link.close(str(error))
+            return
+        self.perform(self.protocol.receive(link.peer, envelope, now))
+        match envelope.message:
+            case RequestState() | StateRefused() | RequestTraining() | OfferTraining() as message:
+                self.transfers.receive(link, message)
+            case AskAverage() | TellAverage() | PullAverage() | AverageFailed() as message:
+                try:
+                    self.averages.receive(link, message)
+                except ProtocolError as error:
+                    link.close(str(error))
+            case _:
+                pass
+
+    def _send(self, peer: int, message: TransferMessage | AverageMessage) -> None:
+        envelope = self.protocol.wrap(peer, message, self.clock()).message
+        self._post(peer, envelope, dial=True)
+
+    def _post(self, peer: int, envelope: Envelope, dial: bool = False) -> None:
+        link = self._links.get(peer)
+        if link is not None:
+            link.send_control(encode(envelope))
+        elif dial or isinstance(envelope.message, DIALLED_MESSAGES):
+            self._outbox.setdefault(peer, []).append(encode(envelope))
+            self._dialer.want([peer], self.clock(), at_once=True)
+
+    # Chunks.
+
+    def chunk_buffer(
+        self, link: Link, frame_type: FrameType, key: ChunkKey, length: int
+    ) -> memoryview | None:
+        match frame_type:
+            case FrameType.STATE_CHUNK | FrameType.TRAINING_CHUNK:
+                return self.transfers.landing(link, frame_type, key, length)
+            case FrameType.AVERAGE_CHUNK:
+                return self.averages.landing(link.peer, key)
+            case FrameType.PARTIAL_CHUNK | FrameType.RESULT_CHUNK:
+                return self.averaging.landing(link.peer, frame_type, key, length)
+            case _:
+                exchange = self._exchange
+                if exchange is None or exchange.link is not link:
+                    return None
+                return exchange.landing(frame_type, key)
+
+    def chunk(
+        self, link: Link, frame_type: FrameType, key: ChunkKey, payload: memoryview | None
+    ) -> None:
+        if payload is None:
+            return
+        match frame_type:
+            case FrameType.STATE_CHUNK | FrameType.TRAINING_CHUNK:
+                self.transfers.landed(link, key)
+            case FrameType.AVERAGE_CHUNK:
+                self.averages.landed(link.peer, key)
+            case FrameType.PARTIAL_CHUNK | FrameType.RESULT_CHUNK:
+                self.averaging.landed(link.peer, frame_type, key, self.clock())
+            case _:
+                exchange = self._exchange
+                # It may have been stopped while its chunk was arriving.
+                if exchange is not None and exchange.expects(frame_type, key):
+                    self._guarded(lambda: exchange.landed(frame_type, key, payload))
+
+    def writable(self, link: Link) -> None:
+        self._pump()
+
+    def _pump(self) -> None:
+        # On a lost link nothing counts as queued, but the peer may still be reading our slots; the
+        # exchange is stopped by link_down, which is on its way.
+        if self._exchange is not None and not self._exchange.link.closed:
+            self._guarded(self._exchange.pump)
+        self.transfers.pump()
+        self.averages.pump()
+        self.averaging.pump()
+        exchange = self._exchange
+        if exchange is not None and not exchange.link.closed and exchange.is_finished:
+            self._finish(exchange)
+
+    # Exchanges.
+
+    def _begin(self, begin: Begin) -> None:
+        link = self._links[begin.peer]
+        self._exchange_started_s = self.clock()
+        self._progress = 0, 0
+        # The first snapshots wait for the end of the turn: the answer leaves before they are taken.
+        theta = self._phase.start_exchange(self._exchange_started_s)
+        self._exchange = Exchange(
+            self._state, self._codec, link, begin.id, alpha_tilde=begin.alpha_tilde, theta=theta
+        )
+
+    def _note_progress(self, now: float) -> None:
+        """Tell the protocol whether the running exchange gets on; heartbeats alone do not count.
+
+        Bytes count, not chunks: on a slow link one chunk may take longer than the time-out.
+        """
+        exchange = self._exchange
+        if exchange is None:
+            return
+        link = exchange.link
+        moved = link.bytes_sent + link.bytes_received
+        moved += link.shared_bytes_sent + link.shared_bytes_received
+        num_applied, before = self._progress
+        if exchange.num_applied != num_applied or moved >= before + BYTES_OF_PROGRESS:
+            self._progress = exchange.num_applied, moved
+            self.protocol.progressed(now)
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Run a step of the exchange; poison ends it before anything spreads."""
+        try:
+            step()
+        except PoisonFound as poison:
+            exchange = self._exchange
+            assert exchange is not None
+            if poison.ours:
+                self.poison(
+                    PoisonedError(
+                        f"the parameters of worker {self.protocol.rank} hold NaN or infinity; it "
+                        "has stopped exchanging, and nothing of it was sent. Lower the learning "
+                        "rate or clip gradients"
+                    )
+                )
+            else:
+                self._stop_exchange()
+                exchange.link.close("its parameters hold NaN or infinity")
+                self.perform(self.protocol.failed(exchange.id, self.clock()))
+
+    def _finish(self, exchange: Exchange) -> None:
+        now = self.clock()
+        initiated = exchange.id.initiator == self.protocol.rank
+        completed = CompletedExchange(
+            peer=exchange.link.peer,
+            initiated=initiated,
+            asked_s=self._asked_s if initiated else None,
+            started_s=self._exchange_started_s,
+            ended_s=now,
+            half_squared_distance=0.5 * exchange.squared_distance,
+        )
+        self._publisher.exchanged(completed, exchange.num_applied, exchange.num_repeated)
+        self._stop_exchange()
+        self.perform(self.protocol.finished(exchange.id, now))
+
+    def _stop(self, peer: int, reason: str) -> None:
+        exchange = self._exchange
+        if exchange is not None and exchange.link.peer == peer:
+            logger.info(
+                "worker %d: exchange with worker %d stopped after %d of %d chunks: %s",
+                self.protocol.rank,
+                peer,
+                exchange.num_applied,
+                len(self._state.chunks),
+                reason,
+            )
+            self._stop_exchange()
+        link = self._links.get(peer)
+        if link is not None:
+            link.close(reason)
+
+    def _stop_exchange(self) -> None:
+        if self._exchange is not None:
+            self._exchange = None
+            self._phase.end_exchange(self.clock())
+
+    # States.
+
+    def _refusal_to_give(self) -> str | None:
+        if self.protocol.can_donate:
+            return None
+        return str(self.poisoned or "its parameters are not to be taken over just now")

@@ -1,0 +1,143 @@
+"""The one background thread of a worker, and the only way for other threads to reach its loop."""
+
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+
+from gossipdp.errors import SupersededError
+from gossipdp.gossip.loop import LONGEST_TURN_S, GossipLoop
+
+logger = logging.getLogger("gossipdp")
+
+Result = TypeVar("Result")
+
+JOIN_TIMEOUT_S = 5.0
+
+
+class GossipThread:
+    """Runs a :class:`GossipLoop` until closed.
+
+    The loop and everything it owns belong to the thread from :meth:`start` on. Others hand it
+    work by :meth:`call` and steps by :meth:`step`; both are queues that only the thread empties.
+    An exception in the loop ends the thread, fails every open call, and is raised by
+    :meth:`check` in the caller's thread.
+    """
+
+    def __init__(self, loop: GossipLoop) -> None:
+        self._loop = loop
+        self._calls: deque[tuple[Callable[[], object], Future[object]]] = deque()
+        self._steps: deque[tuple[int, float]] = deque()
+        self._num_steps = 0
+        self._wake_at_step = math.inf
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name=f"gossipdp-{loop.protocol.rank}", daemon=True
+        )
+
+    def start(self) -> None:
+        """Start the thread; its arithmetic is single-threaded, the caller's stays as it was."""
+        num_threads = torch.get_num_threads()
+        self._thread.start()
+        self._ready.wait()
+        # In the thread, torch.set_num_threads(1) also set the default of threads yet to come.
+        torch.set_num_threads(num_threads)
+
+    def call(self, function: Callable[[], Result]) -> "Future[Result]":
+        """Run ``function`` in the thread; the future gets its result or its exception."""
+        future: Future[Result] = Future()
+        # The queue is of objects; this future's type is its own call's.
+        self._calls.append((function, future))  # type: ignore[arg-type]
+        self._loop.transport.wake()
+        # The thread marks itself failed before it empties the queue for the last time: whatever
+        # is appended after that is seen here, whatever before is seen there.
+        if self._failure is not None or not self._thread.is_alive():
+            self._fail_calls()
+        return future
+
+    def step(self, samples: int) -> None:
+        """Count one gradient step; wake the loop only if a tick comes due with it or soon after.
+
+        No step is overlooked: the loop publishes its wish before it looks for steps a last time,
+        and a step is queued here before the wish is read.
+        """
+        self._steps.append((samples, self._loop.clock()))
+        self._num_steps += 1
+        if self._num_steps >= self._wake_at_step:
+            self._loop.transport.wake()
+
+    @property
+    def steps_behind(self) -> int:
+        """Steps since a tick came due that the loop has not looked at; 0: none has."""
+        due_after = min(self._wake_at_step, self._num_steps)
+        return math.ceil(self._num_steps - due_after)
+
+    def check(self) -> None:
+        """Raise here what ended the thread."""
+        if isinstance(self._failure, SupersededError):
+            raise self._failure
+        if self._failure is not None:
+            raise RuntimeError("the gossip thread has failed") from self._failure
+
+    def close(self) -> None:
+        """End the thread and its links; returns when it has ended."""
+        self._stopping = True
+        if self._thread.is_alive():
+            self._loop.transport.wake()
+            self._thread.join(JOIN_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.error("the gossip thread did not end within %g s", JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            # A thread's first look at the number sets it to the process's default, and would undo
+            # a set_num_threads before it.
+            torch.get_num_threads()
+            torch.set_num_threads(1)
+        finally:
+            self._ready.set()
+        try:
+            with self._loop.its_thread():
+                self._turn_until_closed()
+        except BaseException as error:
+            if not isinstance(error, SupersededError):
+                logger.exception("the gossip thread has failed")
+            self._failure = error
+        finally:
+            try:
+                self._loop.close()
+            finally:
+                self._fail_calls()
+
+    def _turn_until_closed(self) -> None:
+        while not self._stopping:
+            self._empty_queues()
+            self._wake_at_step = self._loop.protocol.clock.timed_from_step
+            self._loop.turn(0.0 if self._steps or self._calls else LONGEST_TURN_S)
+
+    def _empty_queues(self) -> None:
+        protocol = self._loop.protocol
+        while self._steps:
+            samples, ended_s = self._steps.popleft()
+            self._loop.perform(protocol.step(samples, ended_s))
+        while self._calls:
+            function, future = self._calls.popleft()
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+    def _fail_calls(self) -> None:
+        while self._calls:
+            try:
+                _, future = self._calls.popleft()
+            except IndexError:  # the other thread was quicker
+                return
+            future.set_exception(self._failure or RuntimeError("the gossip thread has ended"))

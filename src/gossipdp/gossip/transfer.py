@@ -1,0 +1,499 @@
+"""Whole states between two workers: what one gives, and what it takes. Driven by the gossip loop.
+
+There are two kinds. *Parameters*: z = x + pending + c/2 of every exchanged chunk, then integer
+buffers and frozen parameters, each read under its chunk's lock. *The optimizers' state*: a small
+text that describes it, then its tensors as they lie, in chunks that are copied between two steps.
+So the donor trains on, its main thread is not asked, and a transfer takes ``SLOTS`` chunks of
+memory, whatever the state's size. The taker lands the optimizers' state where it will stay.
+
+A worker takes one state at a time. A fetch is answered exactly once, by ``on_end``: with None, or
+with what went wrong. It ends when nothing of it has come for its
+time-out, however long the whole takes. A worker gives one state to each peer at a time: a new
+request replaces the one before. Exchanges on the same link go first: a transfer sends only where
+fewer than ``SLOTS`` chunks are queued, and an exchange queues more.
+
+Races:
+
+- The giver dies in the middle: its link goes down, it is dialled anew, its address refuses
+  (:meth:`Transfers.gone`), the fetch fails. If it does not refuse, the time-out ends it.
+- The giver stands still: the time-out ends the fetch and the link, so that nothing of it is sent
+  on, and the taker asks another.
+- The link alone is replaced (crossing dials): the fetch asks again, under another counter, and
+  what still arrives under the old one is dropped.
+- The taker dies in the middle: its link goes down, and what was to be sent is dropped.
+- Asked while this worker has no state to give (it joins, is poisoned, consolidates): it says so.
+- Consolidation begins while this worker's parameters are under way: before pending lends its memory
+  to the sums the loop calls :meth:`Transfers.refuse_parameters`, and from then on no chunk is read.
+  Chunks read before are copies, and sound; where all were, the taker has the state whole. Else it
+  is refused, asks others, who refuse too, and ends as one that came too late. The optimizers' state
+  may be read on.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from gossipdp.dynamics.chunks import Chunk
+from gossipdp.dynamics.update import is_finite
+from gossipdp.errors import PeerLostError
+from gossipdp.links.frames import ChunkKey, FrameType
+from gossipdp.links.link import Link
+from gossipdp.protocol.messages import (
+    OfferTraining,
+    RequestState,
+    RequestTraining,
+    StateRefused,
+)
+
+logger = logging.getLogger("gossipdp")
+
+SLOTS = 2
+CHUNK_BYTES = 1 << 20  # of the optimizers' state
+MAX_TEXT_BYTES = 16 << 20  # what describes it
+
+TransferMessage: TypeAlias = RequestState | StateRefused | RequestTraining | OfferTraining
+OnEnd: TypeAlias = Callable[[Exception | None], None]
+Sink: TypeAlias = Callable[[Chunk, Tensor], None]
+Unfold: TypeAlias = Callable[[bytes], Sequence[Tensor]]
+
+
+class TurnedAwayError(PeerLostError):
+    """The peer answers, but its state is not to be had, or not worth having."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The optimizers' state of this worker, to be given.
+
+    Attributes:
+        text: describes it; see :mod:`gossipdp.parallel.skeleton`.
+        tensors: the bytes of its tensors, flat, where the optimizers keep them.
+        copy: copies some of these bytes to host memory; False: not just now, ask again.
+    """
+
+    text: bytes
+    tensors: Sequence[Tensor]
+    copy: Callable[[Tensor, Tensor], bool]
+
+
+class StateSender:
+    """Streams a state over one link.
+
+    Args:
+        link: to the worker that asked.
+        frame_type: of the chunks.
+        counter: of its request.
+        num_chunks: of the state.
+        slot_bytes: of the largest chunk.
+        read: copies the chunk of an index to the beginning of a slot and returns its bytes; 0: not
+            just now.
+        start: the first chunk to send.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        frame_type: FrameType,
+        counter: int,
+        *,
+        num_chunks: int,
+        slot_bytes: int,
+        read: Callable[[int, Tensor], int],
+        start: int = 0,
+    ) -> None:
+        self.link = link
+        self.frame_type = frame_type
+        self.counter = counter
+        self.num_sent = min(start, num_chunks)
+        self._num_chunks = num_chunks
+        self._read = read
+        # Rows that begin where numbers of any type may.
+        self._slots = torch.empty(SLOTS, -(-slot_bytes // 64) * 64, dtype=torch.uint8)
+
+    @property
+    def has_read_all(self) -> bool:
+        """Whether every chunk was copied and handed to the link."""
+        return self.num_sent == self._num_chunks
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every chunk was handed to the link, and by the link to the kernel."""
+        return self.has_read_all and self.link.queued_chunks == 0
+
+    def pump(self) -> None:
+        """Send chunks as long as a slot is free: its last chunk has left, and fewer are queued."""
+        while not self.has_read_all and self.link.queued_chunks < SLOTS:
+            slot = self._slots[self.num_sent % SLOTS]
+            num_bytes = self._read(self.num_sent, slot)
+            if num_bytes == 0:
+                return
+            link = self.link
+            key = ChunkKey(link.peer, link.peer_incarnation, self.counter, self.num_sent)
+            self.num_sent += 1
+            link.send_chunk(self.frame_type, key, slot[:num_bytes].numpy().data)
+
+
+class _Fetch:
+    """A state on its way to this worker.
+
+    Attributes:
+        frame_type: of its chunks.
+        rooms: yields the room of each chunk, and takes what fills it when it is asked for the next;
+            it raises ValueError for what is not to be taken. None: the state has not been offered.
+        room: where the next chunk goes; None: no chunk is awaited.
+        unfold: for the optimizers' state; see :meth:`Transfers.fetch_training`.
+    """
+
+    def __init__(
+        self,
+        frame_type: FrameType,
+        peer: int,
+        on_end: OnEnd,
+        timeout_s: float,
+        *,
+        rooms: Iterator[Tensor] | None = None,
+        unfold: Unfold | None = None,
+    ) -> None:
+        self.frame_type = frame_type
+        self.peer = peer
+        self.on_end = on_end
+        self.timeout_s = timeout_s
+        self.deadline_s = 0.0
+        self.counter = 0
+        self.num_received = 0
+        self.rooms = rooms
+        self.room = None if rooms is None else next(rooms, None)
+        self.unfold = unfold
+
+    def next_room(self) -> None:
+        """Take what fills the room, and make the next."""
+        assert self.rooms is not None
+        self.room = next(self.rooms, None)
+
+
+def _parameters(chunks: Sequence[Chunk], sink: Sink) -> Iterator[Tensor]:
+    """Rooms for another worker's parameters, laid out as this one's (the fingerprints agree)."""
+    slot = torch.empty(_largest(chunks), dtype=torch.uint8)
+    for chunk in chunks:
+        room = slot[: _num_bytes(chunk)]
+        yield room
+        values = room.view(chunk.x.dtype)
+        if chunk.role.is_averaged and not is_finite(values):
+            raise ValueError("its parameters or buffers hold NaN or infinity")
+        sink(chunk, values)
+
+
+def _training(num_text_bytes: int, unfold: Unfold) -> Iterator[Tensor]:
+    """Rooms for the text that describes an optimizers' state, then for its tensors."""
+    if not 0 < num_text_bytes <= MAX_TEXT_BYTES:
+        raise ValueError(f"what describes its optimizers' state takes {num_text_bytes} bytes")
+    text = torch.empty(num_text_bytes, dtype=torch.uint8)
+    yield from _pieces([text])
+    yield from _pieces(unfold(text.numpy().tobytes()))
+
+
+class Transfers:
+    """All transfers in which one worker takes part.
+
+    Args:
+        chunks: all of this worker's, in the order in which every worker has them.
+        read: writes what another takes over of one chunk to a tensor in host memory.
+        links: by peer; the loop's own table, which it keeps up to date.
+        send: posts a message, and dials where there is no link.
+        refusal: why this worker's state is not to be had just now, or None.
+        clock: seconds, monotonic.
+
+    Attributes:
+        offer: gives the optimizers' state; None: not just now. Raises ValueError: never.
+        num_chunks_sent, num_chunks_received: of all states so far; they show progress.
+        num_given: optimizers' states given whole.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        read: Sink,
+        *,
+        links: Mapping[int, Link],
+        send: Callable[[int, TransferMessage], None],
+        refusal: Callable[[], str | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.offer: Callable[[], Offer | None] = lambda: None
+        self.num_chunks_sent = 0
+        self.num_chunks_received = 0
+        self.num_given = 0
+        self._chunks = chunks
+        self._read = read
+        self._links = links
+        self._send = send
+        self._refusal = refusal
+        self._clock = clock
+        # By peer: one at most for each, so that no peer can make this worker hold more.
+        self._senders: dict[int, StateSender] = {}
+        self._early_requests: dict[int, RequestState] = {}
+        self._training_requests: dict[int, RequestTraining] = {}
+        self._serves = False
+        self._unserved: set[int] = set()
+        self._on_served: Callable[[], None] | None = None
+        self._fetch: _Fetch | None = None
+        self._counter = 0
+
+    # Giving.
+
+    def serve(self, first: Iterable[int], on_served: Callable[[], None]) -> None:
+        """Answer requests from now on; ``on_served`` once each of ``first`` has it or is gone."""
+        self._serves = True
+        self._unserved = set(first)
+        self._on_served = on_served
+        for peer, request in self._early_requests.items():
+            self._give(peer, request)
+        self._early_requests.clear()
+        self._count_served()
+
+    def refuse_parameters(self, reason: str) -> None:
+        """Read no more of the parameters for anybody, and say why."""
+        for peer, sender in list(self._senders.items()):
+            if sender.frame_type is FrameType.STATE_CHUNK and not sender.has_read_all:
+                del self._senders[peer]
+                self._send(peer, StateRefused(sender.counter, reason))
+
+    def _give(self, peer: int, request: RequestState) -> None:
+        link = self._links.get(peer)
+        if link is None or not self._may_give(peer, request.counter):
+            return
+
+        def read(index: int, slot: Tensor) -> int:
+            chunk = self._chunks[index]
+            num_bytes = _num_bytes(chunk)
+            self._read(chunk, slot[:num_bytes].view(chunk.x.dtype))
+            return num_bytes
+
+        self._senders[peer] = StateSender(
+            link,
+            FrameType.STATE_CHUNK,
+            request.counter,
+            num_chunks=len(self._chunks),
+            slot_bytes=_largest(self._chunks),
+            read=read,
+            start=request.start,
+        )
+
+    def _give_training(self, peer: int, request: RequestTraining) -> bool:
+        """Begin to send the optimizers' state, or say why not; False: not just now."""
+        link = self._links.get(peer)
+        if link is None or not self._may_give(peer, request.counter):
+            return True
+        try:
+            offer = self.offer()
+        except ValueError as error:
+            self._send(peer, StateRefused(request.counter, str(error)[:200]))
+            return True
+        if offer is None:
+            return False
+        text = torch.frombuffer(bytearray(offer.text), dtype=torch.uint8)
+        pieces = list(_pieces([text, *offer.tensors]))
+
+        def read(index: int, slot: Tensor) -> int:
+            piece = pieces[index]
+            return piece.numel() if offer.copy(piece, slot[: piece.numel()]) else 0
+
+        self._senders[peer] = StateSender(
+            link,
+            FrameType.TRAINING_CHUNK,
+            request.counter,
+            num_chunks=len(pieces),
+            slot_bytes=max(piece.numel() for piece in pieces),
+            read=read,
+        )
+        self._send(peer, OfferTraining(request.counter, len(offer.text)))
+        return True
+
+    def _may_give(self, peer: int, counter: int) -> bool:
+        reason = self._refusal()
+        if reason is not None:
+            self._send(peer, StateRefused(counter, reason))
+        return reason is None
+
+    def _count_served(self) -> None:
+        if self._on_served is not None and not self._unserved:
+            on_served, self._on_served = self._on_served, None
+            on_served()
+
+    # Taking.
+
+    def fetch(self, peer: int, sink: Sink, on_end: OnEnd, timeout_s: float) -> None:
+        """Ask ``peer`` for its parameters.
+
+        Args:
+            peer: whom to ask; it is dialled where there is no link.
+            sink: called with every chunk of this worker and the values for it.
+            on_end: called once, in the loop's thread, with None or what went wrong.
+            timeout_s: the longest time without progress.
+        """
+        rooms = _parameters(self._chunks, sink)
+        self._begin(_Fetch(FrameType.STATE_CHUNK, peer, on_end, timeout_s, rooms=rooms))
+
+    def fetch_training(self, peer: int, unfold: Unfold, on_end: OnEnd, timeout_s: float) -> None:
+        """Ask ``peer`` for its optimizers' state; the other arguments are those of :meth:`fetch`.
+
+        Args:
+            peer: whom to ask.
+            unfold: makes room, as bytes, for the tensors that the text describes; a ValueError
+                refuses them.
+            on_end, timeout_s: see :meth:`fetch`.
+        """
+        self._begin(_Fetch(FrameType.TRAINING_CHUNK, peer, on_end, timeout_s, unfold=unfold))
+
+    def end(self, error: Exception | None) -> None:
+        """End what is being fetched, if anything is."""
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            fetch.on_end(error)
+
+    def gone(self, peer: int, error: Exception) -> None:
+        """Nothing more is to be had from ``peer``."""
+        if self._fetch is not None and self._fetch.peer == peer:
+            self.end(error)
+
+    def _begin(self, fetch: _Fetch) -> None:
+        assert self._fetch is None, "a worker takes one state at a time"
+        self._fetch = fetch
+        fetch.deadline_s = self._clock() + fetch.timeout_s
+        self._request(fetch)
+
+    def _request(self, fetch: _Fetch) -> None:
+        self._counter += 1
+        fetch.counter = self._counter
+        if fetch.unfold is None:
+            self._send(fetch.peer, RequestState(fetch.counter, fetch.num_received))
+        else:  # of another moment than what has come on a link that is lost
+            fetch.num_received, fetch.rooms, fetch.room = 0, None, None
+            self._send(fetch.peer, RequestTraining(fetch.counter))
+
+    # What the loop reports.
+
+    def receive(self, link: Link, message: TransferMessage) -> None:
+        """Deal with one message."""
+        match message:
+            case RequestState():
+                if self._serves:
+                    self._give(link.peer, message)
+                else:
+                    self._early_requests[link.peer] = message
+            case RequestTraining():
+                self._training_requests[link.peer] = message
+            case StateRefused(counter=counter, reason=reason):
+                if self._awaited(link, counter) is not None:
+                    self.end(TurnedAwayError(f"worker {link.peer} cannot give its state: {reason}"))
+            case OfferTraining(counter=counter, num_bytes=num_bytes):
+                fetch = self._awaited(link, counter)
+                if fetch is not None and fetch.unfold is not None and fetch.rooms is None:
+                    fetch.rooms = _training(num_bytes, fetch.unfold)
+                    self._advance(fetch)
+
+    def link_down(self, link: Link) -> None:
+        """What was under way on ``link`` is lost; what was to come on it is asked for again."""
+        sender = self._senders.get(link.peer)
+        if sender is not None and sender.link is link:
+            del self._senders[link.peer]
+        self._early_requests.pop(link.peer, None)
+        self._training_requests.pop(link.peer, None)
+        if self._fetch is not None and self._fetch.peer == link.peer:
+            self._request(self._fetch)
+
+    def dead(self, peer: int) -> None:
+        """The address of ``peer`` refuses connections."""
+        self._unserved.discard(peer)
+        self._count_served()
+        self.gone(peer, PeerLostError(f"worker {peer} is gone: its address refuses us"))
+
+    def landing(
+        self, link: Link, frame_type: FrameType, key: ChunkKey, length: int
+    ) -> memoryview | None:
+        """Return where a chunk goes, or None if it is not awaited.
+
+        One that is awaited and has another length than it must ends the link: the room returned is
+        not of that length.
+        """
+        fetch = self._awaited(link, key.counter)
+        if fetch is None or fetch.room is None:
+            return None
+        if frame_type is not fetch.frame_type or key.index != fetch.num_received:
+            return None
+        return fetch.room.numpy().data
+
+    def landed(self, link: Link, key: ChunkKey) -> None:
+        """The chunk that was to land is here."""
+        fetch = self._awaited(link, key.counter)
+        if fetch is not None:  # else given up while it was arriving
+            self.num_chunks_received += 1
+            fetch.num_received += 1
+            self._advance(fetch)
+
+    def _awaited(self, link: Link, counter: int) -> _Fetch | None:
+        """The fetch, if it is what a frame with this counter belongs to."""
+        fetch = self._fetch
+        if fetch is None or (fetch.peer, fetch.counter) != (link.peer, counter):
+            return None
+        return fetch
+
+    def _advance(self, fetch: _Fetch) -> None:
+        """Take what has come; what is wrong with the state ends the fetch."""
+        fetch.deadline_s = self._clock() + fetch.timeout_s
+        try:
+            fetch.next_room()
+        except ValueError as error:
+            self.end(TurnedAwayError(f"worker {fetch.peer} cannot give its state: {error}"))
+            return
+        if fetch.room is None:
+            self.end(None)
+
+    def pump(self) -> None:
+        """Send what there is room for; end a fetch that stands still.
+
+        On a closed link there is always room, and nothing is sent: ``link_down`` is on its way.
+        """
+        for peer, request in list(self._training_requests.items()):
+            if self._give_training(peer, request):
+                self._training_requests.pop(peer, None)
+        for peer, sender in list(self._senders.items()):
+            if sender.link.closed:
+                continue
+            before = sender.num_sent
+            sender.pump()
+            self.num_chunks_sent += sender.num_sent - before
+            is_training = sender.frame_type is FrameType.TRAINING_CHUNK
+            if is_training and sender.has_read_all and sender.num_sent > before:
+                self.num_given += 1
+                logger.info("worker %d has been sent this worker's optimizers' state", peer)
+            if sender.is_finished:
+                del self._senders[peer]
+                if not is_training:
+                    self._unserved.discard(peer)
+        self._count_served()
+        fetch = self._fetch
+        if fetch is not None and self._clock() > fetch.deadline_s:
+            reason = f"worker {fetch.peer} sent nothing of its state for {fetch.timeout_s:g} s"
+            self.end(PeerLostError(reason))
+            if (link := self._links.get(fetch.peer)) is not None:
+                link.close(reason)
+
+
+def _num_bytes(chunk: Chunk) -> int:
+    return chunk.num_elements * chunk.x.element_size()
+
+
+def _largest(chunks: Sequence[Chunk]) -> int:
+    return max(map(_num_bytes, chunks), default=0)
+
+
+def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Cut flat tensors of bytes into chunks; an empty one has none."""
+    for tensor in tensors:
+        for start in range(0, tensor.numel(), CHUNK_BYTES):
+            yield tensor[start : start + CHUNK_BYTES]

@@ -1,0 +1,1 @@
+"""Who am I, rendezvous, supervisor, ``launch()``."""

@@ -1,0 +1,375 @@
+"""The environment variables through which a launcher tells a worker who it is.
+
+The names are torchrun's, so that a script runs unchanged under torchrun, under our launcher, and
+under a shell that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; those of Slurm and Kubernetes
+are translated to them. Ours begin with GOSSIPDP_.
+"""
+
+import dataclasses
+import ipaddress
+import itertools
+import logging
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from gossipdp.errors import RendezvousError
+from gossipdp.launcher.clusters import visible_and_hidden, with_launcher
+from gossipdp.links.tls import TlsFiles, tls_files
+
+logger = logging.getLogger("gossipdp")
+
+REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# The rank, and the number of workers, of one that joins a run and has yet to ask for them.
+UNKNOWN_RANK, UNKNOWN_WORLD_SIZE = -1, 0
+MIN_SECRET_BYTES = 16
+# More are not worth a long variable: any one of them will do.
+MAX_JOIN_ADDRESSES = 32
+
+
+def check_platform(platform: str = sys.platform) -> None:
+    """Say at once that training does not run on Windows.
+
+    Raises:
+        OSError: the platform is Windows.
+    """
+    if platform == "win32":
+        raise OSError(
+            "gossipdp trains on Linux; on Windows only `gossipdp plan` and `gossipdp simulate` are "
+            "meant to work, which was not tried (under WSL everything is)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """Who this worker is and where the others are to be met.
+
+    ``agent_store`` says that the launcher hosts the store, so that every worker is a client of
+    it; else rank 0 hosts it. ``unique_run_id`` says that ``run_id`` belongs to one run only.
+    ``local_world_size`` is None where nobody told.
+
+    ``join`` holds (host, port) of workers of a run that goes on without this one: it meets nobody
+    at the store but asks any of these who is there. A worker that died and is back
+    (``num_restarts`` > 0) has its old rank; one beyond the first ones has ``UNKNOWN_RANK`` and
+    ``UNKNOWN_WORLD_SIZE`` and asks for a rank too.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int | None = None
+    store_host: str | None = None
+    store_port: int = 0
+    agent_store: bool = False
+    run_id: str = "default"
+    unique_run_id: bool = False
+    restart_count: int = 0
+    secret: bytes | None = dataclasses.field(default=None, repr=False)
+    host: str | None = None
+    port: int = 0
+    status_host: str | None = None
+    status_port: int | None = None
+    tls: TlsFiles | None = None
+    join: tuple[tuple[str, int], ...] = ()
+    num_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the values against one another."""
+        for name, port in (
+            ("MASTER_PORT", self.store_port),
+            ("GOSSIPDP_PORT", self.port),
+            ("GOSSIPDP_STATUS_PORT", self.status_port or 0),
+        ):
+            if not 0 <= port < 65536:
+                raise ValueError(f"{name} is {port}; it must be in 0..65535")
+        if self.is_joining:
+            if not self.unique_run_id:
+                raise ValueError(
+                    "GOSSIPDP_JOIN is set, but not GOSSIPDP_RUN_ID: start the worker with "
+                    "`gossipdp run --join HOST:PORT`, or set both"
+                )
+            return
+        if self.world_size < 1:
+            raise ValueError(f"WORLD_SIZE is {self.world_size}; it must be at least 1")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"RANK is {self.rank}; with WORLD_SIZE {self.world_size} it must be in "
+                f"0..{self.world_size - 1}"
+            )
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether this worker joins a run that goes on, instead of meeting the others."""
+        return bool(self.join)
+
+    @property
+    def needs_rank(self) -> bool:
+        """Whether this worker has yet to ask a live one for its rank."""
+        return self.rank == UNKNOWN_RANK
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str] | None = None) -> "Environment":
+        """The environment that ``variables`` describe; one worker alone without RANK, WORLD_SIZE.
+
+        Where Slurm or Kubernetes started this process, its variables stand for these.
+
+        By default those of this process, those that are hidden from other libraries included.
+
+        Raises:
+            ValueError: only some of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set, or of the
+                GOSSIPDP_TLS_ three, or a number is none, or GOSSIPDP_JOIN holds no addresses.
+
+        Example:
+            >>> Environment.read({}).world_size
+            1
+        """
+        if variables is None:
+            variables = visible_and_hidden()
+        secret = variables.get("GOSSIPDP_SECRET")
+        status_port = variables.get("GOSSIPDP_STATUS_PORT")
+        join = read_addresses("GOSSIPDP_JOIN", variables.get("GOSSIPDP_JOIN") or "")
+        is_ranked = not join or bool(variables.get("RANK"))
+        given = with_launcher(variables) if is_ranked else dict(variables)
+        if not join and not given.get("RANK") and not given.get("WORLD_SIZE"):
+            given = {"GOSSIPDP_PORT": given.get("GOSSIPDP_PORT", "")}  # one worker alone
+        elif not join:
+            _check_complete(given)
+        local_rank = _number(given, "LOCAL_RANK", 0)
+        first_port = _number(given, "GOSSIPDP_PORT", 0)
+        run_id = given.get("GOSSIPDP_RUN_ID") or ""
+        return cls(
+            rank=_number(given, "RANK", 0) if is_ranked else UNKNOWN_RANK,
+            world_size=_number(given, "WORLD_SIZE", UNKNOWN_WORLD_SIZE if join else 1),
+            local_rank=local_rank,
+            local_world_size=_number(given, "LOCAL_WORLD_SIZE", 0) or None,
+            store_host=given.get("MASTER_ADDR") or None if is_ranked else None,
+            store_port=_number(given, "MASTER_PORT", 0) if is_ranked else 0,
+            agent_store=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            run_id=run_id or given.get("TORCHELASTIC_RUN_ID") or "default",
+            unique_run_id=bool(run_id),
+            restart_count=_number(given, "TORCHELASTIC_RESTART_COUNT", 0),
+            secret=check_secret(secret.encode(), "GOSSIPDP_SECRET") if secret else None,
+            host=variables.get("GOSSIPDP_HOST") or None,
+            # A fixed port is the first of a block: local workers take one each.
+            port=first_port + local_rank if first_port else 0,
+            status_host=variables.get("GOSSIPDP_STATUS_HOST") or None,
+            status_port=_number(variables, "GOSSIPDP_STATUS_PORT", 0) if status_port else None,
+            tls=tls_from(variables),
+            join=join,
+            num_restarts=_number(variables, "GOSSIPDP_RESTARTS", 0),
+        )
+
+    @property
+    def hosts_store(self) -> bool:
+        """Whether this worker hosts the store, since no launcher does."""
+        return self.rank == 0 and not self.agent_store and self.store_host is not None
+
+    @property
+    def key_prefix(self) -> str:
+        """What all our keys in the store begin with, so that others may share the store."""
+        return key_prefix(self.run_id, self.restart_count)
+
+    def choose_host(self) -> str:
+        """The numeric address on which this worker listens.
+
+        GOSSIPDP_HOST if set, else the address of the interface that routes to MASTER_ADDR, or to
+        the first of GOSSIPDP_JOIN where there is no store: loopback when that is on loopback,
+        since then every worker is on this machine. Never all addresses at once, unless
+        GOSSIPDP_HOST says so.
+
+        Raises:
+            RendezvousError: the name does not resolve, or no interface leads there.
+        """
+        if self.host:
+            try:
+                return str(socket.getaddrinfo(self.host, 9, type=socket.SOCK_DGRAM)[0][4][0])
+            except OSError as error:
+                raise RendezvousError(_unreachable("GOSSIPDP_HOST", self.host, error)) from error
+        return self._routed_host()
+
+    def announced_host(self, bound: str) -> str:
+        """The address that a worker listening on ``bound`` tells the others.
+
+        It is ``bound`` itself; where that stands for all addresses, the one that routes to
+        MASTER_ADDR.
+
+        Raises:
+            RendezvousError: see :meth:`choose_host`.
+        """
+        return self._routed_host() if ipaddress.ip_address(bound).is_unspecified else bound
+
+    def _routed_host(self) -> str:
+        name, target = "MASTER_ADDR", self.store_host or "127.0.0.1"
+        if self.join and not self.store_host:
+            name, target = "GOSSIPDP_JOIN", self.join[0][0]
+        try:
+            family, _, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)  # sends nothing; picks the route
+                host = str(probe.getsockname()[0])
+        except OSError as error:
+            raise RendezvousError(_unreachable(name, target, error)) from error
+        elsewhere = self.local_world_size is not None and self.local_world_size < self.world_size
+        if elsewhere and ipaddress.ip_address(host).is_loopback:
+            logger.warning(
+                "MASTER_ADDR %s is loopback, so this worker listens on %s: workers on other "
+                "machines cannot reach it. Set GOSSIPDP_HOST to an address of this machine if "
+                "there are any.",
+                target,
+                host,
+            )
+        return host
+
+
+def _check_complete(variables: Mapping[str, str]) -> None:
+    missing = [name for name in REQUIRED if not variables.get(name)]
+    if missing:
+        present = [name for name in REQUIRED if variables.get(name)]
+        raise ValueError(
+            f"{', '.join(present)} set, but not {', '.join(missing)}: start the workers with "
+            "`gossipdp run`, torchrun or srun, or set all four; set neither RANK nor WORLD_SIZE to "
+            "train with one worker"
+        )
+
+
+def _unreachable(name: str, target: str, error: OSError) -> str:
+    return f"cannot reach {name} {target!r} ({error}); check the name and the network"
+
+
+def key_prefix(run_id: str | None, restart_count: int) -> str:
+    """See :attr:`Environment.key_prefix`; workers that were told no run id say "default"."""
+    return f"gossipdp/{run_id or 'default'}/{restart_count}/"
+
+
+def check_secret(secret: bytes, name: str = "the secret") -> bytes:
+    """``secret``; raises ValueError where it is so short that it could be guessed.
+
+    Example:
+        >>> check_secret(b"0123456789abcdef")
+        b'0123456789abcdef'
+    """
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ValueError(
+            f"{name} has {len(secret)} bytes; give at least {MIN_SECRET_BYTES}, for example from "
+            "`openssl rand -hex 16`"
+        )
+    return secret
+
+
+def check_private(name: str, path: Path) -> None:
+    """Warn where others than its owner may read or change a file with a secret."""
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o077:
+        logger.warning(
+            "others than you may read %s %s (mode %03o), and whoever reads it can take part in the "
+            "run; chmod 600 it",
+            name,
+            path,
+            mode,
+        )
+
+
+def tls_from(variables: Mapping[str, str]) -> TlsFiles | None:
+    """The TLS files that ``variables`` name; raises ValueError where they name only some."""
+    return tls_files(
+        variables.get("GOSSIPDP_TLS_CERT"),
+        variables.get("GOSSIPDP_TLS_KEY"),
+        variables.get("GOSSIPDP_TLS_CA"),
+    )
+
+
+def tls_variables(files: TlsFiles) -> dict[str, str]:
+    """The variables that :func:`tls_from` reads."""
+    return {
+        "GOSSIPDP_TLS_CERT": str(files.cert.absolute()),
+        "GOSSIPDP_TLS_KEY": str(files.key.absolute()),
+        "GOSSIPDP_TLS_CA": str(files.ca.absolute()),
+    }
+
+
+def read_addresses(name: str, text: str) -> tuple[tuple[str, int], ...]:
+    """The (host, port) pairs that ``text``, the value of ``name``, lists.
+
+    Example:
+        >>> read_addresses("GOSSIPDP_JOIN", "10.0.0.1:4000, [::1]:4001")
+        (('10.0.0.1', 4000), ('::1', 4001))
+        >>> read_addresses("--join", "10.0.0.1")
+        Traceback (most recent call last):
+        ...
+        ValueError: --join is '10.0.0.1'; write HOST:PORT, or several with commas between them
+    """
+    if not text.strip():
+        return ()
+    addresses = []
+    for part in text.split(","):
+        host, _, port = part.strip().rpartition(":")
+        host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
+        is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+        if not host or not is_port or (":" in host) != part.strip().startswith("["):
+            raise ValueError(
+                f"{name} is {text!r}; write HOST:PORT, or several with commas between them"
+            )
+        addresses.append((host, int(port)))
+    return tuple(addresses)
+
+
+def show_address(host: str, port: int) -> str:
+    """The text that :func:`read_addresses` reads."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def worker_variables(
+    rank: int,
+    num_workers: int,
+    *,
+    host: str,
+    port: int,
+    run_id: str | None,
+    secret: str | None,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
+    node_rank: int = 0,
+    round_number: int = 0,
+) -> dict[str, str]:
+    """The variables of one of ``num_workers`` workers: what :meth:`Environment.read` reads.
+
+    Those without our name are torchrun's; ``host`` and ``port`` are the store's. By default all
+    workers are on this machine. Without ``run_id`` and ``secret`` worker 0 makes them.
+    """
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank if local_rank is None else local_rank),
+        "WORLD_SIZE": str(num_workers),
+        "LOCAL_WORLD_SIZE": str(local_world_size or num_workers),
+        "GROUP_RANK": str(node_rank),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(round_number),
+        "TORCHELASTIC_RUN_ID": run_id or "default",
+    }
+    return variables | identity_variables(run_id, secret)
+
+
+def identity_variables(run_id: str | None, secret: str | None) -> dict[str, str]:
+    """The variables by which a worker belongs to a run; those not known are left out."""
+    given = {"GOSSIPDP_RUN_ID": run_id, "GOSSIPDP_SECRET": secret}
+    return {name: value for name, value in given.items() if value}
+
+
+def join_variables(addresses: Iterable[tuple[str, int]], num_restarts: int) -> dict[str, str]:
+    """The variables by which a worker joins a run that goes on, besides those of its identity."""
+    shown = [show_address(*address) for address in itertools.islice(addresses, MAX_JOIN_ADDRESSES)]
+    return {"GOSSIPDP_JOIN": ",".join(shown), "GOSSIPDP_RESTARTS": str(num_restarts)}
+
+
+def _number(variables: Mapping[str, str], name: str, default: int) -> int:
+    text = variables.get(name)
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}; it must be a whole number") from None

@@ -1,0 +1,342 @@
+"""``launch``: run a function on local workers, for notebooks, demo, tests and benchmarks.
+
+The workers are forked from a server that has imported ``torch`` once: a second launch in the same
+process starts 16 workers in about half a second, where fresh interpreters need half a minute.
+For scripts see :mod:`~gossipdp.launcher.scripts`.
+"""
+
+import atexit
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, final
+
+from gossipdp import logs
+from gossipdp.errors import WorkerFailedError
+from gossipdp.launcher.environment import check_platform
+from gossipdp.launcher.reports import report_variables
+from gossipdp.launcher.supervisor import (
+    Ending,
+    Failure,
+    Supervisor,
+    WorkerProcess,
+    describe,
+    exit_reason,
+)
+from gossipdp.launcher.team import Team
+
+# What the fork server imports once. By name, as nothing here may import what lies above. Nothing
+# in them computes on import: a thread pool that computing starts does not survive the fork.
+# torch._dynamo is what the first optimizer of each worker would import, a second of CPU time.
+PRELOADED = [
+    "joblib",
+    "msgspec",
+    "networkx",
+    "scipy.linalg",
+    "sklearn.datasets",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.utils.data",
+    "gossipdp.parallel.module",
+]
+RESULT, ERROR = b"R", b"E"
+
+
+def launch(
+    function: Callable[..., Any],
+    world_size: int = 4,
+    args: Sequence[Any] = (),
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+    pin: bool = False,
+    on_poll: Callable[[], None] | None = None,
+    max_restarts: int = 0,
+    on_failure: Callable[[Failure], None] | None = None,
+) -> list[Any]:
+    """Call ``function(*args)`` on ``world_size`` new local processes; their results by rank.
+
+    Each worker has torchrun's environment variables, so both ``GossipDataParallel`` and
+    ``torch.distributed.init_process_group`` work in it. The function may be defined in a notebook;
+    in a script, call ``launch`` under ``if __name__ == "__main__":``.
+
+    Args:
+        function: called in every worker; it, ``args`` and what it returns must be picklable by
+            cloudpickle.
+        world_size: how many processes.
+        environment: variables set in the workers besides the caller's own.
+        timeout_s: seconds after which all workers are ended; None for no limit.
+        pin: give each worker its own share of the cores.
+        on_poll: called about every 0.1 s from the calling thread; what it raises ends the run.
+        max_restarts: how often workers that died after all had begun to train are started again,
+            all workers together. They call the function anew and join those that go on.
+        on_failure: called for each failure, with how soon its worker is started again.
+
+    Raises:
+        WorkerFailedError: a worker raised, ended early or was killed, and was not started again;
+            or ``timeout_s`` passed. A failure before all workers train ends the others at once;
+            after that they go on, and the error is raised when all have ended.
+        ValueError: no workers, fewer than no restarts, or something cannot be pickled.
+
+    Example:
+        >>> launch(os.getcwd, world_size=2)  # doctest: +SKIP
+        ['/home/me', '/home/me']
+    """
+    check_platform()
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; launch at least one")
+    payload = _pickled_call(function, args)
+    if max_restarts < 0:
+        raise ValueError(f"max_restarts is {max_restarts}; it must be 0 or more")
+    start_fork_server()
+    team = Team.on_one_host(world_size)
+
+    def start(rank: int, own: Mapping[str, str]) -> ForkedWorker:
+        variables = {**os.environ, **own, **(environment or {})}
+        cores = _cores(rank, world_size) if pin else None
+        return ForkedWorker(rank, payload, variables, cores, num_threads(world_size))
+
+    supervisor = Supervisor(
+        team,
+        start,
+        max_restarts=max_restarts,
+        on_failure=lambda failure, others_go_on: on_failure(failure) if on_failure else None,
+    )
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def look() -> None:
+        if on_poll is not None:
+            on_poll()
+        if deadline is not None and time.monotonic() >= deadline and not supervisor.ending:
+            late = ", ".join(map(str, sorted(supervisor.running)))
+            text = f"timeout_s={timeout_s:g} passed, but of {world_size} workers {late} still ran"
+            if supervisor.failures:
+                text = f"{text}\n\n{describe(supervisor.failures)}"
+            raise WorkerFailedError(text)
+
+    ended_by = supervisor.run(look)
+    if ended_by == signal.SIGINT:
+        raise KeyboardInterrupt
+    if ended_by is not None:
+        raise SystemExit(128 + ended_by)
+    if supervisor.failures:
+        raise WorkerFailedError(describe(supervisor.failures))
+    workers = [supervisor.workers[rank] for rank in range(world_size)]
+    return [worker.result() for worker in workers if isinstance(worker, ForkedWorker)]
+
+
+def start_fork_server(also: Sequence[str] = ()) -> None:
+    """Start the fork server ahead of the first :func:`launch`; returns at once.
+
+    Args:
+        also: modules that it imports besides torch, so that the workers need not; nothing that
+            starts a thread on import. Where the server runs already, this does nothing.
+    """
+    from multiprocessing import forkserver
+
+    # One server a process, shared with any other user of the "forkserver" start method.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, *also])
+    forkserver.ensure_running()
+
+
+def available_cores() -> list[int]:
+    """The cores this process may run on."""
+    try:
+        return sorted(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return list(range(os.cpu_count() or 1))
+
+
+def num_threads(num_workers: int) -> int:
+    """How many threads each of so many workers on this machine computes with."""
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    return int(chosen) if chosen.isdigit() else max(1, len(available_cores()) // num_workers)
+
+
+def _cores(rank: int, num_workers: int) -> set[int]:
+    """Worker ``rank``'s share: a block of its own; one core, shared, where there are too few."""
+    cores = available_cores()
+    share = len(cores) // num_workers
+    if share == 0:
+        return {cores[rank % len(cores)]}
+    return set(cores[rank * share : (rank + 1) * share])
+
+
+def _pickled_call(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    try:
+        return pickled((function, tuple(args)))
+    except Exception as error:
+        raise ValueError(
+            f"launch cannot send {function!r} and its arguments to the workers: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def pickled(value: Any) -> bytes:
+    """By value what is defined in a notebook or in __main__, which a worker cannot import."""
+    import joblib
+
+    return pickle.dumps(joblib.wrap_non_picklable_objects(value, keep_wrapper=False))
+
+
+@final
+class ForkedWorker(WorkerProcess):
+    """A worker forked from the server; its result or traceback comes back through a pipe.
+
+    Args:
+        rank: of the worker.
+        payload: the pickled function and its arguments.
+        variables: its whole environment.
+        cores: those it may run on; None for all.
+        num_threads: with which it computes.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        payload: bytes,
+        variables: Mapping[str, str],
+        cores: set[int] | None,
+        num_threads: int,
+    ) -> None:
+        super().__init__()
+        self._received = bytearray()
+        self._is_open = True
+        self._reader, writer = multiprocessing.Pipe(duplex=False)
+        os.set_blocking(self._reader.fileno(), False)
+        # Not a daemon: those may not have children, and a DataLoader has.
+        self._process = multiprocessing.get_context("forkserver").Process(
+            target=work,
+            args=(payload, dict(variables), cores, num_threads),
+            kwargs={"writer": writer, "reports": self.reports.sender},
+            name=f"gossipdp worker {rank}",
+        )
+        with writer, self.reports.sender:
+            self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """See the base class."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def waits_for(self) -> list[object]:
+        """See the base class."""
+        pipe = [self._reader] if self._is_open else []
+        return [self._process.sentinel, self.reports.receiver, *pipe]
+
+    def take_in(self) -> None:
+        """See the base class: what has arrived of the result."""
+        # A loader process forked by the worker may hold the pipe open: its end is not awaited.
+        with suppress(BlockingIOError):
+            while self._is_open:
+                data = os.read(self._reader.fileno(), 1 << 20)
+                self._received += data
+                self._is_open = bool(data)
+
+    def ending(self) -> Ending | None:
+        """See the base class."""
+        code = self._process.exitcode
+        self.take_in()
+        if code is None:
+            return None
+        if self._received[:1] == ERROR:
+            with suppress(Exception):  # it was killed before all of it was written
+                return Ending(*pickle.loads(self._received[1:]))
+        if code != 0:
+            return Ending(exit_reason(code))
+        try:
+            self._result = pickle.loads(self._received[1:])
+        except Exception as error:
+            return Ending(f"ended without a readable result ({type(error).__name__}: {error})")
+        return Ending()
+
+    def result(self) -> Any:
+        """What the function returned, after an ending without failure."""
+        return self._result
+
+    def close(self) -> None:
+        """See the base class; a second call does nothing."""
+        if not self._reader.closed:
+            super().close()
+            self._reader.close()
+            self._process.join()
+            self._process.close()
+
+
+def work(
+    payload: bytes,
+    variables: dict[str, str],
+    cores: set[int] | None,
+    num_threads: int,
+    *,
+    writer: Connection,
+    reports: socket.socket,
+) -> None:
+    """A worker's life: in the new process."""
+    os.setpgid(0, 0)  # Ctrl+C reaches the caller alone, who passes it on once
+    _end_with_parent()
+    os.environ.clear()
+    os.environ.update(variables)
+    os.environ.update(report_variables(reports))
+    logs.configure()
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    import torch
+
+    torch.set_num_threads(num_threads)
+    atexit._clear()  # those of the server; ours run below, since the process leaves by _exit
+    code = 1
+    try:
+        function, args = pickle.loads(payload)
+        answer = RESULT + pickled(function(*args))
+        code = 0
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+        answer = b""
+    except BaseException as error:
+        answer = ERROR + pickled(_report(error))
+    finally:
+        atexit._run_exitfuncs()
+    with writer, open(writer.fileno(), "wb", closefd=False) as pipe:
+        pipe.write(answer)
+    sys.exit(code)
+
+
+def _report(error: BaseException) -> tuple[str, str]:
+    if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+        error.__traceback__ = error.__traceback__.tb_next  # without the line in work()
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 1
+        return f"ended with exit code {code}", str(error)
+    return f"raised {type(error).__name__}", "".join(traceback.format_exception(error))
+
+
+def _end_with_parent() -> None:
+    """End this process and what it started, gently and then not, when its launcher is gone.
+
+    The kernel's own parent-death signal does not serve: the parent is the fork server, which
+    lives as long as any worker.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os.killpg(0, signal.SIGTERM)
+        time.sleep(2)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="gossipdp parent watch", daemon=True).start()

@@ -1,0 +1,302 @@
+"""The TCPStore in which workers meet: hosted by a launcher, or a connection to it.
+
+Whoever reaches a store can read and write it; so it holds no secret unless nobody gave one, what
+is read from it is bounded and cleaned, and where others than this machine reach it, it is closed
+soon after all workers have begun. ``torch`` is imported only when a store is opened.
+"""
+
+import errno
+import hashlib
+import hmac
+import ipaddress
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gossipdp.errors import RendezvousError
+from gossipdp.launcher.environment import Environment
+from gossipdp.links.strangers import printable
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+logger = logging.getLogger("gossipdp")
+
+# From the beginning of all workers to the end of a store that other machines reach: a script may
+# make a second model, or a process group of its own, after its first model.
+CLOSE_AFTER_S = 60.0
+CHECK_EVERY_S = 0.5
+# For a connection to a store on another host.
+CONNECT_S = 5.0
+# The end of a run does not wait longer for a thread that may be importing torch.
+LEAVE_S = 0.2
+# Of whose supervisor nothing is heard for so long, its host is gone, or it was killed.
+LOST_AFTER_S = 300.0
+MAX_TEXT, MAX_RUN_ID = 500, 200
+
+
+def ready_key(prefix: str, rank: int) -> str:
+    """The key that says that worker ``rank`` has met the others and begins to train."""
+    return f"{prefix}ready/{rank}"
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """Why the run ended on one host before it began; ``proof`` shows that a member says so."""
+
+    text: str
+    proof: str
+
+
+def notice_key(prefix: str) -> str:
+    """The key of the notice that the run ended before it began."""
+    return f"{prefix}failed"
+
+
+def proof_of(secret: bytes, text: str) -> str:
+    """Shows that whoever wrote ``text`` knows the secret."""
+    return hmac.new(secret, f"gossipdp rendezvous {text}".encode(), hashlib.sha256).hexdigest()
+
+
+class HostedStore:
+    """A store hosted in this process, whose port is reserved before ``torch`` is imported.
+
+    The listening socket exists from construction on: a worker started meanwhile waits in its
+    queue, and no other process can take the port. Workers therefore import ``torch`` while
+    the thread of :meth:`open_in_background` does.
+
+    A store on loopback stays until :meth:`close`, so that the user's own process groups can share
+    it; another one ends CLOSE_AFTER_S after all workers have begun.
+
+    Raises:
+        RendezvousError: the address is not of this machine, or the port is in use.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            self._listener: socket.socket | None = socket.create_server(
+                address[:2], family=family, backlog=1024
+            )
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise RendezvousError(
+                    f"port {port} on {host} is in use; choose another, or 0 for any free one"
+                ) from error
+            raise RendezvousError(f"cannot listen on {host} port {port}: {error}") from error
+        self.host, self.port = self._listener.getsockname()[:2]
+        self._missing: list[str] = []
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        # Guards _store, _listener and _missing, which the thread and its owner use. It is never
+        # held while torch is imported.
+        self._lock = threading.Lock()
+        self._store: Store | None = None
+
+    def open_in_background(self, prefix: str, world_size: int) -> None:
+        """Begin to answer; ``prefix`` and ``world_size`` say which keys the workers set."""
+        self._missing = [ready_key(prefix, rank) for rank in range(world_size)]
+        # A daemon, since an import cannot be interrupted and the end of a run does not wait for it.
+        self._thread = threading.Thread(target=self._run, name="gossipdp store", daemon=True)
+        self._thread.start()
+
+    def have_all_begun(self) -> bool:
+        """Whether all workers of the run have met and train."""
+        with self._lock:
+            if self._store is not None:
+                self._missing = [key for key in self._missing if not self._store.check([key])]
+            return self._thread is not None and not self._missing
+
+    def close(self) -> None:
+        """Stop answering and free the port; a second call does nothing."""
+        self._closing.set()
+        self._end()
+        if self._thread is not None:
+            self._thread.join(LEAVE_S)
+
+    def _run(self) -> None:
+        try:
+            self._open()
+            if ipaddress.ip_address(self.host).is_loopback:
+                return
+            while not self.have_all_begun():
+                if self._closing.wait(CHECK_EVERY_S):
+                    return
+            self._closing.wait(CLOSE_AFTER_S)
+            self._end()
+        except Exception:
+            logger.exception("the store at %s:%d does not work", self.host, self.port)
+            self._end()  # workers see it and say so
+
+    def _open(self) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        with self._lock:
+            if self._listener is None:
+                return
+            self._store = TCPStore(
+                self.host,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=10),
+                # The store owns the descriptor from here on, so ours is detached.
+                master_listen_fd=self._listener.detach(),
+            )
+            self._listener = None
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._listener is not None:
+                self._listener.close()
+            self._listener = self._store = None
+
+
+def connect(environment: Environment, timeout_s: float) -> "Store":
+    """The store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it where no launcher does.
+
+    The connection is this worker's own: the user's ``init_process_group`` makes another to the
+    same server, before or after. Where rank 0 hosts it, a process group that is destroyed just
+    before takes the server with it, and workers that had reached it fail to meet.
+
+    Raises:
+        RendezvousError: nothing answered within ``timeout_s``, or the port is in use.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    assert environment.store_host is not None
+    hosts_it = environment.hosts_store
+    where = f"{environment.store_host}:{environment.store_port}"
+    deadline = time.monotonic() + timeout_s
+    if not hosts_it:
+        _wait_for_listener(environment, deadline, where, timeout_s)
+    try:
+        return TCPStore(
+            environment.store_host,
+            environment.store_port,
+            is_master=hosts_it,
+            wait_for_workers=False,
+            # Shares the server with the user's own init_process_group in this process.
+            multi_tenant=not environment.agent_store,
+            timeout=timedelta(seconds=max(1.0, deadline - time.monotonic())),
+        )
+    except RuntimeError as error:
+        what = "host" if hosts_it else "use"
+        raise RendezvousError(
+            f"cannot {what} the store at {where}: {str(error).splitlines()[0]} "
+            "(check MASTER_ADDR and MASTER_PORT, and that no other program uses the port)"
+        ) from error
+
+
+def _wait_for_listener(
+    environment: Environment, deadline: float, where: str, timeout_s: float
+) -> None:
+    # TCPStore's own attempt cannot be interrupted and logs a C++ trace for every failure.
+    assert environment.store_host is not None
+    error: OSError | None = None
+    while (left_s := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection(
+                (environment.store_host, environment.store_port), min(left_s, CONNECT_S)
+            ).close()
+            return
+        except OSError as failed:
+            error = failed
+            time.sleep(min(0.1, left_s))
+    host = "the launcher" if environment.agent_store else "worker 0"
+    detail = os.strerror(error.errno) if error is not None and error.errno else "no answer"
+    raise RendezvousError(
+        f"worker {environment.rank} could not reach the store at {where} within {timeout_s:g} s "
+        f"({detail}); {host} hosts it: check that it runs, and MASTER_ADDR and MASTER_PORT"
+    )
+
+
+def reach(address: tuple[str, int]) -> "Store":
+    """A connection to a store that is there; OSError or RuntimeError if it is not."""
+    socket.create_connection(address, CONNECT_S).close()
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    timeout = timedelta(seconds=CONNECT_S)
+    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def put_notice(address: tuple[str, int], prefix: str, text: str, secret: str | None) -> None:
+    """Tell workers who still wait at the store that the run has ended on this host."""
+    text = printable(text, MAX_TEXT)
+    proof = proof_of(secret.encode(), prefix + text) if secret else ""
+    with suppress(OSError, RuntimeError):  # whoever waited there finds the store gone, too
+        notice = msgspec.json.encode(Notice(text, proof)).decode()
+        reach(address).set(notice_key(prefix), notice)
+
+
+def read_notice(prefix: str, value: bytes, secret: bytes | None) -> str | None:
+    """What a notice says; None where it is none, or not by one who knows the secret."""
+    try:
+        notice = msgspec.json.decode(value, type=Notice)
+    except msgspec.MsgspecError:
+        return None
+    if secret is not None and not hmac.compare_digest(
+        proof_of(secret, prefix + notice.text).encode(), notice.proof.encode()
+    ):
+        return None
+    return printable(notice.text, MAX_TEXT)
+
+
+def leave_together(
+    store_address: tuple[str, int],
+    prefix: str,
+    rank: int,
+    world_size: int,
+    addresses: Mapping[int, tuple[str, int]],
+    *,
+    wait: bool,
+) -> list[int]:
+    """Under torchrun: tell that this supervisor ends, and with ``wait`` do so after all others.
+
+    torchrun ends everybody when one of its processes fails, so a supervisor whose worker failed
+    stays until the others have ended. SIGTERM ends it at any moment.
+
+    Args:
+        store_address: of torchrun's own store.
+        prefix: of the run's keys in it.
+        rank, world_size: of our worker, and of the run.
+        addresses: (host, port) of the workers; one that listens there lives.
+        wait: whether to wait for the others.
+
+    Returns:
+        The ranks that were waited for in vain: for LOST_AFTER_S they neither ended nor listened.
+    """
+    others = [other for other in range(world_size) if other != rank]
+    heard_at = dict.fromkeys(others, time.monotonic())
+    try:
+        store = reach(store_address)
+        store.set(f"{prefix}ended/{rank}", "1")
+        while wait:
+            others = [each for each in others if not store.check([f"{prefix}ended/{each}"])]
+            now = time.monotonic()
+            heard_at |= {each: now for each in others if _listens(addresses.get(each))}
+            if all(now - heard_at[each] > LOST_AFTER_S for each in others):
+                return others
+            time.sleep(CHECK_EVERY_S)
+    except (OSError, RuntimeError):  # torchrun has ended, and with it everybody
+        pass
+    return []
+
+
+def _listens(address: tuple[str, int] | None) -> bool:
+    try:
+        if address is not None:
+            socket.create_connection(address, 1.0).close()
+            return True
+    except OSError:
+        pass
+    return False

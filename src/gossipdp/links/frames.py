@@ -1,0 +1,216 @@
+"""Frames: what travels on an established link.
+
+A frame is a fixed header of 56 bytes, little-endian, followed by ``length`` bytes of payload::
+
+    magic 4s   version u8   type u8   segment u16   run tag 8s   sequence u32   length u32
+    read u32   chunk key: initiator u32   incarnation u32   counter u64   index u32   offset u64
+
+The chunk key names the exchange (or the epoch of a consolidation) that a chunk belongs to and its
+place in it; in other frames it is zero. The sequence counts the frames of one direction of one
+link from 0, modulo 2**32, so that a lost, repeated or reordered frame cannot pass.
+
+Where ``segment`` is not 0, no payload follows: the ``length`` bytes lie at ``offset`` of that
+segment of the sender's memory (:mod:`.shared_memory`), to be read in place. ``read`` says, in
+every frame, how many such chunks of the other direction have been read on this link, modulo 2**32;
+an ACKNOWLEDGEMENT says nothing else. SEGMENT_READY says that the receiver's ``segment`` is mapped.
+MEMORY_SOCKET says where its sender takes segments (:mod:`.shared_offers`): a name and a token.
+
+:func:`parse_header` checks all of it, with the bound on ``length``, before the caller allocates
+or reads anything else.
+"""
+
+import dataclasses
+import enum
+import hashlib
+import struct
+from typing import NamedTuple
+
+MAGIC = b"GDP1"
+VERSION = 3
+RUN_TAG_BYTES = 8
+MAX_CONTROL_BYTES = 1 << 20
+# A bound, not a size: chunks are about 1 MB, and the receiver checks each against its own layout.
+MAX_CHUNK_BYTES = 64 << 20
+SEQUENCE_MODULUS = 1 << 32
+MAX_SEGMENT = (1 << 16) - 1
+# Of a socket's name, and of the token with it.
+NAME_BYTES = TOKEN_BYTES = 16
+MEMORY_SOCKET_BYTES = NAME_BYTES + TOKEN_BYTES
+# Of a chunk in its segment, so that it can be read as numbers of any type.
+SEGMENT_ALIGNMENT_BYTES = 64
+
+_PREFIX = struct.Struct("<4sBBH8sIII")
+_KEY = struct.Struct("<IIQI")
+_OFFSET = struct.Struct("<Q")
+HEADER_BYTES = _PREFIX.size + _KEY.size + _OFFSET.size
+
+
+class FrameError(ValueError):
+    """What arrived is not the frame that had to come next on this link."""
+
+
+class FrameType(enum.IntEnum):
+    """What a frame carries; from 64 on, what links tell each other for themselves."""
+
+    CONTROL = 1
+    EXCHANGE_CHUNK = 2
+    PARTIAL_CHUNK = 3
+    RESULT_CHUNK = 4
+    STATE_CHUNK = 5
+    TRAINING_CHUNK = 6
+    EXCHANGE_STEPS = 7
+    EXCHANGE_VERDICT = 8
+    EXCHANGE_REPEAT = 9
+    AVERAGE_CHUNK = 10
+    SEGMENT_READY = 64
+    ACKNOWLEDGEMENT = 65
+    MEMORY_SOCKET = 66
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkKey:
+    """Which exchange (``initiator``, ``incarnation``, ``counter``), and which chunk of it.
+
+    ``counter`` fits 64 bits, the others 32.
+    """
+
+    initiator: int
+    incarnation: int
+    counter: int
+    index: int
+
+    @property
+    def id(self) -> tuple[int, int, int]:
+        """The exchange that the chunk belongs to."""
+        return self.initiator, self.incarnation, self.counter
+
+
+class Header(NamedTuple):
+    """A checked frame header. ``key`` is None exactly for frames that are not chunks.
+
+    ``num_read``: chunks that the sender of the frame has read in place. ``segment`` and
+    ``offset``: where the payload lies; ``segment`` 0: behind the header.
+    """
+
+    frame_type: FrameType
+    sequence: int
+    length: int
+    key: ChunkKey | None
+    num_read: int = 0
+    segment: int = 0
+    offset: int = 0
+
+
+_TYPES = {int(frame_type): frame_type for frame_type in FrameType}
+_NO_KEY = bytes(_KEY.size)
+# Chunks that may be read in place.
+SHARED_TYPES = (FrameType.EXCHANGE_CHUNK, FrameType.EXCHANGE_REPEAT)
+# Frames that are a header and nothing else.
+BARE_TYPES = (FrameType.SEGMENT_READY, FrameType.ACKNOWLEDGEMENT)
+KEYLESS_TYPES = (FrameType.CONTROL, FrameType.MEMORY_SOCKET, *BARE_TYPES)
+
+
+def run_tag(run_id: str) -> bytes:
+    """Eight bytes that stand for ``run_id`` in every frame."""
+    return hashlib.sha256(run_id.encode()).digest()[:RUN_TAG_BYTES]
+
+
+def check_length(frame_type: FrameType, length: int) -> None:
+    """Raise :class:`FrameError` unless a frame of this type may carry ``length`` bytes."""
+    if frame_type in BARE_TYPES:
+        if length:
+            raise FrameError(f"{frame_type.name} frame of {length} bytes; it carries none")
+        return
+    if frame_type is FrameType.MEMORY_SOCKET:
+        if length != MEMORY_SOCKET_BYTES:
+            raise FrameError(f"MEMORY_SOCKET frame of {length} bytes, not {MEMORY_SOCKET_BYTES}")
+        return
+    bound = MAX_CONTROL_BYTES if frame_type is FrameType.CONTROL else MAX_CHUNK_BYTES
+    if not 0 < length <= bound:
+        raise FrameError(f"{frame_type.name} frame of {length} bytes; 1 to {bound} are allowed")
+
+
+def check_place(frame_type: FrameType, segment: int, offset: int) -> None:
+    """Raise :class:`FrameError` unless a frame of this type may name this place."""
+    named = segment != 0
+    if frame_type in SHARED_TYPES:
+        if offset % SEGMENT_ALIGNMENT_BYTES or (offset and not named):
+            raise FrameError(f"a chunk at {offset} of segment {segment}")
+    elif named != (frame_type is FrameType.SEGMENT_READY) or offset:
+        raise FrameError(f"{frame_type.name} frame that names {offset} of segment {segment}")
+
+
+def pack_key(key: ChunkKey) -> bytes:
+    """The key as it stands in a header; raises FrameError where a number does not fit."""
+    try:
+        return _KEY.pack(*key.id, key.index)
+    except struct.error as error:
+        raise FrameError(f"{key} does not fit a frame header: {error}") from None
+
+
+def pack_header(
+    tag: bytes,
+    frame_type: FrameType,
+    sequence: int,
+    length: int,
+    packed_key: bytes | None = None,
+    *,
+    num_read: int = 0,
+    segment: int = 0,
+    offset: int = 0,
+) -> bytes:
+    """A header of ``HEADER_BYTES`` bytes.
+
+    ``tag`` from :func:`run_tag`; ``packed_key`` from :func:`pack_key`, None exactly for frames
+    that are not chunks; the others as in :class:`Header`.
+    """
+    assert len(tag) == RUN_TAG_BYTES
+    assert (frame_type in KEYLESS_TYPES) == (packed_key is None)
+    check_length(frame_type, length)
+    check_place(frame_type, segment, offset)
+    prefix = _PREFIX.pack(
+        MAGIC,
+        VERSION,
+        frame_type,
+        segment,
+        tag,
+        sequence % SEQUENCE_MODULUS,
+        length,
+        num_read % SEQUENCE_MODULUS,
+    )
+    return prefix + (packed_key or _NO_KEY) + _OFFSET.pack(offset)
+
+
+def parse_header(data: bytes | bytearray | memoryview, tag: bytes, sequence: int) -> Header:
+    """Check the header that ``data`` (``HEADER_BYTES`` bytes) holds.
+
+    ``tag`` is this run's, ``sequence`` the number that the next frame of this direction must have.
+
+    Raises:
+        FrameError: Naming the first field that is wrong, what it is and what it should be.
+    """
+    if len(data) != HEADER_BYTES:
+        raise FrameError(f"a header has {HEADER_BYTES} bytes, not {len(data)}")
+    magic, version, number, segment, its_tag, its_sequence, length, num_read = _PREFIX.unpack_from(
+        data
+    )
+    if magic != MAGIC:
+        raise FrameError(f"frame starts with {magic!r}, not {MAGIC!r}")
+    if version != VERSION:
+        raise FrameError(f"frame version {version}; this worker speaks {VERSION}")
+    frame_type = _TYPES.get(number)
+    if frame_type is None:
+        raise FrameError(f"unknown frame type {number}")
+    if its_tag != tag:
+        raise FrameError(f"frame of another run ({its_tag.hex()}, ours is {tag.hex()})")
+    if its_sequence != sequence % SEQUENCE_MODULUS:
+        raise FrameError(f"frame {its_sequence} came where {sequence % SEQUENCE_MODULUS} was due")
+    check_length(frame_type, length)
+    (offset,) = _OFFSET.unpack_from(data, _PREFIX.size + _KEY.size)
+    check_place(frame_type, segment, offset)
+    key = None
+    if frame_type not in KEYLESS_TYPES:
+        key = ChunkKey(*_KEY.unpack_from(data, _PREFIX.size))
+    elif bytes(data[_PREFIX.size : _PREFIX.size + _KEY.size]) != _NO_KEY:
+        raise FrameError(f"{frame_type.name.lower().replace('_', ' ')} frame with a chunk key")
+    return Header(frame_type, its_sequence, length, key, num_read, segment, offset)

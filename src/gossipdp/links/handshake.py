@@ -1,0 +1,418 @@
+"""Who a worker is, and the handshake that opens a link: a pure state machine, bytes in, bytes out.
+
+    dialler                                        acceptor
+      Hello(identity, wanted rank, nonce)  →                 the run id is ours?
+                                           ←       Challenge(nonce)               (plain links only)
+      Proof(hmac)                          →                                      (plain links only)
+                                           ←       Welcome(identity, hmac)   or
+                                           ←       Refused(field, ours, theirs, hmac)
+
+On a plain link the run's secret is a membership cookie: each end shows once that it knows it, by an
+HMAC-SHA256 over the direction, the run id, both nonces and both ranks. So a recorded handshake
+opens no second link (other nonces), and neither side's proof can be turned back at it (other
+direction). Nothing else is authenticated: not the rest of the identities, not the words of a
+refusal, and no frame that follows. The acceptor says only its run id before it has seen the proof;
+and a refusal that only a member can have a reason for (a newer process of that rank, another model)
+is heard only from one that shows the secret, for a worker may end on it.
+
+Inside TLS (:mod:`.tls`) the hello is plain data: holding the run's key is membership.
+
+Messages are msgpack behind a prefix (magic, version, length) and at most ``MAX_MESSAGE_BYTES``
+long. A caller reads ``num_wanted`` bytes at a time, so it never reads into the frames that follow.
+"""
+
+import dataclasses
+import enum
+import hmac
+import secrets
+import struct
+from typing import final
+
+import msgspec
+
+from gossipdp.links.strangers import printable
+from gossipdp.protocol.members import MAX_INCARNATION, MAX_RANK
+
+MAGIC = b"GDPH"
+VERSION = 2
+NONCE_BYTES = 32
+MAX_MESSAGE_BYTES = 4096
+# What both ends must have alike, in the order in which a difference is reported.
+AGREED_FIELDS = ("run_id", "model", "method", "graph", "comm_rate", "wire_format")
+MAX_TEXT = 200
+# Ranks from here on are of visitors: processes that only ask who takes part, before they join. They
+# draw one at random, and may not know the graph yet.
+FIRST_VISITOR_RANK, LAST_VISITOR_RANK = 2**30, 2**31 - 1
+
+_PREFIX = struct.Struct("<4sBH")
+# What an acceptor may refuse that cannot show the run's secret.
+_UNPROVED_FIELDS = ("run_id", "secret", "tls", "protocol_version")
+# How a TLS connection begins: a handshake record of version 3.x.
+_TLS_HELLO = b"\x16\x03"
+
+
+class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A worker's hello.
+
+    ``rank``, ``incarnation`` and ``process_id`` say who; ``host`` (a numeric address) and ``port``
+    where it listens; the remaining fields what it runs, each a short string that a refusal can
+    show: ``model`` the fingerprint of names, shapes and order, ``graph`` a digest.
+
+    ``incarnation`` is the one with which the process began, and stays when the process goes on as
+    a new life after it was taken for dead: it orders processes of one rank, of which a later one
+    begins above all that is known of the earlier. Which life stands is for membership to say, over
+    links. A hello that followed would shut out the one that must give way before it was told so.
+    """
+
+    rank: int
+    incarnation: int
+    process_id: int
+    run_id: str
+    model: str
+    method: str
+    graph: str
+    comm_rate: str
+    wire_format: str
+    host: str = ""
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field; msgspec turns the ValueError into its ValidationError."""
+        for name, bound in (
+            ("rank", LAST_VISITOR_RANK if self.is_visitor else MAX_RANK),
+            ("incarnation", MAX_INCARNATION),
+            ("process_id", 2**63 - 1),
+            ("port", 2**16 - 1),
+        ):
+            value = getattr(self, name)
+            if not 0 <= value <= bound:
+                raise ValueError(f"{name} {value} is not in 0..{bound}")
+        for name in (*AGREED_FIELDS, "host"):
+            text = getattr(self, name)
+            if len(text) > MAX_TEXT:
+                raise ValueError(f"{name} is longer than {MAX_TEXT} characters")
+            if not text.isprintable():
+                raise ValueError(f"{name} {printable(text)!r} holds control characters")
+
+    @property
+    def is_visitor(self) -> bool:
+        """Whether this process only asks who takes part."""
+        return self.rank >= FIRST_VISITOR_RANK
+
+    def disagreement(self, other: "Identity") -> "Refusal | None":
+        """The first field in which the two workers' runs differ, seen from ``self``."""
+        for name in AGREED_FIELDS:
+            if name == "graph" and (self.is_visitor or other.is_visitor):
+                continue
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                return Refusal(name, ours, theirs)
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why one worker turned another away: ``field`` differs; ``ours`` is the refuser's value.
+
+    ``str()`` of it is the text for :class:`~gossipdp.errors.RefusedError`.
+    """
+
+    field: str
+    ours: str = ""
+    theirs: str = ""
+
+    def __str__(self) -> str:
+        """A sentence for the user of the refused worker."""
+        match self.field:
+            case "secret":
+                return (
+                    "the secrets differ; give all workers of a run the same GOSSIPDP_SECRET, "
+                    "or start them with one launcher"
+                )
+            case "tls":
+                return (
+                    f"TLS is {self.ours} at the other worker and {self.theirs} here; give all "
+                    "workers the same tls_cert and tls_key, or none"
+                )
+            case "rank":
+                return f"the worker at that address has rank {self.ours}, not {self.theirs}"
+            case "own_rank":
+                return f"both workers claim rank {self.ours}; every worker needs its own RANK"
+            case "incarnation":
+                return (
+                    f"a newer incarnation ({self.ours}) of this worker is connected; "
+                    f"this one is {self.theirs}"
+                )
+        label, ours, theirs = self.field.replace("_", " "), self.ours, self.theirs
+        if self.field == "model":
+            label, ours, theirs = _differing_parts(ours, theirs)
+        return f"{label} differs: the other worker has {ours!r}, this one {theirs!r}"
+
+
+def _differing_parts(ours: str, theirs: str) -> tuple[str, str, str]:
+    """Of two fingerprints such as ``"names=1f shapes=9c"``: what differs, and its two values."""
+    here, there = (dict(word.partition("=")[::2] for word in t.split()) for t in (ours, theirs))
+    if here.keys() != there.keys():
+        return "model", ours, theirs
+    odd = [name for name in here if here[name] != there[name]]
+    ours, theirs = (" ".join(part[name] for name in odd) for part in (here, there))
+    return f"model ({', '.join(odd)})", ours, theirs
+
+
+class HandshakeError(ValueError):
+    """What arrived is not the next message of a handshake."""
+
+
+class _Hello(msgspec.Struct, tag=1, array_like=True, frozen=True, forbid_unknown_fields=True):
+    identity: Identity
+    wanted_rank: int | None
+    nonce: bytes
+
+
+class _Challenge(msgspec.Struct, tag=2, array_like=True, frozen=True, forbid_unknown_fields=True):
+    nonce: bytes
+
+
+class _Proof(msgspec.Struct, tag=3, array_like=True, frozen=True, forbid_unknown_fields=True):
+    proof: bytes
+
+
+class _Welcome(msgspec.Struct, tag=4, array_like=True, frozen=True, forbid_unknown_fields=True):
+    identity: Identity
+    proof: bytes
+
+
+class _Refused(msgspec.Struct, tag=5, array_like=True, frozen=True, forbid_unknown_fields=True):
+    field: str
+    ours: str
+    theirs: str
+    proof: bytes
+
+
+_Message = _Hello | _Challenge | _Proof | _Welcome | _Refused
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(_Message)
+
+
+class Stage(enum.Enum):
+    """How far a handshake is."""
+
+    OPENING = "opening"  # acceptor: the dialler's Hello is due
+    CHALLENGED = "challenged"  # acceptor: the dialler's Proof is due
+    DECIDING = "deciding"  # acceptor: call welcome() or refuse() next
+    OPENED = "opened"  # dialler: Challenge (in TLS Welcome) or Refused is due
+    PROVED = "proved"  # dialler: Welcome or Refused is due
+    DONE = "done"
+    REFUSED = "refused"
+
+
+@final
+class Handshake:
+    """One side of one handshake.
+
+    Args:
+        identity: what this worker says of itself.
+        secret: shared by all workers of the run, not empty; None inside TLS.
+        dialler: whether this side dialled.
+        wanted_rank: whom the dialler wants to reach; None: whoever is there.
+        nonce: 32 fresh random bytes; given by tests alone.
+
+    Attributes:
+        dialler, wanted_rank: as given.
+        stage: how far it is.
+        peer: what the other side says of itself, from DECIDING (acceptor) or DONE (dialler) on.
+        refusal: why it ended, at stage REFUSED.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        secret: bytes | None,
+        *,
+        dialler: bool,
+        wanted_rank: int | None = None,
+        nonce: bytes | None = None,
+    ) -> None:
+        if secret is not None and not secret:
+            raise ValueError("the secret is empty; give every worker of the run the same one")
+        self.dialler = dialler
+        self.wanted_rank = wanted_rank
+        self.peer: Identity | None = None
+        self.refusal: Refusal | None = None
+        self.stage = Stage.OPENED if dialler else Stage.OPENING
+        self._identity = identity
+        self._secret = secret
+        self._nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
+        self._peer_nonce = b""
+        self._hello: _Hello | None = None
+        self._body_bytes: int | None = None
+        self._buffer = bytearray()
+        self._output = bytearray()
+        if dialler:
+            self._hello = _Hello(identity, wanted_rank, self._nonce)
+            self._send(self._hello)
+
+    @property
+    def num_wanted(self) -> int:
+        """How many bytes to read next; 0 when this side awaits nothing."""
+        if self.stage in (Stage.DECIDING, Stage.DONE, Stage.REFUSED):
+            return 0
+        size = _PREFIX.size if self._body_bytes is None else self._body_bytes
+        return size - len(self._buffer)
+
+    def take_output(self) -> bytes:
+        """The bytes to send next; each is given out once."""
+        output = bytes(self._output)
+        self._output.clear()
+        return output
+
+    def receive(self, data: bytes) -> None:
+        """Take up to ``num_wanted`` bytes from the other side.
+
+        Raises:
+            HandshakeError: They are not what must come next. The connection is to be closed.
+        """
+        assert len(data) <= self.num_wanted
+        self._buffer += data
+        if self.num_wanted:
+            return
+        if self._body_bytes is None:
+            self._take_prefix()
+            return
+        try:
+            message = _decoder.decode(self._buffer)
+        except (msgspec.MsgspecError, ValueError) as error:
+            # ValueError: msgspec lets the UnicodeDecodeError of a text that is not UTF-8 through.
+            raise HandshakeError(f"malformed handshake message: {error}") from None
+        self._buffer.clear()
+        self._body_bytes = None
+        self._take_message(message)
+
+    def welcome(self) -> None:
+        """Acceptor at DECIDING: the link is made."""
+        assert self.stage is Stage.DECIDING
+        self.stage = Stage.DONE
+        self._send(_Welcome(self._identity, self._prove("acceptor", self._identity.rank)))
+
+    def refuse(self, refusal: Refusal) -> None:
+        """End without a link; an acceptor tells the dialler why."""
+        proof = b""
+        if self.stage is Stage.DECIDING:  # to a member
+            assert self._hello is not None
+            proof = self._prove("refusal", self._hello.wanted_rank)
+        self.stage = Stage.REFUSED
+        self.refusal = refusal
+        if not self.dialler:
+            self._send(_Refused(refusal.field, refusal.ours, refusal.theirs, proof))
+
+    def _take_prefix(self) -> None:
+        magic, version, length = _PREFIX.unpack(self._buffer)
+        self._buffer.clear()
+        if magic.startswith(_TLS_HELLO) and self.stage is Stage.OPENING:
+            self.refuse(Refusal("tls", "off", "on"))
+            return
+        if magic != MAGIC:
+            raise HandshakeError(f"connection starts with {bytes(magic)!r}, not {MAGIC!r}")
+        if version != VERSION:
+            # An acceptor answers in its own version, so the dialler finds the difference here.
+            ours, theirs = (version, VERSION) if self.dialler else (VERSION, version)
+            self.refuse(Refusal("protocol_version", str(ours), str(theirs)))
+            return
+        if not 0 < length <= MAX_MESSAGE_BYTES:
+            raise HandshakeError(f"handshake message of {length} bytes")
+        self._body_bytes = length
+
+    def _take_message(self, message: _Message) -> None:
+        match self.stage, message:
+            case Stage.OPENING, _Hello():
+                self._take_hello(message)
+            case Stage.CHALLENGED, _Proof():
+                assert self._hello is not None
+                due = self._prove("dialler", self._hello.wanted_rank)
+                if hmac.compare_digest(due, message.proof):
+                    self._decide()
+                else:
+                    self.refuse(Refusal("secret"))
+            case Stage.OPENED, _Challenge() if self._secret is not None:
+                self._take_nonce(message.nonce)
+                self.stage = Stage.PROVED
+                self._send(_Proof(self._prove("dialler", self.wanted_rank)))
+            case Stage.PROVED, _Welcome():
+                self._take_welcome(message)
+            case Stage.OPENED, _Welcome() if self._secret is None:
+                self._take_welcome(message)
+            case ((Stage.OPENED | Stage.PROVED), _Refused()):
+                self._take_refused(message)
+            case _:
+                raise HandshakeError(
+                    f"{type(message).__name__.strip('_')} came at stage {self.stage.value!r}"
+                )
+
+    def _take_nonce(self, nonce: bytes) -> None:
+        if len(nonce) != NONCE_BYTES:
+            raise HandshakeError(f"nonce of {len(nonce)} bytes, not {NONCE_BYTES}")
+        self._peer_nonce = nonce
+
+    def _take_hello(self, hello: _Hello) -> None:
+        self._take_nonce(hello.nonce)
+        self._hello = hello
+        mine = self._identity
+        if hello.identity.run_id != mine.run_id:
+            self.refuse(Refusal("run_id", mine.run_id, hello.identity.run_id))
+        elif self._secret is None:
+            self._decide()
+        else:
+            self.stage = Stage.CHALLENGED
+            self._send(_Challenge(self._nonce))
+
+    def _decide(self) -> None:
+        """The dialler is a member: welcome it, unless what it runs or wants does not fit."""
+        assert self._hello is not None
+        mine, peer, wanted = self._identity, self._hello.identity, self._hello.wanted_rank
+        self.peer = peer
+        self.stage = Stage.DECIDING
+        refusal = mine.disagreement(peer)
+        if refusal is None and wanted not in (None, mine.rank):
+            refusal = Refusal("rank", str(mine.rank), str(wanted))
+        if refusal is None and peer.rank == mine.rank:
+            refusal = Refusal("own_rank", str(mine.rank), str(peer.rank))
+        if refusal is not None:
+            self.refuse(refusal)
+
+    def _take_welcome(self, welcome: _Welcome) -> None:
+        peer = welcome.identity
+        if not hmac.compare_digest(self._prove("acceptor", peer.rank), welcome.proof):
+            self.refuse(Refusal("secret"))
+            return
+        if self.wanted_rank not in (None, peer.rank):
+            raise HandshakeError(f"rank {peer.rank} answered where {self.wanted_rank} was wanted")
+        self.peer = peer
+        self.stage = Stage.DONE
+
+    def _take_refused(self, refused: _Refused) -> None:
+        due = self._prove("refusal", self.wanted_rank)
+        if refused.field not in _UNPROVED_FIELDS and not hmac.compare_digest(due, refused.proof):
+            field = printable(refused.field, MAX_TEXT)
+            raise HandshakeError(f"refused for {field!r} without proof of the secret")
+        texts = (refused.field, refused.ours, refused.theirs)
+        self.refuse(Refusal(*(printable(text, MAX_TEXT) for text in texts)))
+
+    def _prove(self, direction: str, acceptor_rank: int | None) -> bytes:
+        """The HMAC over direction, run id, both nonces and both ranks; empty inside TLS.
+
+        The dialler names the rank that it wants, perhaps None; the acceptor names its own.
+        """
+        if self._secret is None:
+            return b""
+        assert self._hello is not None
+        nonces = (self._nonce, self._peer_nonce)
+        if not self.dialler:
+            nonces = nonces[::-1]
+        ranks = (self._hello.identity.rank, acceptor_rank)
+        # msgpack of a tuple is unambiguous: no two statements have the same bytes.
+        statement = (f"gossipdp {direction}", self._identity.run_id, *nonces, *ranks)
+        return hmac.digest(self._secret, _encode(statement), "sha256")
+
+    def _send(self, message: _Message) -> None:
+        body = _encode(message)
+        self._output += _PREFIX.pack(MAGIC, VERSION, len(body)) + body

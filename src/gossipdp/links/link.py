@@ -1,0 +1,197 @@
+"""The seam between the gossip thread and whatever carries its bytes.
+
+A transport (:mod:`~gossipdp.links.tcp`) makes links and calls one :class:`LinkHandler`.
+Guarantees, which the conformance suite in ``tests/unit/links`` checks:
+
+- Handler methods are called only from inside the transport's ``poll()``, one at a time, and never
+  from inside a method of a link. So no handler method is ever entered twice.
+- For each link: ``link_up`` once, then ``control`` and chunk calls, then ``link_down`` once, also
+  where it was this side that called :meth:`Link.close`; after :meth:`Link.close` nothing but
+  ``link_down``. At most one link to a peer is up: an old one goes down before the new one is up.
+- From ``link_down`` on (and from the return of ``close()``) the transport touches neither a
+  queued payload nor a landing buffer of that link. (The peer may: see ``Transport.allocate``.)
+- Frames arrive in the order in which they were started. Control frames overtake chunks that have
+  not been started; chunks keep their order among themselves.
+- A handler may call any method of any link, also ``close()`` of the very link that called. An
+  exception that it raises leaves ``poll()``; the transport stays usable and loses nothing but the
+  rest of that call.
+"""
+
+import abc
+from typing import final
+
+from gossipdp.links.frames import ChunkKey, FrameType
+from gossipdp.links.handshake import Identity, Refusal
+
+
+class Link(abc.ABC):
+    """A two-way connection to one peer that is a member, used from the transport's thread only.
+
+    Attributes:
+        peer_identity: the peer's hello.
+        closed: whether the link has ended, at either end's wish or by failure.
+        queued_bytes: bytes that have not left, headers of started frames included.
+        bytes_sent, bytes_received: over the network, headers included.
+        shared_bytes_sent, shared_bytes_received: of chunks that were read in place instead.
+        last_heard_s: when the last byte arrived, by the transport's clock, in seconds.
+    """
+
+    peer_identity: Identity
+    closed = False
+    queued_bytes = 0
+    bytes_sent = 0
+    bytes_received = 0
+    shared_bytes_sent = 0
+    shared_bytes_received = 0
+    last_heard_s = 0.0
+
+    @property
+    @final
+    def peer(self) -> int:
+        """The peer's rank."""
+        return self.peer_identity.rank
+
+    @property
+    @final
+    def peer_incarnation(self) -> int:
+        """The incarnation with which the peer's process began."""
+        return self.peer_identity.incarnation
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the peer reads exchange chunks in what ``allocate`` gives now, without a copy."""
+        return False
+
+    @property
+    @abc.abstractmethod
+    def queued_chunks(self) -> int:
+        """Chunks that have not left wholly, the one being sent included."""
+
+    @abc.abstractmethod
+    def queued_of(self, *frame_types: FrameType) -> int:
+        """Those of them that have one of these types; one of the types read in place means both."""
+
+    @abc.abstractmethod
+    def send_control(self, data: bytes) -> None:
+        """Queue a control frame of 1 byte to 1 MiB, ahead of all chunks not yet started.
+
+        On a closed link it does nothing: ``link_down`` is on its way.
+        """
+
+    @abc.abstractmethod
+    def send_chunk(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
+        """Queue a chunk. ``payload`` (contiguous) is not copied.
+
+        It must stay unchanged until the chunk has left, that is, until ``queued_chunks`` no
+        longer counts it; chunks leave in the order in which they were queued. On a closed link it
+        does nothing.
+
+        A payload from :meth:`.Transport.allocate` may be read by the peer where it lies: see
+        :attr:`is_shared`. Such a chunk has left when the peer has read it.
+        """
+
+    @abc.abstractmethod
+    def close(self, reason: str) -> None:
+        """End the link at once; ``link_down(link, reason)`` follows from ``poll()``.
+
+        Control frames queued before are handed over where that takes no waiting (an ABORT sent
+        just before goes out); queued chunks are dropped. A second call does nothing.
+        """
+
+
+class LinkHandler(abc.ABC):
+    """What a transport tells; see the module for when and in which order."""
+
+    @abc.abstractmethod
+    def link_up(self, link: Link) -> None:
+        """``link`` is authenticated and ready."""
+
+    @abc.abstractmethod
+    def link_down(self, link: Link, reason: str) -> None:
+        """``link`` has ended."""
+
+    @abc.abstractmethod
+    def control(self, link: Link, data: bytes) -> None:
+        """A control frame arrived."""
+
+    @abc.abstractmethod
+    def chunk_buffer(
+        self, link: Link, frame_type: FrameType, key: ChunkKey, length: int
+    ) -> memoryview | None:
+        """Where to land the ``length`` bytes of the chunk that comes next; None: drop them.
+
+        The buffer belongs to the transport until ``chunk`` or ``link_down``. A buffer whose size
+        is not ``length`` ends the link, for the peer's layout is not ours; so does a
+        :class:`.FrameError` raised here, for a chunk that no worker sends.
+        """
+
+    @abc.abstractmethod
+    def chunk(
+        self, link: Link, frame_type: FrameType, key: ChunkKey, payload: memoryview | None
+    ) -> None:
+        """A chunk arrived whole: ``payload`` is the buffer from ``chunk_buffer``, now filled.
+
+        None: it was dropped, as ``chunk_buffer`` wished. An exchange chunk may be passed where
+        the peer holds it instead. That is valid until this method returns, and a write there
+        would end the process.
+        """
+
+    @abc.abstractmethod
+    def writable(self, link: Link) -> None:
+        """Chunks have left and ``queued_chunks`` is now under the transport's bound."""
+
+    @abc.abstractmethod
+    def refused(self, peer: int | None, refusal: Refusal) -> None:
+        """The worker dialled turned us away (or we it): ``str(refusal)`` says why."""
+
+    @abc.abstractmethod
+    def dial_failed(
+        self, peer: int | None, address: tuple[str, int], refused_connection: bool
+    ) -> None:
+        """The dial to ``address`` came to nothing; ``refused_connection``: nobody listens there.
+
+        That address, and not one that was to be dialled while this dial was under way.
+        """
+
+
+class Transport(abc.ABC):
+    """Makes links and drives one :class:`~gossipdp.links.link.LinkHandler`.
+
+    Used from one thread, except :meth:`wake`.
+    """
+
+    @abc.abstractmethod
+    def allocate(self, num_bytes: int) -> memoryview:
+        """Memory for the slots of one exchange: ``num_bytes`` from the start of a page.
+
+        To be asked for before each exchange and never in the middle of one. It is the same as
+        before, unless the peer of a link that broke may still be reading that: then it is fresh,
+        and what was given before stays as it is for as long as somebody reads it.
+
+        Where peers can read it in place (:attr:`.Link.is_shared`) its chunks are not copied.
+        """
+
+    @abc.abstractmethod
+    def dial(self, peer: int | None, host: str, port: int) -> None:
+        """Start a link to ``peer`` (None: to whoever listens there) at a numeric address.
+
+        A second dial to a peer while one is under way does nothing. A dial ends in ``link_up`` of
+        a link to that peer (perhaps one that the peer dialled), ``refused`` or ``dial_failed``;
+        the last is left out where a link to that peer is up.
+        """
+
+    @abc.abstractmethod
+    def poll(self, timeout_s: float) -> None:
+        """One turn: write, wait at most ``timeout_s`` for something to happen, read, write.
+
+        All handler methods are called from here. Their exceptions pass through; call again to go
+        on.
+        """
+
+    @abc.abstractmethod
+    def wake(self) -> None:
+        """Make ``poll()`` return soon. From any thread and from signal handlers; never blocks."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close everything, without telling the handler; control frames leave where they can."""

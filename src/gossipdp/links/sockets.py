@@ -1,0 +1,221 @@
+"""Listening and connected sockets, and the bytes of one connection, in the clear or through TLS.
+
+Everything is non-blocking and made for edge-triggered events.
+"""
+
+from __future__ import annotations
+
+import abc
+import errno
+import ipaddress
+import math
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from typing import final
+
+from gossipdp.errors import RendezvousError
+from gossipdp.links import fork
+
+# Unsent bytes that the kernel takes at most, so that a control message on a slow link waits behind
+# these and one chunk, not behind megabytes.
+NOTSENT_LOWAT_BYTES = 256 << 10
+BACKLOG = 128
+# Linux; Python's socket module does not name it. The kernel's own TCP keeps the pace.
+SO_MAX_PACING_RATE = 47
+MAX_PACE = 1e15
+_MAX_EMPTIED_BYTES = 16 << 20
+
+
+class Stream(abc.ABC):
+    """A connected socket and what lies between it and its user.
+
+    A call that moves fewer bytes than it was asked to has come to the end of what the kernel had
+    (or had room for), so the next event says when it is worth another.
+
+    Attributes:
+        connection: the socket itself; whoever closes it closes the stream.
+        mixes_directions: whether reading may have to wait for room to write, or the other way
+            round, so that any event is a reason to try both.
+    """
+
+    connection: socket.socket
+    mixes_directions = False
+
+    @property
+    def has_more(self) -> bool:
+        """Whether ``receive_into`` has something to say although it returned fewer bytes."""
+        return False
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether its key has protected as much as it may: a new connection is due."""
+        return False
+
+    @abc.abstractmethod
+    def receive_into(self, rooms: Sequence[memoryview]) -> int:
+        """Fill ``rooms``, one after the other; how many bytes came. 0: the peer has ended.
+
+        Raises:
+            BlockingIOError: Nothing has come yet.
+            OSError: The connection is lost.
+        """
+
+    @abc.abstractmethod
+    def send(self, parts: Sequence[bytes | memoryview]) -> int:
+        """Hand ``parts`` to the kernel, one after the other; how many bytes it took.
+
+        What was not taken must come first, unchanged, in the next call.
+
+        Raises:
+            BlockingIOError: No room.
+            OSError: The connection is lost.
+        """
+
+
+@final
+class PlainStream(Stream):
+    """The socket as it is."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+
+    def receive_into(self, rooms: Sequence[memoryview]) -> int:
+        """See :class:`Stream`."""
+        return self.connection.recvmsg_into(rooms)[0]
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> int:
+        """See :class:`Stream`."""
+        return self.connection.sendmsg(parts)
+
+
+@final
+class Listener(socket.socket, fork.DescriptorOwner):
+    """A listening socket that no forked child keeps.
+
+    A child that held it would take connections in after its parent's death, and the others would
+    wait for an answer where a refusal tells them that the worker is dead.
+    """
+
+    def close_in_child(self) -> None:
+        """See :class:`~gossipdp.links.fork.DescriptorOwner`."""
+        fork.close_descriptor(self.detach())
+
+
+def listen(host: str, port: int) -> Listener:
+    """A non-blocking listening socket; port 0 takes a free one.
+
+    Raises:
+        RendezvousError: The port is in use, or the host is not an address of this machine.
+    """
+    listener = None
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with fork.descriptors_guard:
+            listener = Listener(family, kind | socket.SOCK_NONBLOCK)
+            fork.register(listener)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        text = f"cannot listen on {host}:{port}: {error.strerror}; name an address of this machine"
+        if error.errno == errno.EADDRINUSE:
+            text = f"port {port} on {host} is in use; choose another, or port 0 for any free one"
+        raise RendezvousError(text) from None
+    return listener
+
+
+def set_options(
+    connection: socket.socket, peer_host: str, max_bytes_per_s: float | None = None
+) -> None:
+    """Make a data connection non-blocking and undelayed, and bound its unsent bytes.
+
+    Not on loopback without a cap: nothing queues there but what the peer has not read, and the
+    bound costs a quarter more CPU time.
+    """
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if max_bytes_per_s is not None:
+        pace(connection, max_bytes_per_s)
+    if max_bytes_per_s is not None or not ipaddress.ip_address(peer_host).is_loopback:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT_BYTES)
+
+
+def pace(connection: socket.socket, max_bytes_per_s: float) -> None:
+    """Cap what the kernel sends on a TCP connection; a first burst of ten segments is not paced.
+
+    Raises:
+        OSError: The system has no such cap.
+    """
+    # As unsigned long: of an int Python packs 32 bits with sign, which end at 2 GB/s.
+    wanted = struct.pack("@L", math.ceil(max_bytes_per_s))
+    connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, wanted)
+    if connection.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, len(wanted)) != wanted:
+        raise OSError(errno.ENOPROTOOPT, "the system did not take the pace")
+
+
+def check_pacing(max_bytes_per_s: float) -> None:
+    """Say at once whether links of this machine can be capped so.
+
+    Raises:
+        ValueError: The number cannot be meant, or the system has no such cap.
+    """
+    if not (math.isfinite(max_bytes_per_s) and 1 <= max_bytes_per_s <= MAX_PACE):
+        raise ValueError(
+            f"max_bytes_per_s must be None (no cap) or a number from 1 to {MAX_PACE:g}, "
+            f"not {max_bytes_per_s}"
+        )
+    try:
+        if sys.platform != "linux":  # elsewhere the number 47 means something else
+            raise OSError(errno.ENOPROTOOPT, f"not on {sys.platform}")
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            pace(probe, max_bytes_per_s)
+    except OSError as error:
+        raise ValueError(
+            "max_bytes_per_s needs a Linux kernel that paces TCP (SO_MAX_PACING_RATE), and this "
+            f"system has none ({error.strerror}); leave it None and limit the network itself"
+        ) from None
+
+
+def is_connected(connection: socket.socket) -> bool:
+    """Whether a non-blocking ``connect`` has got through; False: not yet.
+
+    Raises:
+        OSError: It failed. ``ConnectionRefusedError``: nobody listens there.
+    """
+    code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, errno.errorcode.get(code, str(code)))
+    try:
+        peer_name = connection.getpeername()
+    except OSError:
+        return False
+    if connection.getsockname() == peer_name:
+        # Dialling a free port of one's own host may be given that very port as its own and
+        # connect to itself: nobody listens there.
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "connected to itself")
+    return True
+
+
+def empty(
+    connection: socket.socket, scratch: memoryview, max_bytes: int = _MAX_EMPTIED_BYTES
+) -> None:
+    """Drop what has arrived on a socket about to be closed.
+
+    Closing with unread data resets the connection, and the reset overtakes what was just sent.
+    """
+    dropped = 0
+    while dropped < max_bytes:
+        try:
+            # The plain method: what TLS would make of the bytes does not matter any more.
+            count = socket.socket.recv_into(connection, scratch)
+        except OSError:
+            return
+        if count == 0:
+            return
+        dropped += count

@@ -1,0 +1,342 @@
+"""Links through TLS 1.3, for networks that others share: the run's key is membership.
+
+:func:`make_tls_files` makes one self-signed certificate and its key for a run. Every worker
+presents that certificate and trusts nothing else, so who holds the key belongs to the run, and
+nobody else gets further than TLS's own handshake. With an authority of your own every certificate
+that it signed is membership. Host names are not compared: workers are known by numeric addresses
+that change from run to run.
+
+The end of a stream needs no farewell of TLS: frames have lengths, and a link that is cut short is
+the same to us as one that was closed. A key protects a bounded number of records; then the link is
+made anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import errno
+import logging
+import os
+import socket
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import final
+
+from gossipdp.links import fork
+from gossipdp.links.sockets import Stream
+
+logger = logging.getLogger("gossipdp")
+
+# One call of OpenSSL takes at most this much, so that a turn on a fast link ends.
+SLICE_BYTES = 1 << 20
+# OpenSSL's codes for a chain that does not end in a certificate that we trust.
+_UNKNOWN_AUTHORITY = (2, 18, 19, 20, 21)
+WARN_BEFORE_EXPIRY_S = 24 * 3600.0
+# RFC 8446, section 5.5: AES-GCM protects at most 2**24.5 full records with one key. OpenSSL neither
+# counts nor renews it.
+MAX_RECORDS = 1 << 24
+RECORD_BYTES = 16 << 10
+CERTIFICATE_DAYS = 365
+
+
+@dataclasses.dataclass(frozen=True)
+class TlsFiles:
+    """Where a worker's certificate (or chain), its key and the authority lie, as PEM."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+
+def tls_files(
+    cert: str | os.PathLike[str] | None,
+    key: str | os.PathLike[str] | None,
+    ca: str | os.PathLike[str] | None = None,
+) -> TlsFiles | None:
+    """The files, None where none is named. Without ``ca`` the certificate is its own authority.
+
+    Raises:
+        ValueError: Only some are named.
+    """
+    if cert and key:
+        return TlsFiles(Path(cert), Path(key), Path(ca or cert))
+    if not (cert or key or ca):
+        return None
+    given = {"tls_cert": cert, "tls_key": key}
+    named = " and ".join(
+        f"{name} (--{name.replace('_', '-')}, GOSSIPDP_{name.upper()})"
+        for name, path in given.items()
+        if not path
+    )
+    raise ValueError(
+        f"TLS needs a certificate and its key, or none: give {named}; "
+        "`gossipdp tls-init DIR` makes both"
+    )
+
+
+def make_tls_files(directory: str | os.PathLike[str]) -> TlsFiles:
+    """Make the certificate of a run, ``cert.pem``, and its key, ``key.pem``, in ``directory``.
+
+    The certificate is self-signed (ECDSA, P-256) and valid for a year. Only you can read the key.
+
+    Args:
+        directory: made if it is not there.
+
+    Raises:
+        FileExistsError: One of the files is there; nothing is overwritten.
+        OSError: They cannot be written.
+
+    Example:
+        >>> files = make_tls_files(getfixture("tmp_path"))
+        >>> files.cert.name, files.key.name, files.ca == files.cert
+        ('cert.pem', 'key.pem', True)
+    """
+    # Here, since it takes a tenth of a second to import and nothing else needs it.
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a gossipdp run")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))  # clocks differ
+        .not_valid_after(now + datetime.timedelta(days=CERTIFICATE_DAYS))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    folder = Path(directory)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files = TlsFiles(folder / "cert.pem", folder / "key.pem", folder / "cert.pem")
+    if files.cert.exists():
+        raise FileExistsError(f"{files.cert} is there already: use it, or name another directory")
+    _write_new(files.key, key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain), 0o600)
+    _write_new(files.cert, certificate.public_bytes(pem), 0o644)
+    return files
+
+
+def _write_new(path: Path, data: bytes, mode: int) -> None:
+    """Write a file that is not there yet; never through a link that somebody left in its place."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+
+
+@final
+class Tls:
+    """What a worker needs to open either end of a TLS connection.
+
+    Args:
+        files: read and checked here and not looked at again.
+        clock: seconds since the epoch.
+
+    Raises:
+        ValueError: A file cannot be read or used, the key does not fit the certificate, or another
+            worker with the same authority would refuse the certificate (expired, not yet valid,
+            not signed by it, not meant for both ends of a connection).
+    """
+
+    def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.time) -> None:
+        named = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.ca}
+        pem = {name: _read(name, path) for name, path in named.items()}
+        mode = files.key.stat().st_mode & 0o777
+        if mode & 0o077:
+            logger.warning(
+                "others than you may read tls_key %s (mode %03o), and whoever reads it can take "
+                "part in the run; chmod 600 it",
+                files.key,
+                mode,
+            )
+        self._server = _context(ssl.PROTOCOL_TLS_SERVER, files, pem["tls_ca"])
+        # No tickets: every link shows its certificate, and nothing unasked-for follows.
+        self._server.num_tickets = 0
+        self._client = _context(ssl.PROTOCOL_TLS_CLIENT, files, pem["tls_ca"])
+        left_s = self._meet_oneself(files) - clock()
+        if left_s < WARN_BEFORE_EXPIRY_S:
+            logger.warning(
+                "the certificate %s expires in %.1f hours; links made after that are refused",
+                files.cert,
+                left_s / 3600,
+            )
+
+    def wrap(self, connection: socket.socket, *, server_side: bool) -> TlsStream:
+        """The stream over a connected socket, whose object is emptied; its handshake is due."""
+        context = self._server if server_side else self._client
+        with fork.descriptors_guard:
+            wrapped = context.wrap_socket(
+                connection, server_side=server_side, do_handshake_on_connect=False
+            )
+        return TlsStream(wrapped)
+
+    def _meet_oneself(self, files: TlsFiles) -> float:
+        """Open a connection between two ends that both have these files; when they expire."""
+        there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = self._client.wrap_bio(back, there)
+        server = self._server.wrap_bio(there, back, server_side=True)
+        try:
+            for end in (client, server, client, server):
+                try:
+                    end.do_handshake()
+                except ssl.SSLWantReadError:
+                    pass
+        except ssl.SSLError as error:
+            raise ValueError(
+                f"the certificate {files.cert} is of no use with the authority {files.ca}: "
+                f"{explain(error)}; every other worker would refuse it"
+            ) from None
+        shown = server.getpeercert()
+        assert shown is not None
+        return ssl.cert_time_to_seconds(str(shown["notAfter"]))
+
+
+@final
+class TlsStream(Stream):
+    """TLS over a non-blocking socket, by OpenSSL in the :mod:`ssl` module.
+
+    OpenSSL reads and writes one record (16 KiB) a system call, straight between the kernel and its
+    own buffer and from there to ours: one copy more than in the clear, besides the cipher.
+    """
+
+    mixes_directions = True
+
+    def __init__(self, connection: ssl.SSLSocket) -> None:
+        self.connection = self._secured = connection
+        self.is_secured = False
+        self._num_records = 0
+        self._is_ended = False
+        self._error: OSError | None = None
+
+    def do_handshake(self) -> None:
+        """Go on with the TLS handshake.
+
+        Raises:
+            BlockingIOError: The peer is to speak first.
+            OSError: It failed.
+        """
+        try:
+            self._secured.do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+        except ssl.SSLEOFError:
+            raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake") from None
+        except OSError as error:
+            if error.errno == errno.ENOTCONN:
+                raise ConnectionResetError(errno.ECONNRESET, "gone before the handshake") from None
+            raise _readable(error) from None
+        self.is_secured = True
+
+    @property
+    def has_more(self) -> bool:
+        """See :class:`Stream`."""
+        return self._is_ended or self._error is not None
+
+    @property
+    def is_worn(self) -> bool:
+        """See :class:`Stream`. Each end counts what it sends, with a key of its own."""
+        return self._num_records >= MAX_RECORDS
+
+    def receive_into(self, rooms: Sequence[memoryview]) -> int:
+        """See :class:`Stream`."""
+        if self._error is not None:
+            raise self._error
+        total = 0
+        try:
+            for room in rooms:
+                rest = room
+                while rest and not self._is_ended:
+                    count = self._secured.recv_into(rest)
+                    self._is_ended = count == 0
+                    total += count
+                    rest = rest[count:]
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            if total == 0:
+                raise BlockingIOError from None
+        except OSError as error:
+            if total == 0:
+                raise _readable(error) from None
+            self._error = _readable(error)  # raised after what came before it
+        return total
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> int:
+        """See :class:`Stream`. OpenSSL wants a call that found no room repeated as it was."""
+        total = 0
+        try:
+            for part in parts:
+                view = memoryview(part)
+                for start in range(0, len(view), SLICE_BYTES):
+                    count = self._secured.send(view[start : start + SLICE_BYTES])
+                    total += count
+                    self._num_records += -(-count // RECORD_BYTES)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            if total == 0:
+                raise BlockingIOError from None
+        except ssl.SSLError as error:
+            raise _readable(error) from None
+        return total
+
+
+def explain(error: OSError) -> str:
+    """Why TLS failed, for the user of the worker that found it."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        message = error.verify_message
+        if error.verify_code in _UNKNOWN_AUTHORITY:
+            message = f"it is not this run's, nor signed by this worker's tls_ca ({message})"
+        return f"certificate refused: {message}"
+    reason = getattr(error, "reason", None) or error.strerror or str(error)
+    if reason == "WRONG_VERSION_NUMBER":
+        return "the other end does not speak TLS"
+    if "ALERT" in reason:
+        # TLSV13_ALERT_CERTIFICATE_REQUIRED, SSLV3_ALERT_CERTIFICATE_EXPIRED, ...
+        said = reason.partition("ALERT_")[2].replace("_", " ").lower()
+        return f"the other end refused this worker's certificate or its TLS: {said}"
+    return reason.replace("_", " ").lower() if reason.isupper() else reason
+
+
+def _readable(error: OSError) -> OSError:
+    """An error of OpenSSL as one whose ``strerror`` is a sentence; others as they are."""
+    return OSError(errno.EPROTO, explain(error)) if isinstance(error, ssl.SSLError) else error
+
+
+def _read(name: str, path: Path) -> str:
+    try:
+        return path.read_text("ascii")
+    except UnicodeDecodeError:
+        raise ValueError(f"{name} {path} is no PEM file; convert it with openssl") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {name} {path}: {error.strerror}") from None
+
+
+def _context(protocol: int, files: TlsFiles, authority: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_verify_locations(cadata=authority)
+    except (ssl.SSLError, ValueError):
+        raise ValueError(f"tls_ca {files.ca} holds no certificate in PEM form") from None
+
+    def refuse_to_ask() -> str:
+        raise ValueError(
+            f"tls_key {files.key} is encrypted, and workers cannot ask for its passphrase; "
+            "give a key without one, readable by you alone"
+        )
+
+    try:
+        context.load_cert_chain(files.cert, files.key, password=refuse_to_ask)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            fault = "the key is not that of the certificate"
+        else:
+            fault = f"one of them is not usable PEM ({explain(error)})"
+        raise ValueError(f"tls_cert {files.cert}, tls_key {files.key}: {fault}") from None
+    return context

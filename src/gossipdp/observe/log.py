@@ -1,0 +1,334 @@
+"""The log of a run: one JSON-lines file per worker. Its lines, and reading them.
+
+A file starts with a ``start`` record. Then come pairs of a ``step`` and an ``exchange`` record,
+each with totals up to then. ``began`` stands where a process made its first gradient step,
+``notice`` where a worker noticed what befell another, ``values`` where the script logged something,
+``consolidating`` where the worker had nothing left to do but to wait for the others; ``end`` where
+it had the average. Time (``time_s``) is in seconds since the worker's first start, whose date is in
+``start``. The log of a worker that was started again goes on where it ended, with a ``start``
+record of the new process.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Self, TypedDict, TypeVar
+
+import msgspec
+
+FILE_PATTERN = "worker-*.jsonl"
+FORMAT = 2
+"""Written into each start record; a reader refuses others."""
+
+MAX_WORKERS = 4096
+"""A reader refuses ranks from here on: figures have a row a worker."""
+
+Value = bool | int | float | str
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORKERS)]
+
+
+def worker_file(directory: Path, rank: int) -> Path:
+    """Where a run that logs to ``directory`` keeps the log of worker ``rank``."""
+    return directory / f"worker-{rank}.jsonl"
+
+
+class KnownConfiguration(TypedDict, total=False):
+    """What readers of a log compute with, of all that a configuration may hold."""
+
+    comm_rate: float
+    parameters: int
+    edges: list[tuple[Rank, Rank]]
+
+
+class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start"):
+    """Training starts now, or goes on in another process.
+
+    run_id: of the run; the log of one that resumes holds the runs before it too.
+    started_at: seconds since 1970. started_s: the same moment by ``since_boot_s``, and boot_id: of
+    which boot; empty where it is not known. configuration: how the wrapper was called, in words and
+    numbers.
+    """
+
+    rank: Rank
+    num_workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
+    process_id: int
+    started_at: float
+    configuration: dict[str, Any]
+    started_s: float = 0.0
+    format: int = 1  # the first one did not say
+    boot_id: str = ""
+    run_id: str = ""
+
+
+class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
+    """Gradient steps and samples so far; loss and speed are means since the record before."""
+
+    time_s: float
+    gradient_steps: int
+    samples: int
+    loss: float | None
+    samples_per_second: float
+
+
+class RecentExchange(msgspec.Struct, frozen=True, array_like=True):
+    """One exchange that ended since the record before; time as ``time_s``."""
+
+    peer: Rank
+    initiated: bool
+    started_s: float
+    duration_s: float
+
+
+class ExchangeRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="exchange"):
+    """What the exchanges of a worker came to so far; None: no exchange yet, or not measured.
+
+    recent: the last exchanges since the record before, at most 16, the oldest first.
+    """
+
+    time_s: float
+    exchanges_initiated: int
+    exchanges_answered: int
+    exchanges_failed: int
+    exchanges_by_neighbour: dict[Rank, int]
+    edge_distance: float | None
+    exchange_seconds: float
+    waited_seconds: float
+    bytes_sent: int
+    bytes_received: int
+    shared_bytes_sent: int = 0
+    shared_bytes_received: int = 0
+    recent: tuple[RecentExchange, ...] = ()
+
+
+class ValuesRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="values"):
+    """What the script logged by name, the latest of each since the record before."""
+
+    time_s: float
+    gradient_steps: int
+    values: dict[str, Value | None]
+
+
+class ConsolidatingRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="consolidating"):
+    """The worker has called ``consolidate()``: from here on it waits for the others."""
+
+    time_s: float
+
+
+class EndRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
+    """The run is consolidated; how far apart all were just before, over how many."""
+
+    time_s: float
+    gradient_steps: int
+    samples: int
+    consensus_distance: float | None
+    num_averaged: int | None = None
+
+
+class BeganRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="began"):
+    """A process of this worker made its first gradient step; at_s: by ``since_boot_s``."""
+
+    process_id: int
+    at_s: float
+    time_s: float = 0.0
+
+
+class NoticeRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="notice"):
+    """What this worker noticed of worker ``rank``, such as "dead"; at_s: by ``since_boot_s``."""
+
+    rank: Rank
+    what: str
+    at_s: float
+    time_s: float = 0.0
+
+
+Record = (
+    StartRecord
+    | StepRecord
+    | ExchangeRecord
+    | ValuesRecord
+    | ConsolidatingRecord
+    | EndRecord
+    | BeganRecord
+    | NoticeRecord
+)
+
+_decoder = msgspec.json.Decoder(Record)
+_Kind = TypeVar("_Kind", bound=msgspec.Struct)
+
+
+class RunLogTail:
+    """Follows the log of one worker while it is written; the file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+
+    def read_new(self) -> list[Record]:
+        """The records that were completed since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        complete = content[: content.rfind(b"\n") + 1]
+        self._position += len(complete)
+        return [_decoder.decode(line) for line in complete.splitlines()]
+
+
+@dataclass(frozen=True)
+class WorkerLog:
+    """The records of one worker, by kind, in the order in which they were written."""
+
+    start: StartRecord
+    """Of the first process."""
+    steps: tuple[StepRecord, ...]
+    exchanges: tuple[ExchangeRecord, ...]
+    end: EndRecord | None
+    lives: tuple[BeganRecord, ...] = ()
+    notices: tuple[NoticeRecord, ...] = ()
+    values: tuple[ValuesRecord, ...] = ()
+    consolidating: ConsolidatingRecord | None = None
+    last_s: float = 0.0
+    """Of the last record that has a time."""
+    restart: StartRecord | None = None
+    """Of the last process, where there was more than one."""
+
+    @property
+    def latest_start(self) -> StartRecord:
+        """Of the last process."""
+        return self.restart or self.start
+
+    def pairs(self) -> list[tuple[StepRecord, ExchangeRecord]]:
+        """The step and exchange records of one moment; a half whose other half is lost, left out.
+
+        A full disk loses single lines, and so does a kill between the two.
+        """
+        exchanges = {exchange.time_s: exchange for exchange in self.exchanges}
+        return [(step, exchanges[step.time_s]) for step in self.steps if step.time_s in exchanges]
+
+    def last_values(self) -> dict[str, Value | None]:
+        """The latest of each value that the script logged."""
+        latest: dict[str, Value | None] = {}
+        for record in self.values:
+            latest |= record.values
+        return latest
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """The logs of all workers of a run, by rank."""
+
+    workers: dict[int, WorkerLog]
+
+    @property
+    def started_at(self) -> float:
+        """When the first worker started, in seconds since 1970."""
+        return min(worker.start.started_at for worker in self.workers.values())
+
+    @property
+    def latest_start(self) -> StartRecord:
+        """Of the process that started last: a resumed run may have another size and graph."""
+        starts = (worker.latest_start for worker in self.workers.values())
+        return max(starts, key=lambda start: start.started_at)
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers the run was last started with."""
+        return self.latest_start.num_workers
+
+    @property
+    def num_ranks(self) -> int:
+        """How many workers the logs tell of, joiners too, be their own logs here or not."""
+        partners = (
+            rank
+            for worker in self.workers.values()
+            if worker.exchanges
+            for rank in worker.exchanges[-1].exchanges_by_neighbour
+        )
+        return max(self.num_workers, 1 + max(self.workers), 1 + max(partners, default=0))
+
+    def exchange_counts(self) -> dict[tuple[int, int], int]:
+        """Completed exchanges by (lower rank, higher rank), of those pairs that had any.
+
+        Both ends count an exchange, and a log may lack its last line: the larger count is taken.
+        """
+        counts: dict[tuple[int, int], int] = {}
+        for rank, worker in self.workers.items():
+            if worker.exchanges:
+                for peer, count in worker.exchanges[-1].exchanges_by_neighbour.items():
+                    pair = (min(rank, peer), max(rank, peer))
+                    counts[pair] = max(counts.get(pair, 0), count)
+        return {pair: counts[pair] for pair in sorted(counts) if counts[pair]}
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """Read the logs in a directory; a last line cut short (a worker was killed) is left out.
+
+        Raises:
+            ValueError: there are none, a line is no record, a configuration cannot be, or another
+                version wrote them.
+        """
+        paths = sorted(directory.glob(FILE_PATTERN))
+        workers = [read_worker(path) for path in paths]
+        by_rank = {worker.start.rank: worker for worker in workers if worker is not None}
+        if not by_rank:
+            raise ValueError(
+                f"{directory} holds no log of a worker ({FILE_PATTERN}); train with "
+                "Monitor(log_dir=...), or with gossipdp run --log-dir"
+            )
+        return cls(dict(sorted(by_rank.items())))
+
+
+def read_worker(path: Path) -> WorkerLog | None:
+    """The log of one worker; None when not even its first line was completed.
+
+    Raises:
+        ValueError: as :meth:`RunLog.read`.
+    """
+    content = path.read_bytes()
+    lines = content[: content.rfind(b"\n") + 1].splitlines()
+    if not lines:
+        return None
+    start = next(iter(_decode(path, lines[:1])))
+    if not isinstance(start, StartRecord):
+        raise ValueError(f"{path} does not begin with a start record, but with {start!r}")
+    if start.format != FORMAT:
+        raise ValueError(
+            f"{path} is a log of format {start.format}, and this version of gossipdp reads format "
+            f"{FORMAT} only: read it with the version that wrote it, or run again"
+        )
+    records = list(_decode(path, lines))
+
+    def of(kind: type[_Kind]) -> tuple[_Kind, ...]:
+        return tuple(record for record in records if isinstance(record, kind))
+
+    starts, ends, waits = of(StartRecord), of(EndRecord), of(ConsolidatingRecord)
+    for each in starts:
+        try:
+            msgspec.convert(each.configuration, KnownConfiguration)
+        except msgspec.ValidationError as error:
+            line = records.index(each) + 1
+            raise ValueError(
+                f"{path}, line {line} holds a configuration that cannot be: {error}"
+            ) from error
+    return WorkerLog(
+        start,
+        of(StepRecord),
+        of(ExchangeRecord),
+        ends[-1] if ends else None,
+        of(BeganRecord),
+        of(NoticeRecord),
+        of(ValuesRecord),
+        waits[-1] if waits else None,
+        max(0.0 if isinstance(record, StartRecord) else record.time_s for record in records),
+        starts[-1] if len(starts) > 1 else None,
+    )
+
+
+def _decode(path: Path, lines: list[bytes]) -> Iterable[Record]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield _decoder.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number} is no record of a run log: {error}") from error

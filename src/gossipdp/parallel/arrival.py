@@ -1,0 +1,394 @@
+"""How a worker comes into the run: with all others at its start, or into one that goes on."""
+
+import dataclasses
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from random import Random
+
+import msgspec
+import torch
+from torch import Tensor
+
+from gossipdp.dynamics import update
+from gossipdp.dynamics.chunks import Chunk
+from gossipdp.dynamics.phase import Phase
+from gossipdp.errors import RendezvousError, SupersededError
+from gossipdp.gossip.joining import ask_members
+from gossipdp.gossip.loop import GossipLoop
+from gossipdp.gossip.thread import GossipThread
+from gossipdp.graph.constants import Constants
+from gossipdp.graph.topology import build_graph, graph_name
+from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.rendezvous import Rendezvous, Settings
+from gossipdp.links.clock import since_boot_s
+from gossipdp.links.handshake import Identity
+from gossipdp.links.sockets import Listener, listen
+from gossipdp.links.tcp import TcpTransport
+from gossipdp.links.tls import Tls, tls_files
+from gossipdp.parallel import training_state
+from gossipdp.parallel.checkpoint import Counts, Resumption
+from gossipdp.parallel.flat_parameters import FlatParameters
+from gossipdp.parallel.options import Options
+from gossipdp.parallel.state_transfers import StateTransfers
+from gossipdp.parallel.status_page import StatusPage
+from gossipdp.parallel.training_state import BetweenSteps
+from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
+from gossipdp.protocol.worker import WorkerProtocol
+
+logger = logging.getLogger("gossipdp")
+
+LOOK_AT_PROGRESS_EVERY_S = 1.0
+
+
+class Arrival:
+    """One worker's way into the run, and what it is there; the main thread's.
+
+    Args:
+        flat: its parameters.
+        optimizers: of its training; a joiner takes another's state of them.
+        options: of the user.
+        resumption: what it starts from, if the run goes on from checkpoints.
+        status: its status port.
+
+    Attributes:
+        rank, world_size, incarnation: of this worker; world_size: that the run began with.
+        run_id, settings: of the run.
+        before: what it had counted before.
+        phase, protocol, loop, states: from :meth:`start` on.
+        thread: None until it has been started.
+    """
+
+    rank: int
+    world_size: int
+    incarnation = 0
+    run_id: str
+    phase: Phase
+    protocol: WorkerProtocol
+    loop: GossipLoop
+    states: StateTransfers
+    thread: GossipThread | None = None
+
+    def __init__(
+        self,
+        flat: FlatParameters,
+        optimizers: Sequence[torch.optim.Optimizer],
+        options: Options,
+        resumption: Resumption | None,
+        status: StatusPage | None,
+    ) -> None:
+        environment, network = Environment.read(), options.network
+        files = tls_files(network.tls_cert, network.tls_key, network.tls_ca) or environment.tls
+        self._tls = Tls(files) if files is not None else None
+        self._environment = dataclasses.replace(environment, tls=files)
+        self._flat = flat
+        self._state = flat.state
+        self._optimizers = optimizers
+        self._options = options
+        self._resumption = resumption
+        self._status = status
+        self._between_steps = BetweenSteps(optimizers)
+        self._secret = network.secret.encode() if network.secret else None
+        self.before = Counts.of(resumption)
+        self.settings = Settings(
+            tensors=(*flat.description(), *flat.state.description()),
+            method=options.method,
+            graph="",
+            comm_rate=f"{options.comm_rate:g}",
+            wire_format=options.wire_format,
+            start="afresh" if resumption is None else resumption.start,
+        )
+        self._rendezvous = Rendezvous.open(self._environment, network.start_timeout_s)
+
+    def start(self) -> None:
+        """Come into the run: with all others at its start, or into one that goes on."""
+        environment = self._environment
+        if not self._rendezvous.joins:
+            self._take_place(environment.rank, environment.world_size, incarnation=0)
+            if self._resumption is not None:
+                self._restore(self._resumption.tensors)
+                self._resumption.tensors = {}
+            self._meet(environment)
+            self._begin()
+            self._rendezvous.mark_ready(self.rank)
+            return
+        try:
+            self._join(environment)
+        except SupersededError as error:
+            self.come_anew(error)
+        else:
+            self._rendezvous.mark_ready(self.rank)
+
+    def come_anew(self, superseded: SupersededError) -> None:
+        """Take another rank: two that joined at the same time had been given the same one.
+
+        Raises ``superseded`` where the rank was given to this worker, for then it is not wanted.
+        """
+        while self._rendezvous.joins and self._environment.needs_rank:
+            logger.warning(
+                "worker %d takes another rank: one that joined at the same time has this one",
+                self.rank,
+            )
+            assert self.thread is not None
+            self.thread.close()
+            try:
+                self._join(self._environment)
+            except SupersededError as error:
+                superseded = error
+                continue
+            self._rendezvous.mark_ready(self.rank)
+            return
+        raise superseded
+
+    def _take_place(self, rank: int, num_workers: int, incarnation: int) -> None:
+        """Take a rank among the workers that the run began with, or beyond them."""
+        options = self._options
+        self.rank, self.world_size, self.incarnation = rank, num_workers, incarnation
+        if self._status is not None:
+            self._status.bind(rank)
+        graph = build_graph(options.graph, num_workers, seed=options.seed)
+        self._constants = Constants.of(graph, options.comm_rate)
+        # The phase is measured in communication periods, so eta is that of comm rate 1.
+        unit = Constants.of(graph)
+        eta = unit.eta if options.method == "a2cid2" and rank < num_workers else 0.0
+        worker_rate = unit.worker_rate(rank) if rank < num_workers else 0.0
+        self.phase = Phase(eta, worker_rate)
+        self._method = options.method
+        if options.method == "a2cid2" and unit.alpha_tilde < 0.5 + 1e-9:
+            # Exchanges leave c at zero (complete graphs): plain averaging, without its memory.
+            self._method = "gossip"
+            self._state.drop_momentum()
+        self.settings = msgspec.structs.replace(
+            self.settings, graph=f"{graph_name(graph)} {_digest(self._constants)}"
+        )
+
+    def _listen(self, environment: Environment) -> Listener:
+        network = self._options.network
+        host = network.host or environment.choose_host()
+        return listen(host, environment.port if network.port is None else network.port)
+
+    def _meet(self, environment: Environment) -> None:
+        """Listen, meet the others at the start of the run, and start the gossip thread."""
+        listener = self._listen(environment)
+        bound, port = listener.getsockname()[:2]
+        try:
+            host = environment.announced_host(bound)
+            meeting = self._rendezvous.meet((host, port), self.settings, self._secret)
+        except BaseException:
+            listener.close()
+            raise
+        # Process id 0 stands for "not heard of yet": the worker's own word supersedes it.
+        others = (
+            Member(rank, 0, 0, Status.ALIVE, *address)
+            for rank, address in meeting.addresses.items()
+            if rank != self.rank
+        )
+        progress = () if self._resumption is None else self._resumption.progress
+        self._start_thread(listener, host, (meeting.run_id, meeting.secret), others, progress)
+
+    def _start_thread(
+        self,
+        listener: Listener,
+        host: str,
+        run: tuple[str, bytes],
+        others: Iterable[Member],
+        progress: Iterable[ProgressEntry],
+        *,
+        is_joining: bool = False,
+    ) -> None:
+        """Build this worker's protocol and loop, and start its thread; ``run``: id and secret."""
+        options, (run_id, secret) = self._options, run
+        self.run_id = run_id
+        process_id = secrets.randbits(62)
+        self.protocol = protocol = WorkerProtocol(
+            rank=self.rank,
+            incarnation=self.incarnation,
+            process_id=process_id,
+            host=host,
+            port=listener.getsockname()[1],
+            constants=self._constants,
+            method=self._method,  # type: ignore[arg-type]
+            policy_name=options.neighbour_policy,
+            timeout_s=options.network.timeout_s,
+            random=Random(f"{options.seed} {self.rank} {self.incarnation}"),
+            num_chunks=len(self._state.averaged_chunks),
+            num_copied_chunks=len(self._state.copied_chunks),
+            is_joining=is_joining,
+            status_address=("", 0) if self._status is None else self._status.announced(host),
+        )
+        protocol.membership.merge_all(others)
+        protocol.progress.merge_all(progress, since_boot_s())
+        identity = self._identity(host, run_id, self.rank, process_id)
+        self.loop = GossipLoop(
+            protocol,
+            self._state,
+            self.phase,
+            lambda handler: TcpTransport(
+                handler,
+                identity,
+                secret,
+                listener,
+                tls=self._tls,
+                max_bytes_per_s=options.network.max_bytes_per_s,
+                clock=since_boot_s,
+                shared_memory=options.network.shared_memory,
+            ),
+            since_boot_s,
+            wire_format=options.wire_format,
+        )
+        self.thread = GossipThread(self.loop)
+        self.states = StateTransfers(self.thread, self.loop, self._state, options.network)
+        self._between_steps.attach(self._state.device.finish, self.loop.transport.wake)
+        self.loop.transfers.offer = self._between_steps.offer
+        self._state.device.finish()
+        self.thread.start()
+
+    def _identity(self, host: str, run_id: str, rank: int, process_id: int) -> Identity:
+        settings = self.settings
+        return Identity(
+            rank=rank,
+            incarnation=self.incarnation,
+            process_id=process_id,
+            run_id=run_id,
+            model=settings.model,
+            method=settings.method,
+            graph=settings.graph,
+            comm_rate=settings.comm_rate,
+            wire_format=settings.wire_format,
+            host=host,
+        )
+
+    # Joining a run that goes on.
+
+    def _join(self, environment: Environment) -> None:
+        """Ask who is there, take a place, take the state of a live worker, and take part.
+
+        At most ``start_timeout_s`` pass without progress before this fails.
+        """
+        options = self._options
+        secret = self._secret or environment.secret or b""
+        if not secret and self._tls is None:
+            raise ValueError(
+                "a worker joins a run only with its secret or its TLS files: start it with "
+                "`gossipdp run --join HOST:PORT --secret-file FILE`, or set GOSSIPDP_SECRET"
+            )
+        listener = self._listen(environment)
+        try:
+            host = environment.announced_host(listener.getsockname()[0])
+            answer = ask_members(
+                environment.join,
+                self._identity(host, environment.run_id, 0, 0),
+                secret,
+                tls=self._tls,
+                timeout_s=options.network.start_timeout_s,
+            )
+            wanted = None if environment.needs_rank else environment.rank
+            rank, incarnation = first_incarnation(answer.members, wanted)
+            self._take_place(rank, answer.num_workers, incarnation)
+        except BaseException:
+            listener.close()
+            raise
+        self._start_thread(
+            listener,
+            host,
+            (environment.run_id, secret),
+            answer.members,
+            answer.progress,
+            is_joining=True,
+        )
+        training_state.restore(self.states.take(), self._optimizers)
+        samples, steps = self.protocol.progress.by_rank().get(rank, (0, 0))
+        directory = (
+            None if options.checkpoints.directory is None else Path(options.checkpoints.directory)
+        )
+        self.before = Counts.of_joiner(steps, samples, directory, rank)
+        self._call(lambda: self.loop.serve_state((), lambda: None))
+        self._call(self.loop.joined)
+        logger.info("worker %d joined the run, in its life %d", rank, incarnation)
+
+    def _begin(self) -> None:
+        """Take rank 0's parameters, down a binary tree, and give them on; then start to exchange.
+
+        A worker trains only after its children in the tree have what it holds, so that all start
+        from the same bits; whoever dies meanwhile is not waited for.
+        """
+        if self._resumption is not None:
+            # Everyone has a state of its own to start from.
+            self._call(lambda: self.loop.serve_state((), lambda: None))
+            self._call(self.loop.start_exchanging)
+            return
+        if self.rank > 0:
+            parent = (self.rank - 1) // 2
+            self.states.fetch(parent, Chunk.replace, self._options.network.start_timeout_s)
+        served: Future[None] = Future()
+        children = {2 * self.rank + 1, 2 * self.rank + 2} & set(range(self.world_size))
+        self._call(lambda: self.loop.serve_state(children, lambda: served.set_result(None)))
+        try:
+            # Not a limit on the whole: a large model on a slow link takes its time.
+            wait_while_it_advances(
+                served, self._num_chunks_sent, self._options.network.start_timeout_s
+            )
+        except TimeoutError:
+            raise RendezvousError(
+                f"worker {self.rank} waited {self._options.network.start_timeout_s:g} s for "
+                f"workers {sorted(children)} to take the start parameters; look at their output"
+            ) from None
+        self._call(self.loop.start_exchanging)
+
+    def _num_chunks_sent(self) -> int:
+        assert self.thread is not None
+        self.thread.check()
+        return self.loop.transfers.num_chunks_sent
+
+    @torch.no_grad()
+    def _restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write a checkpoint's tensors to the state, before the gossip thread exists."""
+        segments = self._flat.state.segments
+        pendings = self._flat.named([s.pending if s.role.is_exchanged else None for s in segments])
+        momenta = self._flat.named([s.c for s in segments])
+        for name, x in self._flat.named([s.x for s in segments]).items():
+            x.copy_(tensors[f"model/{name}"])
+            pending, c = tensors.get(f"pending/{name}"), tensors.get(f"c/{name}")
+            if pending is not None and name in pendings:
+                pendings[name].copy_(pending)
+            if c is not None and name in momenta:
+                momenta[name].copy_(c)
+            elif c is not None and name in pendings:  # saved under another method: z goes on
+                update.flow(pendings[name], c.clone(), decay=0.0)
+        for chunk in self._flat.state.chunks:
+            chunk.restored()
+
+    def close(self) -> None:
+        """End the thread, if there is one, and what reads the optimizers' state."""
+        self._between_steps.close()
+        if self.thread is not None:
+            self.thread.close()
+
+    def _call(self, function: Callable[[], object]) -> None:
+        """Run a function in the gossip thread, to its end."""
+        assert self.thread is not None
+        self.thread.call(function).result()
+
+
+def wait_while_it_advances(
+    ended: Future[None], advance: Callable[[], int], timeout_s: float
+) -> None:
+    """Wait for ``ended``; raises TimeoutError once ``advance()`` has not changed for so long."""
+    done, deadline_s = advance(), time.monotonic() + timeout_s
+    while True:
+        try:
+            return ended.result(min(timeout_s, LOOK_AT_PROGRESS_EVERY_S))
+        except TimeoutError:
+            if advance() != done:
+                done, deadline_s = advance(), time.monotonic() + timeout_s
+            elif time.monotonic() >= deadline_s:
+                raise
+
+
+def _digest(constants: Constants) -> str:
+    """A short digest of the edges: random graphs of one name may differ between versions."""
+    return hashlib.sha256(repr(constants.edges).encode()).hexdigest()[:8]

@@ -1,0 +1,337 @@
+"""Who is dead: silence or a refused dial, questions to others, and a verdict (after SWIM).
+
+A *watched* peer that is silent for ``ASK_AFTER`` of the time-out, whose address refuses
+connections, or that cannot be reached, is inquired after: up to three other live workers are asked
+whether they hear from it. One who is asked says yes when it hears from the suspect *anew*, so that
+an answer is never stale. It says no once its own dial is refused, once it has not heard from it
+for the time-out, or, without a link to it, when a dial comes to nothing for ``REACH_FOR`` of the
+time-out. No answer for ``ANSWER_WITHIN`` counts as no.
+
+Guarantees:
+
+- A peer is found dead only if nobody asked has heard it, and it refused a dial or was silent here
+  for the whole time-out. One bad link, or one firewall, between two healthy workers kills nobody:
+  all but these two still hear both.
+- A process that ends is found dead as soon as those asked have dialled it in vain, within a second.
+- A peer that falls silent to everybody is found dead within max(1, ASK_AFTER + ANSWER_WITHIN) =
+  1.1 time-outs of its last sign of life here, whatever the others do; with nobody to ask, after
+  the time-out alone. Where one of them heard it after being asked, the next inquiry begins a
+  back-off later (1, 2, 4, at most 8 time-outs): until then its other watchers find it dead.
+- Who slept itself begins all waits anew (:meth:`FailureDetector.slept`): its own silence is no
+  evidence against others.
+
+Races:
+
+- The suspect is heard while answers are on their way: the inquiry is dropped, and what is answered
+  to it names an older counter.
+- The link to a worker that was asked is made anew: question or answer may be lost with the old
+  one, so it is asked again (:meth:`FailureDetector.link_up`).
+- Whoever is asked dies too: its own refused dial takes it out of every inquiry.
+- Two who watch the same peer ask each other: each answers from what it hears itself, never from
+  what it was told, so that no rumour keeps a dead worker alive.
+
+Source: Das, Gupta, Motivala, *SWIM*, DSN 2002. Departure: SWIM pings a random member in every
+period; here heartbeats flow on every link anyway, so silence takes the place of the failed ping.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import TypeAlias
+
+from gossipdp.protocol.actions import Send
+from gossipdp.protocol.messages import AskLife, LifeMessage, TellLife
+
+MAX_WITNESSES = 3
+
+# In time-outs. Asking begins before the time-out is over, so that the verdict need not wait for
+# answers after it.
+ASK_AFTER = 0.6
+ANSWER_WITHIN = 0.5
+REACH_FOR = 0.3
+FIRST_RETRY = 1.0
+LONGEST_RETRY = 8.0
+
+
+@dataclass(frozen=True)
+class Seek:
+    """Try to reach ``peer``, to which there is no link."""
+
+    peer: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An inquiry has ended: ``peer`` is dead, or others hear it though this worker does not."""
+
+    peer: int
+    is_dead: bool
+
+
+DetectorAction: TypeAlias = Send[LifeMessage] | Seek | Verdict
+Witnesses: TypeAlias = Callable[[int], tuple[Sequence[int], Sequence[int]]]
+"""Who may be asked about a suspect: those linked, and the others."""
+
+
+@dataclass
+class _Inquiry:
+    """A question to others, open until all have answered or the deadline."""
+
+    counter: int
+    deadline: float
+    unanswered: set[int]
+
+
+@dataclass
+class _Watch:
+    """What is done about one watched peer."""
+
+    inquire_at: float = math.inf
+    """When to inquire at the latest, whatever the silence; inf: the silence decides."""
+    not_before: float = -math.inf
+    retry_s: float = 0.0
+    is_refused: bool = False
+    """Whether its address refuses connections, so that its silence need not last the time-out."""
+    inquiry: _Inquiry | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something that a sign of life undoes."""
+        return self.inquiry is not None or self.inquire_at < math.inf or self.not_before > -math.inf
+
+
+@dataclass
+class _Question:
+    """What others want to know of one peer: counters by asker."""
+
+    deadline: float
+    askers: dict[int, int] = field(default_factory=dict)
+
+
+class FailureDetector:
+    """One worker's opinion on whether others live.
+
+    Args:
+        rank: this worker.
+        timeout_s: silence of this length makes a peer suspect.
+        random: draws whom to ask.
+    """
+
+    def __init__(self, rank: int, timeout_s: float, random: Random) -> None:
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self._random = random
+        self._heard_at: dict[int, float] = {}
+        self._watches: dict[int, _Watch] = {}
+        self._questions: dict[int, _Question] = {}
+        self._counter = 0
+        # Nothing is due before; None: to be worked out. What is heard only defers what is due.
+        self._quiet_until: float | None = None
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """The peers whose silence this worker acts upon."""
+        return frozenset(self._watches)
+
+    # --- inputs ----------------------------------------------------------------------------
+
+    def watch(self, peers: Collection[int], now: float) -> None:
+        """Watch exactly these from now on. One that was not watched has the time-out from now."""
+        if self._watches.keys() == set(peers):
+            return
+        self._quiet_until = None
+        for peer in self._watches.keys() - set(peers):
+            del self._watches[peer]
+        for peer in sorted(set(peers) - self._watches.keys()):
+            self._watches[peer] = self._fresh_watch()
+            self._heard_at[peer] = max(now, self._heard_at.get(peer, now))
+
+    def heard(self, peer: int, now: float) -> list[DetectorAction]:
+        """A sign of life from ``peer``."""
+        if now > self._heard_at.get(peer, -math.inf):
+            self._heard_at[peer] = now
+        watch = self._watches.get(peer)
+        if watch is not None and watch.is_busy:
+            self._watches[peer] = self._fresh_watch()
+            self._quiet_until = None
+        return self._answer(peer, is_heard=True) if self._questions else []
+
+    def unreachable(self, peer: int, now: float) -> list[DetectorAction]:
+        """A dial to ``peer`` came to nothing, for another reason than a refused connection."""
+        watch = self._watches.get(peer)
+        if watch is not None and watch.inquiry is None:
+            watch.inquire_at = max(now, watch.not_before)
+            self._quiet_until = None
+        return self._answer(peer, is_heard=False)
+
+    def refused(self, peer: int, now: float) -> list[DetectorAction]:
+        """The address of ``peer`` refuses connections: it is suspect, and answers nobody."""
+        watch = self._watches.get(peer)
+        if watch is not None:
+            watch.is_refused = True
+        self._expect_no_answer(peer)
+        return self.unreachable(peer, now)
+
+    def has_question(self, suspect: int) -> bool:
+        """Whether others wait to be told of ``suspect``."""
+        return suspect in self._questions
+
+    def link_lost(self, peer: int, now: float) -> list[DetectorAction]:
+        """The link to ``peer`` is gone: who asks about it is answered by what a dial brings."""
+        question = self._questions.get(peer)
+        if question is None:
+            return []
+        question.deadline = min(question.deadline, now + REACH_FOR * self.timeout_s)
+        self._quiet_until = None
+        return [Seek(peer)]
+
+    def gone(self, peer: int) -> list[DetectorAction]:
+        """``peer`` is known to be dead or gone: nothing is to be found out any more."""
+        self._quiet_until = None
+        self._watches.pop(peer, None)
+        self._heard_at.pop(peer, None)
+        self._expect_no_answer(peer)
+        return self._answer(peer, is_heard=False)
+
+    def link_up(self, peer: int) -> list[DetectorAction]:
+        """Ask ``peer`` again what it was asked on an older link."""
+        return [
+            Send(peer, AskLife(suspect, watch.inquiry.counter))
+            for suspect, watch in self._watches.items()
+            if watch.inquiry is not None and peer in watch.inquiry.unanswered
+        ]
+
+    def slept(self, now: float) -> None:
+        """Begin all waits anew: the worker itself did not run, so nobody could be heard."""
+        self._quiet_until = None
+        for peer in self._heard_at:
+            self._heard_at[peer] = max(now, self._heard_at[peer])
+        for peer in self._watches:
+            self._watches[peer] = self._fresh_watch()
+        self._questions.clear()
+
+    def receive(
+        self, peer: int, message: LifeMessage, now: float, *, is_linked: bool, is_live: bool
+    ) -> list[DetectorAction]:
+        """``peer`` asks or answers.
+
+        Args:
+            peer: who says ``message``.
+            message: what it says.
+            now: the time.
+            is_linked: whether there is a link to the suspect.
+            is_live: whether the suspect is known here to live; of others nothing can be told.
+        """
+        self._quiet_until = None
+        match message:
+            case AskLife(suspect=suspect, counter=counter) if not is_live and suspect != self.rank:
+                return [Send(peer, TellLife(suspect, counter, is_heard=False))]
+            case AskLife(suspect=suspect, counter=counter):
+                return self._on_question(peer, suspect, counter, now, is_linked)
+            case TellLife(suspect=suspect, counter=counter, is_heard=is_heard):
+                watch = self._watches.get(suspect)
+                inquiry = None if watch is None else watch.inquiry
+                if watch is None or inquiry is None or inquiry.counter != counter:
+                    return []
+                if is_heard and peer in inquiry.unanswered:
+                    watch.inquiry = None
+                    watch.inquire_at = math.inf
+                    watch.is_refused = False
+                    watch.not_before = now + watch.retry_s
+                    watch.retry_s = min(2 * watch.retry_s, LONGEST_RETRY * self.timeout_s)
+                    return [Verdict(suspect, is_dead=False)]
+                inquiry.unanswered.discard(peer)
+        return []
+
+    def poll(self, now: float, witnesses: Witnesses) -> list[DetectorAction]:
+        """Do what is due: begin inquiries, end them, answer what was asked."""
+        if now < self.next_deadline():
+            return []
+        self._quiet_until = None
+        actions: list[DetectorAction] = []
+        for suspect, question in list(self._questions.items()):
+            if now >= question.deadline:
+                actions += self._answer(suspect, is_heard=False)
+        for peer, watch in list(self._watches.items()):
+            if now < self._due_at(peer, watch):
+                continue
+            if watch.inquiry is None:
+                actions += self._inquire(peer, watch, now, witnesses)
+            if watch.inquiry is not None and now >= self._due_at(peer, watch):
+                del self._watches[peer]
+                actions.append(Verdict(peer, is_dead=True))
+        return actions
+
+    def next_deadline(self) -> float:
+        """When :meth:`poll` has something to do; what is heard meanwhile only defers it."""
+        if self._quiet_until is None:
+            until = math.inf
+            for question in self._questions.values():
+                until = min(until, question.deadline)
+            for peer, watch in self._watches.items():
+                until = min(until, self._due_at(peer, watch))
+            self._quiet_until = until
+        return self._quiet_until
+
+    # --- one inquiry, one answer -----------------------------------------------------------
+
+    def _expect_no_answer(self, peer: int) -> None:
+        self._quiet_until = None
+        for watch in self._watches.values():
+            if watch.inquiry is not None:
+                watch.inquiry.unanswered.discard(peer)
+
+    @property
+    def _first_retry_s(self) -> float:
+        return FIRST_RETRY * self.timeout_s
+
+    def _fresh_watch(self) -> _Watch:
+        return _Watch(retry_s=self._first_retry_s)
+
+    def _due_at(self, peer: int, watch: _Watch) -> float:
+        heard_at, inquiry = self._heard_at[peer], watch.inquiry
+        if inquiry is None:
+            due_at = min(watch.inquire_at, heard_at + ASK_AFTER * self.timeout_s)
+            return max(due_at, watch.not_before)
+        answered_at = inquiry.deadline if inquiry.unanswered else -math.inf
+        return answered_at if watch.is_refused else max(heard_at + self.timeout_s, answered_at)
+
+    def _inquire(
+        self, peer: int, watch: _Watch, now: float, witnesses: Witnesses
+    ) -> list[DetectorAction]:
+        linked, others = witnesses(peer)
+        asked = self._random.sample(list(linked), min(len(linked), MAX_WITNESSES))
+        # At random, lest one that lies be asked every time.
+        asked += self._random.sample(list(others), min(len(others), MAX_WITNESSES - len(asked)))
+        self._counter += 1
+        deadline = now + ANSWER_WITHIN * self.timeout_s
+        watch.inquiry = _Inquiry(self._counter, deadline, set(asked))
+        return [Send(witness, AskLife(peer, self._counter)) for witness in asked]
+
+    def _on_question(
+        self, asker: int, suspect: int, counter: int, now: float, is_linked: bool
+    ) -> list[DetectorAction]:
+        if suspect == self.rank:
+            return [Send(asker, TellLife(suspect, counter, is_heard=True))]
+        if is_linked:
+            deadline = self._heard_at.get(suspect, now) + self.timeout_s
+            if now >= deadline:
+                return [Send(asker, TellLife(suspect, counter, is_heard=False))]
+        else:
+            deadline = now + REACH_FOR * self.timeout_s
+        question = self._questions.setdefault(suspect, _Question(deadline))
+        question.askers[asker] = counter
+        # Somebody else's question may have it dialled already; a second dial then does nothing.
+        return [] if is_linked else [Seek(suspect)]
+
+    def _answer(self, suspect: int, *, is_heard: bool) -> list[DetectorAction]:
+        question = self._questions.pop(suspect, None)
+        if question is None:
+            return []
+        return [
+            Send(asker, TellLife(suspect, counter, is_heard))
+            for asker, counter in question.askers.items()
+        ]

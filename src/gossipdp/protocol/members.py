@@ -1,0 +1,398 @@
+"""Who takes part in the run, how much each has trained, and how a worker comes in.
+
+Two tables that all views of them converge to, whatever the order and number of merges:
+
+- :class:`Membership` holds one record a rank. Records are totally ordered: the higher incarnation
+  wins, then the higher process id, then (the same life of the same process) the higher status.
+- :class:`Progress` counts samples and steps of every process, named by (rank, process id). Only
+  that process raises its count; views merge by maximum. A count is never dropped, whatever becomes
+  of the worker: the totals are sums over the processes that live and over those that have ended.
+
+A worker comes into a run that is under way in three steps. It asks any live worker
+(``AskMembers``) and is told what there is to know (``Members``). It takes the next life of its
+rank (:func:`first_incarnation`) and is known as *joining*: neither in the graph nor waited for.
+It takes parameters from a live worker and says :meth:`WorkerProtocol.joined`: from then on it is
+alive, and every graph is rebuilt with it. So nobody exchanges with, or waits for, a worker without
+parameters, and one that dies while joining is not missed.
+
+What others say is bounded. Every number fits its field with 1 added; a record that raises a known
+incarnation by more than ``MAX_LEAP`` is dropped; both tables have a greatest size.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+MAX_RANK = 2**20 - 1
+MAX_INCARNATION = 2**31 - 1
+MAX_LEAP = 1000
+"""By how much one message may raise an incarnation, or an epoch, that is known."""
+MAX_JOINERS = 4096
+"""Records of ranks beyond those that the run began with."""
+MAX_PROCESSES = 65_536
+
+Rank = Annotated[int, Meta(ge=0, le=MAX_RANK)]
+Incarnation = Annotated[int, Meta(ge=0, le=MAX_INCARNATION)]
+ProcessId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Host = Annotated[str, Meta(max_length=255)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
+class Status(enum.IntEnum):
+    """What is known of a worker's life; within one life it only goes up."""
+
+    JOINING = 0
+    """Started in mid-run, and without parameters yet: neither exchanged with nor waited for."""
+    ALIVE = 1
+    """Training."""
+    DONE = 2
+    """Training no more, but still answering: it waits for the others in consolidate."""
+    LEFT = 3
+    """Gone after consolidating: not a failure."""
+    DEAD = 4
+    """Declared dead; a worker that finds itself so declared raises its incarnation."""
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One worker as the network knows it.
+
+    ``host`` and ``port``: where it listens for links; ``status_host`` and ``status_port``: where
+    it shows its status to people (port 0: nowhere), which nothing here makes use of.
+    """
+
+    rank: Rank
+    incarnation: Incarnation
+    process_id: ProcessId
+    status: Status = Status.ALIVE
+    host: Host = ""
+    port: Port = 0
+    status_host: Host = ""
+    status_port: Port = 0
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the worker takes part in the run: training or done."""
+        return self.status is Status.ALIVE or self.status is Status.DONE
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this life has ended."""
+        return self.status >= Status.LEFT
+
+    def supersedes(self, other: Member) -> bool:
+        """Whether this record is the greater of two of the same rank."""
+        return self._order > other._order
+
+    @property
+    def _order(self) -> tuple[int, int, int, str, int, str, int]:
+        return (
+            self.incarnation,
+            self.process_id,
+            self.status,
+            self.host,
+            self.port,
+            self.status_host,
+            self.status_port,
+        )
+
+
+class Membership:
+    """One worker's view of all workers, itself included.
+
+    ``version`` rises with every change; ``news(since)`` gives the records that changed after a
+    version, which is all that a link needs that was told everything up to then.
+
+    A record of this worker that is greater than its own means that it was declared dead, or that
+    another process has its rank. Either way this worker *outbids* it at once: it takes the next
+    incarnation and keeps its status. ``rival`` is then the other process, if it may live.
+
+    Args:
+        own: this worker's record.
+        num_workers: how many the run began with: their ranks are never forgotten.
+    """
+
+    def __init__(self, own: Member, num_workers: int = MAX_RANK + 1) -> None:
+        self.version = 0
+        self.own = own
+        self.rival: Member | None = None
+        """The live record of another process of this rank that was outbid last."""
+        self.is_exhausted = False
+        """Whether this worker would have to outbid an incarnation that is the greatest."""
+        self._num_workers = num_workers
+        self._members: dict[int, Member] = {}
+        self._changed_at: dict[int, int] = {}
+        self._over_since: dict[int, float] = {}
+        self._addresses: dict[int, tuple[str, int]] | None = None
+        self._store(own)
+
+    def get(self, rank: int) -> Member | None:
+        """The record of one worker, None where nothing is known of it."""
+        return self._members.get(rank)
+
+    def is_live(self, rank: int) -> bool:
+        """Whether ``rank`` is known to take part."""
+        member = self._members.get(rank)
+        return member is not None and member.is_live
+
+    def merge(self, member: Member) -> bool:
+        """Take in what another worker knows; return whether this view changed."""
+        known = self._members.get(member.rank)
+        if known is None:
+            if not self._has_room_for(member):
+                return False
+        elif not member.supersedes(known) or member.incarnation > known.incarnation + MAX_LEAP:
+            return False
+        if member.rank == self.own.rank:
+            member = self._outbid(member)
+        self._store(member)
+        return True
+
+    def merge_all(self, members: Iterable[Member]) -> bool:
+        """Take in several records; return whether any changed this view."""
+        before = self.version
+        known = self._members
+        for member in members:
+            if known.get(member.rank) is not member:
+                self.merge(member)
+        return self.version > before
+
+    def set_status(self, status: Status) -> bool:
+        """Say of this worker that it is done or has left; a status below its own says nothing."""
+        if status <= self.own.status:
+            return False
+        self.own = msgspec.structs.replace(self.own, status=status)
+        return self.merge(self.own)
+
+    def declare_dead(self, rank: int) -> bool:
+        """Declare another worker dead; return whether that is news. Who has left is not dead."""
+        known = self._members.get(rank)
+        if known is None or known.is_over:
+            return False
+        if known == self.own:
+            raise ValueError(f"worker {rank} cannot declare itself dead")
+        return self.merge(msgspec.structs.replace(known, status=Status.DEAD))
+
+    def forget(self, now: float, after_s: float) -> None:
+        """Forget joiners that have been over, or joining, for ``after_s``; nobody dials them then.
+
+        One that takes longer to join is heard of again once it lives.
+        """
+        for rank, member in list(self._members.items()):
+            if rank < self._num_workers or member.is_live or rank == self.own.rank:
+                self._over_since.pop(rank, None)
+            elif now >= self._over_since.setdefault(rank, now) + after_s:
+                del self._members[rank], self._changed_at[rank], self._over_since[rank]
+                self.version += 1
+                self._addresses = None
+
+    def members(self) -> tuple[Member, ...]:
+        """Every record known, by rank."""
+        return tuple(self._members[rank] for rank in sorted(self._members))
+
+    def addresses(self) -> Mapping[int, tuple[str, int]]:
+        """Where the others listen, those declared dead included: they may come back there."""
+        if self._addresses is None:
+            self._addresses = {
+                member.rank: (member.host, member.port)
+                for member in self._members.values()
+                if member.rank != self.own.rank and member.status is not Status.LEFT
+            }
+        return self._addresses
+
+    def live(self) -> tuple[int, ...]:
+        """The ranks that are there to answer, in ascending order."""
+        return tuple(member.rank for member in self.members() if member.is_live)
+
+    def news(self, since: int = 0, most: int | None = None) -> tuple[tuple[Member, ...], int]:
+        """At most ``most`` records changed after version ``since``, the oldest change first.
+
+        Returns:
+            The records by rank, and the version that they bring up to.
+        """
+        if since == self.version:
+            return (), since
+        changed = sorted((at, rank) for rank, at in self._changed_at.items() if at > since)
+        told = changed[:most]
+        brought_to = self.version if len(told) == len(changed) else told[-1][0]
+        return tuple(self._members[rank] for rank in sorted(rank for _, rank in told)), brought_to
+
+    def _has_room_for(self, member: Member) -> bool:
+        """Of joiners that are over nothing need be learnt; of the others there are so many."""
+        if member.rank < self._num_workers or member.rank == self.own.rank:
+            return True
+        num_joiners = sum(rank >= self._num_workers for rank in self._members)
+        return not member.is_over and num_joiners < MAX_JOINERS
+
+    def _outbid(self, member: Member) -> Member:
+        """The record that stands after a greater one of this worker's own rank arrived."""
+        if member == self.own or self.own.status is Status.LEFT:
+            return member
+        is_rival = member.process_id != self.own.process_id and not member.is_over
+        self.rival = member if is_rival else None
+        if member.incarnation >= MAX_INCARNATION:
+            self.is_exhausted = True
+            return member
+        self.own = msgspec.structs.replace(self.own, incarnation=member.incarnation + 1)
+        return self.own
+
+    def _store(self, member: Member) -> None:
+        self.version += 1
+        self._addresses = None
+        self._members[member.rank] = member
+        self._changed_at[member.rank] = self.version
+
+
+def first_incarnation(members: Iterable[Member], rank: int | None) -> tuple[int, int]:
+    """Rank and incarnation of a worker that is about to join.
+
+    Two that join without a rank may take the same one. The record of one wins; the other is told
+    by ``Superseded`` and starts anew with another rank.
+
+    Args:
+        members: what a live worker knows.
+        rank: the rank to take, or None for the one after the highest known.
+
+    Returns:
+        The rank, and the incarnation after the highest known one of it; 0 for a new rank.
+
+    Raises:
+        ValueError: nothing is known of anybody, or the rank or its incarnation is out of bounds.
+
+    Example:
+        >>> first_incarnation([Member(0, 2, 7), Member(1, 0, 8)], None)
+        (2, 0)
+        >>> first_incarnation([Member(0, 2, 7), Member(1, 0, 8)], 0)
+        (0, 3)
+    """
+    known = {member.rank: member.incarnation for member in members}
+    if not known:
+        raise ValueError("no member of the run is known: ask a live worker of it")
+    if rank is None:
+        rank = max(known) + 1
+    if not 0 <= rank <= MAX_RANK:
+        raise ValueError(f"rank {rank} is not in 0..{MAX_RANK}: give another, or none")
+    incarnation = known.get(rank, -1) + 1
+    if incarnation > MAX_INCARNATION:
+        raise ValueError(f"rank {rank} has had all its {MAX_INCARNATION} lives: give another rank")
+    return rank, incarnation
+
+
+class ProgressEntry(
+    msgspec.Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True
+):
+    """The samples and gradient steps of one process of a rank."""
+
+    rank: Rank
+    process_id: ProcessId
+    samples: Count
+    steps: Count
+
+
+class Progress:
+    """The progress of all as one worker knows it, its own counter included.
+
+    ``version`` rises with every change; ``news(since)`` gives the entries that changed after a
+    version, as :class:`Membership` does.
+    """
+
+    def __init__(self, rank: int, process_id: int) -> None:
+        self.version = 0
+        self.total_samples = 0
+        self.total_steps = 0
+        self._own = (rank, process_id)
+        self._entries: dict[tuple[int, int], ProgressEntry] = {}
+        self._changed_at: dict[tuple[int, int], int] = {}
+        self._by_version: dict[int, ProgressEntry] = {}  # in ascending order of version
+        self._stepped_at: dict[int, float] = {}
+
+    def add(self, samples: int, steps: int = 1, now: float = 0.0) -> None:
+        """Count work of this worker."""
+        if samples < 0 or steps < 0:
+            raise ValueError(f"progress only grows: got samples={samples}, steps={steps}")
+        known = self._entries.get(self._own)
+        own = known or ProgressEntry(*self._own, 0, 0)
+        entry = ProgressEntry(*self._own, own.samples + samples, own.steps + steps)
+        self._store(entry, known, now)
+
+    @property
+    def others_samples(self) -> int:
+        """Samples of all processes but this one."""
+        own = self._entries.get(self._own)
+        return self.total_samples - (own.samples if own else 0)
+
+    def merge_all(self, entries: Iterable[ProgressEntry], now: float = 0.0) -> bool:
+        """Take in what others know; return whether any of it changed this view.
+
+        What they say of this very process is dropped: nobody knows better.
+        """
+        before = self.version
+        for entry in entries:
+            process = (entry.rank, entry.process_id)
+            known = self._entries.get(process)
+            if known is not None:
+                # The first is the usual case where workers share memory, as in the simulator.
+                if known is entry:
+                    continue
+                if entry.samples <= known.samples and entry.steps <= known.steps:
+                    continue
+                if entry.samples < known.samples or entry.steps < known.steps:
+                    samples = max(known.samples, entry.samples)
+                    entry = ProgressEntry(*process, samples, max(known.steps, entry.steps))
+            elif len(self._entries) >= MAX_PROCESSES:
+                continue
+            if process != self._own:
+                self._store(entry, known, now)
+        return self.version > before
+
+    def news(
+        self, since: int = 0, most: int | None = None
+    ) -> tuple[tuple[ProgressEntry, ...], int]:
+        """At most ``most`` entries changed after version ``since``, the oldest change first.
+
+        Returns:
+            The sorted entries, and the version that they bring up to.
+        """
+        versions: list[int] = []
+        for version in reversed(self._by_version):
+            if version <= since:
+                break
+            versions.append(version)
+        told = versions if most is None else versions[-most:] if most else []
+        brought_to = self.version if len(told) == len(versions) else told[0]
+        return tuple(sorted(self._by_version[version] for version in told)), brought_to
+
+    def by_rank(self) -> dict[int, tuple[int, int]]:
+        """Samples and gradient steps of every rank over all its processes.
+
+        Any thread may call it: the entries are copied in one step, and none ever changes.
+        """
+        totals: dict[int, tuple[int, int]] = {}
+        for entry in list(self._entries.values()):
+            samples, steps = totals.get(entry.rank, (0, 0))
+            totals[entry.rank] = (samples + entry.samples, steps + entry.steps)
+        return totals
+
+    def stepped_at(self, rank: int) -> float | None:
+        """When the steps of ``rank`` last grew in this view; None where none is known."""
+        return self._stepped_at.get(rank)
+
+    def _store(self, entry: ProgressEntry, known: ProgressEntry | None, now: float) -> None:
+        """Put ``entry`` in the place of ``known``."""
+        process = (entry.rank, entry.process_id)
+        self.total_samples += entry.samples
+        self.total_steps += entry.steps
+        if known is not None:
+            self.total_samples -= known.samples
+            self.total_steps -= known.steps
+            del self._by_version[self._changed_at[process]]
+        if known is None or entry.steps > known.steps:
+            self._stepped_at[entry.rank] = now
+        self.version += 1
+        self._entries[process] = self._by_version[self.version] = entry
+        self._changed_at[process] = self.version

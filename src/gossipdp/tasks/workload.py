@@ -1,0 +1,156 @@
+"""What a training offers, so that one loop can train them all: demo, recipes, benchmarks."""
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Batch = TypeVar("Batch")
+
+
+class Workload(ABC, Generic[Batch]):
+    """A model, its data, its loss and its metric; the caller owns the training loop.
+
+    The model is a plain ``nn.Module`` whose initial values follow from ``torch.manual_seed``, so
+    the same code trains one worker, many workers, or rows of a matrix by functional calls.
+
+    disjoint: False, each worker goes through the whole training set in its own seeded order;
+        True, no two workers see the same training data.
+    batch_size: samples per gradient step of one worker; None takes the workload's own.
+    device: where this worker computes.
+    """
+
+    metric_name: ClassVar[str]
+    higher_is_better: ClassVar[bool] = True
+    default_batch_size: ClassVar[int]
+
+    def __init__(
+        self, *, disjoint: bool = False, batch_size: int | None = None, device: str = "cpu"
+    ) -> None:
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        self.disjoint = disjoint
+        self.batch_size = self.default_batch_size if batch_size is None else batch_size
+        self.device = worker_device(device)
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int:
+        """Samples of one epoch, of all the training data."""
+
+    @abstractmethod
+    def make_model(self) -> nn.Module:
+        """A new model on the device, initialised from torch's global random state."""
+
+    @abstractmethod
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer at its peak learning rate; :meth:`rate_factor` scales it."""
+
+    def rate_factor(self, progress: float, world_size: int) -> float:
+        """Factor on the learning rate at the progress of the whole run, 0 to 1."""
+        return learning_rate_factor(progress)
+
+    @abstractmethod
+    def train_loader(self, rank: int, num_workers: int, seed: int) -> Iterable[Batch]:
+        """The batches of one worker; the same arguments give the same batches."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The mean training loss of one batch, a scalar, its augmentation included."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> float:
+        """The metric on held-out data; the model's training mode is restored afterwards."""
+
+
+class BatchLoader(Generic[Batch]):
+    """Batches gathered from tensors in memory; every iteration is a new seeded shuffle.
+
+    items: 1-D tensor of the items this loader draws from (row numbers, window starts).
+    gather: turns a slice of ``items`` into a batch.
+    A last batch smaller than ``batch_size`` is left out.
+    """
+
+    def __init__(
+        self, items: Tensor, *, batch_size: int, seed: int, gather: Callable[[Tensor], Batch]
+    ) -> None:
+        if len(items) < batch_size:
+            raise ValueError(
+                f"a worker's share of the training data holds {len(items)} samples, less than "
+                f"one batch of {batch_size}; use fewer workers or a smaller batch"
+            )
+        self.batch_size = batch_size
+        self._items = items
+        self._gather = gather
+        self._seed = seed
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration have the order of that epoch, as in a run that was resumed."""
+        self._generator.manual_seed((self._seed + epoch * 0x9E3779B97F4A7C15) % (1 << 63))
+
+    def __len__(self) -> int:
+        return len(self._items) // self.batch_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        order = self._items[torch.randperm(len(self._items), generator=self._generator)]
+        for start in range(0, len(self) * self.batch_size, self.batch_size):
+            yield self._gather(order[start : start + self.batch_size])
+
+
+def worker_seed(rank: int, num_workers: int, seed: int) -> int:
+    """A seed for one worker's shuffle: different for every (seed, rank) with rank < 2**20.
+
+    Raises:
+        ValueError: unless 0 <= rank < num_workers and 0 <= seed.
+    """
+    if not 0 <= rank < num_workers:
+        raise ValueError(f"rank is {rank}; with {num_workers} workers it must be 0 to n - 1")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; it must be 0 or more")
+    return (seed << 20) + rank
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; the former mode comes back even after an error."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def learning_rate_factor(progress: float, *, warmup: float = 0.05, last: float = 0.01) -> float:
+    """Factor on the peak learning rate: linear warm-up, then half a cosine down to ``last``.
+
+    progress: global progress of the run, 0 to 1, so that fast and slow workers decay together.
+    warmup: share of the run spent warming up.
+    """
+    if progress < warmup:
+        return last + (1 - last) * progress / warmup
+    through = min(1.0, (progress - warmup) / (1 - warmup))
+    return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * through))
+
+
+def worker_device(name: str) -> torch.device:
+    """The device of this worker; ``cuda`` gives the workers of a machine its devices in turn.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "cuda":
+        raise ValueError(f"--device is {name!r}; choose cpu or cuda")
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device here; choose cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK") or 0)
+    return torch.device("cuda", local_rank % torch.cuda.device_count())

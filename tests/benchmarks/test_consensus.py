@@ -1,0 +1,182 @@
+"""consensus.py: its arguments, and how two figures come out of what workers saw."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import consensus
+import numpy as np
+import pytest
+from consensus import ConsensusBenchmark, make_task, run
+from consensus_series import NetworkSeries, Outcome, quantiles, summarize
+from consensus_worker import WorkerSeries, start_vector
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"graph": "circle"}, "circle"),
+        ({"workers": 1}, "--workers is 1"),
+        ({"steps": 3}, "--steps is 3"),
+        ({"floats": 0}, "--floats is 0"),
+        ({"comm_rate": 0.0}, r"--comm-rate is 0\.0"),
+        ({"step_ms": math.nan}, "--step-ms is nan"),
+        ({"link_mbytes": -1.0}, r"--link-mbytes is -1\.0"),
+        ({"link_mbytes": 1e-9}, "max_bytes_per_s"),
+        ({"neighbour_policy": "rude"}, "no neighbour policy 'rude'; choose one of .*fresh"),
+        ({"seeds": "a"}, "--seeds is 'a'"),
+        ({"json": Path("/no/such/directory/results.json")}, r"the directory .* does not exist"),
+        ({"json": Path("/")}, "--json / cannot be written"),
+    ],
+)
+def test_bad_input_is_refused_before_any_process_starts(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(consensus, "measure", fail)
+    with pytest.raises(ValueError, match=message):
+        run(replace(ConsensusBenchmark(), **changes))
+
+
+def test_each_worker_and_each_seed_has_a_vector_of_its_own() -> None:
+    tasks = [make_task(ConsensusBenchmark(floats=100), seed) for seed in (0, 1)]
+    vectors = [start_vector(task, rank) for task in tasks for rank in (0, 1)]
+    assert len({tuple(vector.tolist()) for vector in vectors}) == 4
+    assert all(vector.shape == (100,) for vector in vectors)
+    assert start_vector(tasks[0], 0).equal(vectors[0])
+
+
+# What the workers saw, put together.
+
+
+def worker(rank: int, starts_s: float, values: list[float], initiated: list[int]) -> WorkerSeries:
+    """A worker that takes a step a second and holds one value."""
+    return WorkerSeries(
+        rank,
+        starts_s + np.arange(len(values), dtype=np.float64),
+        np.array(initiated),
+        np.array(values, dtype=np.float32)[:, None],
+        [],
+        0,
+    )
+
+
+def test_workers_are_put_together_by_what_they_saw_last() -> None:
+    network = NetworkSeries.of_workers(
+        [
+            worker(0, 10.0, [2.0, 2.0, 1.0, 1.0], [0, 1, 1, 2]),
+            worker(1, 10.5, [0.0, 1.0, 1.0, 3.0], [0, 0, 3, 3]),
+        ],
+        step_s=1.0,
+    )
+    # At 10.5, 11.5 and 12.5; the first has ended at 13.
+    assert network.exchanges.tolist() == [0.0, 1.0, 4.0]
+    assert network.gradient_steps.tolist() == [0.0, 2.0, 4.0]
+    # Two values that are d apart have the consensus distance d^2 / 4.
+    assert network.distances.tolist() == [1.0, 0.25, 0.0]
+
+
+def falling(decay: float, num_records: int, transient: float = 0.0) -> NetworkSeries:
+    """4 workers, one exchange a worker and step, after five steps without."""
+    steps = np.arange(num_records, dtype=np.float64)
+    exchanges_per_worker = np.maximum(0.0, steps - 5)
+    distances = 7.0 * np.exp(-decay * exchanges_per_worker)
+    distances *= 1.0 + transient * np.exp(-3.0 * steps)
+    return NetworkSeries(4, 2.0 * exchanges_per_worker, 4.0 * steps, distances)
+
+
+def test_the_figures_of_a_run() -> None:
+    outcome = falling(0.25, 200).outcome()
+    assert outcome.decay_per_exchange == pytest.approx(0.25)
+    assert outcome.achieved_comm_rate == pytest.approx(1.0)
+    assert outcome.is_long_enough
+
+
+def test_a_start_that_differs_and_rounding_at_the_end_leave_the_slope() -> None:
+    series = falling(0.25, 300, transient=5.0)
+    rounded = replace(series, distances=np.maximum(series.distances, 1e-14))
+    assert rounded.outcome().decay_per_exchange == pytest.approx(0.25, rel=1e-3)
+
+
+def test_a_run_that_is_too_short_says_so_and_uses_what_is_there() -> None:
+    outcome = falling(0.1, 60).outcome()
+    assert not outcome.is_long_enough
+    assert outcome.decay_per_exchange == pytest.approx(0.1)
+    assert outcome.lowest_share == pytest.approx(math.exp(-0.1 * 54))
+    with pytest.raises(ValueError, match="too few for a slope"):
+        falling(0.01, 60).outcome()
+
+
+def test_a_run_without_exchanges_is_an_error() -> None:
+    series = falling(0.1, 60)
+    with pytest.raises(ValueError, match="0 exchanges took place in 59 steps"):
+        replace(series, exchanges=np.zeros(60)).outcome()
+
+
+def test_summary_over_seeds() -> None:
+    summary = summarize([Outcome(0.2, 1.0, 1e-12), Outcome(0.4, 0.9, 1e-12)])
+    assert summary["decay_per_exchange"] == pytest.approx(0.3)
+    assert summary["decay_per_exchange_spread"] == pytest.approx(0.1 * math.sqrt(2))
+    assert summary["achieved_comm_rate_by_seed"] == [1.0, 0.9]
+    assert summarize([Outcome(0.2, 1.0, 1e-12)])["decay_per_exchange_spread"] == 0.0
+
+
+def test_quantiles() -> None:
+    assert quantiles([float(number) for number in range(101)]) == {
+        "median": 50.0,
+        "p10": 10.0,
+        "p90": 90.0,
+    }
+    assert math.isnan(quantiles([])["median"])
+
+
+def test_the_command_measures_each_seed_and_simulates_from_the_durations(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn_from = []
+
+    def measure(task: Any, num_workers: int, advance: Any) -> Any:
+        advance(1.0)
+        return Outcome(0.2, 1.0, 1e-12), [0.001 * (task.seed + 1), 0.004], task.seed
+
+    def simulate_task(task: Any, num_workers: int, exchange_s: Any, advance: Any) -> Any:
+        drawn_from.append((task.seed, num_workers, list(exchange_s)))
+        return [Outcome(0.2, 0.9, 1e-3), Outcome(0.3, 0.9, 1e-3)]
+
+    monkeypatch.setattr(consensus, "measure", measure)
+    monkeypatch.setattr(consensus, "simulate_task", simulate_task)
+    path = tmp_path / "bench.json"
+    run(ConsensusBenchmark(workers=8, seeds="0,4", json=path))
+    durations_s = [0.001, 0.004, 0.005, 0.004]
+    assert drawn_from == [(0, 8, durations_s), (4, 8, durations_s)]
+    written = json.loads(path.read_text())
+    assert written["measured"]["decay_per_exchange"] == pytest.approx(0.2)
+    assert written["measured"]["exchange_s"]["median"] == pytest.approx(0.004)
+    assert written["measured"]["exchanges"] == 2
+    assert written["measured"]["failed_exchanges"] == 4
+    assert written["simulated"]["decay_per_exchange"] == pytest.approx(0.25)
+    assert written["configuration"]["seeds"] == [0, 4]
+    assert written["configuration"]["link_mbytes"] is None
+    output = capsys.readouterr().out
+    assert "1.250" in output
+    assert output.count("short: the consensus distance fell to 0.001") == 4
+
+
+@pytest.mark.processes
+def test_real_workers_on_slow_links_mix_as_simulated_ones(tmp_path: Path) -> None:
+    path = tmp_path / "consensus.json"
+    benchmark = ConsensusBenchmark(
+        workers=3, graph="complete", method="gossip", steps=60, step_ms=20.0, seeds="2,",
+        link_mbytes=20.0, json=path,
+    )  # fmt: skip
+    run(benchmark)
+    written = json.loads(path.read_text())
+    measured, simulated = written["measured"], written["simulated"]
+    # 400 kB at 20 MB/s; the first segments of each connection are not paced.
+    assert measured["exchange_s"]["p90"] > 0.015
+    assert measured["failed_exchanges"] == 0
+    assert 0.8 < measured["decay_per_exchange"] / simulated["decay_per_exchange"] < 1.25

@@ -1,0 +1,133 @@
+"""What all benchmarks share: spreads, turns, meetings, and the list of what is missing."""
+
+import json
+import math
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import run_all
+import support.report
+from run_all import Benchmark
+from support.meeting import Meeting
+from support.report import Missing, Report, Spread, Table, Target, interleaved, quantile
+
+SCRIPT = """
+import pathlib, sys
+result = {result!r}
+pathlib.Path({path!r}).write_text(result)
+sys.exit({code})
+"""
+
+
+def test_a_spread_shows_its_median_and_ends():
+    assert Spread.of([3.0, 1.0, 2.0]).text() == "2.00 (1.00 to 3.00)"
+    assert Spread.of([0.5]).text(".1f") == "0.5"
+    assert math.isnan(Spread.of([]).median)
+
+
+def test_quantiles_are_values_that_were_measured():
+    values = [float(value) for value in range(1, 101)]
+    assert [quantile(values, share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
+    assert math.isnan(quantile([], 0.5))
+
+
+def test_every_case_begins_a_round_in_turn():
+    calls: list[str] = []
+    found = interleaved(["a", "b", "c"], 3, lambda case: calls.append(case) or len(calls))
+    assert calls == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+    assert found == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
+
+
+def test_a_target_that_was_not_measured_is_not_met():
+    assert Target("rate", 0.97, 0.95, at_most=False).is_met
+    assert not Target("rate", 0.94, 0.95, at_most=False).is_met
+    assert Target("time", 1.0, 1.0).is_met
+    assert not Target("time", math.nan, 1.0).is_met
+
+
+def test_a_report_says_by_what_it_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(support.report, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/benchmarks/mine.py", "--rounds", "2"])
+    report = Report("mine", "How fast?")
+    report.tables.append(Table("Speeds", ("what", "ms"), [("one", "1.0")], "A note."))
+    report.targets.append(Target("speed", 3.0, 2.0))
+    report.missing.append(Missing("two", "no device"))
+    report.write({"speed": Spread.of([3.0])})
+    stored = json.loads((tmp_path / "mine.json").read_text())
+    assert stored["provenance"]["command"] == "python benchmarks/mine.py --rounds 2"
+    assert stored["targets"] == [
+        {"name": "speed", "value": 3.0, "limit": 2.0, "at_most": True, "met": False}
+    ]
+    assert stored["missing"] == [{"row": "two", "why": "no device"}]
+    assert stored["result"]["speed"]["median"] == 3.0
+    page = (tmp_path / "mine.md").read_text()
+    assert "| one | 1.0 |" in page
+    assert "A note." in page
+    assert "Missing: two: no device." in page
+
+
+def test_a_quick_report_leaves_the_committed_results_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(support.report, "RESULTS", tmp_path / "results")
+    monkeypatch.chdir(tmp_path)
+    Report("mine", "How fast?", quick=True).write({"speed": 1.0})
+    assert not list((tmp_path / "results").iterdir())
+    assert json.loads((tmp_path / "runs/benchmarks/mine.json").read_text())["quick"]
+
+
+def test_figures_asked_for_elsewhere_go_there_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(support.report, "RESULTS", tmp_path / "results")
+    Report("mine", "How fast?").write({"speed": 1.0}, tmp_path / "mine.json")
+    assert json.loads((tmp_path / "mine.json").read_text()) == {"speed": 1.0}
+    assert not (tmp_path / "results").exists()
+
+
+def test_nobody_leaves_a_meeting_before_all_have_come(tmp_path: Path):
+    path = tmp_path / "meeting"
+    Meeting.create(path, 2)
+    first, second = Meeting(path, 0), Meeting(path, 1)
+    first.say(7.0)
+    left = threading.Event()
+    waiting = threading.Thread(target=lambda: (first.meet(), left.set()))
+    waiting.start()
+    assert not left.is_set()
+    second.meet()
+    waiting.join(10)
+    assert left.is_set()
+    assert second.heard(0) == 7.0
+
+
+def make_script(folder: Path, name: str, code: int, missing: list[dict[str, str]]) -> None:
+    result = {"benchmark": name, "targets": [{"met": True}, {"met": False}], "missing": missing}
+    path = str(folder / "results" / f"{name}.json")
+    (folder / f"{name}.py").write_text(
+        SCRIPT.format(result=json.dumps(result), path=path, code=code)
+    )
+
+
+def test_all_benchmarks_end_with_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    (tmp_path / "results").mkdir()
+    make_script(tmp_path, "good", 0, [{"row": "gigabit", "why": "no root"}])
+    make_script(tmp_path, "bad", 3, [])
+    monkeypatch.setattr(run_all, "FOLDER", tmp_path)
+    monkeypatch.setattr(support.report, "RESULTS", tmp_path / "results")
+    benchmarks = (Benchmark("good", (), 1), Benchmark("bad", (), 1), Benchmark("long", (), 900))
+    monkeypatch.setattr(run_all, "BENCHMARKS", benchmarks)
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--minutes", "2"])
+    with pytest.raises(SystemExit) as ended:
+        run_all.main()
+    assert ended.value.code == 1
+    missing = capfd.readouterr().out.partition("Rows that are missing:\n")[2].splitlines()
+    assert missing == [
+        "  good: gigabit: no root",
+        "  bad: failed, exit status 3",
+        "  long: no time was left of 2 minutes",
+    ]

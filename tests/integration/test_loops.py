@@ -1,0 +1,328 @@
+"""Training loops that people write, each on real workers: they must mix, and end equal.
+
+Every worker has data of its own, so without exchanges the workers drift apart: each loop runs once
+with exchanges and once with ``method="none"``, and the first must leave less than a third of the
+consensus distance of the second.
+"""
+
+import copy
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from gossipdp import GossipDataParallel, ProgressLR
+
+pytestmark = pytest.mark.processes
+
+STEPS = 40
+BATCH = 16
+
+
+def data_of(rank: int) -> TensorDataset:
+    """Labels that follow another rule on each worker."""
+    generator = torch.Generator().manual_seed(rank)
+    inputs = torch.randn(64, 8, generator=generator)
+    return TensorDataset(inputs, inputs[:, 2 * rank : 2 * rank + 2].argmax(dim=1))
+
+
+def loss_of(forward: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
+    inputs, labels = batch
+    return nn.functional.cross_entropy(forward(inputs), labels)
+
+
+def wrap(net: nn.Module, optimizer: torch.optim.Optimizer, method: str) -> GossipDataParallel:
+    """Exchanges at a rate of 4, waited for: the cores are few and the steps short."""
+    return GossipDataParallel(
+        net,
+        optimizer,
+        method=method,
+        comm_rate=4.0,
+        pace="strict",
+        budget_samples=STEPS * BATCH * int(os.environ["WORLD_SIZE"]),
+    )
+
+
+def batches(model: GossipDataParallel, **options: Any) -> Iterator[Any]:
+    loader = DataLoader(data_of(model.rank), batch_size=BATCH, shuffle=True, **options)
+    for batch in model.batches(loader):
+        yield batch
+        time.sleep(0.002)  # leaves the other worker time, as a GPU would
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(int(os.environ["RANK"]))
+    return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 2))
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization, as its best known implementation has it: by ``p.data =``."""
+
+    def __init__(self, params: Any, base: type[torch.optim.Optimizer], rho: float, **options: Any):
+        super().__init__(params, {"rho": rho, **options})
+        self.base = base(self.param_groups, **options)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            norm = torch.stack([p.grad.norm() for p in group["params"]]).norm()
+            for p in group["params"]:
+                self.state[p]["old"] = p.data.clone()
+                p.add_(p.grad * group["rho"] / norm)
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old"]
+        self.base.step()
+
+    def step(self, closure: Any = None) -> None:
+        with torch.enable_grad():
+            closure()
+        self.first_step()
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        self.second_step()
+
+
+def sam(method: str) -> tuple[nn.Module, GossipDataParallel]:
+    net = make_net()
+    optimizer = SAM(net.parameters(), torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9)
+    model = wrap(net, optimizer, method)
+    for batch in batches(model):
+
+        def closure(batch: Any = batch) -> None:
+            loss_of(model, batch).backward()
+
+        optimizer.zero_grad()
+        optimizer.step(closure)
+    return net, model
+
+
+def lbfgs(method: str) -> tuple[nn.Module, GossipDataParallel]:
+    net = make_net()
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2, line_search_fn="strong_wolfe")
+    model = wrap(net, optimizer, method)
+    inputs, labels = data_of(model.rank).tensors
+    for _ in batches(model):
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(net, (inputs, labels))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return net, model
+
+
+class Followed(nn.Module):
+    """A network with its moving average, and with a copy that is renewed now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = make_net()
+        self.average = copy.deepcopy(self.online).requires_grad_(False)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self, step: int) -> None:
+        for own, mean in zip(self.online.parameters(), self.average.parameters(), strict=True):
+            mean.data.mul_(0.9).add_(own.data, alpha=0.1)
+        if step % 10 == 0:
+            self.target.load_state_dict(self.online.state_dict())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.target(inputs)
+        return self.online(inputs)
+
+
+def followers(method: str) -> tuple[nn.Module, GossipDataParallel]:
+    net = Followed()
+    optimizer = torch.optim.AdamW(net.online.parameters(), lr=0.01)
+    model = wrap(net, optimizer, method)
+    for step, batch in enumerate(batches(model)):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        net.follow(step)
+        if step == STEPS // 2 and model.rank == 0:
+            own = net.average[0].weight.clone()
+            with model.averaged():
+                assert not torch.equal(net.average[0].weight, own)
+            assert torch.equal(net.average[0].weight, own)
+    return net, model
+
+
+def compiled(method: str) -> tuple[nn.Module, GossipDataParallel]:
+    """The module is compiled after it was wrapped, and called in place of the wrapper."""
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    model = wrap(net, optimizer, method)
+    forward = torch.compile(net, backend="eager")
+    for batch in batches(model):
+        optimizer.zero_grad()
+        loss_of(forward, batch).backward()
+        optimizer.step()
+    return net, model
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained adapter of low rank (LoRA)."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.base(inputs) + self.up(self.down(inputs))
+
+
+class Checkpointed(nn.Module):
+    """Its activations are computed anew in the backward pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = checkpoint(self.module, inputs, use_reentrant=False)
+        return outputs
+
+
+def adapter(method: str) -> tuple[nn.Module, GossipDataParallel]:
+    """With checkpointed activations, and a loader whose processes are spawned."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    layers = [nn.Linear(8, 64), nn.ReLU(), Checkpointed(Adapted(nn.Linear(64, 64), 2)), nn.ReLU()]
+    net = nn.Sequential(*layers, Adapted(nn.Linear(64, 2), 1))
+    net[0].requires_grad_(False)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+    model = wrap(net, optimizer, method)
+    base = {name: value.clone() for name, value in net.state_dict().items() if "base" in name}
+    spawned = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True}
+    for batch in batches(model, **(spawned if method != "none" else {})):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    after = net.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in base.items())
+    return net, model
+
+
+LOOPS = {each.__name__: each for each in (sam, lbfgs, followers, compiled, adapter)}
+
+
+def run_loop(name: str, method: str) -> tuple[Tensor, Any, Any]:
+    torch.set_num_threads(1)
+    net, model = LOOPS[name](method)
+    stats, end = model.stats(), model.consolidate()
+    return torch.cat([value.double().flatten() for value in net.state_dict().values()]), stats, end
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_mixes_and_its_workers_end_equal(workers: Callable, name: str) -> None:
+    values, stats, ends = zip(*workers(run_loop, 2, (name, "gossip"), timeout_s=90), strict=True)
+    assert torch.equal(*values)
+    assert torch.isfinite(values[0]).all()
+    assert ends[0].samples >= STEPS * BATCH * 2
+    assert sum(each.exchanges_failed for each in stats) == 0
+    # At rate 4 two workers meet four times a step of each.
+    assert sum(each.exchanges_initiated for each in stats) > STEPS, stats
+    apart = workers(run_loop, 2, (name, "none"), timeout_s=90)[0][2]
+    assert ends[0].consensus_distance < apart.consensus_distance / 3
+
+
+def at_own_speed() -> list[tuple[float, float]]:
+    """Worker 1 is four times slower; returns (progress, rate) after each step."""
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    model = GossipDataParallel(net, optimizer)
+    schedule = ProgressLR(optimizer, model, "linear", warmup=0.2, start=0.0)
+    rates = []
+    loader = DataLoader(TensorDataset(torch.ones(300, 4)), batch_size=4)
+    for _, epoch in model.epochs(loader, 2):
+        for (inputs,) in epoch:
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+            rates.append((model.progress(), optimizer.param_groups[0]["lr"] / 1e-3))
+            time.sleep(0.02 * (1 + 3 * model.rank))
+    model.consolidate()
+    return rates
+
+
+def test_workers_of_different_speed_follow_one_schedule(workers: Callable) -> None:
+    fast, slow = workers(at_own_speed, 2)
+    assert len(fast) > 2 * len(slow)
+    for rates in (fast, slow):
+        assert rates[-1][0] == pytest.approx(1.0, abs=0.1)
+        assert rates[-1][1] == pytest.approx(0.0, abs=0.1)
+        for progress, rate in rates:
+            expected = progress / 0.2 if progress < 0.2 else (1 - progress) / 0.8
+            # The news of the other's progress may come between the two.
+            assert rate == pytest.approx(expected, abs=0.1)
+
+
+def drop_or_stay() -> Any:
+    """Worker 1 drops its model without close() and goes on living."""
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    model = GossipDataParallel(net, optimizer)
+    for _ in range(5):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    if model.rank == 1:
+        del model
+        gc.collect()
+        time.sleep(8.0)
+        return None
+    started_s = time.monotonic()
+    return model.consolidate().world_size, time.monotonic() - started_s
+
+
+def test_a_dropped_model_does_not_hold_up_the_others(workers: Callable) -> None:
+    (world_size, took_s), _ = workers(drop_or_stay, 2)
+    assert world_size == 1
+    assert took_s < 6.0
+
+
+def step_counters(caplog_like: list[str]) -> list[str]:
+    """Return the warnings of two workers, of which a scheduler of torch's counts the steps."""
+    import logging
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            caplog_like.append(record.getMessage())
+
+    logging.getLogger("gossipdp").addHandler(Keep())
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    model = GossipDataParallel(net, optimizer)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+    for _ in range(10):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        schedule.step()
+    model.consolidate()
+    return [text for text in caplog_like if "ProgressLR" in text]
+
+
+def test_a_scheduler_that_counts_steps_is_told_once(workers: Callable) -> None:
+    for warnings in workers(step_counters, 2, ([],)):
+        (warning,) = warnings
+        assert warning.startswith("OneCycleLR counts this worker's own steps")

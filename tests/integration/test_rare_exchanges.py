@@ -1,0 +1,96 @@
+"""Exchanges hold real workers together against noise, however rare or slow they are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gossipdp import GossipDataParallel, Network
+
+pytestmark = pytest.mark.processes
+
+LEARNING_RATE = 0.1
+
+
+def walk(method: str, num_values: int, steps: int, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Take gradient steps of white noise, another on each worker, then average.
+
+    Without exchanges the squared distance of n workers to their mean is, in expectation,
+    steps * rate^2 * num_values * (1 - 1/n).
+    """
+    net = nn.Module()
+    net.weight = nn.Parameter(torch.zeros(num_values))
+    optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
+    model = GossipDataParallel(net, optimizer, method=method, samples_per_step=1, **options)
+    noise = torch.Generator().manual_seed(model.rank)
+    net.weight.grad = torch.zeros(num_values)
+    for _ in range(steps):
+        net.weight.grad.normal_(generator=noise)
+        optimizer.step()
+    return model.consolidate(), model.stats()
+
+
+def apart(n: int, num_values: int, steps: int) -> float:
+    """How far apart workers are that never exchange."""
+    return steps * LEARNING_RATE**2 * num_values * (1 - 1 / n)
+
+
+@pytest.mark.parametrize(
+    ("method", "graph"),
+    [
+        ("none", "ring"),
+        ("gossip", "complete"),
+        ("a2cid2", "ring"),
+    ],
+)
+def test_exchanges_hold_workers_together(
+    workers: Callable[..., Any], method: str, graph: str
+) -> None:
+    """Noise that drives workers apart: with exchanges the distance is that of a few steps."""
+    n, steps, num_values = 4, 150, 50_000
+    options = {"graph": graph, "pace": "strict"}
+    results = workers(walk, n, (method, num_values, steps, options))
+    distances = {outcome.consensus_distance for outcome, _ in results}
+    assert len(distances) == 1
+    share = distances.pop() / apart(n, num_values, steps)
+    if method == "none":
+        assert share == pytest.approx(1, rel=0.05)
+        return
+    # Each exchange halves the distance of a pair. On four workers at one exchange a step the noise
+    # of about three steps is left. A tenth of the exchanges would leave that of about twenty.
+    assert share * steps < 8
+    assert sum(stats.exchanges_failed for _, stats in results) == 0
+
+
+def test_one_exchange_in_a_thousand_steps(workers: Callable[..., Any]) -> None:
+    """Minutes may pass between two exchanges: nobody is taken for dead, and what comes, mixes."""
+    n, steps = 3, 9_000
+    options = {"graph": "ring", "comm_rate": 1e-3, "network": Network(timeout_s=2.0)}
+    results = workers(walk, n, ("gossip", 64, steps, options))
+    completed = sum(stats.exchanges_initiated for _, stats in results)
+    # Poisson of mean 3 * 9000 / 1000 / 2 = 13.5; the clock needs some steps until it asks. With
+    # more than 2 and less than 40 it errs once in 10,000 runs.
+    assert 2 < completed < 40
+    assert all(not stats.noticed for _, stats in results)
+    assert results[0][0].gradient_steps == n * steps
+    assert results[0][0].world_size == n
+
+
+def test_an_exchange_that_takes_longer_than_the_time_out(workers: Callable[..., Any]) -> None:
+    """The time-out is for no progress. Here 8 MB at 4 MB/s take twice as long, and go well."""
+    num_values = 2_000_000
+    options = {
+        "graph": "complete",
+        "comm_rate": 0.5,
+        "pace": "strict",
+        "network": Network(timeout_s=1.0, max_bytes_per_s=4e6, shared_memory="off"),
+    }
+    results = workers(walk, 2, ("gossip", num_values, 24, options))
+    for _, stats in results:
+        assert stats.exchanges >= 1
+        assert stats.exchanges_failed == 0
+        assert not stats.noticed
+        longest_s = max(each.ended_s - each.started_s for each in stats.recent_exchanges)
+        assert longest_s > 1.5

@@ -1,0 +1,88 @@
+"""The account of x + c/2 notices what it is there to notice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from simulated_faults.ledger import InvariantBroken, Ledger
+
+from gossipdp.dynamics.phase import Phase
+from gossipdp.protocol.actions import Begin
+from gossipdp.protocol.messages import ExchangeId
+from gossipdp.simulate.links import CarriedRows
+from gossipdp.simulate.optimizers import Sgd
+from gossipdp.simulate.population import Population, Training
+
+ID = ExchangeId(0, 0, 1)
+
+
+def make(*, momentum: bool = True) -> tuple[Ledger, Population]:
+    start = torch.tensor([[1.0, 2.0], [5.0, -2.0], [0.0, 3.0]], dtype=torch.float64)
+    population = Population(start, 2, momentum=momentum)
+    phases = {rank: Phase(0.5, 1.0) for rank in range(3)}
+    rows = CarriedRows(population, Training(None, Sgd(), population), phases)
+    return Ledger(rows, population), population
+
+
+def begin(ledger: Ledger, alpha_tildes: tuple[float, float] = (0.8, 0.8)) -> list[object]:
+    return [
+        ledger.exchange_began(rank, Begin(1 - rank, ID, alpha_tilde, initiator=rank == 0), 1.0)
+        for rank, alpha_tilde in enumerate(alpha_tildes)
+    ]
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+def test_a_whole_exchange_conserves_the_sum(momentum: bool) -> None:
+    ledger, _ = make(momentum=momentum)
+    first, second = begin(ledger)
+    ledger.data_arrived(0, ID, second, 1.1)
+    ledger.check_sum(1.1)
+    ledger.data_arrived(1, ID, first, 1.2)
+    ledger.exchange_ended(0, ID, 1.2)
+    ledger.exchange_ended(1, ID, 1.2)
+    ledger.check_sum(1.2)
+    assert ledger.num_torn == 0
+
+
+def test_a_torn_exchange_is_counted_and_so_is_what_it_did() -> None:
+    ledger, _ = make()
+    _, second = begin(ledger)
+    ledger.data_arrived(0, ID, second, 1.1)
+    ledger.exchange_ended(0, ID, 1.1)
+    ledger.exchange_ended(1, ID, 1.2)
+    ledger.check_sum(1.2)
+    assert ledger.num_torn == 1
+    assert ledger.torn.tolist() == pytest.approx([4 * 0.65, -4 * 0.65])
+
+
+def test_two_gains_in_one_exchange_are_noticed() -> None:
+    ledger, _ = make()
+    first, second = begin(ledger, (0.8, 0.7))
+    ledger.data_arrived(0, ID, second, 1.1)
+    with pytest.raises(InvariantBroken, match=r"an exchange conserves x \+ c/2"):
+        ledger.data_arrived(1, ID, first, 1.2)
+
+
+def test_a_second_exchange_is_noticed() -> None:
+    ledger, _ = make()
+    begin(ledger)
+    with pytest.raises(InvariantBroken, match="one exchange at a time"):
+        ledger.exchange_began(0, Begin(2, ExchangeId(2, 0, 1), 0.8, initiator=False), 1.1)
+
+
+def test_a_row_that_changes_by_itself_is_noticed() -> None:
+    ledger, population = make()
+    population.x[2, 0] += 1e-6
+    with pytest.raises(InvariantBroken, match=r"the mean of x \+ c/2 is conserved"):
+        ledger.check_sum(1.0)
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+def test_who_takes_over_a_row_has_it_whole_and_that_is_no_drift(momentum: bool) -> None:
+    ledger, population = make(momentum=momentum)
+    if population.c is not None:
+        population.c[1] += 1.0
+        population._expected_sum += 0.5
+    ledger.took_over(0, 1, 1.0)
+    assert ledger.z(0).tolist() == ledger.z(1).tolist()
+    ledger.check_sum(1.0)

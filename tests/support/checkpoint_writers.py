@@ -1,0 +1,44 @@
+"""Writers of checkpoints with which a test orders events: ``Checkpointer.make_writer = AtOnce``."""
+
+from concurrent.futures import Future
+from pathlib import Path
+
+from gossipdp.parallel.checkpointer import Draft, write
+
+
+class AtOnce:
+    """Writes in the calling thread, so that every checkpoint is on the disk when a step ends."""
+
+    def __init__(self, rank: int) -> None:
+        pass
+
+    def write(self, draft: Draft) -> "Future[Path]":
+        written: Future[Path] = Future()
+        try:
+            written.set_result(write(draft))
+        except Exception as error:
+            written.set_exception(error)
+        return written
+
+    def close(self, timeout_s: float) -> None:
+        pass
+
+
+class WhenTold(AtOnce):
+    """Writes when :meth:`finish` is called, or at the end."""
+
+    def __init__(self, rank: int) -> None:
+        self.open: list[tuple[Draft, Future[Path]]] = []
+
+    def write(self, draft: Draft) -> "Future[Path]":
+        self.open.append((draft, Future()))
+        return self.open[-1][1]
+
+    def finish(self) -> None:
+        """Write what is open."""
+        while self.open:
+            draft, written = self.open.pop(0)
+            written.set_result(write(draft))
+
+    def close(self, timeout_s: float) -> None:
+        self.finish()

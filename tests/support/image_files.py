@@ -1,0 +1,70 @@
+"""Small files in the formats of CIFAR-10 and of ImageNet, of images made up here."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+SYNSETS = ("n01440764", "n01443537", "n02105855")
+
+
+def cifar10_files(images_per_file: int, seed: int = 0) -> dict[str, bytes]:
+    """The files of the folder: noise on a patch whose place and colour tell the class."""
+    random = np.random.default_rng(seed)
+    files = {}
+    for name in [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]:
+        labels = random.integers(10, size=images_per_file, dtype=np.uint8)
+        images = random.integers(100, size=(images_per_file, 3, 32, 32), dtype=np.uint8)
+        for image, label in zip(images, labels, strict=True):
+            row = 6 * (label // 3)
+            image[label % 3, row : row + 10, 8:24] += 150
+        rows = np.concatenate([labels[:, None], images.reshape(images_per_file, -1)], axis=1)
+        files[name] = rows.tobytes()
+    return files
+
+
+def write_cifar10(folder: Path, images_per_file: int = 8, *, archive: bool = True) -> Path:
+    """cifar-10-binary.tar.gz, or the folder that it holds."""
+    files = cifar10_files(images_per_file) | {"readme.html": b"<html></html>"}
+    if not archive:
+        path = folder / "cifar-10-batches-bin"
+        path.mkdir()
+        for name, content in files.items():
+            (path / name).write_bytes(content)
+        return path
+    path = folder / "cifar-10-binary.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def jpeg(label: int, number: int, kind: str = "JPEG", mode: str = "RGB") -> bytes:
+    """An image of class ``label``; its size depends on ``number``."""
+    size = (60 + 7 * (number % 5), 48 + 5 * (number % 7))
+    colour = [40, 40, 40]
+    colour[label] = 200
+    image = Image.new("RGB", size, (colour[0], colour[1], colour[2])).convert(mode)
+    content = io.BytesIO()
+    image.save(content, kind)
+    return content.getvalue()
+
+
+def write_imagenet(folder: Path, per_class: int = 4) -> None:
+    """train/WNID and val/WNID, among them a PNG by content and an image in CMYK."""
+    for part, count in (("train", per_class), ("val", 2)):
+        for label, synset in enumerate(SYNSETS):
+            directory = folder / part / synset
+            directory.mkdir(parents=True)
+            for number in range(count):
+                content = jpeg(
+                    label,
+                    number,
+                    kind="PNG" if (label, number) == (2, 1) else "JPEG",
+                    mode="CMYK" if (label, number) == (1, 1) else "RGB",
+                )
+                (directory / f"{synset}_{number}.JPEG").write_bytes(content)

@@ -1,0 +1,444 @@
+"""Workers' transports, driven by hand from the test's own thread: on real loopback sockets."""
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from gossipdp.links.frames import (
+    HEADER_BYTES,
+    KEYLESS_TYPES,
+    ChunkKey,
+    FrameError,
+    FrameType,
+    check_length,
+    pack_key,
+)
+from gossipdp.links.handshake import Identity, Refusal
+from gossipdp.links.link import Link, LinkHandler, Transport
+from gossipdp.links.tcp import TcpTransport, listen
+from gossipdp.links.tls import Tls, TlsFiles
+
+
+@dataclass(eq=False)
+class Recorder(LinkHandler):
+    """Writes down what it is told; ``hooks`` by method name may do more, or raise."""
+
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+    hooks: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    links: dict[int, Link] = field(default_factory=dict)
+    depth: int = 0
+
+    def names(self) -> list[str]:
+        return [event[0] for event in self.events]
+
+    def of(self, name: str) -> list[tuple[Any, ...]]:
+        return [event[1:] for event in self.events if event[0] == name]
+
+    def _record(self, name: str, *values: Any) -> Any:
+        assert self.depth == 0, "a handler method was entered twice"
+        self.events.append((name, *values))
+        if name not in self.hooks:
+            return None
+        self.depth += 1
+        try:
+            return self.hooks[name](*values)
+        finally:
+            self.depth -= 1
+
+    def link_up(self, link: Link) -> None:
+        assert link.peer not in self.links, "two links to one peer are up"
+        self.links[link.peer] = link
+        self._record("link_up", link)
+
+    def link_down(self, link: Link, reason: str) -> None:
+        assert self.links.pop(link.peer) is link
+        assert link.closed
+        self._record("link_down", link, reason)
+
+    def control(self, link: Link, data: bytes) -> None:
+        assert self.links[link.peer] is link
+        self._record("control", link, data)
+
+    def chunk_buffer(
+        self, link: Link, frame_type: FrameType, key: ChunkKey, length: int
+    ) -> memoryview | None:
+        assert self.links[link.peer] is link
+        if "chunk_buffer" in self.hooks:
+            return self._record("chunk_buffer", link, frame_type, key, length)
+        return memoryview(bytearray(length))
+
+    def chunk(
+        self, link: Link, frame_type: FrameType, key: ChunkKey, payload: memoryview | None
+    ) -> None:
+        assert self.links[link.peer] is link
+        data = None if payload is None else bytes(payload)
+        self._record("chunk", link, frame_type, key, data)
+
+    def writable(self, link: Link) -> None:
+        self._record("writable", link)
+
+    def refused(self, peer: int | None, refusal: Refusal) -> None:
+        self._record("refused", peer, refusal)
+
+    def dial_failed(
+        self, peer: int | None, address: tuple[str, int], refused_connection: bool
+    ) -> None:
+        self._record("dial_failed", peer, address, refused_connection)
+
+
+@dataclass(eq=False)
+class Node:
+    """One worker: its handler, its transport, its address."""
+
+    handler: Recorder
+    transport: Transport
+    host: str
+    port: int
+    rank: int
+    memory: memoryview | None = None
+    num_used: int = 0
+
+    def payload(self, data: bytes) -> memoryview:
+        """``data`` to be sent: where peers can read it in place, if this worker has such memory."""
+        if self.memory is None:
+            return memoryview(data)
+        start = self.num_used
+        self.num_used += -(-len(data) // 64) * 64
+        room = self.memory[start : start + len(data)]
+        room[:] = data
+        return room
+
+    def dial(self, other: "Node", peer: int | None = -1) -> None:
+        self.transport.dial(other.rank if peer == -1 else peer, other.host, other.port)
+
+    def link(self, other: "Node") -> Link:
+        return self.handler.links[other.rank]
+
+
+class World:
+    """Makes workers and turns their loops until something is so."""
+
+    def __init__(self, tls_files: TlsFiles | None = None) -> None:
+        self.nodes: list[Node] = []
+        self._tls_files = tls_files
+        self._network: dict[tuple[str, int], MemoryTransport] = {}
+
+    def identity(self, rank: int, **changes: Any) -> Identity:
+        plain = Identity(
+            rank, 0, 1000 + rank, "run", "model", "a2cid2", "ring of 4", "1.0", "float32"
+        )
+        return msgspec.structs.replace(plain, **changes)
+
+    def tcp(self, rank: int, *, secret: bytes = b"secret", port: int = 0, **changes: Any) -> Node:
+        options = {
+            name: changes.pop(name)
+            for name in (
+                "tls",
+                "clock",
+                "max_unauthenticated",
+                "max_bytes_per_s",
+                "shared_memory",
+            )
+            if name in changes
+        }
+        listener = listen("127.0.0.1", port)
+        address = listener.getsockname()
+        handler = Recorder()
+        transport = TcpTransport(
+            handler, self.identity(rank, **changes), secret, listener, **options
+        )
+        node = Node(handler, transport, *address, rank)
+        self.nodes.append(node)
+        return node
+
+    def tls(self, rank: int, **changes: Any) -> Node:
+        """As ``tcp``, with the run's certificate and key; ``tls=`` gives others."""
+        assert self._tls_files is not None
+        return self.tcp(rank, **{"tls": Tls(self._tls_files), **changes})
+
+    def memory(self, rank: int, **changes: Any) -> Node:
+        """A worker whose links are queues in this process: see :class:`MemoryTransport`."""
+        handler = Recorder()
+        transport = MemoryTransport(handler, self.identity(rank, **changes), self._network)
+        address = transport.identity.host, transport.identity.port
+        node = Node(handler, transport, *address, rank)
+        self.nodes.append(node)
+        return node
+
+    def shared(self, rank: int, num_bytes: int = 1 << 16, **changes: Any) -> Node:
+        """As ``tcp``, with memory that peers read in place."""
+        node = self.tcp(rank, **changes)
+        node.memory = node.transport.allocate(num_bytes)
+        return node
+
+    def until(self, condition: Callable[[], object], *only: Node, timeout_s: float = 10.0) -> None:
+        """Turn all loops, or ``only`` some, until ``condition()`` holds."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline_s, [n.handler.events[-5:] for n in self.nodes]
+            for node in only or tuple(self.nodes):
+                node.transport.poll(0.001)
+
+    def settle(self, *only: Node, turns: int = 20) -> None:
+        """Turn the loops a number of times, for what must not happen."""
+        for _ in range(turns):
+            for node in only or tuple(self.nodes):
+                node.transport.poll(0.001)
+
+    def close(self, node: Node) -> None:
+        self.nodes.remove(node)
+        node.transport.close()
+
+    def join(self, first: Node, second: Node) -> tuple[Link, Link]:
+        """A link between two workers, ``first`` dialling."""
+        first.dial(second)
+        self.until(
+            lambda: second.rank in first.handler.links and first.rank in second.handler.links
+        )
+        there, back = first.link(second), second.link(first)
+        if first.memory and second.memory:
+            self.until(lambda: there.is_shared and back.is_shared)
+        return there, back
+
+
+class MemoryLink(Link):
+    """One end of a link in memory. What is queued stays until :class:`MemoryTransport` or a test
+    takes it: ``controls``, and ``queue`` with (frame type, key, payload) of each chunk.
+    """
+
+    def __init__(self, peer: int | Identity = 0) -> None:
+        if isinstance(peer, int):
+            peer = Identity(peer, 0, 1, "run", "", "", "", "", "")
+        self.peer_identity = peer
+        self.controls: deque[bytes] = deque()
+        self.queue: deque[tuple[FrameType, ChunkKey, memoryview]] = deque()
+        self.most_queued = 0
+        self.closed_for: str | None = None
+        # Of its transport alone.
+        self.transport: MemoryTransport | None = None
+        self.wire: deque[tuple[Any, ...]] = deque()
+        self.num_on_wire = 0
+        self.num_started = 0
+        self.landing: memoryview | None = None
+        self.writable_due = False
+
+    @property
+    def queued_chunks(self) -> int:
+        return len(self.queue)
+
+    def queued_of(self, *frame_types: FrameType) -> int:
+        return sum(frame_type in frame_types for frame_type, *_ in self.queue)
+
+    def send_control(self, data: bytes) -> None:
+        check_length(FrameType.CONTROL, len(data))
+        if not self.closed:
+            self.controls.append(data)
+            self.queued_bytes += len(data)
+
+    def send_chunk(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
+        if frame_type in KEYLESS_TYPES:
+            raise ValueError("this is not a chunk")
+        check_length(frame_type, payload.nbytes)
+        pack_key(key)
+        if not self.closed:
+            self.queue.append((frame_type, key, payload.cast("B")))
+            self.queued_bytes += payload.nbytes
+            self.most_queued = max(self.most_queued, len(self.queue))
+
+    def take(self) -> tuple[FrameType, ChunkKey, memoryview]:
+        """The oldest chunk: it has left."""
+        frame_type, key, payload = self.queue.popleft()
+        self.queued_bytes -= len(payload)
+        self.bytes_sent += HEADER_BYTES + len(payload)
+        return frame_type, key, payload
+
+    def close(self, reason: str) -> None:
+        if not self.closed:
+            self.closed, self.closed_for = True, reason
+            if self.transport is not None:
+                self.transport.end(self, reason)
+            self.controls.clear()
+            self.queue.clear()
+            self.queued_bytes = 0
+            self.landing = None
+
+
+class MemoryTransport(Transport):
+    """A transport whose links are queues between the workers of one ``network``, by address.
+
+    With ``network`` None no dial ever ends: the test says what becomes of it.
+
+    What one side writes in a turn, at most ``WIRE_BYTES``, the other side reads in its own: chunks
+    come in pieces, as over a real network, and nothing but what was read is copied.
+    """
+
+    WIRE_BYTES, PIECE_BYTES = 2 << 20, 256 << 10
+
+    def __init__(
+        self,
+        handler: LinkHandler,
+        identity: Identity,
+        network: dict[tuple[str, int], "MemoryTransport"] | None,
+    ) -> None:
+        self._is_silent = network is None
+        network = {} if network is None else network
+        self.identity = msgspec.structs.replace(identity, host="127.0.0.1", port=len(network) + 1)
+        self._handler = handler
+        self._network = network
+        self._links: dict[int, MemoryLink] = {}
+        self._ends: dict[MemoryLink, MemoryLink] = {}  # the other end of each
+        self._notices: deque[Callable[[], None]] = deque()
+        self._woken = threading.Event()
+        self._is_closed = False
+        network["127.0.0.1", self.identity.port] = self
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        return memoryview(bytearray(num_bytes))
+
+    def dial(self, peer: int | None, host: str, port: int) -> None:
+        other = self._network.get((host, port))
+        if self._is_silent:
+            return
+        if other is None:
+            failed = functools.partial(self._handler.dial_failed, peer, (host, port), True)
+            self._notices.append(failed)
+            return
+        assert peer in (None, other.identity.rank)
+        here, there = MemoryLink(other.identity), MemoryLink(self.identity)
+        self._add(here, there)
+        other._add(there, here)
+
+    def _add(self, link: MemoryLink, other: MemoryLink) -> None:
+        old = self._links.get(link.peer)
+        if old is not None:
+            old.close("replaced by a newer link")
+        link.transport = self
+        self._links[link.peer], self._ends[link] = link, other
+        self._notices.append(functools.partial(self._handler.link_up, link))
+        self.wake()
+
+    def poll(self, timeout_s: float) -> None:
+        assert not self._is_closed
+        if not self._turn():
+            self._woken.wait(timeout_s)
+            self._woken.clear()
+            if not self._is_closed:
+                self._turn()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            for link in list(self._links.values()):
+                link.close("this worker closed its transport")
+            self._notices.clear()
+            del self._network["127.0.0.1", self.identity.port]
+
+    def end(self, link: MemoryLink, reason: str) -> None:
+        """``link`` is closing: its controls leave where no chunk is half sent."""
+        if not link.num_started:
+            while link.controls:
+                self._write_control(link)
+        link.wire.append(("end",))
+        other = self._ends.pop(link)
+        if other.transport is not None:
+            other.transport.wake()
+        if self._links.get(link.peer) is link:
+            del self._links[link.peer]
+        self._notices.append(functools.partial(self._handler.link_down, link, reason))
+
+    def _turn(self) -> bool:
+        """Write, tell, read, tell; whether anything was done."""
+        done = [self._write(link) for link in list(self._links.values())]
+        done.append(self._tell())
+        for link in list(self._links.values()):
+            wire = self._ends[link].wire if not link.closed else deque()
+            while wire and not link.closed:
+                done.append(True)
+                self._read(link, *wire.popleft())
+                self._tell()
+                if self._is_closed:
+                    return True
+        return any(done)
+
+    def _tell(self) -> bool:
+        done = bool(self._notices)
+        while self._notices:
+            self._notices.popleft()()
+        return done
+
+    def _write(self, link: MemoryLink) -> bool:
+        done = link.writable_due
+        while link.num_on_wire < self.WIRE_BYTES:
+            if link.controls and not link.num_started:
+                self._write_control(link)
+            elif link.queue:
+                self._write_piece(link)
+            else:
+                break
+            done = True
+        if done and link in self._ends:
+            other = self._ends[link].transport
+            assert other is not None
+            other.wake()
+        if link.writable_due:
+            link.writable_due = False
+            self._handler.writable(link)
+        return done
+
+    def _write_control(self, link: MemoryLink) -> None:
+        data = link.controls.popleft()
+        link.queued_bytes -= len(data)
+        link.bytes_sent += HEADER_BYTES + len(data)
+        link.wire.append(("control", data))
+
+    def _write_piece(self, link: MemoryLink) -> None:
+        frame_type, key, payload = link.queue[0]
+        piece = bytes(payload[link.num_started : link.num_started + self.PIECE_BYTES])
+        link.wire.append(("piece", frame_type, key, len(payload), link.num_started, piece))
+        link.num_on_wire += len(piece)
+        link.num_started += len(piece)
+        if link.num_started == len(payload):
+            link.num_started = 0
+            link.take()
+            link.writable_due = link.queued_chunks < 4
+
+    def _read(self, link: MemoryLink, kind: str, *what: Any) -> None:
+        link.last_heard_s = time.monotonic()
+        if kind == "end":
+            link.close("closed by the peer")
+            return
+        if kind == "control":
+            link.bytes_received += HEADER_BYTES + len(what[0])
+            self._handler.control(link, what[0])
+            return
+        frame_type, key, length, start, piece = what
+        self._ends[link].num_on_wire -= len(piece)
+        link.bytes_received += len(piece) + (HEADER_BYTES if start == 0 else 0)
+        is_last = start + len(piece) == length
+        if start == 0:
+            link.landing = None
+            try:
+                landing = self._handler.chunk_buffer(link, frame_type, key, length)
+            except FrameError as error:
+                link.close(f"the peer broke the protocol: {error}")
+                return
+            if landing is not None and not link.closed and landing.nbytes != length:
+                reason = f"a chunk of {length} bytes, not {landing.nbytes}"
+                link.close(f"the peer broke the protocol: {reason}")
+            if link.closed:
+                return
+            link.landing = None if landing is None else landing.cast("B")
+        if link.landing is not None:
+            link.landing[start : start + len(piece)] = piece
+        if is_last:
+            landing, link.landing = link.landing, None
+            self._handler.chunk(link, frame_type, key, landing)

@@ -1,0 +1,314 @@
+"""One worker of a simulated run that holds the key and lies: what may it cost the honest ones?
+
+It runs the real protocol, so it is asked and answers like any other, and lies on top of that: it
+accepts exchanges and sends nothing, or chunks of a wrong length; it raises what it proposes and
+accepts; it makes up records of members, their incarnations and deaths, progress, and messages of
+consolidation. What does not decode ends its link, as in the runtime.
+"""
+
+from __future__ import annotations
+
+import random as random_module
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import Any
+
+import msgspec
+
+from gossipdp.graph.constants import Constants
+from gossipdp.graph.topology import build_graph
+from gossipdp.protocol.actions import Begin
+from gossipdp.protocol.members import MAX_INCARNATION, MAX_RANK, Member, ProgressEntry, Status
+from gossipdp.protocol.messages import (
+    Accept,
+    AskLife,
+    Average,
+    BeginEpoch,
+    Busy,
+    Cancel,
+    CommitEpoch,
+    Committed,
+    Distance,
+    Envelope,
+    Epoch,
+    Free,
+    Heartbeat,
+    Held,
+    NewerEpoch,
+    Pass,
+    Propose,
+    ProtocolError,
+    PullPartials,
+    PullResults,
+    Release,
+    TellLife,
+    decode,
+    encode,
+)
+from gossipdp.simulate.network import Data, Loss, make_workers
+from gossipdp.simulate.traffic import Conditions
+from simulated_faults.network import FaultyNetwork
+
+NUM_WORKERS = 8
+TIMEOUT_S, STEP_S, TRANSFER_S = 1.0, 0.25, 0.03
+TRAINING_S = 12.0
+LONGEST_PAUSE_S = 8.0 * TIMEOUT_S
+"""Of an honest worker's exchanges with the other honest ones."""
+WAIT_S = 2.0 * TIMEOUT_S
+"""For those that are never done: ``consolidate(timeout_s=)``."""
+LONGEST_END_S = 15.0 * TIMEOUT_S
+MOST_ITEMS = 200_000
+"""In all tables of one honest worker."""
+MOST_MESSAGES_PER_S = 400.0
+"""That one honest worker sends, all news and answers to lies included."""
+GRAPHS = ("ring", "exponential", "complete", "random-regular")
+LIES = ("stall", "lengths", "members", "deaths", "progress", "gains", "epochs", "ids")
+
+
+@dataclass(frozen=True)
+class Adversary:
+    """One schedule.
+
+    Args:
+        seed: of all that is drawn.
+        rank: who lies.
+        lies: what about.
+        share: of its messages and exchanges that are lies.
+        is_ever_done: whether it ends its training.
+    """
+
+    seed: int
+    graph: str
+    rank: int
+    lies: tuple[str, ...]
+    share: float
+    is_ever_done: bool
+
+
+def draw_adversary(seed: int) -> Adversary:
+    """The schedule of a seed."""
+    random = Random(f"{seed} adversary")
+    return Adversary(
+        seed,
+        graph=random.choice(GRAPHS),
+        rank=random.randrange(NUM_WORKERS),
+        lies=tuple(sorted(random.sample(LIES, random.choice([1, 1, 2, 3, len(LIES)])))),
+        share=random.choice([0.05, 0.3, 1.0]),
+        is_ever_done=random.random() < 0.5,
+    )
+
+
+@dataclass
+class Cost:
+    """What the honest workers paid.
+
+    Attributes:
+        pause_s: the longest that one of them exchanged with no other honest one.
+        end_s: how long after the last one was done all had left.
+        num_items: the most that the tables of one of them held.
+        messages_per_s: the most that one of them sent.
+        broken: what was out of bounds, in words.
+    """
+
+    pause_s: float = 0.0
+    end_s: float = 0.0
+    num_items: int = 0
+    messages_per_s: float = 0.0
+    broken: list[str] = field(default_factory=list)
+
+
+class _Network(FaultyNetwork):
+    """Lets one worker lie; nothing else goes wrong."""
+
+    def __init__(self, adversary: Adversary, *arguments: Any) -> None:
+        self.adversary = adversary
+        self.random = Random(f"{adversary.seed} lies")
+        self.num_sent = [0] * NUM_WORKERS
+        self.exchanged_s = [0.0] * NUM_WORKERS
+        super().__init__(*arguments)
+
+    def answer(self, rank: int, peer: int) -> Any:
+        if peer not in self.workers:
+            return "refused"  # nobody is there: it was made up
+        return super().answer(rank, peer)
+
+    def sends(self, rank: int, begin: Begin) -> Data:
+        if rank == self.adversary.rank and self._lies("stall"):
+            return "nothing"
+        if rank == self.adversary.rank and self._lies("lengths"):
+            return "refused"
+        return super().sends(rank, begin)
+
+    def carries(self, rank: int, peer: int, envelope: Envelope) -> Envelope | Loss:
+        self.num_sent[rank] += 1
+        if rank != self.adversary.rank:
+            return envelope
+        try:
+            return decode(encode(self._lie(peer, envelope)))
+        except (ProtocolError, msgspec.ValidationError, ValueError):
+            return "link lost"
+
+    def after(self, rank: int, actions: Collection[Any]) -> None:
+        running = self._running.get(rank)
+        if running is not None and self.adversary.rank not in running.ends:
+            self.exchanged_s[rank] = self.engine.now
+
+    def _lies(self, about: str) -> bool:
+        return about in self.adversary.lies and self.random.random() < self.adversary.share
+
+    def _lie(self, peer: int, told: Envelope) -> Envelope:
+        random, message = self.random, told.message
+        members, progress = list(told.members), list(told.progress)
+        if self._lies("members"):
+            members += [self._member() for _ in range(random.choices([1, 4, 64], [90, 9, 1])[0])]
+        if self._lies("deaths"):
+            members += [
+                msgspec.structs.replace(member, status=random.choice([Status.DEAD, Status.LEFT]))
+                for member in self.workers[peer].membership.members()
+                if member.rank != self.adversary.rank and random.random() < 0.5
+            ]
+        if self._lies("progress"):
+            progress += [self._progress() for _ in range(random.choices([1, 4, 64], [90, 9, 1])[0])]
+        if self._lies("gains") and isinstance(message, Propose | Accept):
+            gain = random.choice([0.5, 3.0, 1e3, 1e9, 1e300, float("nan")])
+            message = msgspec.structs.replace(message, alpha_tilde=gain)
+        if self._lies("ids") and isinstance(message, Propose | Accept | Busy | Cancel):
+            id = msgspec.structs.replace(
+                message.id,
+                initiator=random.choice([message.id.initiator, random.randrange(NUM_WORKERS)]),
+                incarnation=random.choice([0, 1, MAX_INCARNATION]),
+                counter=random.choice([0, message.id.counter + 1, 2**62]),
+            )
+            message = msgspec.structs.replace(message, id=id)
+        if self._lies("ids") and isinstance(message, Heartbeat):
+            suspect = random.randrange(NUM_WORKERS)
+            message = random.choice(
+                [Free(), Pass(), AskLife(suspect, 5), TellLife(suspect, 5, is_heard=False)]
+            )
+        if self._lies("epochs"):
+            message = self._consolidation()
+        # What is longer than an envelope may be ends the link at once, and nothing is learnt.
+        return Envelope(message, tuple(members[:256]), tuple(progress[:256]))
+
+    def _member(self) -> Member:
+        random = self.random
+        rank = random.choice(
+            [*range(NUM_WORKERS), NUM_WORKERS, random.randrange(NUM_WORKERS, 300), MAX_RANK]
+        )
+        return Member(
+            rank,
+            incarnation=random.choice([0, 1, 2, 900, 2**30, MAX_INCARNATION]),
+            process_id=random.choice([rank, random.getrandbits(40)]),
+            status=random.choice(list(Status)),
+            host=random.choice(["simulated", "nowhere", "x" * 200]),
+            port=random.choice([0, 1, 65535]),
+        )
+
+    def _progress(self) -> ProgressEntry:
+        random = self.random
+        process_id = random.choice([0, 3, random.getrandbits(62)])
+        count = random.choice([0, 10, 2**53])
+        return ProgressEntry(random.randrange(NUM_WORKERS + 3), process_id, count, count)
+
+    def _consolidation(self) -> Any:
+        random = self.random
+        leader, number = random.randrange(NUM_WORKERS), random.choice([0, 1, 5, 900, 2**50, 2**62])
+        epoch = Epoch(number, leader, leader)
+        ranks = sorted({leader, *random.choices(range(leader, NUM_WORKERS + 2), k=3)})
+        average = Average(epoch, len(ranks), random.choice([None, 0.0, 1e300]))
+        return random.choice(
+            [
+                BeginEpoch(epoch, tuple((rank, rank) for rank in ranks), None),
+                BeginEpoch(epoch, tuple((rank, rank) for rank in ranks), average),
+                NewerEpoch(epoch),
+                Held(epoch, average),
+                PullPartials(epoch, 0, 10**6),
+                PullResults(epoch, 0),
+                Distance(epoch, 1e300),
+                CommitEpoch(epoch, 0.0),
+                Committed(epoch),
+                Release(epoch),
+            ]
+        )
+
+
+def run_adversary(adversary: Adversary, log: Callable[[str], None] | None = None) -> Cost:
+    """Run a schedule: training, then consolidation; return what it cost."""
+    random = Random(f"{adversary.seed} run")
+    constants = Constants.of(build_graph(adversary.graph, NUM_WORKERS, seed=adversary.seed))
+    workers = make_workers(constants, seed=adversary.seed, timeout_s=TIMEOUT_S, num_chunks=3)
+    network = _Network(
+        adversary,
+        workers,
+        constants.edges,
+        Conditions(
+            latency_s=lambda sender, receiver: 0.002 * random.random(),
+            transfer_s=lambda sender, receiver: TRANSFER_S * random.uniform(0.5, 1.5),
+            step_s=lambda rank: STEP_S * random.uniform(0.5, 1.5),
+        ),
+    )
+    honest = [rank for rank in range(NUM_WORKERS) if rank != adversary.rank]
+    engine, cost = network.engine, Cost()
+
+    def look() -> None:
+        engine.run(until=engine.now + 0.5)
+        cost.num_items = max(cost.num_items, *(num_items(network.workers[r]) for r in honest))
+        if log is not None:
+            views = [len(network.workers[rank].membership.live()) for rank in honest]
+            log(f"{engine.now:6.2f} live {views} last exchange {network.exchanged_s}")
+
+    while engine.now < TRAINING_S:
+        look()
+        pauses_s = [engine.now - network.exchanged_s[rank] for rank in honest]
+        cost.pause_s = max(cost.pause_s, *pauses_s)
+    for rank in honest:
+        engine.at(engine.now + random.random(), partial(network.done_within, rank, WAIT_S))
+    if adversary.is_ever_done:
+        engine.at(engine.now + random.random(), partial(network.done, adversary.rank))
+    begin_s = engine.now + 1.0
+    while not set(honest) <= set(network.left) and engine.now < begin_s + 2 * LONGEST_END_S:
+        look()
+    cost.end_s = engine.now - begin_s
+    cost.messages_per_s = max(network.num_sent[rank] for rank in honest) / engine.now
+    _judge(cost)
+    missing = [rank for rank in honest if rank not in network.left]
+    if missing:
+        cost.broken.append(f"ranks {missing} never left")
+    if network.superseded and set(network.superseded) & set(honest):
+        cost.broken.append(f"ranks {network.superseded} gave way to somebody who is not there")
+    return cost
+
+
+def _judge(cost: Cost) -> None:
+    for name, most in (
+        ("pause_s", LONGEST_PAUSE_S),
+        ("end_s", LONGEST_END_S),
+        ("num_items", MOST_ITEMS),
+        ("messages_per_s", MOST_MESSAGES_PER_S),
+    ):
+        if getattr(cost, name) > most:
+            cost.broken.append(f"{name} is {getattr(cost, name):.6g}, at most {most:g} is allowed")
+
+
+def num_items(root: object) -> int:
+    """How many items all tables hold that can be reached from an object of the protocol."""
+    seen: set[int] = set()
+    count, waiting = 0, [root]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, str | bytes | int | float | random_module.Random):
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            count += len(value)
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set | frozenset) or hasattr(value, "popleft"):
+            count += len(value)
+            waiting += value
+        elif type(value).__module__.startswith("gossipdp.protocol"):
+            waiting += vars(value).values() if hasattr(value, "__dict__") else ()
+            names = getattr(type(value), "__slots__", ())
+            waiting += [getattr(value, name) for name in names if hasattr(value, name)]
+    return count

@@ -1,0 +1,286 @@
+"""What must hold in a run under faults, whatever happens: checked as it goes on.
+
+Every input of every worker's protocol is followed by :meth:`Invariants.after`, which looks at that
+worker alone; what becomes of parameters is checked by :class:`~simulated_faults.ledger.Ledger`
+at every exchange. What holds only in the end (:meth:`is_well`) is asked for now and then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
+
+from gossipdp.graph.constants import LiveGraph
+from gossipdp.protocol.actions import Begin, Prepare, Stop
+from gossipdp.protocol.members import Member, Status
+from gossipdp.protocol.pairing import Exchanging
+from gossipdp.protocol.worker import Action, WorkerProtocol
+from simulated_faults.ledger import InvariantBroken, Ledger
+
+if TYPE_CHECKING:
+    from simulated_faults.averaged_rows import AveragedRows
+    from simulated_faults.network import FaultyNetwork
+
+ACCOUNT_EVERY = 256
+"""Inputs between two looks at the sum over all rows."""
+MANY_DEMANDS = 12.0
+"""None of so many expected exchanges comes by chance in one case of 160,000."""
+
+
+@dataclass
+class _Seen:
+    """What was seen of one process last."""
+
+    total_steps: int = 0
+    members_version: int = -1
+    members: dict[int, Member] = field(default_factory=dict)
+    num_exchanges: int = 0
+    exchanged_s: float = 0.0
+    """When it last finished an exchange, or began to live."""
+    hungry_since_s: float = math.inf
+    """Since when it has had a demand, somebody to exchange with, and no exchange."""
+    steps_before: int = 0
+    """Gradient steps of older processes of its rank."""
+
+
+@final
+class Invariants:
+    """Watches a network.
+
+    Args:
+        network: what is watched.
+        ledger: the account of its rows.
+        live_graph: the graph over any set of live workers.
+        step_s: mean duration of a gradient step.
+        longest_hunger_s: how long a demand may go unserved while somebody could serve it.
+        all_answer: whether every proposal must be answered, since nobody stands still or is parted.
+
+    Attributes:
+        num_inputs: looked at so far.
+        hungriest_s: the longest that a demand went unserved.
+    """
+
+    def __init__(
+        self,
+        network: FaultyNetwork,
+        ledger: Ledger,
+        live_graph: LiveGraph,
+        *,
+        step_s: float,
+        longest_hunger_s: float,
+        all_answer: bool,
+    ) -> None:
+        self.num_inputs = 0
+        self.hungriest_s = 0.0
+        self._step_s = step_s
+        self._longest_hunger_s = longest_hunger_s
+        self._all_answer = all_answer
+        self._network = network
+        self._ledger = ledger
+        self._live_graph = live_graph
+        self._seen: dict[WorkerProtocol, _Seen] = {}
+
+    # --- at every input --------------------------------------------------------------------
+
+    def before(self, rank: int, actions: Sequence[Action]) -> None:
+        """``rank`` is about to perform ``actions``, the answer to one input."""
+        network, worker = self._network, self._network.workers[rank]
+        running = network.running(rank)
+        for action in actions:
+            match action:
+                case Stop(id=id):
+                    self._expect(
+                        running == id, "one exchange at a time", rank, f"stops {id} in {running}"
+                    )
+                    running = None
+                case Begin(id=id):
+                    self._expect(
+                        running is None,
+                        "one exchange at a time",
+                        rank,
+                        f"begins {id} while in {running}",
+                    )
+                    running = id
+                    # Its own alone: what is applied was sent when the other end began.
+                    self._expect_parameters(rank, worker)
+                case Prepare():
+                    self._expect(
+                        running is None, "one exchange at a time", rank, "consolidates in one"
+                    )
+
+    def after(self, rank: int) -> None:
+        """``rank`` has performed what an input asked for."""
+        network, worker = self._network, self._network.workers[rank]
+        seen = self._seen.get(worker)
+        if seen is None:
+            seen = self._seen[worker] = _Seen(
+                exchanged_s=network.engine.now, steps_before=self._ledger.steps[rank]
+            )
+        total_steps = worker.progress.total_steps
+        if total_steps != seen.total_steps:
+            self._expect(
+                total_steps > seen.total_steps,
+                "progress never falls",
+                rank,
+                f"{seen.total_steps} steps were known, now {total_steps}",
+            )
+            self._expect(
+                total_steps <= self._ledger.total_steps,
+                "progress never exceeds the truth",
+                rank,
+                f"{total_steps} steps are known, {self._ledger.total_steps} were taken",
+            )
+            seen.total_steps = total_steps
+        self._expect(
+            worker.proposals_unanswered == 0 or not self._all_answer,
+            "no deadlock",
+            rank,
+            "a proposal was not answered within the time-out",
+        )
+        self._check_hunger(rank, worker, seen)
+        state, running = worker.pairing.state, network.running(rank)
+        id = state.id if isinstance(state, Exchanging) else None
+        self._expect(
+            running is None or running == id,  # an exchange has ended here before it is said so
+            "one exchange at a time",
+            rank,
+            f"the protocol is in {id}, its driver in {running}",
+        )
+        if worker.membership.version != seen.members_version:
+            self._check_members(rank, worker, seen)
+        self.num_inputs += 1
+        if self.num_inputs % ACCOUNT_EVERY == 0:
+            self._ledger.check_sum(network.engine.now)
+
+    def _check_hunger(self, rank: int, worker: WorkerProtocol, seen: _Seen) -> None:
+        now, pairing = self._network.engine.now, worker.pairing
+        num_exchanges = worker.exchanges_initiated + worker.exchanges_answered
+        is_hungry = pairing.backlog > 0 and pairing.available and pairing.answers
+        if num_exchanges > seen.num_exchanges:
+            seen.num_exchanges, seen.exchanged_s = num_exchanges, now
+            is_hungry = False
+        if not is_hungry or isinstance(pairing.state, Exchanging):
+            seen.hungry_since_s = math.inf
+            return
+        seen.hungry_since_s = min(seen.hungry_since_s, now)
+        hungry_s = now - seen.hungry_since_s
+        self.hungriest_s = max(self.hungriest_s, hungry_s)
+        self._expect(
+            hungry_s <= self._longest_hunger_s,
+            "no deadlock",
+            rank,
+            f"a demand unserved for {hungry_s:.3f} s; it is {pairing.state}, open to "
+            f"{sorted(pairing.available)}",
+        )
+
+    def _expect_parameters(self, rank: int, worker: WorkerProtocol) -> None:
+        own = worker.membership.own.status
+        self._expect(
+            own is not Status.JOINING,
+            "nobody exchanges without parameters",
+            rank,
+            f"it is {own.name}",
+        )
+
+    def _check_members(self, rank: int, worker: WorkerProtocol, seen: _Seen) -> None:
+        for member in worker.membership.members():
+            known = seen.members.get(member.rank)
+            self._expect(
+                known is None or known == member or member.supersedes(known),
+                "views only grow",
+                rank,
+                f"{known} became {member}",
+            )
+            seen.members[member.rank] = member
+        seen.members_version = worker.membership.version
+
+    # --- in the end ------------------------------------------------------------------------
+
+    def live(self) -> list[int]:
+        """The ranks whose process lives and has parameters, as it truly is."""
+        network = self._network
+        return [
+            rank
+            for rank, worker in sorted(network.workers.items())
+            if rank not in network.crashed
+            and worker.membership.own.status in (Status.ALIVE, Status.DONE)
+        ]
+
+    def is_well(self, since_s: float, within_s: float) -> InvariantBroken | None:
+        """What is still amiss, if anything, when nothing has gone wrong since ``since_s``.
+
+        All views are the truth; all follow the graph over the live workers; nobody waits for
+        parameters; each that has a neighbour has exchanged since. Of a worker that exchanges so
+        rarely that it may by chance not do so in ``within_s`` (a leaf of a large star) only that
+        its demands are served is asked, which every input checks.
+        """
+        live = self.live()
+        graph = self._live_graph.constants(live) if live else None
+        try:
+            for rank in live:
+                worker = self._network.workers[rank]
+                view = worker.membership.live()
+                self._expect(
+                    view == tuple(live), "views converge", rank, f"{view} instead of {live}"
+                )
+                assert graph is not None
+                self._expect(
+                    worker.neighbourhood.rates == graph.neighbours(rank),
+                    "all follow one graph",
+                    rank,
+                    f"neighbours {sorted(worker.neighbours)}",
+                )
+                seen = self._seen[worker]
+                demands = worker.neighbourhood.worker_rate * within_s / self._step_s
+                self._expect(
+                    len(live) == 1 or seen.exchanged_s > since_s or demands < MANY_DEMANDS,
+                    "no deadlock",
+                    rank,
+                    f"no exchange since {seen.exchanged_s}; it is {worker.pairing.state}, open "
+                    f"to {sorted(worker.pairing.available)}",
+                )
+        except InvariantBroken as broken:
+            return broken
+        return None
+
+    def check_end(self, averaged: AveragedRows) -> None:
+        """All that live have consolidated."""
+        network, live = self._network, sorted(self._network.left)
+        self._ledger.check_sum(network.engine.now)
+        for rank in live:
+            worker = network.workers[rank]
+            committed = averaged.committed.get(rank)
+            if committed is None:
+                raise self._broken("all hold the same bits", rank, "it left without a result")
+            self._expect(
+                committed.commit == averaged.committed[live[0]].commit,
+                "all hold the same bits",
+                rank,
+                f"{committed.commit} is not {averaged.committed[live[0]].commit}",
+            )
+            for other in live:
+                peer = network.workers[other]
+                known = _steps_of(worker, peer.membership.own.process_id)
+                true = self._ledger.steps[other] - self._seen[peer].steps_before
+                self._expect(
+                    known == true,
+                    "progress is whole at the end",
+                    rank,
+                    f"{known} steps are known of rank {other}, which took {true}",
+                )
+        self._expect(averaged.is_same_everywhere(live), "all hold the same bits", live[0], "")
+
+    def _expect(self, holds: bool, invariant: str, rank: int, details: str) -> None:
+        if not holds:
+            raise self._broken(invariant, rank, details)
+
+    def _broken(self, invariant: str, rank: int, details: str) -> InvariantBroken:
+        where = f"rank {rank} at {self._network.engine.now:.6f} s"
+        return InvariantBroken(invariant, f"{where}: {details}")
+
+
+def _steps_of(worker: WorkerProtocol, process_id: int) -> int:
+    entries, _ = worker.progress.news()
+    return sum(entry.steps for entry in entries if entry.process_id == process_id)

@@ -1,0 +1,161 @@
+"""Where the sum of x + c/2 goes: an account of what every event did to every row.
+
+It is kept apart from :class:`~gossipdp.simulate.links.CarriedRows`, from the rows alone,
+so that each checks the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gossipdp.protocol.actions import Begin, Rebuilt
+from gossipdp.protocol.messages import ExchangeId
+from gossipdp.simulate.links import CarriedRows
+from gossipdp.simulate.population import Population
+from gossipdp.simulate.traffic import Payload
+
+Row = NDArray[np.float64]
+
+TOLERANCE = 1e-9
+"""For rows of about 1 and some thousand events; a lost or doubled delta is far above it."""
+
+
+class InvariantBroken(AssertionError):
+    """Something that must never happen did.
+
+    Attributes:
+        invariant: which one, in a few words that are the same every time.
+    """
+
+    def __init__(self, invariant: str, details: str) -> None:
+        super().__init__(f"{invariant}: {details}")
+        self.invariant = invariant
+
+
+@dataclass(slots=True)
+class _Account:
+    """What an exchange has done to the rows of its two ends."""
+
+    change: Row
+    num_applied: int = 0
+
+
+@final
+class Ledger(Payload):
+    """Passes everything on to ``rows``, and checks what becomes of x + c/2.
+
+    - One exchange at a time: none begins, or is applied, at a worker in another one.
+    - Flow leaves x + c/2 of a worker unchanged.
+    - An exchange that both ends applied leaves the sum over both unchanged; one that a single end
+      ever applies is counted (``num_torn``), and so is what it did (``torn``).
+    - Who takes over another's state has its x + c/2 then; what that brought is no drift.
+    - In all, the sum over all rows moves only so, and by gradient steps.
+
+    Args:
+        rows: what the workers hold; float64.
+        population: the rows themselves.
+    """
+
+    def __init__(self, rows: CarriedRows, population: Population) -> None:
+        self.num_torn = 0
+        self.num_applied = 0
+        self.torn: Row = np.zeros(population.num_trained)
+        self.steps = [0] * population.num_workers
+        """Gradient steps that each rank has ended, over all its lives."""
+        self.total_steps = 0
+        self._rows: Final = rows
+        self._population: Final = population
+        self._x: Final = population.x.numpy()
+        self._c: Final = None if population.c is None else population.c.numpy()
+        self._open: dict[int, ExchangeId] = {}
+        self._accounts: dict[ExchangeId, _Account] = {}
+
+    def z(self, rank: int) -> Row:
+        """X + c/2 of one worker."""
+        row: Row = self._x[rank]
+        return row.copy() if self._c is None else row + 0.5 * self._c[rank]
+
+    def step_started(self, rank: int, now_s: float, end_s: float) -> None:
+        self._rows.step_started(rank, now_s, end_s)
+
+    def step_ended(self, rank: int, now_s: float) -> None:
+        self.steps[rank] += 1
+        self.total_steps += 1
+        self._rows.step_ended(rank, now_s)
+
+    def exchange_began(self, rank: int, begin: Begin, now_s: float) -> object:
+        if rank in self._open:
+            raise InvariantBroken(
+                "one exchange at a time",
+                f"rank {rank} begins {begin.id} while in {self._open[rank]} at {now_s}",
+            )
+        self._open[rank] = begin.id
+        before = self.z(rank)
+        data = self._rows.exchange_began(rank, begin, now_s)
+        self._expect_equal("flow leaves x + c/2", before, self.z(rank), rank, now_s)
+        return data
+
+    def data_arrived(self, rank: int, id: ExchangeId, data: object, now_s: float) -> None:
+        if self._open.get(rank) != id:
+            raise InvariantBroken(
+                "one exchange at a time",
+                f"data of {id} are applied at rank {rank}, in {self._open.get(rank)}, at {now_s}",
+            )
+        before = self.z(rank)
+        self._rows.data_arrived(rank, id, data, now_s)
+        account = self._accounts.setdefault(id, _Account(np.zeros_like(before)))
+        account.change += self.z(rank) - before
+        account.num_applied += 1
+        self.num_applied += 1
+        if account.num_applied == 2:
+            del self._accounts[id]
+            zero = np.zeros_like(before)
+            self._expect_equal("an exchange conserves x + c/2", zero, account.change, rank, now_s)
+
+    def exchange_ended(self, rank: int, id: ExchangeId, now_s: float) -> None:
+        torn = self._rows.num_torn
+        self._rows.exchange_ended(rank, id, now_s)
+        del self._open[rank]
+        if self._rows.num_torn > torn:  # this end never applied what the other one did
+            account = self._accounts.pop(id)
+            self.num_torn += 1
+            self.torn += account.change
+
+    def rebuilt(self, rank: int, graph: Rebuilt, now_s: float) -> None:
+        self._rows.rebuilt(rank, graph, now_s)
+
+    def took_over(self, rank: int, peer: int, now_s: float) -> None:
+        self._rows.took_over(rank, peer, now_s)
+        self._expect_equal(
+            "parameters are taken over whole", self.z(peer), self.z(rank), rank, now_s
+        )
+        if self._c is not None and self._c[rank].any():
+            raise InvariantBroken(
+                "parameters are taken over whole", f"rank {rank} kept momentum at {now_s}"
+            )
+
+    def check_sum(self, now_s: float) -> None:
+        """Whether the sum of x + c/2 over all rows is where it must be."""
+        total = self.torn.copy()
+        for account in self._accounts.values():
+            total += account.change
+        self._rows.settle_drift()
+        under_way = self._population.half_applied.numpy() + self._rows.torn.numpy()
+        self._expect_equal("both accounts agree", total, under_way, -1, now_s)
+        self._population.half_applied += self._rows.torn
+        drift = self._population.drift()
+        if not drift < TOLERANCE:
+            raise InvariantBroken(
+                "the mean of x + c/2 is conserved", f"it drifted by {drift} at {now_s}"
+            )
+
+    def _expect_equal(
+        self, invariant: str, wanted: Row, found: Row, rank: int, now_s: float
+    ) -> None:
+        error = float(np.abs(wanted - found).max())
+        if not error < TOLERANCE:
+            raise InvariantBroken(invariant, f"off by {error} at rank {rank} at {now_s}")

@@ -1,0 +1,35 @@
+"""Fixtures of unit tests: a world of workers' transports, and what descriptors are open."""
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+from links import World
+
+from gossipdp.links.tls import TlsFiles
+
+
+@pytest.fixture
+def world(run_tls: TlsFiles) -> Iterator[World]:
+    world = World(run_tls)
+    yield world
+    for node in list(world.nodes):
+        world.close(node)
+
+
+@pytest.fixture
+def open_descriptors() -> Callable[[], set[tuple[str, str]]]:
+    """The process's open sockets and event descriptors, as (number, what)."""
+
+    def look() -> set[tuple[str, str]]:
+        found = set()
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                target = os.readlink(f"/proc/self/fd/{name}")
+            except FileNotFoundError:
+                continue
+            if target.startswith(("socket:", "anon_inode:")):
+                found.add((name, target))
+        return found
+
+    return look

@@ -1,0 +1,117 @@
+"""What two threads may do to one chunk at the same time."""
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
+
+
+def test_a_checkpoint_copies_a_chunk_before_an_exchange_or_after_it() -> None:
+    """Each exchange subtracts 1/2 from pending and from c; a copy holds equally many in both."""
+    segment = Segment(torch.zeros(200_000), Role.TRAINED, chunk_bytes=1 << 20)
+    (chunk,) = State([segment]).chunks
+    mine, peers = torch.ones(200_000), torch.zeros(200_000)
+    ends = threading.Event()
+
+    def exchange() -> None:
+        while not ends.is_set():
+            chunk.exchange(0.0, mine, peers, alpha_tilde=1.0)
+
+    gossip = threading.Thread(target=exchange)
+    gossip.start()
+    seen = set()
+    pending, c = torch.empty(200_000), torch.empty(200_000)
+    try:
+        while len(seen) < 50:
+            chunk.copy_momentum(pending, c)
+            (value,) = pending.unique().tolist()
+            assert torch.equal(pending, c)
+            seen.add(value)
+    finally:
+        ends.set()
+        gossip.join()
+
+
+def buffers(values: Tensor) -> Chunk:
+    """One chunk of float buffers."""
+    (chunk,) = State([Segment(values, Role.BUFFER)]).chunks
+    return chunk
+
+
+def meet(one: Chunk, other: Chunk) -> None:
+    """One exchange of whole snapshots."""
+    mine, theirs = torch.empty(one.num_elements), torch.empty(one.num_elements)
+    assert one.snapshot(0.0, mine)
+    assert other.snapshot(0.0, theirs)
+    one.exchange(0.0, mine, theirs, 0.5)
+    other.snapshot_and_exchange(0.0, theirs, mine, 0.5)
+
+
+def test_buffers_are_averaged_and_both_ends_hold_the_same_bits() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(2, 1000)
+    ends = [buffers(each.clone()) for each in values]
+    meet(*ends)
+    for end in ends:
+        held = torch.empty(1000)
+        end.read_z(held)
+        assert end.boundary(0.0)
+        assert torch.equal(held, end.x)
+    assert torch.equal(ends[0].x, ends[1].x)
+    torch.testing.assert_close(ends[0].x, values.mean(dim=0))
+
+
+def test_a_running_variance_stays_positive_where_batches_are_accumulated() -> None:
+    """Batches of variance 0.1 shrink 10 to 4.3 after an exchange has taken half of it away."""
+    one, other = buffers(torch.tensor([10.0])), buffers(torch.tensor([0.1]))
+    meet(one, other)
+    for _ in range(8):
+        one.x.mul_(0.9).add_(0.01)  # what BatchNorm does in a forward pass
+    sent = torch.empty(1)
+    one.snapshot(0.0, sent)
+    assert sent > 0.1
+    one.boundary(0.0)
+    assert one.x.item() == pytest.approx((0.1 + (9.9 * 0.9**8 + 0.1)) / 2)
+
+
+def test_buffers_stay_between_what_they_are_and_what_peers_sent() -> None:
+    torch.manual_seed(1)
+    for _ in range(50):
+        one = buffers(torch.rand(64))
+        sent = []
+        for _ in range(int(torch.randint(1, 5, ()))):
+            peer = buffers(torch.rand(64))
+            sent.append(peer.x.clone())
+            meet(one, peer)
+            one.x.copy_(torch.rand(64))  # what forward passes do meanwhile
+        ends = torch.stack([one.x, *sent])
+        one.boundary(0.0)
+        assert (one.x >= ends.amin(dim=0) - 1e-6).all()
+        assert (one.x <= ends.amax(dim=0) + 1e-6).all()
+
+
+def test_a_checkpoint_of_buffers_holds_what_is_missing_to_the_present_values() -> None:
+    one, other = buffers(torch.tensor([1.0])), buffers(torch.tensor([5.0]))
+    meet(one, other)
+    pending, held = torch.empty(1), torch.empty(1)
+    one.copy_momentum(pending, None)
+    one.read(held)
+    assert (one.x + pending).item() == held.item() == 3.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_of_low_precision_keep_the_remainder(dtype: torch.dtype) -> None:
+    one, other = (
+        buffers(torch.tensor([1.0], dtype=dtype)),
+        buffers(torch.tensor([1.01], dtype=dtype)),
+    )
+    mine, theirs = torch.empty(1, dtype=dtype), torch.empty(1, dtype=dtype)
+    one.snapshot(0.0, mine)
+    other.snapshot(0.0, theirs)
+    one.exchange(0.0, mine, theirs, 0.5)
+    one.boundary(0.0)
+    expected = (mine.float() + theirs.float()) / 2
+    torch.testing.assert_close(one.x.float() + one.pending, expected)

@@ -1,0 +1,414 @@
+"""What two threads do to a state on a device that works late ends as if it were done at once.
+
+The device is a stand-in (``tests/support/deferred_device.py``), the threads are this one, on two
+streams; while one waits for its stream, the other has its turn.
+"""
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from random import Random
+
+import pytest
+import torch
+from deferred_device import GOSSIP, MAIN, DeferredDevice
+from torch import Tensor, nn
+
+from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
+from gossipdp.dynamics.device import CudaDevice, Device, Slot, device_of, is_cuda_allowed
+from gossipdp.dynamics.phase import Phase
+from gossipdp.parallel.flat_parameters import FlatParameters
+
+SEEDS = range(6)
+ETA, ALPHA_TILDE = 0.4, 1.5
+
+
+class World:
+    """A state of three chunks and one of a buffer, and the time."""
+
+    def __init__(self, device: Device, dtype: torch.dtype, eta: float) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.phase = Phase(eta, 1.0)
+        self.now_s = 0.0
+        self.device = device
+        x = torch.randint(-9, 9, (40,), generator=generator).to(dtype)
+        segments = [
+            Segment(x, Role.TRAINED, chunk_bytes=16 * dtype.itemsize),
+            Segment(torch.arange(5.0), Role.BUFFER),
+            Segment(torch.arange(3), Role.COPIED),
+        ]
+        self.state = State(segments, device)
+        if isinstance(device, DeferredDevice):
+            device.adopt_state(self.state)
+        with self.main():
+            self.device.finish()
+
+    def main(self) -> contextmanager:
+        return self.device.used() if isinstance(self.device, DeferredDevice) else nullcontext()
+
+    @contextmanager
+    def gossip(self) -> Iterator[None]:
+        """Without the wait at a thread's end."""
+        if isinstance(self.device, DeferredDevice):
+            with self.device.on(GOSSIP), self.device.used():
+                yield
+        else:
+            yield
+
+    def step(self, gradient: Tensor) -> None:
+        with self.main():
+            self.state.segments[0].x.sub_(gradient)
+
+    def boundary(self) -> int:
+        with self.main():
+            return self.state.boundary(self.phase.at(self.now_s))
+
+    def held(self) -> dict[str, Tensor]:
+        """All that there is, when all is done."""
+        for stream in (MAIN, GOSSIP):
+            if isinstance(self.device, DeferredDevice):
+                with self.device.on(stream):
+                    self.device.wait_for_stream()
+        held = {}
+        for index, segment in enumerate(self.state.segments):
+            held[f"x {index}"], held[f"pending {index}"] = segment.x, segment.pending
+            if segment.c is not None:
+                held["c"] = segment.c
+        return {name: values.clone() for name, values in held.items()}
+
+
+def random_values(random: Random, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    return torch.tensor([random.randint(-9, 9) for _ in range(chunk.num_elements)], dtype=dtype)
+
+
+def run_script(world: World, seed: int, wire: torch.dtype) -> list[object]:
+    """A random run without steps; what the host got to see."""
+    random, seen = Random(seed), []
+    chunks = world.state.chunks
+    outs = [
+        torch.empty(chunk.num_elements, dtype=wire if chunk.role is Role.TRAINED else chunk.x.dtype)
+        for chunk in chunks
+    ]
+    for _ in range(6):
+        theta = world.phase.start_exchange(world.now_s)
+        for chunk, out in zip(chunks, outs, strict=True):
+            peers = random_values(random, chunk, out.dtype)
+            with world.gossip():
+                if random.random() < 0.5:
+                    seen.append(chunk.snapshot(theta, out))
+                    world.boundary() if random.random() < 0.5 else None
+                    seen.append(chunk.exchange(theta, out, peers, ALPHA_TILDE))
+                else:
+                    seen.append(chunk.snapshot_and_exchange(theta, out, peers, ALPHA_TILDE))
+            peers.zero_()  # the link's next chunk lands there
+            seen.append(out.clone())
+            out.fill_(7.0)
+        world.phase.end_exchange(world.now_s)
+        world.now_s += random.random()
+        world.boundary()
+        chunk = random.choice(chunks)
+        out = torch.empty_like(chunk.x)
+        with world.gossip():
+            match random.randrange(3):
+                case 0:
+                    chunk.replace(random_values(random, chunk, chunk.x.dtype))
+                case 1:
+                    landed = torch.empty(chunk.num_elements, dtype=chunk.x.dtype)
+                    chunk.read_z(landed)
+                    seen.append(landed.clone())
+        with world.main():
+            match random.randrange(4):
+                case 0:
+                    world.state.flow(world.phase.at(world.now_s))
+                case 1:
+                    world.state.reset()
+                case 2:
+                    chunk.read(out)
+                    seen.append(None if isinstance(world.device, DeferredDevice) else out)
+    return seen
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return other is None or one == other
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_whatever_the_order_of_the_work_the_bits_are_those_of_host_memory(
+    dtype: torch.dtype, wire: torch.dtype
+) -> None:
+    for seed in SEEDS:
+        at_once = World(Device(), dtype, ETA)
+        late = World(DeferredDevice(seed), dtype, ETA)
+        for one, other in zip(
+            run_script(at_once, seed, wire), run_script(late, seed, wire), strict=True
+        ):
+            assert same(one, other), seed
+        for name, values in at_once.held().items():
+            assert torch.equal(values, late.held()[name]), (seed, name)
+
+
+def train(seed: int, breaks: tuple[str, ...] = ()) -> bool:
+    """Steps and boundaries wherever the gossip thread waits; whether every part of them counts.
+
+    All values are whole numbers and halves, so the sums are exact: what x + pending has become is
+    where it began, less all gradients, less half of all differences; c less all differences.
+    """
+    device = DeferredDevice(seed, breaks)
+    world = World(device, torch.float32, eta=0.0)
+    random, state = Random(seed), world.state
+    segment = state.segments[0]
+    begin = world.held()
+    gradients, differences = torch.zeros(40), torch.zeros(40)
+    slots = {chunk.index: slice(16 * chunk.index, 16 * chunk.index + 16) for chunk in state.chunks}
+    is_right = True
+
+    def step() -> None:
+        with device.on(MAIN):
+            if random.random() < 0.3:
+                gradient = random_values(
+                    random, Chunk(Role.TRAINED, segment.x, segment.x, None), torch.float32
+                )
+                gradients.add_(gradient)
+                world.step(gradient)
+                world.boundary()
+
+    device.on_finish = step
+    for _ in range(6):
+        theta = world.phase.start_exchange(world.now_s)
+        for chunk in state.chunks[:3]:
+            out = torch.full((chunk.num_elements,), torch.nan)
+            peers = random_values(random, chunk, torch.float32)
+            with world.gossip():
+                chunk.snapshot(theta, out)
+                step()
+                norm = chunk.exchange(theta, out, peers, ALPHA_TILDE)
+            step()
+            difference = out - peers
+            is_right &= norm == float((difference**2).sum())
+            differences[slots[chunk.index]] += difference
+        world.phase.end_exchange(world.now_s)
+    end = world.held()
+    expected = begin["x 0"] - gradients - 0.5 * differences
+    return bool(
+        is_right
+        and torch.equal(end["x 0"] + end["pending 0"], expected)
+        and torch.equal(end["c"], -differences)
+    )
+
+
+def test_steps_and_exchanges_lose_nothing() -> None:
+    assert all(train(seed) for seed in range(30))
+
+
+@pytest.mark.parametrize("rule", ["precede", "leave", "finish"])
+def test_without_one_of_the_rules_it_shows(rule: str) -> None:
+    assert not all(train(seed, (rule,)) for seed in range(30))
+
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.cuda,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    ],
+)
+
+
+@pytest.mark.parametrize("kind", ["host", "stand-in", CUDA])
+def test_two_threads_lose_nothing(kind: str) -> None:
+    place = "cuda" if kind == "cuda" else "cpu"
+    device = DeferredDevice(0) if kind == "stand-in" else None
+    segments = [Segment(torch.zeros(5000, device=place), Role.TRAINED, chunk_bytes=4096)]
+    state = State(segments, device)
+    (segment,) = segments
+    with ExitStack() as stack:
+        if device is not None:
+            device.adopt_state(state)
+            stack.enter_context(device.used())
+        state.device.finish()
+        differences = torch.zeros(5000)
+        ended = threading.Event()
+
+        def gossip() -> None:
+            generator = torch.Generator().manual_seed(0)
+            with state.device.gossip_thread():
+                for _ in range(8):  # more, and float32 would round
+                    for chunk, difference in segment.split(differences):
+                        out = torch.full((chunk.num_elements,), torch.nan)
+                        peers = torch.randint(-9, 9, out.shape, generator=generator).float()
+                        assert chunk.snapshot(0.0, out)
+                        chunk.exchange(0.0, out, peers, ALPHA_TILDE)
+                        difference += out - peers
+            ended.set()
+
+        thread = threading.Thread(target=gossip)
+        thread.start()
+        num_steps = 0
+        gradient = torch.arange(5000.0, device=place) % 7
+        while thread.is_alive() and num_steps < 500:
+            segment.x.sub_(gradient)
+            num_steps += 1
+            state.boundary(0.0)
+        thread.join()
+        assert ended.is_set()
+        state.boundary(0.0, wait=True)
+        state.device.finish()
+        x, c = segment.x.to("cpu", copy=True), segment.c.to("cpu", copy=True)
+    gradients = num_steps * (torch.arange(5000.0) % 7)
+    assert torch.equal(x, -gradients - 0.5 * differences)
+    assert torch.equal(c, -differences)
+
+
+def test_a_boundary_leaves_out_a_chunk_that_is_in_use() -> None:
+    device = DeferredDevice(0)
+    world = World(device, torch.float32, ETA)
+    chunk = world.state.chunks[0]
+    skipped = []
+
+    def boundary() -> None:
+        with device.on(MAIN):
+            skipped.append(world.boundary())
+
+    device.on_finish = boundary
+    with world.gossip():
+        chunk.snapshot(0.0, torch.empty(chunk.num_elements))
+    device.on_finish = None
+    assert skipped == [1]
+    assert world.boundary() == 0
+
+
+def test_after_a_boundary_the_gossip_thread_waits_for_nothing_but_the_boundary() -> None:
+    device = DeferredDevice(0)
+    world = World(device, torch.float32, ETA)
+    done = []
+    for step in range(50):
+        device.queue(lambda step=step: done.append(step))
+    assert len(done) < 50
+    world.boundary()
+    assert len(done) == 50
+
+
+def slot_keeps(seed: int, breaks: tuple[str, ...] = ()) -> bool:
+    """Whether what a slot took to the device, and back, is what was there."""
+    device = DeferredDevice(seed, breaks)
+    with device.used():
+        slot = Slot(device, 32)
+        loaded, stored, values = [], [], torch.empty(8)
+        for number in range(5):
+            loaded.append(slot.load(values.fill_(number)).clone())
+            slot.there(values).add_(100.0)
+            slot.store(out := torch.empty(8))
+            stored.append(out)
+            slot.there(values).fill_(torch.nan)
+    device.breaks = ()
+    device.finish()
+    return all(
+        torch.equal(there, torch.full((8,), float(number)))
+        and torch.equal(back, torch.full((8,), 100.0 + number))
+        for number, (there, back) in enumerate(zip(loaded, stored, strict=True))
+    )
+
+
+def test_a_slot_is_used_again_only_when_the_device_is_done_with_it() -> None:
+    assert all(slot_keeps(seed) for seed in range(20))
+    assert not all(slot_keeps(seed, ("wait", "finish")) for seed in range(20))
+
+
+def load_twice(seed: int, breaks: tuple[str, ...] = ()) -> bool:
+    device = DeferredDevice(seed, breaks)
+    with device.used():
+        slot = Slot(device, 32)
+        first = slot.load(torch.full((8,), 1.0)).clone()
+        slot.load(torch.full((8,), 2.0))
+    device.breaks = ()
+    device.finish()
+    return torch.equal(first, torch.full((8,), 1.0))
+
+
+def test_a_slot_waits_for_its_own_copy_alone() -> None:
+    assert all(load_twice(seed) for seed in range(20))
+    assert not all(load_twice(seed, ("wait",)) for seed in range(20))
+
+
+def test_what_computes_is_visible() -> None:
+    assert World(DeferredDevice(0), torch.float32, ETA).state.kernels == "torch on the device"
+
+
+def test_host_memory_gets_and_gives_copies() -> None:
+    """As consolidation needs it: sums are in host memory and come back."""
+    for seed in SEEDS:
+        device = DeferredDevice(seed)
+        world = World(device, torch.bfloat16, ETA)
+        x = world.state.segments[0].x.clone()
+        with world.gossip():
+            world.state.boundary(math.inf, wait=True)
+            sums = [torch.empty(chunk.num_elements) for chunk in world.state.chunks]
+            for chunk, total in zip(world.state.chunks, sums, strict=True):
+                chunk.read(total)
+            assert torch.equal(torch.cat(sums[:3]), x.float())
+            for total in sums:
+                total.add_(1.0)
+            assert sum(map(Chunk.squared_distance, world.state.chunks, sums)) == 45.0
+            for chunk, total in zip(world.state.chunks, sums, strict=True):
+                chunk.replace(total)
+            (copied,) = world.state.copied_chunks
+            out = torch.empty(3, dtype=torch.int64)
+            copied.read(out)
+            assert out.tolist() == [0, 1, 2]
+            copied.replace(out + 5)
+            copied.read(out)
+            assert out.tolist() == [5, 6, 7]
+        assert torch.equal(world.state.segments[0].x, x + 1.0)
+
+
+# Where a state lives.
+
+
+def test_host_memory_queues_nothing() -> None:
+    state = State([Segment(torch.ones(3), Role.TRAINED)])
+    assert type(state.device) is Device
+    assert type(State([]).device) is Device
+    values = torch.ones(3)
+    with state.device.gossip_thread(), state.device.lock():
+        state.device.write(lambda out: out.fill_(2.0), values)
+        state.device.finish()
+    assert values.tolist() == [2.0] * 3
+
+
+def test_other_devices_and_several_are_refused() -> None:
+    with pytest.raises(ValueError, match="on meta; exchanges know the CPU and CUDA"):
+        device_of({torch.device("meta")})
+    with pytest.raises(ValueError, match=r"several devices \(cpu, meta\); move the module to one"):
+        device_of({torch.device("meta"), torch.device("cpu")})
+
+
+def test_cuda_is_for_those_who_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOSSIPDP_CUDA", raising=False)
+    assert not is_cuda_allowed()
+    monkeypatch.setenv("GOSSIPDP_CUDA", "1")
+    assert not is_cuda_allowed()
+    monkeypatch.setenv("GOSSIPDP_CUDA", "experimental")
+    assert is_cuda_allowed()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_module_on_a_card_is_refused_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Linear(3, 2).to("cuda")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    monkeypatch.delenv("GOSSIPDP_CUDA", raising=False)
+    with pytest.raises(ValueError, match="GOSSIPDP_CUDA=experimental"):
+        FlatParameters(net, [optimizer], momentum=True)
+    monkeypatch.setenv("GOSSIPDP_CUDA", "experimental")
+    assert isinstance(FlatParameters(net, [optimizer], momentum=True).state.device, CudaDevice)

@@ -1,0 +1,392 @@
+"""One suite for everything that computes exchanges, against the float64 reference."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import MomentumState
+from torch import Tensor
+
+from gossipdp.dynamics import update
+from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
+from gossipdp.dynamics.update import KERNELS, LEAST_COMPILED_VALUES, choose_kernels
+
+MOST = 1001
+LENGTHS = (0, 1, 2, 15, 16, 17, 255, MOST)
+ALPHA_TILDE = 1.9
+# (parameters, snapshots)
+PRECISIONS = (
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+)
+POISON = (math.nan, math.inf, -math.inf)
+
+each_precision = pytest.mark.parametrize(("dtype", "wire"), PRECISIONS)
+with_and_without_momentum = pytest.mark.parametrize("momentum", [True, False])
+
+
+class Computes:
+    """The events of ``update`` on a chunk, by one of the two that compute them."""
+
+    def __init__(self, name: str) -> None:
+        self.options = {"compiled": name == "numba"}
+
+    def snapshot(self, chunk: Chunk, out: Tensor, decay: float) -> bool:
+        return update.snapshot(out, chunk.x, chunk.pending, chunk.c, decay, **self.options)
+
+    def exchange(
+        self, chunk: Chunk, mine: Tensor, peers: Tensor, decay: float, alpha_tilde: float
+    ) -> float:
+        return update.exchange(
+            chunk.pending, chunk.c, mine, peers, decay, alpha_tilde, **self.options
+        )
+
+    def snapshot_and_exchange(
+        self, chunk: Chunk, out: Tensor, peers: Tensor, decay: float, alpha_tilde: float
+    ) -> float:
+        return update.snapshot_and_exchange(
+            out, chunk.x, chunk.pending, chunk.c, peers, decay, alpha_tilde, **self.options
+        )
+
+    def boundary(self, chunk: Chunk, decay: float) -> None:
+        update.boundary(chunk.x, chunk.pending, chunk.c, decay, **self.options)
+
+
+@pytest.fixture(params=KERNELS)
+def computes(request: pytest.FixtureRequest) -> Computes:
+    return Computes(request.param)
+
+
+def random_chunk(length: int, seed: int, dtype: torch.dtype, momentum: bool = True) -> Chunk:
+    generator = torch.Generator().manual_seed(seed)
+    x, pending, c = (torch.randn(length, generator=generator) for _ in range(3))
+    return Chunk(Role.TRAINED, x.to(dtype), pending, c if momentum else None)
+
+
+def copy_of(chunk: Chunk) -> Chunk:
+    c = None if chunk.c is None else chunk.c.clone()
+    return Chunk(chunk.role, chunk.x.clone(), chunk.pending.clone(), c)
+
+
+def snapshot_of(length: int, seed: int, wire: torch.dtype) -> Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(seed)).to(wire)
+
+
+def tensors(chunk: Chunk) -> list[Tensor]:
+    return [chunk.x, chunk.pending, *([] if chunk.c is None else [chunk.c])]
+
+
+def same_bits(ours: Chunk, others: Chunk) -> bool:
+    return all(
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        for one, other in zip(tensors(ours), tensors(others), strict=True)
+    )
+
+
+def reference_of(chunk: Chunk) -> MomentumState:
+    x = chunk.x.double() + chunk.pending.double()
+    return MomentumState(x, torch.zeros_like(x) if chunk.c is None else chunk.c.double())
+
+
+def assert_close(chunk: Chunk, expected: MomentumState) -> None:
+    found = reference_of(chunk)
+    assert torch.allclose(found.x, expected.x, atol=1e-5, rtol=0)
+    if chunk.c is not None:
+        assert torch.allclose(found.c, expected.c, atol=1e-5, rtol=0)
+
+
+def flowed(state: MomentumState, decay: float) -> MomentumState:
+    return state.flow(1.0, math.inf if decay == 0.0 else -0.5 * math.log(decay))
+
+
+# Against the reference.
+
+
+@each_precision
+@with_and_without_momentum
+@pytest.mark.parametrize("decay", [1.0, 0.7, 0.0])
+def test_an_exchange_is_the_reference_s(
+    computes: Computes, dtype: torch.dtype, wire: torch.dtype, momentum: bool, decay: float
+) -> None:
+    for length in LENGTHS:
+        chunk = random_chunk(length, length, dtype, momentum)
+        expected = flowed(reference_of(chunk), decay)
+        mine, peers = torch.empty(length, dtype=wire), snapshot_of(length, 7, wire)
+        before = copy_of(chunk)
+        assert computes.snapshot(chunk, mine, decay)
+        assert same_bits(chunk, before)
+        assert torch.allclose(
+            mine.double(), expected.x, atol=1e-5, rtol=2**-8 if wire is torch.bfloat16 else 0
+        )
+        delta = mine.double() - peers.double()
+        squared_norm = computes.exchange(chunk, mine, peers, decay, ALPHA_TILDE)
+        assert squared_norm == pytest.approx(float(delta.square().sum()), rel=1e-5)
+        assert_close(chunk, expected.exchange(delta, ALPHA_TILDE))
+        assert torch.equal(chunk.x, before.x)
+
+
+@each_precision
+@with_and_without_momentum
+@pytest.mark.parametrize("decay", [1.0, 0.7])
+def test_at_once_or_one_after_the_other_is_the_same_to_the_bit(
+    computes: Computes, dtype: torch.dtype, wire: torch.dtype, momentum: bool, decay: float
+) -> None:
+    for length in LENGTHS:
+        apart = random_chunk(length, length, dtype, momentum)
+        at_once = copy_of(apart)
+        mine, out = torch.empty(length, dtype=wire), torch.empty(length, dtype=wire)
+        peers = snapshot_of(length, 7, wire)
+        computes.snapshot(apart, mine, decay)
+        norm_apart = computes.exchange(apart, mine, peers, decay, ALPHA_TILDE)
+        norm = computes.snapshot_and_exchange(at_once, out, peers, decay, ALPHA_TILDE)
+        assert torch.equal(mine, out)
+        assert same_bits(apart, at_once)
+        assert norm == pytest.approx(norm_apart, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@with_and_without_momentum
+@pytest.mark.parametrize("decay", [1.0, 0.7, 0.0])
+def test_a_boundary_moves_everything_and_keeps_the_remainder(
+    computes: Computes, dtype: torch.dtype, momentum: bool, decay: float
+) -> None:
+    for length in LENGTHS:
+        chunk = random_chunk(length, length, dtype, momentum)
+        expected = flowed(reference_of(chunk), decay)
+        computes.boundary(chunk, decay)
+        assert_close(chunk, expected)
+        if dtype is torch.float32:
+            assert not chunk.pending.any()
+        else:
+            total = chunk.x.float() + chunk.pending
+            assert torch.equal(total.bfloat16(), chunk.x)
+
+
+# The two ends of an exchange.
+
+
+@each_precision
+@pytest.mark.parametrize("names", list(itertools.product(KERNELS, repeat=2)))
+@settings(deadline=None, max_examples=8)
+@given(seed=st.integers(0, 10**6), alpha_tilde=st.floats(0.6, 40.0))
+def test_both_ends_apply_exact_negatives(
+    names: tuple[str, str], dtype: torch.dtype, wire: torch.dtype, seed: int, alpha_tilde: float
+) -> None:
+    """Whatever each end computes with: what one adds to c and pending, the other takes away."""
+    ends = [Computes(name) for name in names]
+    chunks = [random_chunk(MOST, seed + end, dtype) for end in range(2)]
+    chunks[0].x.mul_(1e3)  # of different size, so that every rounding shows
+    snapshots = [torch.empty(MOST, dtype=wire) for _ in ends]
+    for one, chunk, snapshot in zip(ends, chunks, snapshots, strict=True):
+        one.snapshot(chunk, snapshot, 0.8)
+        for tensor in tensors(chunk)[1:]:
+            tensor.zero_()
+    ends[0].exchange(chunks[0], *snapshots, 1.0, alpha_tilde)
+    ends[1].exchange(chunks[1], *snapshots[::-1], 1.0, alpha_tilde)
+    for ours, theirs in zip(tensors(chunks[0])[1:], tensors(chunks[1])[1:], strict=True):
+        assert ours.any()
+        assert torch.equal(ours, -theirs)
+
+
+# Poison.
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@settings(deadline=None, max_examples=25)
+@given(
+    length=st.integers(1, MOST),
+    place=st.integers(0, MOST - 1),
+    case=st.tuples(st.booleans(), st.sampled_from(POISON)),
+)
+def test_a_peer_s_poison_is_not_applied(
+    name: str, wire: torch.dtype, length: int, place: int, case: tuple[bool, float]
+) -> None:
+    momentum, value = case
+    computes = Computes(name)
+    chunk = random_chunk(length, 3, torch.float32, momentum)
+    before = copy_of(chunk)
+    mine, peers = torch.empty(length, dtype=wire), snapshot_of(length, 7, wire)
+    peers[place % length] = value
+    assert computes.snapshot(chunk, mine, 0.7)
+    assert not math.isfinite(computes.exchange(chunk, mine, peers, 0.7, ALPHA_TILDE))
+    assert same_bits(chunk, before)
+    out = torch.empty_like(mine)
+    norm = computes.snapshot_and_exchange(chunk, out, peers, 0.7, ALPHA_TILDE)
+    assert not math.isfinite(norm)
+    assert same_bits(chunk, before)
+    assert torch.equal(out, mine)
+
+
+@each_precision
+@pytest.mark.parametrize("where", ["x", "pending", "c"])
+@pytest.mark.parametrize("value", POISON)
+def test_our_own_poison_is_found_and_not_applied(
+    computes: Computes, dtype: torch.dtype, wire: torch.dtype, where: str, value: float
+) -> None:
+    for place in (0, 500, MOST - 1):
+        chunk = random_chunk(MOST, 3, dtype)
+        getattr(chunk, where)[place] = value
+        before = copy_of(chunk)
+        out, peers = torch.empty(MOST, dtype=wire), snapshot_of(MOST, 7, wire)
+        assert not computes.snapshot(chunk, out, 0.7)
+        out.zero_()
+        norm = computes.snapshot_and_exchange(chunk, out, peers, 0.7, ALPHA_TILDE)
+        assert not math.isfinite(norm)
+        assert torch.isfinite(out).sum() == MOST - 1
+        assert same_bits(chunk, before)
+
+
+def test_large_values_are_no_poison_until_their_difference_is(computes: Computes) -> None:
+    """Squares beyond float32 are applied, at both ends alike; an infinite delta by neither."""
+    for size, is_applied in ((1e25, True), (1.7e38, True), (1.8e38, False)):
+        mine = torch.full((MOST,), size)
+        chunk = Chunk(Role.TRAINED, mine.clone(), torch.zeros(MOST), None)
+        norm = computes.exchange(chunk, mine, -mine, 1.0, 0.5)
+        assert math.isfinite(norm) is is_applied
+        assert bool(chunk.pending.any()) is is_applied
+        if is_applied:
+            assert norm == pytest.approx(MOST * 4 * size**2, rel=1e-6)
+
+
+# bfloat16.
+
+
+@settings(deadline=None, max_examples=30)
+@given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200))
+def test_numba_rounds_to_bfloat16_as_torch_does(bits: list[int]) -> None:
+    """Any bits: subnormals, ties, overflow to infinity, NaN of every kind."""
+    ties = [0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F7F8000, 0x7FFFFFFF, 0xFFFFFFFF, 0x00008000]
+    values = torch.tensor(bits + ties, dtype=torch.int64).to(torch.uint32).view(torch.float32)
+    chunk = Chunk(Role.TRAINED, values, torch.zeros_like(values), None)
+    outs = [torch.empty(values.numel(), dtype=torch.bfloat16) for _ in KERNELS]
+    finite = [Computes(n).snapshot(chunk, out, 1.0) for n, out in zip(KERNELS, outs, strict=True)]
+    assert finite[0] == finite[1]
+    nans = [torch.isnan(out) for out in outs]
+    assert torch.equal(*nans)
+    assert torch.equal(*(out[~nans[0]].view(torch.uint16) for out in outs))
+
+
+# In a chunk.
+
+
+@with_and_without_momentum
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_boundary_between_snapshot_and_exchange_flows_once(
+    computes: Computes, momentum: bool, at_once: bool
+) -> None:
+    """The chunk remembers the phase it was flowed to, so it does not matter who flows first."""
+    chunk = random_chunk(MOST, 5, torch.float32, momentum)
+    chunk.is_compiled = computes.options["compiled"]
+    chunk.restored()
+    expected = flowed(reference_of(chunk), math.exp(-0.6))
+    peers = snapshot_of(MOST, 7, torch.float32)
+    mine = torch.empty(MOST)
+    assert chunk.snapshot(0.3, mine)
+    chunk.boundary(0.3)
+    if at_once:
+        chunk.snapshot_and_exchange(0.3, mine, peers, ALPHA_TILDE)
+    else:
+        chunk.exchange(0.3, mine, peers, ALPHA_TILDE)
+    delta = expected.x - peers.double()
+    assert_close(chunk, expected.exchange(delta, ALPHA_TILDE))
+    assert chunk.theta == 0.3
+
+
+def test_a_chunk_that_took_nothing_has_not_flowed_either(computes: Computes) -> None:
+    chunk = random_chunk(MOST, 5, torch.float32)
+    chunk.is_compiled = computes.options["compiled"]
+    chunk.restored()
+    mine, peers = torch.zeros(MOST), torch.full((MOST,), math.nan)
+    assert not math.isfinite(chunk.exchange(0.3, mine, peers, ALPHA_TILDE))
+    assert chunk.theta == 0.0
+    expected = flowed(reference_of(chunk), math.exp(-0.6))
+    chunk.boundary(0.3)
+    assert_close(chunk, expected)
+
+
+# The choice.
+
+
+def state_of(*dtypes: torch.dtype) -> State:
+    return State([Segment(torch.zeros(3, dtype=dtype), Role.TRAINED) for dtype in dtypes])
+
+
+def test_numba_is_chosen_if_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOSSIPDP_KERNELS", raising=False)
+    assert choose_kernels(LEAST_COMPILED_VALUES) == "numba"
+    assert choose_kernels(LEAST_COMPILED_VALUES - 1) == "torch"
+    assert choose_kernels(1, "numba") == "numba"
+    monkeypatch.setenv("GOSSIPDP_KERNELS", "torch")
+    assert choose_kernels(10**9) == "torch"
+    monkeypatch.setenv("GOSSIPDP_KERNELS", "cuda")
+    with pytest.raises(ValueError, match="GOSSIPDP_KERNELS is 'cuda'; choose one of auto, numba"):
+        choose_kernels(10**9)
+
+
+def test_what_computes_is_visible_and_torch_computes_what_loops_do_not_know() -> None:
+    state = state_of(torch.float32, torch.bfloat16)
+    state.compile("auto")
+    assert state.kernels == "torch"
+    state.compile("numba")
+    assert state.kernels == "numba"
+    mixed = state_of(torch.float32, torch.float16, torch.float64)
+    mixed.compile("numba")
+    for wire in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        mixed.compile_for(wire)
+    assert mixed.kernels == "numba, torch"
+    assert [chunk.is_compiled for chunk in mixed.chunks] == [True, False, False]
+
+
+def test_a_numba_that_cannot_be_imported_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("gossipdp.dynamics.update_loops", raising=False)
+    monkeypatch.setitem(sys.modules, "gossipdp.dynamics.update_loops", None)
+    with pytest.raises(ImportError):
+        state_of(torch.float32).compile("numba")
+
+
+def test_loops_compile_if_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numba
+
+    from gossipdp.dynamics import update_loops
+
+    calls = []
+
+    def njit(cache: bool = False, **options: object) -> object:
+        calls.append(cache)
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available for file")
+        return lambda function: function
+
+    monkeypatch.setattr(numba, "njit", njit)
+    assert update_loops._compiled(len) is len
+    assert calls == [True, False]
+
+
+def test_loops_compile_if_the_disk_is_full(tmp_path: Path) -> None:
+    code = """
+        import resource, torch
+        from gossipdp.dynamics.update import compile_loops
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        compile_loops(torch.float32, torch.float32)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        check=False,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert b"compiled kernels cannot be kept on disk" in ended.stderr

@@ -1,0 +1,455 @@
+"""Exchanges in each wire format, two workers in one thread; and the locks, with two threads."""
+
+import math
+import sys
+import threading
+from itertools import pairwise
+from random import Random
+
+import pytest
+import torch
+from links import MemoryLink
+
+from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.dynamics.update import LEAST_COMPILED_VALUES
+from gossipdp.gossip.codec import WIRE_FORMATS, Codec, PoisonFound, make_codec
+from gossipdp.gossip.exchange import Exchange
+from gossipdp.links.frames import ChunkKey, FrameType
+from gossipdp.protocol.messages import ExchangeId
+
+NUM_ELEMENTS = 1000
+CHUNK = FrameType.EXCHANGE_CHUNK
+ID = ExchangeId(0, 0, 1)
+
+
+def make_state(seed: int, dtype=torch.float32, num_elements=NUM_ELEMENTS, chunk_bytes=256) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_elements, generator=generator).to(dtype)
+    return State([Segment(x, Role.TRAINED, chunk_bytes=chunk_bytes)])
+
+
+def x_and_z(state: State) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x + pending, and x + c/2 with it, of all segments, in float64."""
+    segments = state.segments
+    x = [segment.x.double() + segment.pending.double() for segment in segments]
+    c = [0.0 if s.c is None else s.c.double() for s in segments]
+    return torch.cat(x), torch.cat([a + 0.5 * b for a, b in zip(x, c, strict=True)])
+
+
+def deliver(link: MemoryLink, to: Exchange) -> None:
+    frame_type, key, payload = link.take()
+    room = to.landing(frame_type, key)
+    assert room is not None, (frame_type, key)
+    assert len(room) == len(payload)
+    room[:] = payload
+    assert to.expects(frame_type, key)
+    to.landed(frame_type, key, room)
+
+
+def start(states, alpha_tilde=1.3, codecs=None):
+    """Begin an exchange between two, in their wire formats (by default new full ones)."""
+    codecs = codecs or [make_codec("full", state) for state in states]
+    links = [MemoryLink() for _ in states]
+    return links, [
+        Exchange(state, codec, link, ID, alpha_tilde=alpha_tilde, theta=0.0)
+        for state, codec, link in zip(states, codecs, links, strict=True)
+    ]
+
+
+def exchange(states, codecs, random: Random, alpha_tilde=1.3):
+    """One whole exchange, frames and turns of the two ends in an order that is drawn."""
+    links, exchanges = start(states, alpha_tilde, codecs)
+    idle = 0
+    while not all(each.is_finished for each in exchanges):
+        end = random.randrange(2)
+        before = links[end].queued_bytes
+        if random.random() < 0.5:
+            exchanges[end].pump()
+        elif links[end].queue:
+            deliver(links[end], exchanges[1 - end])
+            before = -1
+        idle = 0 if links[end].queued_bytes != before else idle + 1
+        assert idle < 100, "nothing moves any more"
+    return links, exchanges
+
+
+@pytest.mark.parametrize("order", ["in turn", "one side first"])
+def test_an_exchange_averages_and_conserves_the_mean(order):
+    states = [make_state(0), make_state(1)]
+    (x0, z0), (x1, z1) = map(x_and_z, states)
+    links, exchanges = start(states)
+    while not all(exchange.is_finished for exchange in exchanges):
+        for exchange in exchanges:
+            exchange.pump()
+        for here, there in ((0, 1), (1, 0)):
+            burst = len(links[here].queue) if order == "one side first" else 1
+            for _ in range(min(burst, len(links[here].queue))):
+                deliver(links[here], exchanges[there])
+    (y0, w0), (y1, w1) = map(x_and_z, states)
+    assert torch.allclose(y0, y1, atol=1e-6)
+    assert torch.allclose(w0 + w1, z0 + z1, atol=1e-6)
+    assert exchanges[0].squared_distance == exchanges[1].squared_distance
+    assert exchanges[0].squared_distance == pytest.approx(float((x0 - x1).square().sum()), rel=1e-5)
+    assert all(link.most_queued <= Codec.window for link in links)
+
+
+def test_chunks_of_another_exchange_or_out_of_turn_are_not_taken():
+    _, exchanges = start([make_state(0), make_state(1)])
+    exchanges[0].pump()
+    assert exchanges[1].landing(CHUNK, ChunkKey(0, 0, 1, 0)) is not None
+    assert exchanges[1].landing(FrameType.EXCHANGE_REPEAT, ChunkKey(0, 0, 1, 0)) is None
+    for key in (ChunkKey(0, 0, 2, 0), ChunkKey(0, 0, 1, 1), ChunkKey(0, 0, 1, 10**6)):
+        assert exchanges[1].landing(CHUNK, key) is None
+
+
+@pytest.mark.parametrize("name", WIRE_FORMATS)
+def test_an_exchange_ends_although_a_state_travels_on_its_link(name):
+    """A transfer keeps its chunks queued all the time; that holds up none of the exchange's."""
+    states = [mixed_state(0), mixed_state(1)]
+    links, exchanges = start(states, codecs=[make_codec(name, state) for state in states])
+    other = FrameType.STATE_CHUNK
+    for _ in range(400):
+        for here, there in ((0, 1), (1, 0)):
+            while links[here].queued_of(other) < 2:
+                links[here].send_chunk(other, ChunkKey(0, 0, 1, 0), memoryview(b"state"))
+            exchanges[here].pump()
+            if links[here].queue[0][0] is other:
+                links[here].queue.popleft()
+            else:
+                deliver(links[here], exchanges[there])
+        for link in links:
+            while link.queued_of(other) < 2:
+                link.send_chunk(other, ChunkKey(0, 0, 1, 0), memoryview(b"state"))
+        if all(exchange.is_finished for exchange in exchanges):
+            return
+    raise AssertionError("they did not end")
+
+
+def test_poison_is_not_sent():
+    state = make_state(0)
+    state.segments[0].x[70] = math.inf
+    (link,), (exchange,) = start([state])
+    with pytest.raises(PoisonFound) as found:
+        exchange.pump()
+    assert found.value.ours
+    assert len(link.queue) == 1  # the first chunk, which is sound
+
+
+def test_poison_is_not_applied():
+    state = make_state(0)
+    _, (exchange,) = start([state])
+    exchange.pump()
+    key = ChunkKey(0, 0, 1, 0)
+    room = exchange.landing(CHUNK, key)
+    assert room is not None
+    room[:] = torch.full((64,), math.nan).view(torch.uint8).numpy().data
+    before = x_and_z(state)[0]
+    with pytest.raises(PoisonFound) as found:
+        exchange.landed(CHUNK, key, room)
+    assert not found.value.ours
+    assert torch.equal(x_and_z(state)[0], before)
+
+
+def test_a_boundary_in_mid_exchange_changes_nothing_that_others_see():
+    states = [make_state(0), make_state(1)]
+    reference = [make_state(0), make_state(1)]
+    for pair, with_boundaries in ((states, True), (reference, False)):
+        links, exchanges = start(pair)
+        while not all(exchange.is_finished for exchange in exchanges):
+            for exchange in exchanges:
+                exchange.pump()
+            for here, there in ((0, 1), (1, 0)):
+                deliver(links[here], exchanges[there])
+                if with_boundaries:
+                    pair[here].boundary(0.0, 0)
+    for one, other in zip(states, reference, strict=True):
+        assert torch.allclose(x_and_z(one)[0], x_and_z(other)[0], atol=1e-6)
+        assert torch.allclose(x_and_z(one)[1], x_and_z(other)[1], atol=1e-6)
+
+
+def test_the_boundary_leaves_a_chunk_in_use_for_the_next_time():
+    state = make_state(0)
+    state.chunks[3].pending.fill_(1.0)
+    state.chunks[3].has_pending = True
+    with state.chunks[3].lock:
+        assert state.boundary(0.0, 0) == 1
+    assert state.chunks[3].pending[0] == 1.0
+    assert state.boundary(0.0, 0) == 0
+    assert state.chunks[3].pending[0] == 0.0
+
+
+@pytest.fixture
+def switching_often():
+    """Let threads take turns many times a millisecond: all orders are met, and none waits 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "numba"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_threads_lose_nothing(switching_often, kernels, dtype):
+    """Boundary, step and reading race snapshot and exchange, on the kernels that training uses.
+
+    All numbers are multiples of 2**-8 and small, so every sum is exact: in the end x + pending is
+    where it began, plus all steps, less half of all differences; and c is less all of them. If a
+    thread wrote a chunk without its lock, some would be lost. With numba the state is above its
+    threshold. (A step of bfloat16 parameters rounds, so those take none.)
+    """
+    num_values = LEAST_COMPILED_VALUES if kernels == "numba" else 300_000
+    x = torch.zeros(num_values, dtype=dtype)
+    segment = Segment(
+        x, Role.TRAINED, chunk_bytes=x.nbytes // 2
+    )  # few and large, so that they meet
+    state = State([segment])
+    state.compile(None if kernels == "numba" else "torch")
+    state.compile_for(torch.float32)
+    assert state.kernels == kernels
+    for seed in range(10):
+        race(segment, state, seed)
+
+
+def race(segment: Segment, state: State, seed: int) -> None:
+    """Eight rounds of exchanges (with more, float32 would round) beside as many boundaries."""
+    segment.x.zero_()
+    state.reset()
+    total = torch.zeros(segment.x.numel())
+    failures = []
+
+    def gossip() -> None:
+        try:
+            random = Random(seed)
+            for _ in range(8):
+                for chunk, differences in segment.split(total):
+                    mine = torch.empty(chunk.num_elements)
+                    peers = torch.full_like(mine, float(2 * random.randint(-2, 2)))
+                    if random.random() < 0.5:
+                        assert chunk.snapshot(0.0, mine)
+                        norm = chunk.exchange(0.0, mine, peers, 1.5)
+                    else:
+                        norm = chunk.snapshot_and_exchange(0.0, mine, peers, 1.5)
+                    assert norm == pytest.approx(float((mine - peers).square().sum()), rel=1e-4)
+                    differences += mine - peers
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=gossip)
+    thread.start()
+    num_steps, out = 0, torch.empty_like(segment.x)
+    while thread.is_alive():
+        if num_steps < 8 and segment.x.dtype is torch.float32:
+            segment.x += 2.0  # as an optimizer steps: without a lock
+            num_steps += 1
+            for chunk, room in segment.split(out):
+                chunk.read(room)
+        state.boundary(0.0)
+    thread.join()
+    assert not failures, failures
+    state.boundary(0.0, wait=True)
+    x = segment.x.double() + segment.pending.double()
+    assert torch.equal(x, 2.0 * num_steps - 0.5 * total.double())
+    assert torch.equal(segment.c.double(), -total.double())
+
+
+# Wire formats.
+
+
+def mixed_state(seed: int, scale: float = 1.0) -> State:
+    """Trained parameters of two precisions and buffers, over several chunks each."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def values(count: int) -> torch.Tensor:
+        return scale * torch.randn(count, generator=generator)
+
+    segments = [
+        Segment(values(3000), Role.TRAINED, chunk_bytes=1024),
+        Segment(values(700).abs(), Role.BUFFER, chunk_bytes=1024),
+        Segment(values(1501).double(), Role.TRAINED, chunk_bytes=4096),
+        Segment(torch.arange(5), Role.COPIED),
+    ]
+    return State(segments)
+
+
+def exchanged_z(state: State) -> torch.Tensor:
+    """Return z of all that is exchanged."""
+    segments = [s for s in state.segments if s.role.is_exchanged]
+    z = [present(segment) for segment in segments]
+    return torch.cat(
+        [a if s.c is None else a + 0.5 * s.c.double() for s, a in zip(segments, z, strict=True)]
+    )
+
+
+def present(segment: Segment) -> torch.Tensor:
+    """Return x + pending in float64; buffers are held in another way."""
+    values = segment.x.double()
+    for chunk, room in segment.split(values):
+        chunk.read(room)
+    return values
+
+
+@pytest.mark.parametrize("name", WIRE_FORMATS)
+def test_every_format_conserves_the_mean_of_z(name):
+    """To the rounding of the sums alone: 1e-15 for what is held in float64."""
+    states = [mixed_state(0), mixed_state(1)]
+    codecs = [make_codec(name, state) for state in states]
+    before = sum(map(exchanged_z, states))
+    random = Random(0)
+    for _ in range(6):
+        _, ends = exchange(states, codecs, random)
+        assert ends[0].squared_distance == ends[1].squared_distance
+    after = sum(map(exchanged_z, states))
+    assert torch.allclose(after, before, rtol=0, atol=3e-6)
+    assert torch.allclose(after[3700:], before[3700:], rtol=0, atol=1e-14)
+    assert ends[0].squared_distance < 1e-3 * 9000  # of two standard normal vectors
+
+
+@pytest.mark.parametrize("name", WIRE_FORMATS)
+def test_both_ends_apply_the_same_delta_with_opposite_signs(name):
+    states = [mixed_state(0), mixed_state(1)]
+    codecs = [make_codec(name, state) for state in states]
+    random = Random(1)
+    for _ in range(4):
+        for state in states:
+            state.boundary(0.0)
+        exchange(states, codecs, random)
+        for mine, peers in zip(*(state.segments for state in states), strict=True):
+            if mine.role is Role.BUFFER:
+                assert torch.equal(present(mine), present(peers))
+                continue
+            assert torch.equal(mine.pending, -peers.pending)
+            assert mine.c is None or torch.equal(mine.c, -peers.c)
+
+
+def test_buffers_stay_exact_in_every_format():
+    for name in WIRE_FORMATS:
+        states = [mixed_state(0), mixed_state(1)]
+        before = [state.segments[1].x.clone() for state in states]
+        exchange(states, [make_codec(name, state) for state in states], Random(0))
+        for state in states:
+            buffers = state.segments[1]
+            mean = (before[0] + before[1]).double() / 2
+            assert torch.allclose(present(buffers), mean)
+
+
+def test_bytes_at_the_link():
+    sent = {}
+    for name in WIRE_FORMATS:
+        states = [make_state(seed, num_elements=60_000, chunk_bytes=1 << 17) for seed in (0, 1)]
+        codecs = [make_codec(name, state) for state in states]
+        links, ends = exchange(states, codecs, Random(0))
+        if name == "lattice8":  # the first exchange finds out how far apart the two are
+            assert all(end.num_repeated == 2 for end in ends)
+            links, ends = exchange(states, codecs, Random(0))
+            assert all(end.num_repeated == 0 for end in ends)
+        sent[name] = links[0].bytes_sent
+    assert sent["bfloat16"] / sent["full"] == pytest.approx(1 / 2, rel=0.03)
+    assert sent["lattice8"] / sent["full"] == pytest.approx(1 / 4, rel=0.03)
+
+
+def test_low_precision_parameters_are_sent_as_they_are_or_in_code():
+    sent = {}
+    for name in WIRE_FORMATS:
+        states = [make_state(seed, dtype=torch.bfloat16) for seed in (0, 1)]
+        codecs = [make_codec(name, state) for state in states]
+        for _ in range(3):
+            links, _ = exchange(states, codecs, Random(0))
+        sent[name] = links[0].bytes_sent
+        x, y = (x_and_z(state)[0] for state in states)
+        assert torch.allclose(x, y, atol=1e-2)
+    assert sent["bfloat16"] == sent["full"] > sent["lattice8"]
+
+
+@pytest.mark.parametrize("name", ["full", "lattice8"])
+def test_many_agree_to_the_level_of_float32(name):
+    """Plain gossip on a ring of 6: the error of the code shrinks with the distance."""
+    states = [make_state(seed, chunk_bytes=2048) for seed in range(6)]
+    codecs = [make_codec(name, state) for state in states]
+    random = Random(3)
+    distances = []
+    for step in range(250):
+        i = random.randrange(6)
+        pair = (i, (i + 1) % 6)
+        exchange([states[k] for k in pair], [codecs[k] for k in pair], random, alpha_tilde=0.5)
+        if step % 50 == 49:
+            x = torch.stack([x_and_z(state)[0] for state in states])
+            distances.append(float((x - x.mean(0)).square().mean()))
+    floor = 3e-14
+    assert all(late < max(0.3 * early, floor) for early, late in pairwise(distances))
+    assert distances[-1] < floor  # float32 values of 1 to 4 are 1e-7 to 5e-7 apart
+
+
+def test_a_distance_beyond_the_steps_is_repeated_and_learnt():
+    states = [make_state(0, chunk_bytes=2048), make_state(0, chunk_bytes=2048)]
+    codecs = [make_codec("lattice8", state) for state in states]
+    random = Random(0)
+    exchange(states, codecs, random)
+    _, ends = exchange(states, codecs, random)
+    assert [end.num_repeated for end in ends] == [0, 0]
+    # One value of one worker jumps, as no exchange before has shown.
+    states[0].segments[0].x[600] += 50.0
+    z = sum(x_and_z(state)[1] for state in states)
+    _, ends = exchange(states, codecs, random)
+    assert [end.num_repeated for end in ends] == [1, 1]
+    x, y = (x_and_z(state)[0] for state in states)
+    assert abs(float(x[600] - y[600])) < 50 * 2**-7
+    assert torch.allclose(sum(x_and_z(state)[1] for state in states), z, atol=1e-5)
+    states[1].segments[0].x[600] += 50.0
+    _, ends = exchange(states, codecs, random)
+    assert [end.num_repeated for end in ends] == [0, 0]
+
+
+def test_hostile_steps_and_codes_end_in_a_repeat_or_in_nothing_applied():
+    states = [make_state(0), make_state(1)]
+    before = x_and_z(states[0])[0]
+    links, ends = start(states, codecs=[make_codec("lattice8", s) for s in states])
+    ends[0].pump()
+    frame_type, key, steps = links[0].queue.popleft()
+    assert frame_type is FrameType.EXCHANGE_STEPS
+    assert ends[0].landing(CHUNK, ChunkKey(0, 0, 1, 0)) is None, "steps come first"
+    for step in (-128, -10, 127):
+        codec = make_codec("lattice8", states[0])
+        ends[0] = Exchange(states[0], codec, links[0], ID, alpha_tilde=1.3, theta=0.0)
+        ends[0].pump()
+        links[0].queue.clear()
+        room = ends[0].landing(frame_type, key)
+        room[:] = torch.full((len(steps),), step, dtype=torch.int8).view(torch.uint8).numpy().data
+        ends[0].landed(frame_type, key, room)
+        ends[0].pump()
+        assert [kind for kind, *_ in links[0].queue] == [CHUNK, CHUNK]
+        for kind, payload in (
+            (CHUNK, Random(0).randbytes(68)),
+            (FrameType.EXCHANGE_VERDICT, b"\x01"),
+        ):
+            chunk_key = ChunkKey(0, 0, 1, 0)
+            room = ends[0].landing(kind, chunk_key)
+            room[:] = payload
+            ends[0].landed(kind, chunk_key, room)
+        verdicts = [bytes(data) for kind, _, data in links[0].queue if len(data) == 1]
+        assert verdicts == [b"\x00"], "random bytes have not the checksum of what they decode to"
+        assert torch.equal(x_and_z(states[0])[0], before)
+        assert ends[0].landing(FrameType.EXCHANGE_VERDICT, ChunkKey(0, 0, 1, 0)) is None
+        infinite = torch.full((64,), math.inf, dtype=torch.bfloat16)
+        room = ends[0].landing(FrameType.EXCHANGE_REPEAT, chunk_key)
+        room[:] = infinite.view(torch.uint8).numpy().data
+        with pytest.raises(PoisonFound) as found:
+            ends[0].landed(FrameType.EXCHANGE_REPEAT, chunk_key, room)
+        assert not found.value.ours
+        assert torch.equal(x_and_z(states[0])[0], before)
+        links[0].queue.clear()
+
+
+@pytest.mark.parametrize("name", WIRE_FORMATS)
+def test_no_format_sends_poison(name):
+    states = [make_state(0), make_state(1)]
+    states[0].segments[0].x[130] = math.nan
+    codecs = [make_codec(name, state) for state in states]
+    with pytest.raises(PoisonFound) as found:
+        exchange(states, codecs, Random(0))
+    assert found.value.ours
+    assert not torch.isnan(x_and_z(states[1])[0]).any()
+
+
+def test_an_unknown_format_is_refused():
+    with pytest.raises(ValueError, match="choose one of: full, bfloat16, lattice8"):
+        make_codec("float7", make_state(0))

@@ -1,0 +1,234 @@
+"""How the loop performs what the protocol asks when something goes wrong, without a network."""
+
+from random import Random
+
+import pytest
+import torch
+from links import MemoryLink, MemoryTransport
+
+from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.dynamics.phase import MAX_PERIODS, Phase
+from gossipdp.errors import SupersededError
+from gossipdp.gossip.codec import Codec
+from gossipdp.gossip.loop import GossipLoop
+from gossipdp.gossip.transfer import SLOTS
+from gossipdp.graph import build_graph
+from gossipdp.graph.constants import Constants
+from gossipdp.links.frames import ChunkKey, FrameType
+from gossipdp.links.handshake import Identity, Refusal
+from gossipdp.protocol.actions import Begin, Reach, Superseded
+from gossipdp.protocol.members import Member, Status
+from gossipdp.protocol.messages import (
+    AskLife,
+    Envelope,
+    ExchangeId,
+    Heartbeat,
+    Propose,
+    RequestState,
+    StateRefused,
+    TellLife,
+    decode,
+    encode,
+)
+from gossipdp.protocol.worker import WorkerProtocol
+
+TIMEOUT_S = 5.0
+X = torch.arange(8.0)
+
+
+class FakeLink(MemoryLink):
+    """What is sent on it has left at once, or when the test says :meth:`drain`."""
+
+    def __init__(self, peer: int, leaves_at_once: bool = True) -> None:
+        super().__init__(peer)
+        self.leaves_at_once = leaves_at_once
+        self.chunks: list[memoryview] = []
+
+    @property
+    def said(self) -> list[object]:
+        return [decode(data).message for data in self.controls]
+
+    def send_chunk(self, frame_type, key, payload):
+        super().send_chunk(frame_type, key, payload)
+        self.chunks.append(payload)
+        if self.leaves_at_once:
+            self.drain()
+
+    def drain(self):
+        while self.queue:
+            self.take()
+
+
+def no_network(handler):
+    return MemoryTransport(handler, Identity(0, 0, 5, "run", "", "", "", "", ""), None)
+
+
+class Worker:
+    """Worker 0 of a ring of three, linked to 1 and 2, on a clock of the test's own."""
+
+    def __init__(self, chunk_bytes: int = X.nbytes) -> None:
+        self.now = 0.0
+        self.segment = Segment(X.clone(), Role.TRAINED, chunk_bytes=chunk_bytes)
+        state, self.phase = State([self.segment]), Phase(0.4, 1.0)
+        protocol = WorkerProtocol(
+            rank=0,
+            incarnation=0,
+            process_id=5,
+            host="127.0.0.1",
+            port=1,
+            constants=Constants.of(build_graph("ring", 3)),
+            method="a2cid2",
+            policy_name="fresh",
+            timeout_s=TIMEOUT_S,
+            random=Random(0),
+            num_chunks=len(self.segment.chunks),
+        )
+        protocol.membership.merge_all(
+            Member(rank, 0, 7, Status.ALIVE, *self.address(rank)) for rank in (1, 2)
+        )
+        self.loop = GossipLoop(protocol, state, self.phase, no_network, lambda: self.now)
+        self.links = {peer: FakeLink(peer) for peer in (1, 2)}
+        for link in self.links.values():
+            self.loop.link_up(link)
+        self.loop.release()
+
+    @staticmethod
+    def address(rank: int) -> tuple[str, int]:
+        return "127.0.0.1", 1 + rank
+
+    def request(self, link: FakeLink) -> RequestState | None:
+        return next((each for each in link.said if isinstance(each, RequestState)), None)
+
+    def give(self, link: FakeLink, values: torch.Tensor) -> None:
+        request = self.request(link)
+        assert request is not None
+        key = ChunkKey(0, 0, request.counter, 0)
+        room = self.loop.chunk_buffer(link, FrameType.STATE_CHUNK, key, values.nbytes)
+        if room is not None:
+            room[:] = memoryview(values.numpy()).cast("B")
+        self.loop.chunk(link, FrameType.STATE_CHUNK, key, room)
+
+    @property
+    def parameters(self) -> torch.Tensor:
+        return self.segment.x + self.segment.pending
+
+
+def test_what_an_old_address_refuses_is_not_laid_to_the_new_one():
+    """A dial was under way when the peer came back elsewhere, and was asked for there."""
+    worker = Worker()
+    worker.loop.link_down(worker.links[1], "lost")
+    old, new = worker.address(1), ("127.0.0.1", 4001)
+    worker.loop.perform([Reach(1, *old)])
+    back = Member(1, 1, 8, Status.ALIVE, *new)
+    worker.loop.protocol.membership.merge(back)
+    worker.loop.perform([Reach(1, *new)])
+    worker.loop.dial_failed(1, old, refused_connection=True)
+    assert worker.loop.protocol.membership.get(1) == back
+    worker.loop.turn(0.0)
+    assert not [each for each in worker.links[2].said if isinstance(each, AskLife)]
+    worker.loop.dial_failed(1, new, refused_connection=True)
+    worker.loop.turn(0.0)
+    (question,) = (each for each in worker.links[2].said if isinstance(each, AskLife))
+    no = Envelope(TellLife(1, question.counter, is_heard=False))
+    worker.loop.control(worker.links[2], encode(no))
+    worker.loop.turn(0.0)
+    assert worker.loop.protocol.membership.get(1).status is Status.DEAD
+
+
+@pytest.mark.parametrize("moves", ["nothing", "bytes of a chunk"])
+def test_an_exchange_ends_with_its_link_where_its_peer_only_beats(moves):
+    """It held both ends for ever, then everybody's end of the run."""
+    worker = Worker()
+    link = worker.links[1]
+    worker.loop.control(link, encode(Envelope(Propose(ExchangeId(1, 0, 1), 0.6))))
+    for _ in range(12):
+        worker.now += TIMEOUT_S / 10
+        for each in worker.links.values():
+            each.bytes_received += 100
+            each.last_heard_s = worker.now
+        if moves != "nothing":
+            link.bytes_received += 10_000
+        worker.loop.turn(0.0)
+    assert (link.closed_for is not None) == (moves == "nothing")
+    assert worker.loop.protocol.exchanges_failed == (moves == "nothing")
+
+
+def test_a_state_under_way_is_refused_where_consolidation_begins():
+    """From then on pending holds sums, and x + pending is nobody's parameters."""
+    worker = Worker(chunk_bytes=4)
+    worker.loop.serve_state((), lambda: None)
+    worker.loop.link_up(joiner := FakeLink(3, leaves_at_once=False))
+    worker.loop.control(joiner, encode(Envelope(RequestState(7, 0))))
+    worker.loop.writable(joiner)
+    assert len(joiner.chunks) == SLOTS
+    worker.loop.consolidate(lambda outcome: None)
+    done = tuple(Member(rank, 0, 7, Status.DONE, *worker.address(rank)) for rank in (1, 2))
+    worker.loop.control(worker.links[1], encode(Envelope(Heartbeat(), done)))
+    assert worker.loop.averaging.has_begun
+    joiner.drain()
+    worker.loop.writable(joiner)
+    assert len(joiner.chunks) == SLOTS
+    refusals = [each for each in joiner.said if isinstance(each, StateRefused)]
+    assert [refusal.counter for refusal in refusals] == [7]
+
+
+def test_a_superseded_worker_ends_with_one_error():
+    worker = Worker()
+    with pytest.raises(SupersededError, match="rank 0"):
+        worker.loop.perform([Superseded("another process of rank 0 took its place")])
+
+
+def test_a_night_in_suspend_moves_the_phase_by_few_periods():
+    worker = Worker()
+    phase = worker.phase
+    for _ in range(20):
+        worker.now += 1.0
+        phase.start_exchange(worker.now)
+        phase.end_exchange(worker.now)
+    before = phase.start_exchange(worker.now)
+    phase.end_exchange(worker.now)
+    worker.now += 8 * 3600.0
+    # eta 0.4, one mean gap a period
+    assert before < phase.start_exchange(worker.now) <= before + 0.4 * MAX_PERIODS + 1e-9
+
+
+def test_a_worker_whose_successor_is_linked_everywhere_is_told_so_by_refusals():
+    """It slept while it was replaced: no news reaches it, since nobody lets it in."""
+    worker = Worker()
+    for link in worker.links.values():
+        worker.loop.link_down(link, "closed by the peer")
+    refusal = Refusal("incarnation", "1", "0")
+    worker.loop.refused(1, refusal)
+    worker.loop.refused(2, refusal)
+    worker.now += TIMEOUT_S
+    with pytest.raises(SupersededError):
+        worker.loop.refused(1, refusal)
+
+
+def test_nothing_is_written_where_a_lost_peer_may_still_read():
+    """The link ends in mid-turn: nothing is queued any more, and link_down is yet to come."""
+    worker = Worker(chunk_bytes=4)
+    link = worker.links[1]
+    link.leaves_at_once = False
+    worker.loop.perform([Begin(1, ExchangeId(1, 0, 1), 0.5, False)])
+    worker.loop.writable(link)
+    slots = link.chunks[:]
+    assert len(slots) == Codec.window
+    for index in range(2):
+        # The peer's chunks come while ours stay unread.
+        key = ChunkKey(1, 0, 1, index)
+        room = worker.loop.chunk_buffer(link, FrameType.EXCHANGE_CHUNK, key, 4)
+        worker.loop.chunk(link, FrameType.EXCHANGE_CHUNK, key, room)
+    unread = [bytes(slot) for slot in slots]
+    link.close("lost")
+    worker.loop.writable(worker.links[2])
+    assert [bytes(slot) for slot in slots] == unread
+
+
+def test_the_answer_to_a_proposal_leaves_before_snapshots_are_taken():
+    """They take longer than the answer: the peer would wait for what it has no need of yet."""
+    worker = Worker()
+    worker.loop.perform([Begin(1, ExchangeId(1, 0, 1), 0.5, False)])
+    assert not worker.links[1].chunks
+    worker.loop.writable(worker.links[1])
+    assert worker.links[1].chunks

@@ -1,0 +1,397 @@
+"""Whole states and optimizers' states between two workers, in one thread and on a fake clock."""
+
+import pytest
+import torch
+from links import MemoryLink
+
+from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
+from gossipdp.errors import PeerLostError
+from gossipdp.gossip.transfer import CHUNK_BYTES, Offer, Transfers, TurnedAwayError
+from gossipdp.links.link import Link
+from gossipdp.protocol.messages import OfferTraining, RequestState, RequestTraining, StateRefused
+
+TIMEOUT_S = 5.0
+
+
+class QueueLink(MemoryLink):
+    """Messages lie between the chunks in its ``queue``, so that a test delivers all in order."""
+
+    @property
+    def queued_chunks(self):
+        return sum(len(item) == 3 for item in self.queue)
+
+
+class End:
+    """One worker."""
+
+    def __init__(self, rank: int) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        segments = [
+            Segment(torch.randn(1000, generator=generator), Role.TRAINED, chunk_bytes=1024),
+            Segment(torch.full((7,), float(rank)), Role.BUFFER),
+            Segment(torch.arange(5) + rank, Role.COPIED),
+        ]
+        self.state = State(segments)
+        self.rank = rank
+        self.links: dict[int, Link] = {}
+        self.now = 0.0
+        self.refusal: str | None = None
+        self.unsent: list[tuple[int, object]] = []
+        self.transfers = Transfers(
+            self.state.all_chunks,
+            Chunk.read_z,
+            links=self.links,
+            send=self.send,
+            refusal=lambda: self.refusal,
+            clock=lambda: self.now,
+        )
+        self.transfers.offer = lambda: self.optimizers
+        self.optimizers: Offer | None = None
+        self.ended: list[object] = []
+        self.rooms: list[torch.Tensor] = []
+        self.is_stepping = False
+
+    def send(self, peer, message):
+        if peer in self.links:
+            self.links[peer].queue.append((message,))
+        else:  # to be dialled for
+            self.unsent.append((peer, message))
+
+    def fetch(self, peer):
+        self.transfers.fetch(peer, Chunk.replace, self.ended.append, TIMEOUT_S)
+
+    def keep(self, *sizes: int, text: bytes = b"some text", fill: int = 1) -> list[torch.Tensor]:
+        """Have optimizers whose tensors take so many bytes, each filled with another number."""
+
+        def copy(source: torch.Tensor, room: torch.Tensor) -> bool:
+            if not self.is_stepping:
+                room.copy_(source)
+            return not self.is_stepping
+
+        tensors = [
+            torch.full((size,), fill + index, dtype=torch.uint8) for index, size in enumerate(sizes)
+        ]
+        self.optimizers = Offer(text, tensors, copy)
+        return tensors
+
+    def fetch_training(self, peer):
+        """Make room of the sizes that the text holds, with commas between."""
+
+        def unfold(text: bytes) -> list[torch.Tensor]:
+            if text == b"no text":
+                raise ValueError("this is no text")
+            sizes = text.decode().split(",") if text[:1].isdigit() else []
+            self.rooms = [torch.zeros(int(size), dtype=torch.uint8) for size in sizes]
+            return self.rooms
+
+        self.transfers.fetch_training(peer, unfold, self.ended.append, TIMEOUT_S)
+
+    @property
+    def values(self):
+        return [segment.x for segment in self.state.segments]
+
+
+def linked(a: End, b: End) -> None:
+    for one, other in ((a, b), (b, a)):
+        one.links[other.rank] = QueueLink(other.rank)
+        for item in [item for item in one.unsent if item[0] == other.rank]:
+            one.unsent.remove(item)
+            one.links[other.rank].queue.append((item[1],))
+
+
+def unlink(a: End, b: End) -> None:
+    for one, other in ((a, b), (b, a)):
+        link = one.links.pop(other.rank)
+        one.transfers.link_down(link)
+
+
+def deliver(a: End, b: End, at_most: int = 10_000) -> int:
+    """Deliver what is queued between the two, and pump, until nothing happens; how many items."""
+    num_delivered = 0
+    while True:
+        for end in (a, b):
+            end.transfers.pump()
+        queues = [(a, b), (b, a)]
+        found = next(((s, r) for s, r in queues if s.links[r.rank].queue), None)
+        if found is None or num_delivered == at_most:
+            return num_delivered
+        sender, receiver = found
+        item = sender.links[receiver.rank].queue.popleft()
+        num_delivered += 1
+        link = receiver.links[sender.rank]
+        if len(item) == 1:
+            receiver.transfers.receive(link, item[0])
+            continue
+        frame_type, key, payload = item
+        room = receiver.transfers.landing(link, frame_type, key, payload.nbytes)
+        if room is not None:
+            room[:] = payload.cast("B")
+            receiver.transfers.landed(link, key)
+
+
+@pytest.fixture
+def ends() -> tuple[End, End]:
+    giver, taker = End(0), End(1)
+    linked(giver, taker)
+    return giver, taker
+
+
+def test_a_state_is_taken_over_and_a_request_may_come_before_there_is_one(ends):
+    giver, taker = ends
+    taker.fetch(0)
+    deliver(giver, taker)
+    assert taker.ended == []
+    served = []
+    giver.transfers.serve([1], lambda: served.append(True))
+    deliver(giver, taker)
+    assert taker.ended == [None]
+    assert served == [True]
+    assert all(torch.equal(x, y) for x, y in zip(giver.values, taker.values, strict=True))
+
+
+def test_what_a_closed_link_swallows_does_not_count_as_served(ends):
+    giver, taker = ends
+    served = []
+    giver.transfers.serve([1], lambda: served.append(True))
+    taker.fetch(0)
+    deliver(giver, taker, at_most=1)
+    giver.links[1].closed = True
+    giver.links[1].queue.clear()
+    giver.transfers.pump()
+    assert served == []
+    unlink(giver, taker)
+    linked(giver, taker)
+    deliver(giver, taker)
+    assert served == [True]
+    assert taker.ended == [None]
+
+
+@pytest.mark.parametrize("at", range(1, 6))
+def test_a_lost_link_costs_nothing_but_time(ends, at):
+    giver, taker = ends
+    giver.transfers.serve([], lambda: None)
+    taker.fetch(0)
+    deliver(giver, taker, at_most=at)
+    unlink(giver, taker)
+    linked(giver, taker)
+    deliver(giver, taker)
+    assert taker.ended == [None]
+    assert all(torch.equal(x, y) for x, y in zip(giver.values, taker.values, strict=True))
+
+
+SIZES = (1, CHUNK_BYTES, 0, 2 * CHUNK_BYTES + 5)
+TEXT = ",".join(map(str, SIZES)).encode()
+
+
+@pytest.mark.parametrize("at", [None, 2, 3, 4])
+def test_the_optimizers_state_comes_whole_whatever_its_links(ends, at):
+    giver, taker = ends
+    taker.fetch_training(0)
+    deliver(giver, taker)
+    assert taker.ended == [], "the giver's optimizer steps"
+    tensors = giver.keep(*SIZES, text=TEXT)
+    if at is not None:
+        deliver(giver, taker, at_most=at)
+        unlink(giver, taker)
+        linked(giver, taker)
+        # Of another moment, so it is sent from its beginning.
+        tensors = giver.keep(*SIZES, text=TEXT, fill=10)
+    deliver(giver, taker)
+    assert taker.ended == [None]
+    assert all(map(torch.equal, taker.rooms, tensors))
+    assert giver.transfers.num_given >= 1
+
+
+def test_no_chunk_is_copied_while_the_optimizer_steps(ends):
+    giver, taker = ends
+    giver.keep(*SIZES, text=TEXT)
+    taker.fetch_training(0)
+    deliver(giver, taker, at_most=2)
+    num_sent = giver.transfers.num_chunks_sent
+    giver.is_stepping = True
+    deliver(giver, taker)
+    assert giver.transfers.num_chunks_sent == num_sent
+    assert taker.ended == []
+    giver.is_stepping = False
+    deliver(giver, taker)
+    assert taker.ended == [None]
+
+
+def test_what_is_given_takes_two_chunks_of_memory(ends):
+    giver, taker = ends
+    giver.keep(9 * CHUNK_BYTES, text=str(9 * CHUNK_BYTES).encode())
+    taker.fetch_training(0)
+    places = set()
+    while deliver(giver, taker, at_most=1):
+        for item in giver.links[1].queue:
+            if len(item) == 3:
+                places.add(torch.frombuffer(item[2], dtype=torch.uint8).data_ptr())
+    assert len(places) == 2
+    (room,) = taker.rooms
+    assert torch.equal(room, torch.ones_like(room))
+
+
+@pytest.mark.parametrize(("text", "message"), [(b"no text", "no text"), (bytes(17 << 20), "takes")])
+def test_a_text_that_cannot_be_one_is_not_taken(ends, text, message):
+    giver, taker = ends
+    giver.keep(5, text=text)
+    taker.fetch_training(0)
+    deliver(giver, taker)
+    (error,) = taker.ended
+    assert isinstance(error, PeerLostError)
+    assert message in str(error)
+    # Unasked for.
+    taker.transfers.receive(taker.links[0], OfferTraining(1, 50))
+    assert len(taker.ended) == 1
+
+
+def test_a_peer_that_asks_again_and_again_is_given_one_state(ends):
+    giver, _ = ends
+    giver.transfers.serve([], lambda: None)
+    giver.keep(5, text=b"5")
+    for counter in range(100):
+        giver.transfers.receive(giver.links[1], RequestState(counter, 0))
+        giver.transfers.receive(giver.links[1], RequestTraining(counter))
+        giver.transfers.pump()
+    assert giver.links[1].queued_chunks == 2
+    assert len(giver.transfers._senders) == 1
+
+
+def test_a_chunk_of_another_length_finds_no_room_of_that_length(ends):
+    giver, taker = ends
+    giver.transfers.serve([], lambda: None)
+    taker.fetch(0)
+    deliver(giver, taker, at_most=1)
+    giver.transfers.pump()
+    frame_type, key, payload = giver.links[1].queue[0]
+    room = taker.transfers.landing(taker.links[0], frame_type, key, payload.nbytes + 4)
+    assert room is not None
+    assert len(room) == payload.nbytes, "so the link ends"
+
+
+def test_who_has_nothing_to_give_says_so(ends):
+    giver, taker = ends
+    giver.transfers.serve([], lambda: None)
+    giver.refusal = "it is poisoned"
+    taker.fetch(0)
+    deliver(giver, taker)
+    taker.fetch_training(0)
+    deliver(giver, taker)
+    assert ["it is poisoned" in str(error) for error in taker.ended] == [True, True]
+    giver.refusal = None
+
+    def broken() -> Offer:
+        raise ValueError("its state cannot be described")
+
+    giver.transfers.offer = broken
+    taker.fetch_training(0)
+    deliver(giver, taker)
+    assert "described" in str(taker.ended[-1])
+
+
+def consolidates(end: End) -> None:
+    """Pending lends its memory to the sums."""
+    end.transfers.refuse_parameters("it consolidates")
+    end.refusal = "it consolidates"
+    end.state.boundary(float("inf"), wait=True)
+
+
+@pytest.mark.parametrize("overtakes", [False, True])
+def test_no_chunk_is_read_once_consolidation_has_begun(ends, overtakes):
+    giver, taker = ends
+    given = giver.values[0].clone()
+    before = taker.values[0].clone()
+    giver.transfers.serve([], lambda: None)
+    taker.fetch(0)
+    deliver(giver, taker, at_most=2)
+    consolidates(giver)
+    if overtakes:  # as control frames do
+        giver.links[1].queue.rotate(1)
+    deliver(giver, taker)
+    taker.fetch(0)
+    deliver(giver, taker)
+    assert [type(error) for error in taker.ended] == [TurnedAwayError, TurnedAwayError]
+    assert all("it consolidates" in str(error) for error in taker.ended)
+    # One chunk of 256 was there, and two more were on their way.
+    num_taken = 256 if overtakes else 3 * 256
+    assert torch.equal(taker.values[0][:num_taken], given[:num_taken])
+    assert torch.equal(taker.values[0][num_taken:], before[num_taken:])
+
+
+def test_what_was_read_whole_before_consolidation_is_taken(ends):
+    giver, taker = ends
+    given = [values.clone() for values in giver.values]
+    giver.transfers.serve([], lambda: None)
+    taker.fetch(0)
+    deliver(giver, taker, at_most=5)
+    assert giver.links[1].queued_chunks == 2
+    consolidates(giver)
+    deliver(giver, taker)
+    assert taker.ended == [None]
+    assert all(torch.equal(x, y) for x, y in zip(given, taker.values, strict=True))
+
+
+def test_the_optimizers_state_goes_on_while_consolidation_begins(ends):
+    giver, taker = ends
+    tensors = giver.keep(*SIZES, text=TEXT)
+    taker.fetch_training(0)
+    deliver(giver, taker, at_most=3)
+    consolidates(giver)
+    deliver(giver, taker)
+    assert taker.ended == [None]
+    assert all(map(torch.equal, taker.rooms, tensors))
+
+
+@pytest.mark.parametrize("segment", [0, 1])
+def test_poisoned_parameters_and_buffers_are_not_taken(ends, segment):
+    giver, taker = ends
+    giver.transfers.serve([], lambda: None)
+    giver.values[segment][-1] = torch.inf
+    before = taker.values[segment][-5:].clone()
+    taker.fetch(0)
+    deliver(giver, taker)
+    (error,) = taker.ended
+    assert "NaN or infinity" in str(error)
+    assert torch.equal(taker.values[segment][-5:], before)
+
+
+def test_silence_ends_a_fetch_and_each_chunk_defers_that(ends):
+    giver, taker = ends
+    taker.fetch(0)
+    taker.now = 0.9 * TIMEOUT_S
+    deliver(giver, taker)
+    giver.transfers.serve([], lambda: None)
+    deliver(giver, taker, at_most=1)
+    assert taker.transfers.num_chunks_received == 1
+    taker.now = 1.8 * TIMEOUT_S
+    taker.transfers.pump()
+    assert taker.ended == []
+    taker.now = 2 * TIMEOUT_S
+    taker.transfers.pump()
+    assert "sent nothing" in str(taker.ended[0])
+    assert taker.links[0].closed, "so that the rest is not sent"
+
+
+def test_how_long_the_whole_takes_does_not_matter(ends):
+    """A transfer far slower than training ends all the same: 0.9 time-outs a chunk."""
+    giver, taker = ends
+    giver.transfers.serve([], lambda: None)
+    taker.fetch(0)
+    while deliver(giver, taker, at_most=1):
+        taker.now += 0.9 * TIMEOUT_S
+    assert taker.ended == [None]
+    assert taker.now > 5 * TIMEOUT_S
+
+
+def test_what_answers_an_older_request_is_dropped(ends):
+    giver, taker = ends
+    taker.fetch(0)
+    taker.transfers.receive(taker.links[0], StateRefused(99, "of another request"))
+    assert taker.ended == []
+    giver.transfers.receive(giver.links[1], RequestTraining(1))
+    unlink(giver, taker)
+    linked(giver, taker)
+    giver.keep(5)  # the one who asked is gone
+    giver.transfers.serve([], lambda: None)
+    deliver(giver, taker)
+    assert taker.ended == [None]

@@ -1,0 +1,315 @@
+import json
+import logging
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from torch.distributed import HashStore
+
+from gossipdp.errors import RefusedError, RendezvousError
+from gossipdp.launcher import rendezvous
+from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.rendezvous import Meeting, Rendezvous, Settings
+from gossipdp.launcher.store import connect, notice_key, proof_of, ready_key
+from gossipdp.links.tls import TlsFiles
+
+SETTINGS = Settings(
+    tensors=(("embedding.weight", (10, 4)), ("output.bias", (4,))),
+    method="a2cid2",
+    graph="ring-3",
+    comm_rate="1.0",
+    wire_format="float32",
+)
+
+
+def environment(rank: int, num_workers: int = 3, **values: object) -> Environment:
+    return Environment(rank=rank, world_size=num_workers, store_host="store", **values)
+
+
+def meet(
+    environments: list[Environment],
+    settings: dict[int, Settings] | None = None,
+    number: int = 0,
+    store: HashStore | None = None,
+) -> list[Meeting | Exception]:
+    """All workers meet, each in a thread; what each got."""
+    shared = HashStore() if store is None else store
+
+    def one(environment: Environment) -> Meeting | Exception:
+        part = Rendezvous(environment, shared, timeout_s=20, number=number)
+        own = (settings or {}).get(environment.rank, SETTINGS)
+        try:
+            return part.meet(("127.0.0.1", 100 + environment.rank), own)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(environments)) as pool:
+        return list(pool.map(one, environments))
+
+
+def test_all_learn_all_addresses_one_run_id_and_one_secret() -> None:
+    meetings = meet([environment(rank) for rank in range(3)])
+    first = meetings[0]
+    assert isinstance(first, Meeting)
+    assert first.addresses == {rank: ("127.0.0.1", 100 + rank) for rank in range(3)}
+    assert len(first.secret) == 32
+    assert meetings == [replace(first, rank=rank) for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("host", "given", "warns"),
+    [
+        ("store", {}, True),
+        ("127.0.0.1", {}, False),
+        ("store", {"secret": b"a secret of this test"}, False),
+        ("store", {"tls": TlsFiles(Path("cert"), Path("key"), Path("ca"))}, False),
+    ],
+)
+def test_a_secret_that_strangers_may_read_is_warned_of(
+    host: str, given: dict, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    environments = [replace(environment(rank, 2, **given), store_host=host) for rank in range(2)]
+    with caplog.at_level(logging.WARNING, "gossipdp"):
+        first, _ = meet(environments)
+    assert isinstance(first, Meeting)
+    assert ("whoever reaches the store at" in caplog.text) == warns
+    assert not first.secret or first.secret.decode() not in caplog.text + repr(first)
+
+
+def test_a_given_secret_and_run_id_are_kept_and_not_published() -> None:
+    store = HashStore()
+    given = {"secret": b"hush", "run_id": "mine", "unique_run_id": True}
+    meetings = meet([environment(rank, **given) for rank in range(3)], store=store)
+    assert [(meeting.secret, meeting.run_id) for meeting in meetings] == [(b"hush", "mine")] * 3
+    assert b"hush" not in store.get("gossipdp/mine/0/0/reference")
+
+
+def test_runs_without_an_id_of_their_own_still_differ() -> None:
+    first, second = (meet([environment(0, 1)])[0] for _ in range(2))
+    assert first.run_id != second.run_id
+    assert first.run_id.startswith("default-")
+
+
+def test_a_second_meeting_in_the_same_processes_sees_no_old_addresses() -> None:
+    store = HashStore()
+    given = {"run_id": "mine", "unique_run_id": True}
+    environments = [environment(rank, **given) for rank in range(3)]
+    first = meet(environments, store=store)
+    second = meet(environments, store=store, number=1)
+    assert [meeting.run_id for meeting in (first[0], second[0])] == ["mine", "mine-0-1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": "gossip"}, "method is 'gossip' here and 'a2cid2' on worker 0"),
+        ({"graph": "star"}, "graph is 'star' here and 'ring-3' on worker 0"),
+        ({"comm_rate": "2.0"}, "comm_rate is '2.0' here and '1.0' on worker 0"),
+        ({"wire_format": "bfloat16"}, "wire_format is 'bfloat16' here and 'float32'"),
+        (
+            {"tensors": (("embedding.weight", (10, 4)), ("output.bias", (5,)))},
+            r"first in tensor 1: output.bias of shape \(5,\) here and output.bias of shape \(4,\)",
+        ),
+        (
+            {"tensors": (("embedding.weight", (10, 4)),)},
+            r"first in tensor 1: none here and output.bias of shape \(4,\) on worker 0",
+        ),
+    ],
+)
+def test_a_difference_is_told_on_the_worker_concerned(change: dict, message: str) -> None:
+    odd = msgspec.structs.replace(SETTINGS, **change)
+    zeroth, refused, other = meet([environment(rank) for rank in range(3)], {1: odd})
+    assert isinstance(refused, RefusedError)
+    assert refused.args[0].startswith("worker 1 cannot join: ")
+    with pytest.raises(RefusedError, match=message):
+        raise refused
+    for met in (zeroth, other):
+        with pytest.raises(RendezvousError, match="worker 1 was refused: "):
+            raise met
+
+
+@pytest.mark.parametrize(
+    ("secrets", "message"),
+    [
+        ((b"a", b"b"), "the secret differs from worker 0's"),
+        ((b"a", None), "GOSSIPDP_SECRET is set on worker 0 but not here"),
+        ((None, b"b"), "GOSSIPDP_SECRET is set here but not on worker 0"),
+    ],
+)
+def test_another_secret_is_refused(secrets: tuple, message: str) -> None:
+    _, refused = meet([environment(rank, 2, secret=secrets[rank]) for rank in range(2)])
+    assert isinstance(refused, RefusedError)
+    assert message in str(refused)
+
+
+def test_with_tls_no_secret_is_made_or_told() -> None:
+    tls = TlsFiles(Path("cert"), Path("key"), Path("ca"))
+    store = HashStore()
+    first, second = meet([environment(rank, 2, tls=tls) for rank in range(2)], store=store)
+    assert isinstance(first, Meeting)
+    assert isinstance(second, Meeting)
+    assert first.secret == second.secret == b""
+    assert json.loads(store.get("gossipdp/default/0/0/reference"))["secret"] is None
+    _, refused = meet([environment(0, 2, tls=tls), environment(1, 2)])
+    assert "TLS is off here and not so on worker 0" in str(refused)
+
+
+def test_another_world_size_is_refused() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(meet, [environment(0, 2)], store=store)
+        (refused,) = pool.submit(meet, [environment(1, 3)], store=store).result()
+    assert isinstance(refused, RefusedError)
+    assert "WORLD_SIZE is 3 here and 2 on worker 0" in str(refused)
+
+
+class Sleeper:
+    """A clock that only sleeping moves."""
+
+    now = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def alone(environment: Environment, store: object, timeout_s: float = 60) -> Rendezvous:
+    sleeper = Sleeper()
+    return Rendezvous(
+        environment, store, timeout_s=timeout_s, clock=sleeper.clock, sleep=sleeper.sleep
+    )
+
+
+def test_who_never_arrives_is_named() -> None:
+    store = HashStore()
+    store.set("gossipdp/default/0/0/arrivals/2", "1")
+    with pytest.raises(
+        RendezvousError, match=r"workers 1, 3 did not arrive within 60 s; present: 0, 2; check"
+    ):
+        alone(environment(0, 4), store).meet(("127.0.0.1", 1), SETTINGS)
+    with pytest.raises(RendezvousError, match=r"worker 0 did not arrive within 60 s; present: 1;"):
+        alone(environment(1, 2), HashStore()).meet(("127.0.0.1", 1), SETTINGS)
+
+
+def test_two_workers_of_one_rank_are_refused() -> None:
+    store = HashStore()
+    meet([environment(0, 1)], store=store)
+    with pytest.raises(RefusedError, match="another worker already has RANK 0"):
+        alone(environment(0, 1), store).meet(("127.0.0.1", 1), SETTINGS)
+
+
+def test_a_store_that_goes_away_is_one_clear_error() -> None:
+    class Gone:
+        def add(self, key: str, amount: int) -> int:
+            raise RuntimeError("Broken pipe\nException raised from ...")
+
+    with pytest.raises(RendezvousError, match=r"lost the store at store:0 .*\(Broken pipe\)"):
+        alone(environment(1), Gone()).meet(("127.0.0.1", 1), SETTINGS)
+
+
+def test_one_worker_needs_no_store() -> None:
+    part = Rendezvous.open(Environment(), timeout_s=1)
+    meeting = part.meet(("127.0.0.1", 9), SETTINGS)
+    assert meeting.addresses == {0: ("127.0.0.1", 9)}
+    part.mark_ready()
+
+
+def test_ready_is_marked_under_the_launchers_key() -> None:
+    store = HashStore()
+    alone(environment(1), store).mark_ready()
+    assert store.check([ready_key("gossipdp/default/0/", 1)])
+
+
+def test_what_is_not_ours_in_the_store_is_one_clear_error() -> None:
+    store = HashStore()
+    store.set("gossipdp/default/0/0/reference", "[1, 2")
+    (first,) = meet([environment(1, 2)], store=store)
+    assert isinstance(first, RendezvousError)
+    assert "holds something else under this run's keys" in str(first)
+
+
+STRANGERS = {
+    "a text of a terminal's": ("worker/0", json.dumps({"refused": "\x1b[2Jno" + 9000 * "!"})),
+    "an address that is a name": ("worker/0", json.dumps({"host": "evil.example", "port": 1})),
+    "an impossible port": ("worker/0", json.dumps({"host": "10.0.0.1", "port": 70000})),
+    "too much": ("worker/0", json.dumps({"host": "10.0.0.1", "port": 1, "x": "y" * 140_000})),
+    "no UTF-8": ("worker/0", b"\xff\xfe"),
+}
+
+
+@pytest.mark.parametrize("what", STRANGERS)
+def test_what_a_stranger_writes_is_one_short_line_without_control_characters(what: str) -> None:
+    key, value = STRANGERS[what]
+    store = HashStore()
+    store.set(f"gossipdp/default/0/0/{key}", value)
+    store.set("gossipdp/default/0/0/reference", reference(store))
+    with pytest.raises(RendezvousError) as raised:
+        alone(environment(1, 2), store).meet(("127.0.0.1", 1), SETTINGS)
+    text = str(raised.value)
+    assert len(text) < 1000
+    assert text.isprintable()
+
+
+def reference(store: HashStore) -> str:
+    """What worker 0 of such a run publishes."""
+    shown = HashStore()
+    meet([environment(0, 1)], store=shown)
+    found = json.loads(shown.get("gossipdp/default/0/0/reference"))
+    return json.dumps({**found, "world_size": 2})
+
+
+@pytest.mark.parametrize("run_id", ["a\x1b[2J", "a" * 201])
+def test_no_run_has_such_an_id(run_id: str) -> None:
+    store = HashStore()
+    found = json.loads(reference(store)) | {"run_id": run_id}
+    store.set("gossipdp/default/0/0/reference", json.dumps(found))
+    with pytest.raises(RendezvousError, match="holds something else under this run's keys"):
+        alone(environment(1, 2), store).meet(("127.0.0.1", 1), SETTINGS)
+
+
+def test_only_who_knows_the_secret_can_end_a_run_that_has_not_begun() -> None:
+    secret, text, prefix = b"a secret of this test", "worker 1 died", "gossipdp/default/0/"
+    store = HashStore()
+    for proof, message in (
+        (proof_of(b"a stranger's guess", prefix + text), "workers 1 did not|worker 1 did not"),
+        (proof_of(secret, prefix + text), "run ended on another host before it began: worker 1 d"),
+    ):
+        store.set(notice_key(prefix), json.dumps({"text": text, "proof": proof}))
+        store.delete_key("gossipdp/default/0/0/arrivals/0")
+        with pytest.raises(RendezvousError, match=message):
+            alone(environment(0, 2, secret=secret), store).meet(("127.0.0.1", 1), SETTINGS)
+
+
+def test_a_short_secret_is_refused() -> None:
+    with pytest.raises(ValueError, match="the secret has 4 bytes; give at least 16"):
+        alone(environment(0, 1), None).meet(("127.0.0.1", 1), SETTINGS, b"hush")
+
+
+def test_worker_0_ends_the_store_that_it_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "CLOSE_AFTER_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told = replace(environment(0, 1), store_host="127.0.0.1", store_port=port)
+    hosts = Rendezvous(told, connect(told, 30), timeout_s=30)
+    hosts.meet(("127.0.0.1", 1), SETTINGS)
+    assert listens(port)
+    hosts.mark_ready()
+    deadline = time.monotonic() + 30
+    while listens(port):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    hosts.close()
+
+
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,322 @@
+"""What supervisors know of a run, tell their workers, and tell one another."""
+
+import dataclasses
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+
+from gossipdp.errors import RefusedError, RendezvousError
+from gossipdp.launcher import store as stores
+from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.store import HostedStore, connect, leave_together, notice_key, ready_key
+from gossipdp.launcher.team import Team, ask_run_id
+from gossipdp.links.handshake import MAGIC, VERSION, Handshake, Identity
+from gossipdp.links.tls import Tls
+
+SECRET = "a secret of this test"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextmanager
+def opened(team: Team) -> Iterator[Any]:
+    """A connection to the team's store."""
+    team.open()
+    try:
+        yield connect(Environment.read(team.variables(0)), 30)
+    finally:
+        team.close()
+
+
+def launched(rank: int, port: int, *, agent_store: bool) -> Environment:
+    """Of two workers that torchrun started on one host, or srun where nobody hosts the store."""
+    return Environment(
+        rank=rank,
+        world_size=2,
+        local_rank=rank,
+        local_world_size=2,
+        store_host="127.0.0.1",
+        store_port=port,
+        agent_store=agent_store,
+        run_id="none",
+    )
+
+
+def test_a_run_of_its_own_has_an_id_and_a_secret() -> None:
+    team = Team.on_one_host(3)
+    workers = [Environment.read(team.variables(rank)) for rank in range(3)]
+    team.close()
+    assert [worker.rank for worker in workers] == [team.rank(rank) for rank in range(3)]
+    assert {(worker.world_size, worker.local_world_size) for worker in workers} == {(3, 3)}
+    assert {worker.run_id for worker in workers} == {team.run_id}
+    assert {worker.secret for worker in workers} == {str(team.secret).encode()}
+    assert {worker.key_prefix for worker in workers} == {team.key_prefix}
+    assert not team.others_elsewhere
+
+
+def test_the_second_of_three_hosts() -> None:
+    team = Team.on_several_hosts(2, 3, 1, ("10.0.0.1", 5), SECRET)
+    worker = Environment.read(team.variables(1))
+    assert (worker.rank, worker.world_size, worker.local_rank) == (3, 6, 1)
+    assert (worker.store_host, worker.store_port) == ("10.0.0.1", 5)
+    assert (worker.secret, worker.unique_run_id) == (SECRET.encode(), False)
+    assert worker.key_prefix == team.key_prefix
+    assert team.others_elsewhere
+
+
+def test_the_worker_is_told_what_the_launcher_said() -> None:
+    told = dataclasses.replace(launched(1, 29500, agent_store=True), restart_count=3)
+    team = Team.launched(told, SECRET)
+    worker = Environment.read(team.variables(0))
+    assert team.rank(0) == 1
+    assert worker == dataclasses.replace(told, secret=SECRET.encode())
+    assert worker.key_prefix == team.key_prefix
+    by_hand = launched(0, 29500, agent_store=False)
+    assert Environment.read(Team.launched(by_hand, None).variables(0)).hosts_store
+
+
+def test_the_only_worker_of_a_run_may_begin_anew() -> None:
+    told = dataclasses.replace(launched(0, 29500, agent_store=True), world_size=1)
+    team = Team.launched(told, None)
+    before = Environment.read(team.variables(0)).key_prefix
+    team.begin_anew()
+    assert Environment.read(team.variables(0)).key_prefix != before
+
+
+def test_workers_that_meet_anew_have_a_new_store() -> None:
+    team = Team.on_one_host(2)
+    with opened(team) as store:
+        store.set("old", "1")
+        port = team.store
+        team.begin_anew()
+        again = connect(Environment.read(team.variables(1)), 30)
+        assert not again.check(["old"])
+        assert team.store == port
+
+
+def test_a_port_in_use_is_one_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            RendezvousError, match=rf"^port {port} on 127.0.0.1 is in use; choose another"
+        ):
+            Team.on_one_host(1, port=port)
+
+
+def own_address() -> str:
+    """An address of this machine that is not loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 9))
+        except OSError:
+            pytest.skip("no network but loopback")
+        return str(probe.getsockname()[0])
+
+
+def begin(store: Any, team: Team) -> None:
+    for rank in range(team.world_size):
+        store.set(ready_key(team.key_prefix, rank), "1")
+
+
+def listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_store_that_others_reach_closes_once_all_have_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stores, "CLOSE_AFTER_S", 0.1)
+    team = Team.on_one_host(2, own_address())
+    assert team.store is not None
+    with opened(team) as store:
+        store.set(ready_key(team.key_prefix, 0), "1")
+        time.sleep(2 * stores.CHECK_EVERY_S)
+        assert listens(*team.store)
+        begin(store, team)
+        until(lambda: not listens(*team.store))
+        assert team.hosted is not None
+        assert team.hosted.have_all_begun()
+
+
+def test_a_store_on_loopback_stays_for_the_users_process_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stores, "CLOSE_AFTER_S", 0.0)
+    team = Team.on_one_host(2)
+    with opened(team) as store:
+        begin(store, team)
+        time.sleep(2 * stores.CHECK_EVERY_S)
+        assert store.check([ready_key(team.key_prefix, 0)])
+
+
+def test_a_failure_before_the_beginning_is_told_once() -> None:
+    first = Team.on_several_hosts(1, 2, 0, ("127.0.0.1", 0), SECRET)
+    assert first.store is not None
+    second = Team.on_several_hosts(1, 2, 1, first.store, SECRET)
+    with opened(first) as store:
+        second.tell_failed("worker 1 ended with\x1b[2J exit code 1")
+        second.tell_failed("it was interrupted there")
+        second.close()
+        key = notice_key(first.key_prefix)
+        notice = json.loads(store.get(key))
+        assert notice["text"] == "worker 1 ended with?[2J exit code 1"
+        told = stores.read_notice(first.key_prefix, store.get(key), SECRET.encode())
+        assert told == notice["text"]
+        other = stores.read_notice(first.key_prefix, store.get(key), b"another secret!!")
+        assert other is None
+
+
+def test_a_failure_of_one_host_alone_is_told_to_nobody() -> None:
+    team = Team.on_one_host(2)
+    team.tell_failed("worker 1 ended with exit code 1")
+    assert team._notice is None
+    team.close()
+
+
+@pytest.fixture
+def agent() -> Iterator[tuple[str, int]]:
+    """The store of torchrun itself."""
+    store = HostedStore()
+    store.open_in_background("none/", 1)
+    yield store.host, store.port
+    store.close()
+
+
+def test_supervisors_under_torchrun_leave_together(agent: tuple[str, int]) -> None:
+    ended = []
+
+    def leave(rank: int, *, wait: bool) -> None:
+        assert leave_together(agent, "run/", rank, 2, {}, wait=wait) == []
+        ended.append(rank)
+
+    waiting = threading.Thread(target=leave, args=(0,), kwargs={"wait": True})
+    waiting.start()
+    time.sleep(0.3)
+    assert ended == []
+    leave(1, wait=False)
+    waiting.join(30)
+    assert ended == [1, 0]
+
+
+def test_a_lost_supervisor_is_not_waited_for_for_ever(
+    agent: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "LOST_AFTER_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as worker:
+        address = worker.getsockname()[:2]
+        threading.Timer(1.5, worker.close).start()
+        before = time.monotonic()
+        assert leave_together(agent, "run/", 0, 2, {1: address}, wait=True) == [1]
+        assert time.monotonic() - before > 1.5  # as long as it listened it lived
+
+
+def test_without_torchruns_store_nobody_waits() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()[:2]
+    assert leave_together(address, "run/", 0, 2, {}, wait=True) == []
+
+
+def answer_as_a_worker(connection: socket.socket) -> None:
+    identity = Identity(2, 0, 5, "the run", "model", "a2cid2", "ring", "1", "float32")
+    handshake = Handshake(identity, b"a secret of this test", dialler=False)
+    while handshake.num_wanted:
+        handshake.receive(connection.recv(handshake.num_wanted))
+    connection.sendall(handshake.take_output())
+
+
+@contextmanager
+def listening(answer: Callable[[socket.socket], object]) -> Iterator[tuple[str, int]]:
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            answer(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[:2]
+        thread.join()
+
+
+def nobody() -> tuple[str, int]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[:2]
+
+
+def test_a_worker_says_to_which_run_it_belongs() -> None:
+    with listening(answer_as_a_worker) as address:
+        assert ask_run_id([nobody(), address]) == "the run"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda connection: connection.sendall(b"HTTP/1.1 400 Bad\r\n"), "connection starts with"),
+        (lambda connection: connection.recv(10), "closed the connection|reset by peer"),
+    ],
+)
+def test_who_does_not_speak_our_language_is_no_worker(answer: Callable, message: str) -> None:
+    with listening(answer) as address, pytest.raises(RendezvousError, match=message):
+        ask_run_id([address])
+
+
+def test_a_silent_one_is_not_waited_for() -> None:
+    over = threading.Event()
+    with listening(lambda connection: over.wait(20)) as address:
+        with pytest.raises(RendezvousError, match="timed out"):
+            ask_run_id([address], timeout_s=0.05)
+        over.set()
+
+
+def test_one_that_answers_by_drops_is_not_waited_for() -> None:
+    def drip(connection: socket.socket) -> None:
+        with suppress(OSError):
+            for byte in MAGIC + bytes([VERSION]) + (4000).to_bytes(2, "little") + bytes(200):
+                connection.sendall(bytes([byte]))
+                time.sleep(0.02)
+
+    with listening(drip) as address:
+        before = time.monotonic()
+        with pytest.raises(RendezvousError):
+            ask_run_id([address], timeout_s=0.2)
+        assert time.monotonic() - before < 2.0
+
+
+def test_another_reason_to_refuse_is_passed_on() -> None:
+    def refuse(connection: socket.socket) -> None:
+        identity = Identity(2, 0, 5, "the run", "model", "a2cid2", "ring", "1", "float32")
+        handshake = Handshake(identity, b"a secret of this test", dialler=False)
+        handshake.receive(b"\x16\x03"[: handshake.num_wanted].ljust(handshake.num_wanted, b"\0"))
+        connection.sendall(handshake.take_output())
+        connection.recv(1000)
+
+    with listening(refuse) as address, pytest.raises(RefusedError, match="TLS is off at the other"):
+        ask_run_id([address])
+
+
+def test_no_connection_is_left_where_tls_comes_to_nothing(
+    authority: Any, open_descriptors: Callable[[], set[tuple[str, str]]]
+) -> None:
+    tls = Tls(authority.issue())
+    before = open_descriptors()
+    with (
+        listening(lambda connection: connection.sendall(b"no TLS")) as address,
+        pytest.raises(RendezvousError) as raised,
+    ):
+        ask_run_id([address], tls)
+    assert open_descriptors() == before, raised  # which would keep a socket alive

@@ -1,0 +1,71 @@
+import math
+from random import Random
+
+from gossipdp.links.dialer import (
+    GRACE_AFTER_LOSS_S,
+    GRACE_S,
+    LONGEST_RETRY_S,
+    Dialer,
+)
+
+ADDRESSES = {peer: ("127.0.0.1", 1000 + peer) for peer in range(5)}
+
+
+def test_the_lower_rank_dials_at_once_and_the_higher_one_waits():
+    dialer = Dialer(2, Random(0))
+    dialer.want([1, 3], 0.0)
+    assert dialer.due(ADDRESSES, 0.0) == [3]
+    assert dialer.due(ADDRESSES, 0.0) == []
+    assert dialer.next_due_s(ADDRESSES) == GRACE_S
+    assert dialer.due(ADDRESSES, GRACE_S) == [1]
+    assert dialer.next_due_s(ADDRESSES) == math.inf
+
+
+def test_at_once_ends_the_grace():
+    dialer = Dialer(2, Random(0))
+    dialer.want([1], 0.0)
+    dialer.want([1], 0.1, at_once=True)
+    assert dialer.due(ADDRESSES, 0.1) == [1]
+
+
+def test_a_failed_dial_is_tried_again_ever_more_rarely_for_ever():
+    dialer = Dialer(0, Random(0))
+    dialer.want([1], 0.0)
+    now, waits = 0.0, []
+    for _ in range(20):
+        assert dialer.due(ADDRESSES, now) == [1]
+        dialer.failed(1, now)
+        waits.append(dialer.next_due_s(ADDRESSES) - now)
+        now = dialer.next_due_s(ADDRESSES)
+    assert waits[0] < 0.1
+    assert waits[-1] <= 1.2 * LONGEST_RETRY_S
+    assert sum(waits[-5:]) > 5 * 0.8 * LONGEST_RETRY_S
+
+
+def test_a_link_ends_dialling_and_its_loss_begins_it_anew():
+    dialer = Dialer(0, Random(0))
+    dialer.want([1], 0.0)
+    dialer.due(ADDRESSES, 0.0)
+    dialer.linked(1)
+    dialer.failed(1, 0.0)  # the crossed dial of a link that is up
+    assert dialer.due(ADDRESSES, 100.0) == []
+    dialer.unlinked(1, 100.0)
+    assert dialer.due(ADDRESSES, 100.0) == [1]
+
+
+def test_after_a_loss_the_higher_rank_dials_soon_too():
+    """If the lower one was killed, its refusal is to be known within a second."""
+    dialer = Dialer(2, Random(0))
+    dialer.want([1], 0.0)
+    dialer.linked(1)
+    dialer.unlinked(1, 100.0)
+    assert dialer.due(ADDRESSES, 100.0) == []
+    assert dialer.due(ADDRESSES, 100.0 + GRACE_AFTER_LOSS_S) == [1]
+    assert GRACE_AFTER_LOSS_S < 0.5
+
+
+def test_without_an_address_nobody_is_dialled():
+    dialer = Dialer(0, Random(0))
+    dialer.want([7], 0.0)
+    assert dialer.due(ADDRESSES, 0.0) == []
+    assert dialer.next_due_s(ADDRESSES) == math.inf  # or the loop would spin

@@ -1,0 +1,206 @@
+"""Forked children keep none of our descriptors."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gossipdp.links import fork
+from gossipdp.links.openings import Openings
+from gossipdp.links.tcp import listen
+
+# A child that is created here runs the test's code after a fork that threads may have seen.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+def in_child(function: Callable[[], object]) -> str:
+    """What ``function`` returns, as text, in a forked child."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, str(function()).encode())
+        except BaseException as error:
+            os.write(writer, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text
+
+
+def test_the_child_has_none_of_the_parents_descriptors(world: Any, open_descriptors: Any) -> None:
+    before = open_descriptors()
+    first, second = world.tcp(0), world.tcp(1)
+    world.join(first, second)
+    guest = socket.create_connection((second.host, second.port))
+    world.settle()
+    unused = listen("127.0.0.1", 0)
+    first.transport.dial(7, *unused.getsockname())  # and stays under way: nobody accepts
+    # Two of each: listener, epoll, eventfd, end of the link; and the guest's two ends, the unused
+    # listener, the dial.
+    ours = open_descriptors() - before
+    assert len(ours) == 12
+    left = in_child(lambda: sorted(open_descriptors() & ours))
+    assert left == str([(str(guest.fileno()), os.readlink(f"/proc/self/fd/{guest.fileno()}"))])
+    guest.close()
+    unused.close()
+
+
+def test_the_parents_links_live_on_and_the_child_may_forget_its_copies(world: Any) -> None:
+    first, second = world.tcp(0), world.tcp(1)
+    there, _ = world.join(first, second)
+
+    def child() -> str:
+        first.transport.wake()
+        first.transport.close()
+        # A number that the child now uses itself must survive the end of the copies.
+        reader, writer = os.pipe()
+        first.transport.__del__()
+        os.write(writer, b"ok")
+        return os.read(reader, 2).decode()
+
+    assert in_child(child) == "ok"
+    there.send_control(b"still here")
+    world.until(lambda: second.handler.of("control"))
+    assert first.handler.names() == ["link_up"]
+
+
+def test_a_fork_waits_for_a_descriptor_on_its_way(world: Any) -> None:
+    """The guard is held while another thread opens a descriptor that no owner lists yet."""
+    opened, go_on = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def open_slowly() -> None:
+        with fork.descriptors_guard:
+            opened.set()
+            go_on.wait(10)
+            order.append("listed")
+
+    thread = threading.Thread(target=open_slowly)
+    thread.start()
+    opened.wait(10)
+    timer = threading.Timer(0.05, go_on.set)
+    timer.start()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    order.append("forked")
+    os.waitpid(child, 0)
+    thread.join()
+    timer.join()
+    assert order == ["listed", "forked"]
+    assert not fork.descriptors_guard._is_owned()  # type: ignore[attr-defined]
+
+
+def test_a_stranger_s_descriptor_leaves_its_list_and_closes_in_one_step(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two a fork would leave a child with a descriptor that nobody names."""
+    node = world.tcp(0)
+    is_guarded: list[bool] = []
+    forget = Openings.forget
+
+    def spied(openings: Openings, opening: Any) -> None:
+        is_guarded.append(fork.descriptors_guard._is_owned())  # type: ignore[attr-defined]
+        forget(openings, opening)
+
+    monkeypatch.setattr(Openings, "forget", spied)
+    with socket.create_connection((node.host, node.port)) as guest:
+        guest.sendall(b"GET / HTTP/1.1")
+        world.until(lambda: is_guarded)
+    assert is_guarded == [True]
+
+
+VICTIM = """
+    import os, sys, time
+    from gossipdp.links.handshake import Identity
+    from gossipdp.links.link import LinkHandler
+    from gossipdp.links.tcp import TcpTransport, listen
+
+    class Handler(LinkHandler):
+        up = False
+        def link_up(self, link): self.up = True
+        def link_down(self, link, reason): pass
+        def control(self, link, data): pass
+        def chunk_buffer(self, link, frame_type, key, length): return None
+        def chunk(self, link, frame_type, key, payload): pass
+        def writable(self, link): pass
+        def refused(self, peer, refusal): sys.exit(str(refusal))
+        def dial_failed(self, peer, address, refused_connection): sys.exit("dial failed")
+
+    handler = Handler()
+    identity = Identity(
+        0, 0, 1000, "run", "model", "a2cid2", "ring of 4", "1.0", "float32"
+    )
+    transport = TcpTransport(handler, identity, b"secret", listen("127.0.0.1", 0))
+    transport.dial(1, "127.0.0.1", int(sys.argv[1]))
+    while not handler.up:
+        transport.poll(0.1)
+"""
+
+FORKED = """
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)  # the child itself: by then it has closed its copies
+        time.sleep(60)
+        os._exit(0)
+"""
+
+LOADER = """
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+
+    class Slow(Dataset):
+        def __len__(self): return 100
+        def __getitem__(self, index):
+            if index > 4:
+                time.sleep(60)
+            return torch.tensor(os.getpid())
+
+    batches = iter(DataLoader(Slow(), batch_size=1, num_workers=2))
+    print(*{int(next(batches)), int(next(batches))}, flush=True)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("forks", [FORKED, LOADER], ids=["fork", "dataloader"])
+def test_a_kill_is_seen_although_children_live_on(world: Any, forks: str) -> None:
+    node = world.tcp(1)
+    script = textwrap.dedent(VICTIM) + textwrap.dedent(forks) + "\nwhile True: transport.poll(1)\n"
+    victim = subprocess.Popen(
+        [sys.executable, "-c", script, str(node.port)], stdout=subprocess.PIPE, text=True
+    )
+    children: list[int] = []
+    assert victim.stdout is not None
+    try:
+        world.until(lambda: node.handler.links, timeout_s=60)
+        waiting = select.poll()
+        waiting.register(victim.stdout, select.POLLIN)
+        world.until(lambda: waiting.poll(0), timeout_s=60)
+        children = [int(text) for text in victim.stdout.readline().split()]
+        assert children
+        for child in children:
+            os.kill(child, signal.SIGSTOP)  # so that none can end by noticing its parent's end
+        victim.kill()
+        killed_s = time.monotonic()
+        world.until(lambda: node.handler.of("link_down"))
+        assert time.monotonic() - killed_s < 1.0
+        for child in children:
+            os.kill(child, 0)  # it lives
+    finally:
+        victim.kill()
+        victim.wait()
+        victim.stdout.close()
+        for child in children:
+            os.kill(child, signal.SIGKILL)

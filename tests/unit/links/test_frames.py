@@ -1,0 +1,81 @@
+"""Frame headers: what is packed is parsed, and nothing else is."""
+
+import pytest
+
+from gossipdp.links.frames import (
+    HEADER_BYTES,
+    MAX_CHUNK_BYTES,
+    MAX_CONTROL_BYTES,
+    ChunkKey,
+    FrameError,
+    FrameType,
+    pack_header,
+    pack_key,
+    parse_header,
+    run_tag,
+)
+
+TAG = run_tag("a run")
+KEY = ChunkKey(initiator=3, incarnation=1, counter=2**40, index=7)
+
+
+def test_control_header_round_trip() -> None:
+    data = pack_header(TAG, FrameType.CONTROL, 5, 100)
+    assert len(data) == HEADER_BYTES == 56
+    header = parse_header(data, TAG, 5)
+    assert (header.frame_type, header.sequence, header.length) == (FrameType.CONTROL, 5, 100)
+    assert header.key is None
+
+
+def test_chunk_header_carries_its_exchange() -> None:
+    data = pack_header(TAG, FrameType.EXCHANGE_CHUNK, 0, 1 << 20, pack_key(KEY))
+    header = parse_header(data, TAG, 0)
+    assert header.key == KEY
+    assert KEY.id == (3, 1, 2**40)
+
+
+def test_sequence_wraps() -> None:
+    data = pack_header(TAG, FrameType.CONTROL, 2**32 + 1, 1)
+    assert parse_header(data, TAG, 2**32 + 1).sequence == 1
+
+
+@pytest.mark.parametrize(
+    ("offset", "replacement", "message"),
+    [
+        (0, b"HTTP", "starts with"),
+        (4, b"\x01", "version 1"),
+        (5, b"\x00", "unknown frame type 0"),
+        (5, b"\x1f", "unknown frame type 31"),
+        (6, b"\x01", "CONTROL frame that names 0 of segment 1"),
+        (48, b"\x40", "CONTROL frame that names 64 of segment 0"),
+        (8, b"\xff", "another run"),
+        (16, b"\x06", "frame 6 came where 5 was due"),
+        (20, b"\x00", "of 0 bytes"),
+        (23, b"\xff", "are allowed"),
+        (28, b"\x01", "control frame with a chunk key"),
+    ],
+)
+def test_each_wrong_field_is_named(offset: int, replacement: bytes, message: str) -> None:
+    data = bytearray(pack_header(TAG, FrameType.CONTROL, 5, 100))
+    data[offset : offset + len(replacement)] = replacement
+    if message == "of 0 bytes":
+        data[20:24] = bytes(4)
+    with pytest.raises(FrameError, match=message):
+        parse_header(data, TAG, 5)
+
+
+def test_lengths_are_bounded_per_type() -> None:
+    with pytest.raises(FrameError, match="CONTROL"):
+        pack_header(TAG, FrameType.CONTROL, 0, MAX_CONTROL_BYTES + 1)
+    with pytest.raises(FrameError, match="STATE_CHUNK"):
+        pack_header(TAG, FrameType.STATE_CHUNK, 0, MAX_CHUNK_BYTES + 1, pack_key(KEY))
+
+
+def test_a_key_that_does_not_fit_is_an_error_of_the_sender() -> None:
+    with pytest.raises(FrameError, match="does not fit"):
+        pack_key(ChunkKey(2**32, 0, 0, 0))
+
+
+def test_a_header_cut_short() -> None:
+    with pytest.raises(FrameError, match="56 bytes"):
+        parse_header(b"GDP1", TAG, 0)

@@ -1,0 +1,300 @@
+"""The handshake as a pure machine: agreement, refusals, replay, reflection, garbage."""
+
+import struct
+
+import msgspec
+import pytest
+
+from gossipdp.links.handshake import (
+    AGREED_FIELDS,
+    MAX_MESSAGE_BYTES,
+    MAX_TEXT,
+    VERSION,
+    Handshake,
+    HandshakeError,
+    Identity,
+    Refusal,
+    Stage,
+)
+
+SECRET = b"a secret"
+
+
+def identity(rank: int, **changes: object) -> Identity:
+    plain = Identity(
+        rank=rank,
+        incarnation=0,
+        process_id=1000 + rank,
+        run_id="run",
+        model="model",
+        method="a2cid2",
+        graph="ring of 4",
+        comm_rate="1.0",
+        wire_format="float32",
+        host="127.0.0.1",
+        port=4000 + rank,
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+def feed(machine: Handshake, data: bytes) -> bytes:
+    """Give ``machine`` bytes as it wants them; what it did not want comes back."""
+    while data and machine.num_wanted:
+        count = machine.num_wanted
+        machine.receive(data[:count])
+        data = data[count:]
+    return data
+
+
+def converse(dialler: Handshake, acceptor: Handshake) -> list[bytes]:
+    """Run both to the end; the acceptor welcomes whom it may. What was said, in order."""
+    said = []
+    while True:
+        if acceptor.stage is Stage.DECIDING:
+            acceptor.welcome()
+        outputs = [(dialler.take_output(), acceptor), (acceptor.take_output(), dialler)]
+        if not any(data for data, _ in outputs):
+            return said
+        for data, receiver in outputs:
+            if data:
+                said.append(data)
+                assert feed(receiver, data) == b""
+
+
+def pair(
+    mine: Identity | None = None,
+    theirs: Identity | None = None,
+    *,
+    wanted: int | None = 1,
+    secrets: tuple[bytes | None, bytes | None] = (SECRET, SECRET),
+) -> tuple[Handshake, Handshake]:
+    dialler = Handshake(mine or identity(0), secrets[0], dialler=True, wanted_rank=wanted)
+    acceptor = Handshake(theirs or identity(1), secrets[1], dialler=False)
+    return dialler, acceptor
+
+
+IN_TLS = (None, None)
+
+
+@pytest.mark.parametrize("wanted", [1, None])
+@pytest.mark.parametrize("secrets", [(SECRET, SECRET), IN_TLS], ids=["plain", "in TLS"])
+def test_both_learn_who_the_other_is(wanted: int | None, secrets: tuple[bytes, bytes]) -> None:
+    dialler, acceptor = pair(wanted=wanted, secrets=secrets)
+    said = converse(dialler, acceptor)
+    assert dialler.stage is acceptor.stage is Stage.DONE
+    assert dialler.peer == identity(1)
+    assert acceptor.peer == identity(0)
+    assert len(said) == (2 if secrets == IN_TLS else 4)
+
+
+def test_inside_tls_the_hello_is_plain_data_and_nothing_else_is_taken_for_it() -> None:
+    """A worker that wants proofs and one that needs none make no link, whoever dials."""
+    for secrets in ((SECRET, None), (None, SECRET)):
+        dialler, acceptor = pair(secrets=secrets)
+        with pytest.raises(HandshakeError, match="came at stage"):
+            converse(dialler, acceptor)
+
+
+@pytest.mark.parametrize("field", AGREED_FIELDS)
+@pytest.mark.parametrize("secrets", [(SECRET, SECRET), IN_TLS], ids=["plain", "in TLS"])
+def test_a_difference_is_named_with_both_values(
+    field: str, secrets: tuple[bytes | None, bytes | None]
+) -> None:
+    dialler, acceptor = pair(mine=identity(0, **{field: "mine"}), secrets=secrets)
+    converse(dialler, acceptor)
+    theirs = getattr(identity(1), field)
+    assert dialler.refusal == acceptor.refusal == Refusal(field, theirs, "mine")
+    text = str(dialler.refusal)
+    assert repr(theirs) in text
+    assert "'mine'" in text
+
+
+def test_of_a_fingerprint_the_parts_that_differ_are_named() -> None:
+    mine = "names=11 shapes=22 dtypes=33 optimizers=44"
+    theirs = "names=11 shapes=99 dtypes=33 optimizers=88"
+    dialler, acceptor = pair(mine=identity(0, model=mine), theirs=identity(1, model=theirs))
+    converse(dialler, acceptor)
+    assert str(dialler.refusal) == (
+        "model (shapes, optimizers) differs: the other worker has '99 88', this one '22 44'"
+    )
+
+
+def test_wrong_secret_is_said_as_such_on_both_sides() -> None:
+    dialler, acceptor = pair(secrets=(b"another", SECRET))
+    converse(dialler, acceptor)
+    assert dialler.refusal is not None
+    assert dialler.refusal == acceptor.refusal
+    assert "secrets differ" in str(dialler.refusal)
+
+
+def test_an_acceptor_that_only_pretends_to_know_the_secret_is_found_out() -> None:
+    dialler = Handshake(identity(0), SECRET, dialler=True, wanted_rank=1)
+    impostor = Handshake(identity(1), b"another", dialler=False)
+    feed(impostor, dialler.take_output())
+    feed(dialler, impostor.take_output())
+    feed(dialler, _message([4, msgspec.to_builtins(identity(1)), b"x" * 32]))
+    assert dialler.stage is Stage.REFUSED
+    assert dialler.refusal == Refusal("secret", "", "")
+
+
+def test_wrong_rank_at_that_address() -> None:
+    dialler, acceptor = pair(wanted=2)
+    converse(dialler, acceptor)
+    assert str(dialler.refusal) == "the worker at that address has rank 1, not 2"
+
+
+def test_dialling_oneself() -> None:
+    dialler, acceptor = pair(mine=identity(1), wanted=None)
+    converse(dialler, acceptor)
+    assert "both workers claim rank 1" in str(dialler.refusal)
+
+
+def test_the_acceptor_may_refuse_for_a_reason_of_its_own() -> None:
+    dialler, acceptor = pair()
+    feed(acceptor, dialler.take_output())
+    feed(dialler, acceptor.take_output())
+    feed(acceptor, dialler.take_output())
+    acceptor.refuse(Refusal("incarnation", "3", "0"))
+    feed(dialler, acceptor.take_output())
+    assert "newer incarnation (3)" in str(dialler.refusal)
+
+
+@pytest.mark.parametrize("field", ["incarnation", "own_rank", "model", "crossed"])
+def test_a_stranger_at_a_worker_s_address_cannot_say_that_another_has_its_place(field: str) -> None:
+    """It took the port of a dead worker; on such a refusal a worker may end, or wait."""
+    for has_proved in (False, True):
+        dialler, acceptor = pair()
+        feed(acceptor, dialler.take_output())
+        if has_proved:
+            feed(dialler, acceptor.take_output())
+        with pytest.raises(HandshakeError, match="without proof of the secret"):
+            feed(dialler, _message([5, field, "9", "0", b"x" * 32]))
+        assert dialler.refusal is None
+
+
+def test_what_a_refusal_says_reaches_no_terminal_raw() -> None:
+    dialler, _ = pair()
+    feed(dialler, _message([5, "run_id", "\x07" + "x" * 3000, "a\nb\x1b[2J", b""]))
+    assert dialler.refusal == Refusal("run_id", "?" + "x" * (MAX_TEXT - 1), "a?b?[2J")
+    assert str(dialler.refusal).isprintable()
+
+
+@pytest.mark.parametrize("field", ["model", "host", "run_id"])
+def test_a_hello_with_control_characters_is_none(field: str) -> None:
+    plain = msgspec.to_builtins(identity(0))
+    index = Identity.__struct_fields__.index(field)
+    acceptor = Handshake(identity(1), SECRET, dialler=False)
+    said = [*plain[:index], "\x1b[2J", *plain[index + 1 :]]
+    with pytest.raises(HandshakeError, match="holds control characters") as raised:
+        feed(acceptor, _message([1, said, 1, bytes(32)]))
+    assert str(raised.value).isprintable()
+
+
+def test_replay_is_refused() -> None:
+    said = converse(*pair())
+    replayed_to = Handshake(identity(1), SECRET, dialler=False)
+    feed(replayed_to, said[0])
+    feed(replayed_to, said[2])
+    assert replayed_to.refusal == Refusal("secret", "", "")
+
+
+def test_reflection_is_refused() -> None:
+    """A dialler's proof, sent back to that worker as if another one dialled, proves nothing."""
+    dialler, _ = pair(wanted=None)
+    opening = dialler.take_output()
+    reflected_to = Handshake(identity(0), SECRET, dialler=False)
+    feed(reflected_to, opening)
+    feed(dialler, reflected_to.take_output())
+    feed(reflected_to, dialler.take_output())
+    # It knows the secret, of course; it is the rank that gives it away.
+    assert reflected_to.refusal is not None
+    assert reflected_to.refusal.field == "own_rank"
+    # And an acceptor's proof made of the dialler's own does not pass for a welcome.
+    dialler, acceptor = pair()
+    feed(acceptor, dialler.take_output())
+    feed(dialler, acceptor.take_output())
+    own_proof = msgspec.msgpack.decode(dialler.take_output()[7:])[1]
+    feed(dialler, _message([4, msgspec.to_builtins(identity(1)), own_proof]))
+    assert dialler.refusal == Refusal("secret", "", "")
+
+
+def test_a_proof_is_of_one_rank_in_one_direction() -> None:
+    """A recorded proof serves no other rank, nor the other end."""
+    dialler, acceptor = pair()
+    feed(acceptor, dialler.take_output())
+    feed(dialler, acceptor.take_output())
+    assert acceptor._prove("dialler", 1) == dialler._prove("dialler", 1)
+    others = [dialler._prove("acceptor", 1), dialler._prove("dialler", 2)]
+    assert dialler._prove("dialler", 1) not in others
+
+
+def test_another_protocol_version_is_told_to_both() -> None:
+    dialler, acceptor = pair()
+    data = bytearray(dialler.take_output())
+    data[4] = 9
+    feed(acceptor, bytes(data))
+    assert acceptor.refusal == Refusal("protocol_version", f"{VERSION}", "9")
+    reply = bytearray(acceptor.take_output())
+    reply[4] = 9  # as an acceptor of version 9 would answer
+    feed(dialler, bytes(reply))
+    assert dialler.refusal == Refusal("protocol_version", "9", f"{VERSION}")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n",
+        struct.pack("<4sBH", b"GDPH", VERSION, 0),
+        struct.pack("<4sBH", b"GDPH", VERSION, MAX_MESSAGE_BYTES + 1),
+        struct.pack("<4sBH", b"GDPH", VERSION, 3) + b"\xff\xff\xff",
+        struct.pack("<4sBH", b"GDPH", VERSION, 4) + msgspec.msgpack.encode([1, 2, 3]),
+    ],
+)
+def test_garbage_is_one_error(data: bytes) -> None:
+    acceptor = Handshake(identity(1), SECRET, dialler=False)
+    with pytest.raises(HandshakeError):
+        feed(acceptor, data)
+
+
+def test_a_message_out_of_turn() -> None:
+    acceptor = Handshake(identity(1), SECRET, dialler=False)
+    with pytest.raises(HandshakeError, match="Challenge came at stage"):
+        feed(acceptor, _message([2, bytes(32)]))
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="secret is empty"):
+        Handshake(identity(0), b"", dialler=True)
+    with pytest.raises(ValueError, match="longer than"):
+        Identity(0, 0, 0, "r" * 201, "", "", "", "", "")
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("rank", 2**20 - 1, -1),
+        ("rank", 2**30, 2**20),  # a visitor's; and neither a worker's nor a visitor's
+        ("rank", 2**31 - 1, 2**31),
+        ("incarnation", 2**31 - 1, 2**31),
+        ("process_id", 2**63 - 1, 2**63),
+        ("port", 65535, 65536),
+    ],
+)
+def test_a_hello_keeps_to_the_bounds_of_membership(field: str, good: int, bad: int) -> None:
+    """So that what a link says of its peer can be counted on by one."""
+    said = msgspec.to_builtins(identity(0))
+    index = Identity.__struct_fields__.index(field)
+    for value, is_good in ((good, True), (bad, False)):
+        acceptor = Handshake(identity(1), None, dialler=False)
+        hello = _message([1, [*said[:index], value, *said[index + 1 :]], None, bytes(32)])
+        if is_good:
+            feed(acceptor, hello)
+            assert acceptor.stage is Stage.DECIDING or acceptor.refusal is not None
+        else:
+            with pytest.raises(HandshakeError, match="malformed"):
+                feed(acceptor, hello)
+
+
+def _message(content: list[object]) -> bytes:
+    body = msgspec.msgpack.encode(content)
+    return struct.pack("<4sBH", b"GDPH", VERSION, len(body)) + body

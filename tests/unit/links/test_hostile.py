@@ -1,0 +1,496 @@
+"""Strangers and traitors at the transport: refused, logged once, bounded, and nobody else notices.
+
+Each attack runs while two good links of the same worker go on exchanging. See also test_tcp.py
+(limits one by one) and test_tls.py (certificates).
+"""
+
+import os
+import socket
+import struct
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gossipdp.links.frames import (
+    HEADER_BYTES,
+    MAX_CHUNK_BYTES,
+    MAX_CONTROL_BYTES,
+    ChunkKey,
+    FrameType,
+    pack_header,
+    run_tag,
+)
+from gossipdp.links.handshake import Handshake
+
+PLAIN_AND_TLS = ["tcp", "tls"]
+
+
+@pytest.fixture(params=PLAIN_AND_TLS)
+def make(request: pytest.FixtureRequest, world: Any) -> Callable[..., Any]:
+    return getattr(world, request.param)
+
+
+class Guests:
+    """Connections of a stranger, closed at the end."""
+
+    def __init__(self) -> None:
+        self.open: list[socket.socket] = []
+
+    def knock(self, node: Any, data: bytes = b"") -> socket.socket:
+        connection = socket.create_connection((node.host, node.port), timeout=5)
+        connection.setblocking(False)
+        self.open.append(connection)
+        if data:
+            connection.send(data)
+        return connection
+
+    def close(self) -> None:
+        for connection in self.open:
+            connection.close()
+        self.open.clear()
+
+
+@pytest.fixture
+def guests() -> Iterator[Guests]:
+    guests = Guests()
+    yield guests
+    guests.close()
+
+
+class Exchanging:
+    """A worker with two good neighbours, between which chunks go both ways all the time."""
+
+    def __init__(self, world: Any, make: Callable[..., Any], **options: Any) -> None:
+        self.world = world
+        self.hub = make(0, **options)
+        self.neighbours = [make(rank) for rank in (1, 2)]
+        self.links = [world.join(neighbour, self.hub) for neighbour in self.neighbours]
+        self.sent = 0
+
+    def exchange(self) -> None:
+        """One chunk each way on both links arrives."""
+        self.sent += 1
+        payload = memoryview(bytes([self.sent % 251]) * 100_000)
+        for there, back in self.links:
+            for link in (there, back):
+                link.send_chunk(FrameType.EXCHANGE_CHUNK, ChunkKey(1, 0, self.sent, 0), payload)
+        nodes = [self.hub, *self.neighbours]
+        self.world.until(
+            lambda: all(
+                len(node.handler.of("chunk")) == self.sent * (2 if node is self.hub else 1)
+                for node in nodes
+            )
+        )
+        assert all(node.handler.of("chunk")[-1][3] == payload.tobytes() for node in nodes)
+
+    def assert_undisturbed(self) -> None:
+        self.exchange()
+        assert self.hub.handler.names().count("link_up") == 2
+        assert "link_down" not in self.hub.handler.names()
+
+
+def has_ended(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(4096) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+HUGE = [
+    b"GDPH\x02\xff\xff" + bytes(4096),  # our own handshake: 65,535 bytes announced
+    struct.pack(">BHH", 22, 0x0301, 0xFFFF) + bytes(4096),  # a TLS record of 65,535 bytes
+    b"GDPH\x02\x40\x00\xc6\xff\xff\xff\xff",  # msgpack: a binary of 4 GiB
+    b"GDPH\x02\x40\x00\xdd\xff\xff\xff\xff",  # msgpack: an array of 2**32 - 1 items
+    b"GDPH\x02\x06\x00\x93\x01\xdb\xff\xff\xff",  # msgpack: a text of 4 GiB
+    b"\x00" * 4096,
+    b"GET / HTTP/1.1\r\n\r\n" * 200,
+    bytes(range(256)) * 16,
+]
+
+
+@pytest.mark.parametrize("data", HUGE, ids=lambda data: data[:9].hex())
+def test_garbage_and_huge_lengths_allocate_nothing_and_are_logged_once(
+    make: Any, world: Any, guests: Guests, caplog: pytest.LogCaptureFixture, data: bytes
+) -> None:
+    good = Exchanging(world, make)
+    good.exchange()
+    caplog.clear()
+    tracemalloc.start()
+    try:
+        for _ in range(40):
+            guests.knock(good.hub, data[:HEADER_BYTES])
+            world.settle(turns=1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # A connection is some Python objects; what was announced would be at least 64 KiB each.
+    assert peak < 40 * 20_000
+    for guest in guests.open:
+        try:
+            guest.send(data[HEADER_BYTES:])
+        except OSError:
+            pass  # was shown out before
+    good.assert_undisturbed()
+    assert len(caplog.records) <= 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [
+        (FrameType.CONTROL, MAX_CONTROL_BYTES + 1),
+        (FrameType.CONTROL, 2**32 - 1),
+        (FrameType.EXCHANGE_CHUNK, MAX_CHUNK_BYTES + 1),
+        (FrameType.STATE_CHUNK, 2**32 - 1),
+    ],
+)
+def test_a_peer_that_announces_a_huge_frame(
+    world: Any, caplog: pytest.LogCaptureFixture, kind: FrameType, length: int
+) -> None:
+    """It has the secret, and all the same nothing is allocated for it."""
+    good = Exchanging(world, world.tcp)
+    traitor = world.tcp(9)
+    header = bytearray(pack_header(run_tag("run"), FrameType.CONTROL, 0, 1))
+    header[5] = kind
+    header[20:24] = struct.pack("<I", length)
+    for _ in range(3):
+        world.join(traitor, good.hub)
+        tracemalloc.start()
+        traitor.transport.links[0].stream.send([bytes(header)])
+        world.until(lambda: 9 not in good.hub.handler.links)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 500_000
+        world.until(lambda: not traitor.handler.links)
+    good.exchange()
+    assert len(caplog.records) == 1
+    assert f"frame of {length} bytes" in caplog.text
+
+
+def test_a_chunk_that_nobody_asked_for_takes_no_memory(world: Any) -> None:
+    good = Exchanging(world, world.tcp)
+    traitor = world.tcp(9)
+    world.join(traitor, good.hub)
+    good.hub.handler.hooks["chunk_buffer"] = lambda *_: None
+    payload = memoryview(bytes(16 << 20))
+    tracemalloc.start()
+    traitor.link(good.hub).send_chunk(FrameType.STATE_CHUNK, ChunkKey(9, 0, 1, 0), payload)
+    world.until(lambda: good.hub.handler.of("chunk"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 500_000
+    assert good.hub.handler.of("chunk")[0][3] is None
+
+
+def test_a_peer_that_authenticates_and_then_sends_garbage(
+    make: Any, world: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = Exchanging(world, make)
+    traitor = make(9)
+    for attempt in range(5):
+        world.join(traitor, good.hub)
+        traitor.transport.links[0].stream.send([bytes([attempt + 1]) * 5000])
+        world.until(lambda: 9 not in good.hub.handler.links and not traitor.handler.links)
+    assert good.hub.handler.of("link_down")[-1][1].startswith("the peer broke the protocol")
+    assert [event[0].peer for event in good.hub.handler.of("link_down")] == [9] * 5
+    good.exchange()
+    assert len(caplog.records) == 1
+    assert "ended the link to rank 9 at 127.0.0.1: the peer broke" in caplog.text
+
+
+def test_a_frame_is_not_taken_twice_nor_out_of_turn(make: Any, world: Any) -> None:
+    first, second = make(0), make(1)
+    world.join(first, second)
+    frame = pack_header(run_tag("run"), FrameType.CONTROL, 0, 5) + b"again"
+    first.transport.links[1].stream.send([frame + frame])
+    world.until(lambda: second.handler.of("link_down"))
+    assert second.handler.of("control")[0][1] == b"again"
+    assert len(second.handler.of("control")) == 1
+    assert "frame 0 came where 1 was due" in second.handler.of("link_down")[0][1]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("tcp", b""),
+        ("tcp", b"GDPH\x02\x40\x00\x93"),
+        ("tls", b""),
+        ("tls", b"GDP"),
+        ("tls", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03"),
+    ],
+)
+def test_a_slow_loris_is_shown_out_after_the_time_limit(
+    world: Any, guests: Guests, kind: str, said: bytes
+) -> None:
+    """A byte now and then buys no time: the limit is on both handshakes together."""
+    clock = Clock()
+    good = Exchanging(world, getattr(world, kind), clock=clock)
+    for _ in range(10):
+        guests.knock(good.hub)
+    world.settle(turns=5)
+    for number, byte in enumerate(said):
+        clock.now_s = 4.9 * number / len(said)
+        for guest in guests.open:
+            guest.send(bytes([byte]))
+        world.settle(turns=3)
+    clock.now_s = 4.9
+    world.settle(turns=5)
+    assert len(good.hub.transport._openings.accepted) == 10
+    clock.now_s = 5.0
+    world.until(lambda: all(has_ended(guest) for guest in guests.open))
+    assert not good.hub.transport._openings.accepted
+    good.assert_undisturbed()
+
+
+def test_a_peer_that_stops_in_the_middle_of_the_handshake(make: Any, world: Any) -> None:
+    """A half-open connection of a worker: the time limit ends it too."""
+    clock = Clock()
+    hub, stopped = make(0, clock=clock), make(3)
+    stopped.dial(hub)
+    accepted = hub.transport._openings.accepted
+    for _ in range(1000):
+        hub.transport.poll(0.001)
+        if any(opening.standing for opening in accepted):
+            break
+        stopped.transport.poll(0.001)
+    assert len(accepted) == 1
+    clock.now_s = 4.9
+    world.settle(hub)
+    assert len(accepted) == 1
+    clock.now_s = 5.0
+    world.until(lambda: not accepted, hub)
+    assert hub.handler.events == []
+
+
+def test_thousands_of_connects(
+    make: Any, world: Any, guests: Guests, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Descriptors stay bounded, the good links go on, and a newcomer gets in meanwhile."""
+    good = Exchanging(world, make, max_unauthenticated=32)
+    caplog.clear()
+    before = descriptors()
+    most = 0
+    newcomer = make(7)
+    is_in = False
+    for wave in range(40):
+        for _ in range(50):
+            guests.knock(good.hub)
+        if wave == 10:
+            newcomer.dial(good.hub)
+        world.settle(turns=2)
+        most = max(most, descriptors() - before - len(guests.open))
+        is_in = is_in or bool(newcomer.handler.links and 7 in good.hub.handler.links)
+        if wave % 10 == 9:
+            good.exchange()
+            for guest in guests.open[: -32 or None]:
+                assert has_ended(guest)
+        guests.close()
+    # The cap, and the newcomer's own few.
+    assert most <= 32 + 10
+    assert is_in
+    good.exchange()
+    assert len(caplog.records) == 1
+    assert "too many unauthenticated connections" in caplog.text
+
+
+def test_a_flood_drives_out_none_that_know_the_run(world: Any, guests: Guests) -> None:
+    """Of too many, those that have said nothing go first, however young."""
+    node = world.tcp(0, max_unauthenticated=8)
+    hello = Handshake(world.identity(5), b"?", dialler=True).take_output()
+    early = [guests.knock(node, hello) for _ in range(6)]
+    world.settle(turns=5)
+    for _ in range(40):
+        guests.knock(node)
+        world.settle(turns=1)
+    for guest in early:
+        assert len(guest.recv(4096)) > 30  # the challenge
+        assert not has_ended(guest)
+    assert sum(map(has_ended, guests.open)) == 46 - 8
+
+
+def test_a_flood_of_hellos_with_another_run_s_id(
+    make: Any, world: Any, guests: Guests, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = Exchanging(world, make)
+    other = [make(rank, run_id="another run") for rank in (5, 6)]
+    for _ in range(10):
+        for node in other:
+            node.dial(good.hub)
+        world.until(lambda: all(node.handler.events for node in other))
+        for node in other:
+            assert node.handler.of("refused")[0][1].field == "run_id"
+            node.handler.events.clear()
+    good.assert_undisturbed()
+    # The worker once, and each of the two once.
+    assert len(caplog.records) == 3
+
+
+def overheard(world: Any, make: Callable[..., Any]) -> tuple[bytes, bytes, Any, Any]:
+    """What a dialler and an acceptor say to each other until their link is up."""
+    first, second = make(0), make(1)
+    said = [b"", b""]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        first.transport.dial(1, *listener.getsockname())
+        inner, _ = listener.accept()
+    outer = socket.create_connection((second.host, second.port))
+    inner.setblocking(False)
+    outer.setblocking(False)
+
+    def relay() -> bool:
+        for index, (here, there) in enumerate(((inner, outer), (outer, inner))):
+            try:
+                data = here.recv(1 << 16)
+            except BlockingIOError:
+                continue
+            said[index] += data
+            there.sendall(data)
+        return bool(first.handler.links and second.handler.links)
+
+    world.until(relay)
+    inner.close()
+    outer.close()
+    world.until(lambda: not first.handler.links and not second.handler.links)
+    return said[0], said[1], first, second
+
+
+def test_a_replayed_handshake(
+    make: Any, world: Any, guests: Guests, caplog: pytest.LogCaptureFixture
+) -> None:
+    dialler_said, _, first, second = overheard(world, make)
+    world.close(first)
+    caplog.clear()
+    for _ in range(3):
+        guest = guests.knock(second, dialler_said)
+        world.until(lambda guest=guest: has_ended(guest))
+    assert second.handler.names() == ["link_up", "link_down"]
+    assert len(caplog.records) == 1
+
+
+def test_a_replayed_acceptor(make: Any, world: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody at the address of a worker plays back what that worker once answered."""
+    _, acceptor_said, first, second = overheard(world, make)
+    world.close(second)
+    caplog.clear()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        first.handler.events.clear()
+        first.transport.dial(1, *listener.getsockname())
+        guest, _ = listener.accept()
+        with guest:
+            guest.sendall(acceptor_said)
+            world.until(lambda: first.handler.events)
+    assert first.handler.names()[0] in ("refused", "dial_failed")
+    assert not first.handler.links
+    assert len(caplog.records) == 1
+
+
+def test_a_reflected_handshake(make: Any, world: Any) -> None:
+    """A stranger that is dialled turns the dialler's words back at the dialler's own listener.
+
+    So the dialler proves the secret to itself, but in the wrong direction and as its own rank.
+    """
+    node = make(0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        node.transport.dial(None, *listener.getsockname())
+        inner, _ = listener.accept()
+        outer = socket.create_connection((node.host, node.port))
+        for end in (inner, outer):
+            end.setblocking(False)
+        with inner, outer:
+
+            def relay() -> bool:
+                for here, there in ((inner, outer), (outer, inner)):
+                    try:
+                        data = here.recv(1 << 16)
+                        there.sendall(data)
+                    except (BlockingIOError, ConnectionError):
+                        continue
+                return bool(node.handler.events)
+
+            world.until(relay)
+    assert node.handler.names() in (["refused"], ["dial_failed"])
+    assert not node.handler.links
+
+
+def test_an_echo_is_no_worker(make: Any, world: Any) -> None:
+    """Every byte that the dialler says comes straight back."""
+    node = make(0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        node.transport.dial(1, *address)
+        echo, _ = listener.accept()
+        echo.setblocking(False)
+        with echo:
+
+            def relay() -> bool:
+                try:
+                    echo.sendall(echo.recv(1 << 16))
+                except (BlockingIOError, ConnectionError):
+                    pass
+                return bool(node.handler.events)
+
+            world.until(relay)
+    assert node.handler.events == [("dial_failed", 1, address, False)]
+
+
+def test_a_wrong_secret_tried_again_and_again(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+    good = Exchanging(world, world.tcp)
+    caplog.clear()
+    guesser = world.tcp(8, secret=b"guess")
+    for _ in range(20):
+        guesser.dial(good.hub)
+        world.until(lambda: guesser.handler.events)
+        assert guesser.handler.of("refused")[0][1].field == "secret"
+        guesser.handler.events.clear()
+    good.assert_undisturbed()
+    assert len(caplog.records) == 2  # one of each side
+
+
+def test_the_acceptor_tells_a_stranger_nothing_of_itself(world: Any, guests: Guests) -> None:
+    """Before the proof it says its own nonce and, to another run's worker, its run's id."""
+    node = world.tcp(0, model="the model's fingerprint", graph="the graph")
+    guest = guests.knock(node, Handshake(world.identity(5), b"?", dialler=True).take_output())
+    heard = b""
+
+    def listen() -> bool:
+        nonlocal heard
+        try:
+            heard += guest.recv(4096)
+        except BlockingIOError:
+            pass
+        return len(heard) > 30
+
+    world.until(listen)
+    for own in (b"fingerprint", b"graph", b"float32", b"a2cid2", b"secret"):
+        assert own not in heard
+
+
+def test_an_attack_costs_the_good_links_little(world: Any, guests: Guests) -> None:
+    """Turns of the loop stay short while each brings a full queue of strangers."""
+    good = Exchanging(world, world.tcp)
+    longest_s = 0.0
+    for _ in range(10):
+        for _ in range(100):
+            guests.knock(good.hub, b"GDPH\x02")
+        started_s = time.thread_time()
+        good.hub.transport.poll(0.0)
+        longest_s = max(longest_s, time.thread_time() - started_s)
+        good.exchange()
+        guests.close()
+    assert longest_s < 0.2
+    good.assert_undisturbed()

@@ -1,0 +1,353 @@
+"""The guarantees of :mod:`gossipdp.links.link`, checked on every transport there is."""
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gossipdp.links.frames import (
+    HEADER_BYTES,
+    MAX_CONTROL_BYTES,
+    ChunkKey,
+    FrameError,
+    FrameType,
+)
+from gossipdp.links.link import Link
+
+EXCHANGE = FrameType.EXCHANGE_CHUNK
+MEGABYTE = 1 << 20
+
+
+def key(index: int) -> ChunkKey:
+    return ChunkKey(0, 0, 1, index)
+
+
+@pytest.fixture(params=["tcp", "tls", "shared", "memory"])
+def make(request: pytest.FixtureRequest, world: Any) -> Callable[..., Any]:
+    """A factory of workers on the transport under test."""
+    if request.param == "shared":
+        return functools.partial(world.shared, num_bytes=10 * MEGABYTE)
+    return getattr(world, request.param)
+
+
+@pytest.fixture
+def pair(make: Callable[..., Any], world: Any) -> tuple[Any, Any, Link, Link]:
+    first, second = make(0), make(1)
+    return first, second, *world.join(first, second)
+
+
+def test_up_once_on_both_sides_with_the_peers_identity(pair: Any, world: Any) -> None:
+    first, second, there, back = pair
+    world.settle()
+    assert first.handler.names() == second.handler.names() == ["link_up"]
+    assert (there.peer, back.peer) == (1, 0)
+    assert there.peer_identity.process_id == 1001
+    assert there.peer_identity.port == second.port
+    assert there.peer_incarnation == 0
+
+
+def test_controls_arrive_in_order(pair: Any, world: Any) -> None:
+    _, second, there, _ = pair
+    sent = [b"%d" % number * (number + 1) for number in range(300)]
+    sent.append(b"x" * MAX_CONTROL_BYTES)
+    for data in sent:
+        there.send_control(data)
+    world.until(lambda: len(second.handler.of("control")) == len(sent))
+    assert [data for _, data in second.handler.of("control")] == sent
+    assert there.queued_bytes == 0
+
+
+def test_chunks_both_ways_at_once(pair: Any, world: Any) -> None:
+    first, second, there, back = pair
+    payloads = [bytes([number]) * (MEGABYTE + number) for number in range(8)]
+    for number, payload in enumerate(payloads):
+        there.send_chunk(EXCHANGE, key(number), first.payload(payload))
+        back.send_chunk(FrameType.STATE_CHUNK, key(number), second.payload(payload))
+    assert there.queued_chunks == 8
+    world.until(lambda: all(len(node.handler.of("chunk")) == 8 for node in (first, second)))
+    expected = [(key(number), payload) for number, payload in enumerate(payloads)]
+    assert [event[2:] for event in second.handler.of("chunk")] == expected
+    assert [event[2:] for event in first.handler.of("chunk")] == expected
+    assert {event[1] for event in first.handler.of("chunk")} == {FrameType.STATE_CHUNK}
+    assert there.queued_chunks == back.queued_chunks == 0
+    assert there.bytes_sent == back.bytes_received
+    assert back.bytes_sent > 8 * MEGABYTE
+    num_bytes = sum(map(len, payloads))
+    assert there.shared_bytes_sent == back.shared_bytes_received == num_bytes * there.is_shared
+    assert there.bytes_sent - 8 * HEADER_BYTES >= num_bytes * (not there.is_shared)
+
+
+def test_payloads_of_any_format_are_bytes(pair: Any, world: Any) -> None:
+    first, second, there, _ = pair
+    floats = first.payload(b"".join(bytes([byte]) for byte in range(80))).cast("d")
+    there.send_chunk(EXCHANGE, key(0), floats)
+    world.until(lambda: second.handler.of("chunk"))
+    assert second.handler.of("chunk")[0][3] == floats.tobytes()
+
+
+def test_controls_overtake_chunks_that_were_not_started(pair: Any, world: Any) -> None:
+    first, second, there, _ = pair
+    payload = first.payload(bytes(4 * MEGABYTE))
+    for number in range(8):
+        there.send_chunk(EXCHANGE, key(number), payload)
+    first.transport.poll(0.0)  # some of the first chunks leave
+    there.send_control(b"urgent")
+    world.until(lambda: len(second.handler.of("chunk")) == 8)
+    names = second.handler.names()
+    if not there.is_shared:  # in place all of them are started at once
+        assert names.index("control") < len(names) - 3
+    assert there.queued_bytes == 0
+
+
+def test_landing_in_the_buffer_that_the_handler_names(pair: Any, world: Any) -> None:
+    first, second, there, _ = pair
+    landed = bytearray(MEGABYTE)
+    second.handler.hooks["chunk_buffer"] = lambda *_: memoryview(landed).cast("I")
+    there.send_chunk(EXCHANGE, key(3), first.payload(b"\x05" * MEGABYTE))
+    world.until(lambda: second.handler.of("chunk"))
+    assert second.handler.of("chunk")[0][3] == b"\x05" * MEGABYTE
+    assert landed == (bytes(MEGABYTE) if there.is_shared else b"\x05" * MEGABYTE)
+    assert second.handler.of("chunk_buffer")[0][1:] == (EXCHANGE, key(3), MEGABYTE)
+
+
+def test_chunks_without_a_buffer_are_dropped_and_the_stream_goes_on(pair: Any, world: Any) -> None:
+    first, second, there, _ = pair
+    second.handler.hooks["chunk_buffer"] = lambda link, kind, name, length: (
+        None if name.index % 2 else memoryview(bytearray(length))
+    )
+    for number in range(4):
+        there.send_chunk(EXCHANGE, key(number), first.payload(bytes(700_001)))
+    there.send_control(b"end")
+    world.until(lambda: len(second.handler.of("chunk")) == 4)
+    assert [event[3] is None for event in second.handler.of("chunk")] == [False, True] * 2
+
+
+def test_a_buffer_of_another_size_ends_the_link(pair: Any, world: Any) -> None:
+    first, second, there, _ = pair
+    second.handler.hooks["chunk_buffer"] = lambda *_: memoryview(bytearray(10))
+    there.send_chunk(EXCHANGE, key(0), first.payload(bytes(11)))
+    world.until(lambda: second.handler.of("link_down") and first.handler.of("link_down"))
+    assert second.handler.of("link_down")[0][1] == (
+        "the peer broke the protocol: a chunk of 11 bytes, not 10"
+    )
+
+
+def test_a_chunk_that_the_handler_says_cannot_be_ends_the_link(pair: Any, world: Any) -> None:
+    first, second, there, _ = pair
+
+    def refuse(*_: Any) -> memoryview:
+        raise FrameError("a verdict of 11 bytes")
+
+    second.handler.hooks["chunk_buffer"] = refuse
+    there.send_chunk(EXCHANGE, key(0), first.payload(bytes(11)))
+    world.until(lambda: second.handler.of("link_down") and first.handler.of("link_down"))
+    assert "broke the protocol: a verdict of 11 bytes" in second.handler.of("link_down")[0][1]
+    assert second.handler.of("chunk") == []
+
+
+def test_writable_when_the_queue_falls_under_its_bound(pair: Any, world: Any) -> None:
+    first, second, there, _ = pair
+    rest = list(range(40))
+    payload = first.payload(bytes(MEGABYTE))
+
+    def refill(link: Link) -> None:
+        assert link.queued_chunks < 4
+        while rest and link.queued_chunks < 4:
+            link.send_chunk(EXCHANGE, key(rest.pop(0)), payload)
+
+    first.handler.hooks["writable"] = refill
+    refill(there)
+    world.until(lambda: len(second.handler.of("chunk")) == 40)
+    assert [event[2].index for event in second.handler.of("chunk")] == list(range(40))
+
+
+def test_close_tells_both_sides_once(pair: Any, world: Any) -> None:
+    first, second, there, back = pair
+    there.close("enough")
+    there.close("again")
+    assert there.closed
+    assert first.handler.of("link_down") == []  # only from poll()
+    world.until(lambda: second.handler.of("link_down"))
+    world.settle()
+    assert first.handler.of("link_down") == [(there, "enough")]
+    assert second.handler.of("link_down") == [(back, "closed by the peer")]
+
+
+def test_a_message_sent_just_before_close_arrives(pair: Any, world: Any) -> None:
+    _, second, there, _ = pair
+    there.send_control(b"abort: poisoned")
+    there.close("poisoned")
+    world.until(lambda: second.handler.of("link_down"))
+    assert second.handler.names() == ["link_up", "control", "link_down"]
+
+
+def test_nothing_is_touched_after_close(pair: Any, world: Any) -> None:
+    _, second, there, back = pair
+    landing = bytearray(8 * MEGABYTE)
+    second.handler.hooks["chunk_buffer"] = lambda *_: memoryview(landing)
+    payload = bytearray(b"\x01" * len(landing))
+    there.send_chunk(EXCHANGE, key(0), memoryview(payload))
+    world.until(lambda: back.bytes_received > 0)
+    there.close("enough")
+    back.close("enough")
+    assert there.queued_chunks == there.queued_bytes == 0
+    copy = bytes(landing)
+    payload.clear()  # a BufferError if anyone still held it
+    there.send_control(b"nothing")
+    there.send_chunk(EXCHANGE, key(1), memoryview(b"nothing"))
+    world.settle()
+    assert landing == copy
+    landing.clear()
+    assert second.handler.of("chunk") == []
+
+
+@pytest.mark.parametrize("method", ["link_up", "control", "chunk_buffer", "chunk"])
+def test_closing_the_link_that_called(make: Any, world: Any, method: str) -> None:
+    first, second = make(0), make(1)
+
+    def close(link: Link, *_: Any) -> memoryview:
+        link.close(f"during {method}")
+        return memoryview(bytearray(8))
+
+    second.handler.hooks[method] = close
+    first.dial(second)
+    world.until(lambda: first.handler.of("link_up"))
+    for link in first.handler.links.values():
+        link.send_control(b"one")
+        link.send_control(b"two")
+        link.send_chunk(EXCHANGE, key(0), first.payload(bytes(8)))
+        link.send_chunk(EXCHANGE, key(1), first.payload(bytes(8)))
+    world.until(lambda: second.handler.of("link_down"))
+    world.settle()
+    assert second.handler.of("link_down")[0][1] == f"during {method}"
+    assert second.handler.names()[-1] == "link_down"
+    assert len(second.handler.of(method)) == 1
+
+
+@pytest.mark.parametrize("method", ["link_up", "control", "chunk_buffer", "chunk", "link_down"])
+def test_an_exception_leaves_poll_and_loses_only_its_call(
+    make: Any, world: Any, method: str
+) -> None:
+    first, second = make(0), make(1)
+    raised: list[str] = []
+
+    def fail(*_: Any) -> None:
+        del second.handler.hooks[method]
+        raised.append(method)
+        raise RuntimeError(method)
+
+    second.handler.hooks[method] = fail
+    first.dial(second)
+
+    def turn(condition: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):
+            world.until(condition)
+        world.until(condition)
+
+    turn(lambda: 1 in first.handler.links and 0 in second.handler.links)
+    there = first.link(second)
+    for number in range(3):
+        there.send_control(b"%d" % number)
+        there.send_chunk(EXCHANGE, key(number), first.payload(bytes(MEGABYTE)))
+    turn(lambda: len(second.handler.of("chunk")) == 3)
+    assert [data for _, data in second.handler.of("control")] == [b"0", b"1", b"2"]
+    there.close("end")
+    turn(lambda: second.handler.of("link_down"))
+    assert raised == [method]
+
+
+def test_sending_too_much_is_the_senders_error(pair: Any) -> None:
+    _, _, there, _ = pair
+    with pytest.raises(FrameError):
+        there.send_control(b"")
+    with pytest.raises(FrameError):
+        there.send_control(bytes(MAX_CONTROL_BYTES + 1))
+    with pytest.raises(FrameError):
+        there.send_chunk(EXCHANGE, key(0), memoryview(b""))
+    with pytest.raises(FrameError):
+        there.send_chunk(EXCHANGE, key(2**32), memoryview(b"x"))
+    with pytest.raises(ValueError, match="not a chunk"):
+        there.send_chunk(FrameType.CONTROL, key(0), memoryview(b"x"))
+
+
+def test_a_killed_peer_is_noticed(pair: Any, world: Any) -> None:
+    first, second, _, _ = pair
+    world.close(second)
+    world.until(lambda: first.handler.of("link_down"))
+    assert first.handler.of("link_down")[0][1] == "closed by the peer"
+
+
+def test_last_words_before_the_transport_closes(pair: Any, world: Any) -> None:
+    first, second, there, back = pair
+    there.send_control(b"unread by the time it closes")
+    first.transport.poll(0.0)
+    back.send_control(b"left")
+    world.close(second)
+    world.until(lambda: first.handler.of("link_down"))
+    assert first.handler.names() == ["link_up", "control", "link_down"]
+    # An end of stream: a reset could overtake the last words on a slower network.
+    assert first.handler.of("link_down") == [(there, "closed by the peer")]
+
+
+def test_every_byte_is_life(pair: Any, world: Any) -> None:
+    first, _, there, back = pair
+    before_s = there.last_heard_s
+    back.send_control(b"x")
+    world.until(lambda: first.handler.of("control"))
+    assert there.last_heard_s > before_s
+
+
+def test_a_new_link_replaces_the_old_one(pair: Any, world: Any) -> None:
+    first, second, there, _ = pair
+    first.dial(second)
+    world.until(lambda: len(second.handler.of("link_up")) == len(first.handler.of("link_up")) == 2)
+    for node in (first, second):
+        assert node.handler.names() == ["link_up", "link_down", "link_up"]
+    assert first.handler.of("link_down") == [(there, "replaced by a newer link")]
+
+
+def test_wake_from_another_thread(pair: Any) -> None:
+    first = pair[0]
+    first.transport.poll(0.0)
+    timer = threading.Timer(0.05, first.transport.wake)
+    started_s = time.monotonic()
+    timer.start()
+    while time.monotonic() - started_s < 0.04:
+        first.transport.poll(30.0)
+    timer.join()
+    assert time.monotonic() - started_s < 10
+
+
+def test_poll_returns_when_what_was_queued_before_has_left(pair: Any) -> None:
+    first, _, there, _ = pair
+    for send in (
+        lambda: there.send_control(b"x"),
+        lambda: there.send_chunk(EXCHANGE, key(0), memoryview(b"x")),
+        lambda: there.close("enough"),
+    ):
+        send()
+        started_s = time.monotonic()
+        first.transport.poll(30.0)
+        assert time.monotonic() - started_s < 10
+        assert there.queued_bytes == 0
+
+
+def test_close_is_final_and_may_be_repeated(make: Any, world: Any) -> None:
+    node = make(0)
+    world.close(node)
+    node.transport.close()
+    node.transport.wake()
+
+
+def test_closing_the_transport_from_a_handler(make: Any, world: Any) -> None:
+    first, second = make(0), make(1)
+    second.handler.hooks["control"] = lambda *_: world.close(second)
+    there, _ = world.join(first, second)
+    there.send_control(b"go")
+    there.send_control(b"away")
+    world.until(lambda: first.handler.of("link_down"))
+    assert second.handler.names() == ["link_up", "control"]

@@ -1,0 +1,552 @@
+"""Memory that peers of the same host read in place: what it is, how it is passed, when it ends."""
+
+import contextlib
+import fcntl
+import gc
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import links
+import pytest
+import torch
+
+from gossipdp.links import shared_memory, shared_offers, tcp_link
+from gossipdp.links.frames import (
+    MAX_SEGMENT,
+    ChunkKey,
+    FrameType,
+    pack_header,
+    pack_key,
+    run_tag,
+)
+from gossipdp.links.shared_memory import SharedSegment, map_peers_segment
+
+EXCHANGE = FrameType.EXCHANGE_CHUNK
+PAGE = mmap.PAGESIZE
+
+
+def key(index: int = 0) -> ChunkKey:
+    return ChunkKey(0, 0, 1, index)
+
+
+def num_mapped() -> int:
+    """How many mappings of segments this process has."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:gossipdp")
+
+
+def socket_names() -> dict[str, str]:
+    """The inode of each socket of ours on this machine: its name."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return dict(line.split()[-2:] for line in lines if "@gossipdp-" in line)
+
+
+def sockets_of(pid: int) -> set[str]:
+    """The inodes of a process's sockets; others' runs on this machine have theirs."""
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    return {link[8:-1] for link in links if link.startswith("socket:[")}
+
+
+# The memory itself.
+
+
+def test_what_the_owner_writes_the_peer_reads() -> None:
+    segment = SharedSegment(3 * PAGE, 1)
+    peers = map_peers_segment(segment.descriptor, 3 * PAGE)
+    segment.memory[PAGE : PAGE + 5] = b"hello"
+    assert peers[PAGE : PAGE + 5] == b"hello"
+    assert segment.offset_of(segment.memory[PAGE:][64:]) == PAGE + 64
+    assert segment.offset_of(memoryview(bytearray(64))) is None
+    assert segment.offset_of(peers) is None
+
+
+def test_nobody_else_can_write_it_or_change_its_size() -> None:
+    segment = SharedSegment(PAGE, 1)
+    with pytest.raises(PermissionError):
+        mmap.mmap(segment.descriptor, PAGE)
+    for size in (0, 2 * PAGE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(segment.descriptor, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(segment.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+def test_a_mapping_lives_as_long_as_a_tensor_looks_at_it(recwarn: Any) -> None:
+    before = num_mapped()
+    segment = SharedSegment(PAGE, 1)
+    segment.memory[64:68] = b"\x00\x00\x80\x3f"
+    peers = map_peers_segment(segment.descriptor, PAGE)
+    assert num_mapped() == before + 2
+    tensor = torch.frombuffer(peers[64:72], dtype=torch.float32)[:1]
+    del segment, peers
+    assert num_mapped() == before + 1
+    assert tensor.item() == 1.0
+    del tensor
+    assert num_mapped() == before
+    assert not recwarn.list
+
+
+def test_memory_that_its_owner_could_take_away_is_not_mapped() -> None:
+    descriptor = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, PAGE)
+    with pytest.raises(ValueError, match="not sealed"):
+        map_peers_segment(descriptor, PAGE)
+    os.close(descriptor)
+    segment = SharedSegment(PAGE, 1)
+    with pytest.raises(ValueError, match=f"{PAGE} bytes and not {2 * PAGE}"):
+        map_peers_segment(segment.descriptor, 2 * PAGE)
+
+
+def open_files() -> list[str]:
+    files = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            files.append(os.readlink(f"/proc/self/fd/{number}"))
+    return files
+
+
+def socket_files() -> set[str]:
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return {f"socket:[{line.split()[6]}]" for line in lines if "@gossipdp-" in line}
+
+
+def test_a_forked_child_has_neither_the_memory_nor_its_descriptors(world: Any) -> None:
+    def look() -> tuple[int, int, int]:
+        files = open_files()
+        num_memories = sum("memfd:gossipdp" in file for file in files)
+        return num_mapped(), num_memories, len(socket_files() & set(files))
+
+    # Another test's failure or thread may still hold some.
+    of_others = look()
+    first, second = world.shared(0), world.shared(1)
+    world.join(first, second)
+
+    with contextlib.closing(stranger(first)):
+        first.transport.poll(0.0)
+        before = look()
+        assert before[:2] == (of_others[0] + 4, of_others[1] + 2)
+        assert (
+            before[2] >= of_others[2] + 3
+        )  # two that listen, and at least the stranger's end in ours
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.write(writer, str(look()).encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            assert pipe.read() == "(0, 0, 0)"
+        os.waitpid(child, 0)
+        assert look() == before
+
+
+# How it is passed.
+
+
+def name_of(node: Any) -> bytes:
+    return shared_offers._address(node.transport._offers.name)
+
+
+def stranger(node: Any) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(name_of(node))
+    return connection
+
+
+def test_only_chunks_of_an_exchange_that_lie_there_are_read_there(world: Any) -> None:
+    first, second = world.shared(0), world.shared(1)
+    there, back = world.join(first, second)
+    sent = [
+        (EXCHANGE, first.payload(b"a" * 100), True),
+        (FrameType.STATE_CHUNK, first.payload(b"b" * 100), False),
+        (EXCHANGE, first.payload(b"c" * 100)[1:], False),  # not aligned
+        (EXCHANGE, memoryview(b"d" * 100), False),
+        (FrameType.EXCHANGE_REPEAT, first.payload(b"e" * 100), True),
+    ]
+    for index, (frame_type, payload, shared) in enumerate(sent):
+        before = there.shared_bytes_sent
+        there.send_chunk(frame_type, key(index), payload)
+        world.until(lambda index=index: len(second.handler.of("chunk")) == index + 1)
+        assert second.handler.of("chunk")[index][3] == payload
+        assert (there.shared_bytes_sent - before == len(payload)) == shared
+    assert back.shared_bytes_received == 200
+    world.until(lambda: there.queued_chunks == 0)
+
+
+def test_a_chunk_counts_until_the_peer_has_read_it(world: Any) -> None:
+    first, second = world.shared(0), world.shared(1)
+    there, back = world.join(first, second)
+    there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
+    world.settle(first)
+    assert there.queued_bytes == 0
+    assert there.queued_chunks == 1
+    assert first.handler.of("writable") == []
+    # Word of it rides on what goes the other way in the same turn.
+    second.handler.hooks["chunk"] = lambda *_: back.send_control(b"thanks")
+    world.until(lambda: second.handler.of("chunk"), second)
+    received = there.bytes_received
+    world.until(lambda: first.handler.of("control"), first)
+    assert there.queued_chunks == 0
+    assert first.handler.of("writable") == [(there,)]
+    world.settle()
+    assert there.bytes_received == received + 56 + len(b"thanks")
+
+
+def test_a_turn_that_ends_between_frames_read_at_once(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No event tells of what was read ahead."""
+    monkeypatch.setattr(tcp_link, "TURN_BYTES", 150)
+    first, second = world.shared(0), world.shared(1)
+    there, back = world.join(first, second)
+    payload = first.payload(bytes(100))
+    for index in range(8):
+        there.send_chunk(EXCHANGE, key(index), payload)
+        there.send_control(b"%d" % index)
+    world.settle(first)
+    world.until(lambda: len(second.handler.of("chunk")) == 8, second)
+    assert [data for _, data in second.handler.of("control")] == [b"%d" % n for n in range(8)]
+    world.until(lambda: there.queued_chunks == 0)
+    assert back.bytes_received == there.bytes_sent
+
+
+def test_memory_that_a_lost_peer_may_still_read_is_written_no_more(world: Any) -> None:
+    """The peer is stopped between the header and its read, as by SIGSTOP; the link ends."""
+    first, second, third = (world.shared(rank) for rank in range(3))
+    there, _ = world.join(first, second)
+    other, _ = world.join(first, third)
+    old = first.memory
+    there.send_chunk(EXCHANGE, key(), first.payload(b"what it was"))
+    first.transport.poll(0.0)
+    there.close("it is silent")
+    assert not other.is_shared
+    fresh = first.transport.allocate(len(old))
+    assert fresh.obj is not old.obj
+    fresh[:11] = b"what it is!"
+    # It goes on, and applies what it was told of.
+    world.until(lambda: second.handler.of("chunk"), second)
+    assert second.handler.of("chunk")[0][3] == b"what it was"
+    # The other peers are given the fresh memory.
+    world.until(lambda: other.is_shared)
+    other.send_chunk(EXCHANGE, key(), fresh[:11])
+    world.until(lambda: third.handler.of("chunk"))
+    assert third.handler.of("chunk")[0][3] == b"what it is!"
+    assert other.shared_bytes_sent == 11
+
+
+def test_memory_given_up_ends_when_both_have_let_go_of_it(world: Any) -> None:
+    before = num_mapped()
+    first, second = world.shared(0), world.shared(1)
+    there, _ = world.join(first, second)
+    assert num_mapped() == before + 4
+    there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
+    first.transport.poll(0.0)
+    there.close("it is silent")
+    world.settle(first)
+    first.memory = first.transport.allocate(len(first.memory))
+    # Its own: the second's is unmapped, the given up is the second's alone; and the fresh one.
+    assert num_mapped() == before + 3
+    world.until(lambda: second.handler.of("link_down"), second)
+    assert num_mapped() == before + 2
+
+
+def test_memory_is_kept_where_the_lost_peer_had_read_all(world: Any) -> None:
+    first, second = world.shared(0), world.shared(1)
+    there, _ = world.join(first, second)
+    there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
+    world.until(lambda: there.queued_chunks == 0)
+    there.close("enough")
+    assert first.transport.allocate(len(first.memory)) is first.memory
+    world.until(lambda: second.handler.of("link_down"))
+    world.join(first, second)  # and shared again
+
+
+def test_who_has_memory_later_shares_it_later(world: Any) -> None:
+    first, second = world.tcp(0), world.tcp(1)
+    there, back = world.join(first, second)
+    world.settle()
+    second.memory = second.transport.allocate(PAGE)
+    world.settle()
+    assert not back.is_shared
+    first.memory = first.transport.allocate(PAGE)
+    world.until(lambda: there.is_shared and back.is_shared)
+
+
+@pytest.mark.parametrize("changes", [{"shared_memory": "off"}, {"max_bytes_per_s": 1e9}])
+def test_none_is_shared_where_it_is_not_wanted(world: Any, changes: dict[str, Any]) -> None:
+    first, second = world.shared(0), world.tcp(1, **changes)
+    second.memory = second.transport.allocate(PAGE)
+    assert second.transport.segment is None
+    second.memory[:3] = b"abc"
+    first.dial(second)
+    world.until(lambda: first.handler.links and second.handler.links)
+    world.settle()
+    assert not first.link(second).is_shared
+    assert not second.link(first).is_shared
+
+
+def test_a_system_without_sealed_memory_sends_bytes_and_says_so(
+    world: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> int:
+        raise PermissionError(1, "not here")
+
+    monkeypatch.setattr(shared_memory.os, "memfd_create", refuse)
+    first = world.shared(0)
+    assert first.transport.segment is None
+    first.memory[:3] = b"abc"
+    assert first.transport.allocate(len(first.memory)) is first.memory
+    assert [record.message for record in caplog.records] == [
+        "no memory is shared with workers of this host: [Errno 1] not here"
+    ]
+
+
+def test_the_socket_has_another_name_each_time_and_each_link_its_own_token(world: Any) -> None:
+    first, second, third = (world.shared(rank) for rank in range(3))
+    assert name_of(first) != name_of(second)
+    links = [world.join(first, other)[0] for other in (second, third)]
+    assert len({link.memory_token for link in links}) == 2
+    assert {link.memory_socket[:16] for link in links} == {
+        node.transport._offers.name for node in (second, third)
+    }
+
+
+def test_a_peer_of_another_host_is_offered_memory_once(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name that it told is nobody's here."""
+    first, second = world.tcp(0), world.tcp(1)
+    for node in (first, second):
+        node.memory = node.transport.allocate(PAGE)
+    asked: list[bytes] = []
+    monkeypatch.setattr(shared_offers, "_address", lambda name: asked.append(name) or b"\0no-such")
+    first.dial(second)
+    world.until(lambda: len(asked) == 2)
+    world.settle()
+    first.transport._memory = None  # and the next segment is not offered to it
+    first.transport.allocate(2 * PAGE)
+    world.settle()
+    assert len(asked) == 2
+    assert not first.link(second).is_shared
+
+
+# Strangers.
+
+
+@pytest.fixture
+def guests() -> Iterator[list[socket.socket]]:
+    guests: list[socket.socket] = []
+    yield guests
+    for guest in guests:
+        guest.close()
+
+
+def has_ended(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(10) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_packets_that_are_no_offers(world: Any, guests: list[socket.socket]) -> None:
+    first, second = world.shared(0), world.shared(1)
+    there, _ = world.join(first, second)
+    segment = SharedSegment(PAGE, 7)
+    size = shared_offers._OFFER.size
+    token = first.transport.links[1].memory_token
+    good = shared_offers._OFFER.pack(shared_offers._MAGIC, token, 7, PAGE)
+    guessed = shared_offers._OFFER.pack(shared_offers._MAGIC, bytes(16), 7, PAGE)
+    before = num_mapped(), len(os.listdir("/proc/self/fd"))
+    for packet, descriptors in [
+        (b"", [segment.descriptor]),
+        (b"x", []),
+        (b"x" * size, [segment.descriptor]),
+        (b"x" * 4000, [segment.descriptor] * 5),
+        (guessed, [segment.descriptor]),
+        (good, []),
+        (b"x" + good[1:], [segment.descriptor]),
+        (good[:-1] + b"x", [segment.descriptor]),
+    ]:
+        guest = stranger(first)
+        guests.append(guest)
+        if packet or descriptors:
+            socket.send_fds(guest, [packet], descriptors)
+        else:
+            guest.shutdown(socket.SHUT_WR)
+        world.until(lambda guest=guest: has_ended(guest), first)
+        guest.close()
+    assert (num_mapped(), len(os.listdir("/proc/self/fd"))) == before
+    assert there.is_shared
+    there.send_chunk(EXCHANGE, key(), first.payload(b"undisturbed"))
+    world.until(lambda: second.handler.of("chunk"))
+
+
+def test_an_offer_for_a_link_that_is_no_more_is_dropped(
+    world: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = world.shared(0), world.shared(1)
+    world.join(first, second)
+    memory_socket = second.transport.links[0].memory_socket
+    segment = SharedSegment(PAGE, 9)
+    before = num_mapped()
+    assert shared_offers.offer(segment, memory_socket[:16] + bytes(16))
+    world.settle()
+    assert num_mapped() == before
+    assert not caplog.records  # it happens in a healthy run
+    assert shared_offers.offer(segment, memory_socket)
+    world.until(lambda: num_mapped() == before + 1, first)
+
+
+def test_silent_strangers_are_bounded(world: Any, guests: list[socket.socket]) -> None:
+    """They run as the same user, so they could read this worker's memory anyway."""
+    first = world.shared(0)
+    for _ in range(shared_offers.MAX_STRANGERS + 3):
+        guests.append(stranger(first))
+        world.settle(first, turns=2)
+    assert [has_ended(guest) for guest in guests] == [True] * 3 + [False] * (len(guests) - 3)
+
+
+def test_all_neighbours_may_offer_at_once(world: Any) -> None:
+    first = world.shared(0)
+    others = [world.shared(rank) for rank in range(1, 41)]
+    for other in others:
+        other.dial(first)
+    world.until(lambda: len(first.handler.links) == len(others))
+    world.until(lambda: all(first.link(other).is_shared for other in others))
+    world.until(lambda: all(other.link(first).is_shared for other in others))
+
+
+def test_a_number_that_no_frame_can_name_is_no_offer(world: Any) -> None:
+    first, second = world.shared(0), world.shared(1)
+    there, _ = world.join(first, second)
+    segment = SharedSegment(PAGE, MAX_SEGMENT)
+    segment.number += 1
+    before = num_mapped()
+    assert shared_offers.offer(segment, second.transport.links[0].memory_socket)
+    world.settle()
+    assert num_mapped() == before
+    assert there.is_shared
+
+
+def test_bytes_are_sent_when_the_numbers_are_used_up(
+    world: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = world.shared(0), world.shared(1)
+    there, _ = world.join(first, second)
+    first.transport._num_segments = MAX_SEGMENT
+    there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
+    first.transport.poll(0.0)
+    there.close("it is silent")
+    first.memory = first.transport.allocate(len(first.memory))
+    assert first.transport.segment is None
+    assert "there have been 65535 segments" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
+def test_another_user_is_not_heard(world: Any) -> None:
+    first = world.shared(0)
+    code = """
+        import os, socket, sys
+        os.setuid(65534)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(bytes.fromhex(sys.argv[1]))
+        print("connected", flush=True)
+        sys.exit(0 if connection.recv(10) == b"" else 1)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), name_of(first).hex()], stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"connected\n"
+        world.until(lambda: process.poll() is not None, first)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+# A peer that breaks the rules, with the secret and all.
+
+
+def test_a_second_memory_socket_ends_the_link(world: Any) -> None:
+    first, second = world.shared(0), world.shared(1)
+    world.join(first, second)
+    header = pack_header(run_tag("run"), FrameType.MEMORY_SOCKET, 2, 32)
+    first.transport.links[1].stream.send([header + bytes(32)])
+    world.until(lambda: second.handler.of("link_down"))
+    assert "a second memory socket" in second.handler.of("link_down")[0][1]
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        ({"length": 100, "segment": 1, "offset": 10 << 20}, "of segment 1"),
+        ({"length": 100, "segment": 2, "offset": 0}, "of segment 2"),
+        ({"length": 100, "num_read": 1}, "acknowledged"),
+    ],
+)
+def test_a_place_or_count_that_cannot_be_ends_the_link(
+    world: Any, frame: dict[str, int], reason: str
+) -> None:
+    first, second = world.shared(0), world.shared(1)
+    world.join(first, second)
+    length = frame.pop("length")
+    header = pack_header(run_tag("run"), EXCHANGE, 2, length, pack_key(key()), **frame)
+    first.transport.links[1].stream.send([header])
+    world.until(lambda: second.handler.of("link_down"))
+    assert reason in second.handler.of("link_down")[0][1]
+    assert second.handler.of("chunk") == []
+
+
+KILLED = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    import links
+    world = links.World()
+    first, second = world.shared(0), world.shared(1)
+    world.join(first, second)
+    print("up", flush=True)
+    while True:
+        world.settle()
+"""
+
+
+@pytest.mark.processes
+def test_a_kill_leaves_nothing() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(KILLED), str(Path(links.__file__).parent)],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        own = sockets_of(process.pid) & socket_names().keys()
+        assert len(own) >= 2
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        # Each its own and the other's, and none that has a name outside.
+        lines = [line for line in maps.splitlines() if "gossipdp" in line and "memfd" in line]
+        assert len(lines) == 4
+        assert all(line.endswith("/memfd:gossipdp (deleted)") for line in lines)
+        assert "/dev/shm" not in maps
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not own & socket_names().keys()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

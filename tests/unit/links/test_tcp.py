@@ -1,0 +1,574 @@
+"""The TCP transport: dials that fail or cross, refusals, strangers, limits."""
+
+import errno
+import itertools
+import logging
+import os
+import random
+import socket
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from gossipdp.errors import RendezvousError
+from gossipdp.links import sockets
+from gossipdp.links.frames import ChunkKey, FrameType, pack_header, run_tag
+from gossipdp.links.tcp import TcpTransport, listen
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def stranger(node: Any, data: bytes = b"") -> socket.socket:
+    connection = socket.create_connection((node.host, node.port), timeout=5)
+    if data:
+        connection.sendall(data)
+    return connection
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the other side has closed; whatever it said before is read."""
+    connection.settimeout(0.001)
+    try:
+        return connection.recv(4096) == b""
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+# Links that are there at once.
+
+
+def test_a_link_made_while_it_is_accepted_is_up_before_its_first_frame(world: Any) -> None:
+    """All of the handshake, and a message behind it, may come while one connection is taken in."""
+    node, quick = world.tcp(0), world.tcp(1)
+    quick.handler.hooks["link_up"] = lambda link: link.send_control(b"at once")
+    openings = node.transport._openings
+    advance = openings.advance
+
+    def answered_meanwhile(opening: Any) -> Any:
+        outcome = None
+        for _ in range(20):
+            outcome = outcome or advance(opening)
+            quick.transport.poll(0.001)
+        return outcome
+
+    openings.advance = answered_meanwhile
+    quick.dial(node)
+    world.until(lambda: node.handler.of("control"), node)
+    assert node.handler.names() == ["link_up", "control"]
+
+
+# Dials that fail.
+
+
+def test_nobody_listens(world: Any) -> None:
+    gone, node = world.tcp(1), world.tcp(0)
+    world.close(gone)
+    node.dial(gone)
+    world.until(lambda: node.handler.events)
+    assert node.handler.events == [("dial_failed", 1, (gone.host, gone.port), True)]
+
+
+def test_a_failed_dial_says_which_address_it_was(world: Any) -> None:
+    """The peer has come back elsewhere meanwhile, and is to be dialled there."""
+    gone, node = world.tcp(1), world.tcp(0)
+    world.close(gone)
+    node.dial(gone)
+    with socket.create_server(("127.0.0.1", 0)) as back:
+        node.transport.dial(1, *back.getsockname())
+        world.until(lambda: node.handler.events)
+        world.settle()
+    assert node.handler.events == [("dial_failed", 1, (gone.host, gone.port), True)]
+
+
+def test_somebody_listens_and_says_nothing(world: Any) -> None:
+    clock = Clock()
+    node = world.tcp(0, clock=clock)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = silent.getsockname()
+        node.transport.dial(1, *address)
+        world.settle()
+        assert node.handler.events == []
+        clock.now_s = 5.1
+        world.settle()
+    assert node.handler.events == [("dial_failed", 1, address, False)]
+
+
+def test_an_address_that_is_not_numeric_or_no_port_is_a_failed_dial(world: Any) -> None:
+    node = world.tcp(0)
+    dials = [
+        (1, ("a-name.example", 4000)),
+        (2, ("127.0.0.1", 70000)),
+        (3, ("fe80::1%nowhere", 4000)),
+    ]
+    for peer, address in dials:
+        node.transport.dial(peer, *address)
+    world.settle()
+    assert node.handler.events == [("dial_failed", peer, address, False) for peer, address in dials]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "code"),
+    [(socket, "socket", errno.EMFILE), (sockets, "set_options", errno.ENOSPC)],
+    ids=["out of descriptors", "cannot be watched"],
+)
+def test_a_socket_that_cannot_be_had_is_a_failed_dial(
+    world: Any, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, code: int
+) -> None:
+    node = world.tcp(0)
+
+    def fail(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(module, name, fail)
+    node.transport.dial(1, "127.0.0.1", 4000)
+    node.transport.poll(0.0)
+    assert node.handler.events == [("dial_failed", 1, ("127.0.0.1", 4000), False)]
+
+
+def test_a_second_dial_to_the_same_peer_does_nothing(world: Any) -> None:
+    first, second = world.tcp(0), world.tcp(1)
+    for _ in range(5):
+        first.dial(second)
+    world.until(lambda: first.handler.links and second.handler.links)
+    world.settle()
+    assert first.handler.names() == second.handler.names() == ["link_up"]
+
+
+def test_dialling_without_knowing_whom(world: Any) -> None:
+    first, second = world.tcp(5), world.tcp(1)
+    first.dial(second, peer=None)
+    world.until(lambda: first.handler.links and second.handler.links)
+    assert list(first.handler.links) == [1]
+    assert list(second.handler.links) == [5]
+
+
+def test_a_connection_to_oneself_counts_as_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket bound to the port that it dials meets itself; Linux allows it."""
+    with socket.socket() as mirror:
+        mirror.bind(("127.0.0.1", 0))
+        mirror.connect(mirror.getsockname())
+        with pytest.raises(ConnectionRefusedError, match="itself"):
+            sockets.is_connected(mirror)
+
+
+# Links with a cap.
+
+
+def test_a_capped_link_takes_its_time_in_both_directions(world: Any) -> None:
+    """Time limits would make the test slow or flaky; what cannot happen sooner is safe to ask."""
+    rate, payload = 20e6, bytes(4_000_000)
+    first, second = world.tcp(0, max_bytes_per_s=rate), world.tcp(1, max_bytes_per_s=rate)
+    dialled, accepted = world.join(first, second)
+    for link, receiver in ((dialled, second), (accepted, first)):
+        started_s = time.monotonic()
+        link.send_chunk(FrameType.EXCHANGE_CHUNK, ChunkKey(0, 0, 1, 0), memoryview(payload))
+        world.until(lambda receiver=receiver: receiver.handler.of("chunk"))
+        # 0.2 s but for the kernel's first burst; without the cap it is some milliseconds.
+        assert time.monotonic() - started_s > 0.08
+
+
+@pytest.mark.parametrize("rate", [1, 5.3e6, 3e9, 1e11])
+def test_a_cap_of_any_size_reaches_the_kernel_whole(rate: float) -> None:
+    with socket.socket() as connection:
+        sockets.set_options(connection, "127.0.0.1", rate)
+        told = connection.getsockopt(socket.SOL_SOCKET, sockets.SO_MAX_PACING_RATE, 8)
+    assert int.from_bytes(told, sys.byteorder) == rate
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, 0.5, float("nan"), float("inf"), 1e30])
+def test_a_cap_that_cannot_be_meant(rate: float) -> None:
+    with pytest.raises(ValueError, match=r"max_bytes_per_s must be None \(no cap\) or a number"):
+        sockets.check_pacing(rate)
+
+
+@pytest.mark.parametrize("fault", ["another system", "refused", "not taken"])
+def test_a_system_without_a_cap(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sockets.check_pacing(1e6)
+    if fault == "another system":
+        monkeypatch.setattr(sys, "platform", "darwin")
+    else:
+        monkeypatch.setattr(sockets, "SO_MAX_PACING_RATE", 999 if fault == "refused" else 12)
+    with pytest.raises(ValueError, match="needs a Linux kernel that paces TCP"):
+        sockets.check_pacing(1e6)
+
+
+# Listening.
+
+
+def test_port_in_use(world: Any) -> None:
+    node = world.tcp(0)
+    with pytest.raises(RendezvousError, match=f"port {node.port} on 127.0.0.1 is in use"):
+        listen("127.0.0.1", node.port)
+
+
+def test_host_of_another_machine() -> None:
+    with pytest.raises(RendezvousError, match=r"cannot listen on 192\.0\.2\.1"):
+        listen("192.0.2.1", 0)
+
+
+def test_a_port_may_be_taken_again_at_once(world: Any) -> None:
+    first, second = world.tcp(0), world.tcp(1)
+    world.join(first, second)
+    world.close(second)
+    world.until(lambda: not first.handler.links)
+    again = world.tcp(1, port=second.port, incarnation=1)
+    world.join(first, again)
+
+
+def test_listening_everywhere_needs_an_address_to_tell(world: Any) -> None:
+    with listen("0.0.0.0", 0) as listener:
+        handler = type(world.tcp(1).handler)()
+        with pytest.raises(ValueError, match=r"identity\.host"):
+            TcpTransport(handler, world.identity(0), b"secret", listener)
+    node = world.tcp(0, host="127.0.0.1")
+    assert node.transport.identity.host == "127.0.0.1"
+
+
+def test_ipv6_loopback(world: Any) -> None:
+    try:
+        listener = listen("::1", 0)
+    except RendezvousError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    second = world.tcp(1)
+    handler = type(second.handler)()
+    transport = TcpTransport(handler, world.identity(0), b"secret", listener)
+    try:
+        second.transport.dial(0, *listener.getsockname()[:2])
+        world.until(lambda: transport.poll(0.0) or (handler.links and second.handler.links))
+    finally:
+        transport.close()
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("run_id", "yesterday's"),
+        ("model", "another model"),
+        ("method", "gossip"),
+        ("graph", "star of 4"),
+        ("comm_rate", "2.0"),
+        ("wire_format", "bfloat16"),
+    ],
+)
+def test_differing_settings(
+    world: Any, caplog: pytest.LogCaptureFixture, field: str, value: str
+) -> None:
+    first, second = world.tcp(0, **{field: value}), world.tcp(1)
+    for _ in range(3):
+        first.dial(second)
+        world.until(lambda: first.handler.events)
+        ((peer, refusal),) = first.handler.of("refused")
+        first.handler.events.clear()
+        assert peer == 1
+        assert (refusal.field, refusal.theirs) == (field, value)
+    assert second.handler.events == []
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2  # each side once
+    assert f"{field} differs" in messages[0]
+    assert "rank 1 at 127.0.0.1" in messages[1]
+    for message in messages:
+        assert value in message
+
+
+def test_wrong_secret(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = world.tcp(0, secret=b"wrong"), world.tcp(1)
+    first.dial(second)
+    world.until(lambda: first.handler.events)
+    ((_, refusal),) = first.handler.of("refused")
+    assert "secrets differ" in str(refusal)
+    assert "secret differs" in caplog.text
+    assert second.handler.events == []
+
+
+def test_wrong_rank(world: Any) -> None:
+    first, second = world.tcp(0), world.tcp(1)
+    first.dial(second, peer=2)
+    world.until(lambda: first.handler.events)
+    assert "has rank 1, not 2" in str(first.handler.of("refused")[0][1])
+
+
+def test_dialling_oneself(world: Any) -> None:
+    node = world.tcp(3)
+    node.dial(node, peer=None)
+    world.until(lambda: node.handler.events)
+    assert "both workers claim rank 3" in str(node.handler.of("refused")[0][1])
+
+
+# Two links between the same workers.
+
+
+@pytest.mark.parametrize("block", range(5))
+def test_crossing_dials_end_in_one_link_dialled_by_the_lower_rank(
+    world: Any, caplog: pytest.LogCaptureFixture, block: int
+) -> None:
+    """Both dial, and their loops turn in a random order: the same link survives at both ends.
+
+    (With an acceptor that always takes the new link, 1 schedule in 20 ends without any.)
+    """
+    for seed in range(50 * block, 50 * (block + 1)):
+        order = random.Random(seed)
+        low, high = world.tcp(0), world.tcp(1)
+        dials = [(low, high), (high, low)]
+        order.shuffle(dials)
+        dials[0][0].dial(dials[0][1])
+        for _ in range(order.randrange(8)):
+            order.choice((low, high)).transport.poll(0.0)
+        dials[1][0].dial(dials[1][1])
+        for _ in range(30):
+            order.choice((low, high)).transport.poll(0.0)
+        for node in 20 * (low, high):
+            node.transport.poll(0.0)
+        there, back = low.transport.links[1], high.transport.links[0]
+        assert there.connection.getsockname() == back.connection.getpeername()
+        assert there.dialler == back.dialler == 0
+        for node in (low, high):
+            assert node.handler.links
+            assert not node.handler.of("refused")
+            assert all(not refused for *_, refused in node.handler.of("dial_failed"))
+            world.close(node)
+    assert not caplog.records
+
+
+def test_both_dial_before_either_turns(world: Any) -> None:
+    low, high = world.tcp(0), world.tcp(1)
+    low.dial(high)
+    high.dial(low)
+    world.until(lambda: low.handler.links and high.handler.links)
+    world.settle()
+    assert low.transport.links[1].dialler == high.transport.links[0].dialler == 0
+    assert low.handler.names()[-1] == high.handler.names()[-1] == "link_up"
+
+
+@pytest.mark.parametrize(
+    ("dialled_by_lower", "redialled_by_lower"), [(True, True), (False, True), (False, False)]
+)
+def test_a_link_that_one_end_lost_is_replaced_at_once(
+    world: Any, dialled_by_lower: bool, redialled_by_lower: bool
+) -> None:
+    """The end that lost it dials; the other still believes in the old one."""
+    low, high = world.tcp(0), world.tcp(1)
+    world.join(*((low, high) if dialled_by_lower else (high, low)))
+    loser, other = (low, high) if redialled_by_lower else (high, low)
+    lost = loser.transport.links[other.rank]
+    # A reset that the other end has not heard of: a copy keeps the connection open.
+    with lost.connection.dup():
+        lost.close("lost on this side")
+        loser.dial(other)
+        world.until(lambda: len(other.handler.of("link_up")) == 2)
+        world.settle()
+    expected = ["link_up", "link_down", "link_up"]
+    assert loser.handler.names() == other.handler.names() == expected
+
+
+def test_the_higher_rank_s_dial_waits_until_the_lower_knows_that_its_link_is_lost(
+    world: Any,
+) -> None:
+    low, high = world.tcp(0), world.tcp(1)
+    world.join(low, high)
+    lost = high.transport.links[0]
+    with lost.connection.dup():  # no end of stream tells the lower one
+        lost.close("lost on this side")
+        high.dial(low)
+        world.until(lambda: high.handler.of("dial_failed"))
+        assert not high.handler.of("dial_failed")[0][-1]  # no refused connection: it lives
+        assert low.handler.names() == ["link_up"]
+        low.link(high).close("silent")
+        high.dial(low)
+        world.until(lambda: high.handler.links and low.handler.links)
+
+
+def test_a_higher_incarnation_replaces_a_lower_is_refused(world: Any) -> None:
+    node, old = world.tcp(0), world.tcp(1, incarnation=2)
+    world.join(old, node)
+    new = world.tcp(1, incarnation=3)
+    new.dial(node)
+    world.until(lambda: new.handler.links and old.handler.of("link_down"))
+    assert node.handler.names() == ["link_up", "link_down", "link_up"]
+    assert node.link(new).peer_incarnation == 3
+    old.dial(node)
+    world.until(lambda: old.handler.of("refused"))
+    assert "newer incarnation (3)" in str(old.handler.of("refused")[0][1])
+    assert node.handler.names() == ["link_up", "link_down", "link_up"]
+
+
+def test_another_process_of_the_same_incarnation_replaces(world: Any) -> None:
+    node, old, new = world.tcp(0), world.tcp(1), world.tcp(1, process_id=7)
+    world.join(node, old)
+    new.dial(node)
+    world.until(lambda: new.handler.links)
+    assert node.link(new).peer_identity.process_id == 7
+
+
+# Strangers.
+
+
+def test_garbage_is_dropped_and_logged_once(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = world.tcp(0), world.tcp(1)
+    there, _ = world.join(first, second)
+    guests = [stranger(second, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(20)]
+    world.until(lambda: all(ended(guest) for guest in guests))
+    for guest in guests:
+        guest.close()
+    there.send_control(b"undisturbed")
+    world.until(lambda: second.handler.of("control"))
+    assert second.handler.names() == ["link_up", "control"]
+    assert len(caplog.records) == 1
+    assert "connection starts with b'GET '" in caplog.text
+
+
+def test_slow_strangers_are_dropped_after_the_time_limit(world: Any) -> None:
+    clock = Clock()
+    node = world.tcp(0, clock=clock)
+    guests = [stranger(node), stranger(node, b"GDPH")]
+    world.settle()
+    assert not any(ended(guest) for guest in guests)
+    clock.now_s = 5.0
+    world.until(lambda: all(ended(guest) for guest in guests))
+    for guest in guests:
+        guest.close()
+
+
+def test_the_oldest_of_too_many_strangers_is_dropped(world: Any) -> None:
+    first, second = world.tcp(0), world.tcp(1, max_unauthenticated=8)
+    guests = []
+    for _ in range(30):
+        guests.append(stranger(second))
+        world.settle(turns=1)
+    world.settle()
+    assert [ended(guest) for guest in guests] == [True] * 22 + [False] * 8
+    world.join(first, second)
+    for guest in guests:
+        guest.close()
+
+
+def test_warnings_are_bounded(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+    log = world.tcp(0).transport._log
+    for number in range(3000):
+        log.warn_once("drop", f"10.0.0.{number}", "dropped %d", number)
+    assert len(caplog.records) == 1025
+    assert "not shown" in caplog.records[-1].getMessage()
+
+
+def test_no_descriptor_for_a_guest(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listener rests, the loop does not spin, and later the guest is let in."""
+    clock = Clock()
+    node, other = world.tcp(0, clock=clock), world.tcp(1)
+
+    class Exhausted(sockets.Listener):  # type: ignore[misc]
+        def accept(self) -> Any:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    real = type(node.transport._listener)
+    monkeypatch.setattr(real, "accept", Exhausted.accept)
+    other.dial(node)
+    world.settle()
+    assert node.handler.events == []
+    monkeypatch.undo()
+    clock.now_s = 0.3
+    world.until(lambda: node.handler.links)
+
+
+def test_a_peer_that_breaks_the_frame_protocol_loses_its_link(world: Any) -> None:
+    first, second = world.tcp(0), world.tcp(1)
+    there, _ = world.join(first, second)
+    header = pack_header(run_tag("another run"), FrameType.CONTROL, 0, 4)
+    first.transport.links[1].connection.sendall(header + b"abcd")
+    world.until(lambda: second.handler.of("link_down"))
+    assert "frame of another run" in second.handler.of("link_down")[0][1]
+    world.until(lambda: there.closed)
+
+
+def test_a_peer_that_never_reads(world: Any) -> None:
+    first, second = world.tcp(0), world.tcp(1)
+    there, _ = world.join(first, second)
+    for _ in itertools.takewhile(lambda _: not there.closed, range(1000)):
+        there.send_control(bytes(1 << 20))
+        first.transport.poll(0.0)
+    assert there.closed
+    first.transport.poll(0.0)
+    assert "unread" in first.handler.of("link_down")[0][1]
+
+
+def test_a_reset_is_a_reason_one_can_read(world: Any) -> None:
+    first, second = world.tcp(0), world.tcp(1)
+    there, _ = world.join(first, second)
+    connection = second.transport.links[0].connection
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+    second.transport.links[0].close("hard")
+    there.send_chunk(FrameType.EXCHANGE_CHUNK, ChunkKey(0, 0, 0, 0), memoryview(bytes(1 << 20)))
+    world.until(lambda: first.handler.of("link_down"))
+    assert first.handler.of("link_down")[0][1] in (
+        "connection lost: Connection reset by peer",
+        "connection lost: Broken pipe",
+        "closed by the peer",
+    )
+
+
+def test_what_a_peer_said_before_it_went_is_heard_although_writing_failed(world: Any) -> None:
+    first, second = world.tcp(0), world.tcp(1)
+    there, back = world.join(first, second)
+    back.send_control(b"last words")
+    second.transport.poll(0.0)
+    world.close(second)
+    there.send_chunk(FrameType.EXCHANGE_CHUNK, ChunkKey(0, 0, 0, 0), memoryview(bytes(1 << 20)))
+    world.until(lambda: first.handler.of("link_down"))
+    assert first.handler.of("control") == [(there, b"last words")]
+
+
+def test_one_busy_link_does_not_starve_another(world: Any) -> None:
+    hub, busy, calm = world.tcp(0), world.tcp(1), world.tcp(2)
+    world.join(hub, busy)
+    world.join(hub, calm)
+    flood = memoryview(bytes(8 << 20))
+    for number in range(16):
+        busy.link(hub).send_chunk(FrameType.STATE_CHUNK, ChunkKey(0, 0, 0, number), flood)
+    world.until(lambda: hub.handler.links[1].bytes_received > 1 << 20)
+    calm.link(hub).send_control(b"me too")
+    world.until(lambda: hub.handler.of("control"))
+    assert len(hub.handler.of("chunk")) < 16
+
+
+def test_closing_leaves_no_descriptor(world: Any, open_descriptors: Any) -> None:
+    before = open_descriptors()
+    nodes = [world.tcp(rank) for rank in range(3)]
+    world.join(nodes[0], nodes[1])
+    world.join(nodes[2], nodes[1])
+    guest = stranger(nodes[0])
+    world.settle()
+    for node in nodes:
+        world.close(node)
+    guest.close()
+    assert open_descriptors() == before
+
+
+def test_a_transport_that_is_forgotten_closes_itself(world: Any, open_descriptors: Any) -> None:
+    import gc
+
+    before = open_descriptors()
+    node = world.tcp(0)
+    world.nodes.remove(node)
+    del node
+    gc.collect()
+    assert open_descriptors() == before
+
+
+def test_logger_name(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="gossipdp"):
+        node = world.tcp(0)
+        node.transport.dial(1, "nowhere", 1)
+    assert {record.name for record in caplog.records} == {"gossipdp"}

@@ -1,0 +1,270 @@
+"""What the answers of several workers come to."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from gossipdp.observe.board import JobStatus, JobWorker, StatusBoard
+from gossipdp.observe.status import MemberStatus, NeighbourStatus, NoticeStatus, WorkerStatus
+
+REFUSED = ConnectionRefusedError(111, "Connection refused")
+
+
+def address_of(rank: int) -> str:
+    return f"10.0.0.1:{9400 + rank}"
+
+
+def member(rank: int, state: str = "training", **facts: Any) -> MemberStatus:
+    return MemberStatus(
+        **{"rank": rank, "incarnation": 0, "state": state, "status_address": address_of(rank)}
+        | facts
+    )
+
+
+def status(rank: int, num_workers: int = 4, /, **facts: Any) -> WorkerStatus:
+    usual: dict[str, Any] = {
+        "rank": rank,
+        "incarnation": 0,
+        "num_workers": num_workers,
+        "run_id": "7f",
+        "method": "a2cid2",
+        "graph": "ring",
+        "comm_rate": 1.0,
+        "host": f"node{rank}",
+        "process_id": 100 + rank,
+        "state": "training",
+        "gradient_steps": 10,
+        "samples": 100,
+        "run_samples": 100 * num_workers,
+        "step_seconds": 0.1,
+        "since_step_s": 0.05,
+        "logged": {"loss": 1.0 + rank},
+        "members": tuple(member(each, samples=90) for each in range(num_workers)),
+    }
+    return WorkerStatus(**usual | facts)
+
+
+class Job:
+    """A job whose workers answer what the test says, asked every second."""
+
+    def __init__(self, *first: int) -> None:
+        self.board = StatusBoard(address_of(rank) for rank in first)
+        self.now_s = 100.0
+
+    def look(self, answers: Mapping[int, WorkerStatus | None], after_s: float = 1.0) -> JobStatus:
+        self.now_s += after_s
+        asked = self.board.addresses()
+        told = {address_of(rank): each or REFUSED for rank, each in answers.items()}
+        self.board.take({each: told[each] for each in asked if each in told}, self.now_s)
+        return self.board.job(self.now_s)
+
+
+def worker(job: JobStatus, rank: int) -> JobWorker:
+    return next(each for each in job.workers if each.rank == rank)
+
+
+def test_one_worker_names_all_and_then_all_are_asked() -> None:
+    job = Job(2)
+    assert job.board.addresses() == (address_of(2),)
+    seen = job.look({2: status(2)})
+    assert [each.rank for each in seen.workers] == [0, 1, 2, 3]
+    assert [each.is_answering for each in seen.workers] == [False, False, True, False]
+    assert worker(seen, 0).samples == 90
+    assert worker(seen, 0).loss is None
+    assert set(job.board.addresses()) == {address_of(rank) for rank in range(4)}
+    seen = job.look({rank: status(rank) for rank in range(4)})
+    assert seen.num_answering == 4
+    assert seen.loss == 2.5
+    assert (seen.samples, worker(seen, 0).samples) == (400, 100)
+    assert {each.state for each in seen.workers} == {"training"}
+
+
+def test_workers_without_a_status_port_are_shown_by_what_others_know() -> None:
+    job = Job(0)
+    known = tuple(
+        member(rank, status_address="", samples=50 * rank, gradient_steps=5) for rank in range(3)
+    )
+    seen = job.look({0: status(0, 3, members=known)})
+    assert worker(seen, 2).state == "training"
+    assert (worker(seen, 2).samples, worker(seen, 2).gradient_steps) == (100, 5)
+    known = tuple(msgspec.structs.replace(each, samples=each.samples + 30) for each in known)
+    seen = job.look({0: status(0, 3, members=known, samples=180)}, after_s=2.0)
+    assert worker(seen, 2).samples_per_second == 15.0
+    assert worker(seen, 0).samples_per_second == 40.0
+
+
+def test_the_view_outlives_the_worker_that_was_asked_first() -> None:
+    job = Job(0)
+    job.look({0: status(0)})
+    job.look({rank: status(rank, edge_distance=99.0) for rank in range(4)})
+    dead = tuple(member(rank, "dead" if rank == 0 else "training") for rank in range(4))
+    notice = (NoticeStatus(0, "dead", 0.2),)
+    answers = {
+        rank: status(rank, members=dead, notices=notice, edge_distance=0.1 * rank)
+        for rank in (1, 2, 3)
+    }
+    seen = job.look({0: None, **answers})
+    assert worker(seen, 0).state == "dead"
+    assert worker(seen, 0).samples_per_second is None
+    assert worker(seen, 0).loss == 1.0, "what it said last"
+    assert seen.loss == 3.0, "the mean is over those that live"
+    assert worker(seen, 0).edge_distance == 99.0
+    assert seen.edge_distance == pytest.approx(0.2)
+    assert seen.num_answering == 3
+    assert [(each.rank, each.kind) for each in seen.notices] == [(0, "dead")], "of three, one"
+    # It is asked no more, but for the address that was given.
+    assert job.board.addresses()[0] == address_of(0)
+    job = Job(1)
+    job.look({1: answers[1]})
+    assert address_of(0) not in job.board.addresses()
+
+
+def test_a_worker_that_came_back_is_asked_where_it_is_now() -> None:
+    job = Job(1)
+    job.look({1: status(1, 2)})
+    job.look({0: status(0, 2, logged={"loss": 7.0}), 1: status(1, 2)})
+    again = member(0, incarnation=1, status_address=address_of(9), samples=120)
+    seen = job.look({0: None, 1: status(1, 2, members=(again, member(1)))})
+    assert (worker(seen, 0).incarnation, worker(seen, 0).loss) == (1, None)
+    assert address_of(9) in job.board.addresses()
+    assert address_of(0) not in job.board.addresses()
+    life = status(0, 2, incarnation=1, samples=130, members=(again, member(1)))
+    seen = job.look({9: life, 1: status(1, 2, members=(again, member(1)))})
+    assert worker(seen, 0).is_answering
+    assert (worker(seen, 0).state, worker(seen, 0).samples) == ("training", 130)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slow"),
+    [
+        ([0.1, 0.1, 0.1, 0.14], []),
+        ([0.1, 0.1, 0.1, 0.16], [3]),
+        ([0.1, 0.1, 0.2, 0.2], [2, 3]),
+        ([0.1, 0.2], [1]),
+        ([0.1], []),
+        ([0.1, None, 0.1], []),
+    ],
+)
+def test_who_is_slow(seconds: list[float | None], slow: list[int]) -> None:
+    job, n = Job(*range(len(seconds))), len(seconds)
+    seen = job.look({rank: status(rank, n, step_seconds=s) for rank, s in enumerate(seconds)})
+    assert [each.rank for each in seen.workers if each.state == "slow"] == slow
+
+
+@pytest.mark.parametrize(
+    ("facts", "known", "state"),
+    [
+        ({"since_step_s": 6.0}, {}, "idle"),
+        ({"since_step_s": 6.0, "step_seconds": 1.0}, {}, "training"),
+        ({"state": "averaging", "since_step_s": 99.0}, {}, "averaging"),
+        ({}, {"state": "joining"}, "joining"),
+        ({}, {"state": "dead"}, "cut off"),
+        ({"incarnation": 1}, {"state": "dead"}, "training"),
+        (None, {}, "no answer"),
+        (None, {"is_silent": True}, "silent"),
+        (None, {"state": "done", "status_address": ""}, "averaging"),
+        (None, {"state": "left"}, "left"),
+        (None, {"state": "dead", "is_silent": True}, "dead"),
+    ],
+)
+def test_the_word_for_a_worker(
+    facts: dict[str, Any] | None, known: dict[str, Any], state: str
+) -> None:
+    job = Job(0, 1)
+    members = (member(0), member(1, **known))
+    own = None if facts is None else status(1, 2, **{"members": members} | facts)
+    step_seconds = own.step_seconds if own is not None else 0.1
+    other = status(0, 2, members=members, step_seconds=step_seconds)
+    assert worker(job.look({0: other, 1: own}), 1).state == state
+
+
+def test_speeds_are_over_the_last_seconds_and_begin_anew_with_a_process() -> None:
+    job = Job(0)
+
+    def look(samples: int, bytes_sent: int) -> JobWorker:
+        own = status(0, 1, samples=samples, bytes_sent=bytes_sent, shared_bytes_sent=bytes_sent)
+        return worker(job.look({0: own}), 0)
+
+    assert look(100, 0).samples_per_second is None
+    assert look(1000, 0).samples_per_second == 900.0
+    for second in range(10):
+        last = look(1000 + 10 * (second + 1), 5 * (second + 1))
+    assert (last.samples_per_second, last.bytes_sent_per_second) == (10.0, 10.0)
+    assert look(1110, 0).samples_per_second is None, "its bytes count from 0 again"
+
+
+def test_what_a_worker_sends_is_unknown_while_it_does_not_answer() -> None:
+    job = Job(0, 1)
+    for second in range(3):
+        job.look({rank: status(rank, 2, bytes_sent=1000 * second) for rank in range(2)})
+    seen = job.look({0: status(0, 2, bytes_sent=3000), 1: None})
+    assert [each.bytes_sent_per_second for each in seen.workers] == [1000.0, None]
+    assert worker(seen, 1).state == "no answer"
+    seen = job.look({0: None, 1: None})
+    assert worker(seen, 0).bytes_sent_per_second == 1000.0, "nobody answers: the last stays"
+
+
+def test_links_are_what_both_ends_say() -> None:
+    def ends(rank: int, bytes_sent: int, **facts: Any) -> WorkerStatus:
+        usual: dict[str, Any] = {"exchanges": 8, "is_neighbour": True, "is_linked": True}
+        usual |= {"heard_ago_s": 0.1, "exchange_seconds": 0.02, "bytes_sent": bytes_sent}
+        of_the_start = NeighbourStatus(7, is_linked=True)
+        neighbours = (NeighbourStatus(1 - rank, **usual | facts), of_the_start)
+        return status(rank, 2, neighbours=neighbours)
+
+    job = Job(0, 1)
+    job.look({0: ends(0, 0), 1: ends(1, 0)})
+    (link,) = job.look({0: ends(0, 100), 1: ends(1, 200, exchange_seconds=0.04)}).links
+    assert (link.ranks, link.is_up, link.exchanges) == ((0, 1), True, 8)
+    assert link.exchange_seconds == pytest.approx(0.03)
+    assert link.bytes_per_second == 300.0
+    (link,) = job.look({0: ends(0, 100), 1: ends(1, 0, is_linked=False)}).links
+    assert not link.is_up
+    (link,) = job.look({0: ends(0, 100), 1: None}).links
+    assert link.is_up
+    dead = msgspec.structs.replace(ends(0, 100), members=(member(0), member(1, "dead")))
+    assert job.look({0: dead, 1: None}).links == (), "nobody misses it"
+
+
+def test_an_address_of_another_run_is_left_out() -> None:
+    job = Job(0, 1)
+    seen = job.look({0: status(0, 1), 1: status(1, 2, run_id="other")})
+    assert [each.rank for each in seen.workers] == [0]
+    assert "another run" in job.board.failures[address_of(1)]
+
+
+def test_once_nobody_answers_the_last_stays_and_says_how_old_it_is() -> None:
+    job = Job(0, 1)
+    with pytest.raises(ValueError, match="no worker has answered"):
+        job.board.job(0.0)
+    job.look({0: status(0, 2), 1: status(1, 2)})
+    seen = job.look({0: None, 1: None}, after_s=3.0)
+    assert (seen.num_answering, seen.heard_ago_s, len(seen.workers)) == (0, 3.0, 2)
+    assert not seen.is_over
+    assert "Connection refused" in job.board.failures[address_of(0)]
+
+
+@pytest.mark.parametrize(
+    ("facts", "is_over"),
+    [
+        ({"state": "averaging"}, True),
+        ({"budget_samples": 200}, True),
+        ({"budget_samples": 201}, False),
+    ],
+)
+def test_whether_a_run_is_over(facts: dict[str, Any], is_over: bool) -> None:
+    job = Job(0, 1)
+    seen = job.look({0: status(0, 2, **facts), 1: status(1, 2, **facts)})
+    assert seen.is_over is is_over
+
+
+def test_a_run_that_was_near_its_end_is_over_soon_after_the_last_answer() -> None:
+    job = Job(0)
+    facts: dict[str, Any] = {"budget_samples": 1000, "members": (member(0),)}
+    job.look({0: status(0, 1, samples=850, run_samples=850, **facts)})
+    seen = job.look({0: status(0, 1, samples=900, run_samples=900, **facts)})
+    assert (seen.samples_per_second, seen.is_over) == (50.0, False)
+    assert not job.look({0: None}).is_over
+    assert job.look({0: None}).is_over

@@ -1,0 +1,327 @@
+import errno
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gossipdp.observe.log import (
+    EndRecord,
+    ExchangeRecord,
+    NoticeRecord,
+    RecentExchange,
+    RunLog,
+    RunLogTail,
+    StartRecord,
+    StepRecord,
+    worker_file,
+)
+from gossipdp.observe.log_writer import MAX_NOTICES, RunLogWriter
+
+RECENT = (RecentExchange(1, True, 4.5, 0.002), RecentExchange(3, False, 4.7, 0.003))
+SOME = ExchangeRecord(0.0, 3, 4, 1, {1: 2, 3: 5}, 0.25, 1.5, 0.0, 1000, 2000, 10, 20, recent=RECENT)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def write_run(directory: Path, rank: int = 0, num_records: int = 5) -> None:
+    clock = Clock()
+    with RunLogWriter(worker_file(directory, rank), interval_s=1.0, clock=clock) as log:
+        log.start(rank=rank, num_workers=2, configuration={"graph": "ring"})
+        for index in range(1, num_records + 1):
+            clock.now += 1
+            log.record(gradient_steps=2 * index, samples=16 * index, loss=0.5, exchanges=SOME)
+        log.values({"accuracy": 0.5, "note": "first"})
+        log.values({"accuracy": 0.75, "loss": float("nan")})
+        log.consolidating()
+        clock.now += 1
+        log.end(consensus_distance=0.1, num_averaged=2)
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    write_run(tmp_path, 0)
+    write_run(tmp_path, 1)
+    run_log = RunLog.read(tmp_path)
+    assert list(run_log.workers) == [0, 1]
+    assert run_log.num_workers == 2
+    worker = run_log.workers[1]
+    assert run_log.started_at <= worker.start.started_at
+    assert worker.start.configuration == {"graph": "ring"}
+    assert worker.start.started_s == 100.0
+    assert worker.steps[1] == StepRecord(2.0, 4, 32, 0.5, 16.0)
+    assert len(worker.steps) == 5
+    last = worker.exchanges[-1]
+    assert (last.time_s, last.recent, last.shared_bytes_sent) == (5.0, RECENT, 10)
+    assert worker.last_values() == {"accuracy": 0.75, "note": "first", "loss": None}
+    assert worker.consolidating is not None
+    assert worker.consolidating.time_s == 5.0
+    assert worker.end == EndRecord(6.0, 10, 80, 0.1, 2)
+    assert worker.last_s == 6.0
+
+
+def test_a_pair_of_which_one_line_was_lost_shifts_no_other(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    path = worker_file(tmp_path, 0)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:4] + lines[5:7] + lines[8:]))
+    worker = RunLog.read(tmp_path).workers[0]
+    assert len(worker.steps) == len(worker.exchanges) == 4
+    assert [(step.time_s, exchange.time_s) for step, exchange in worker.pairs()] == [
+        (1.0, 1.0),
+        (3.0, 3.0),
+        (5.0, 5.0),
+    ]
+
+
+def test_records_come_ever_less_often(tmp_path: Path) -> None:
+    clock = Clock()
+    num_records = 0
+    with RunLogWriter(worker_file(tmp_path, 0), interval_s=100.0, clock=clock) as log:
+        log.start(rank=0, num_workers=1, configuration={})
+        while clock.now < 30 * 86400:
+            assert log.wait_s() > 0
+            clock.now += log.wait_s()
+            log.record(gradient_steps=1, samples=1, loss=None, exchanges=SOME)
+            num_records += 1
+        assert log.wait_s() == pytest.approx((clock.now - 100) / 2000)
+    # 2000 (1 + ln(30 days / 2000 intervals)) of them.
+    assert num_records == pytest.approx(2000 * (1 + 2.56), rel=0.01)
+
+
+def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    path = worker_file(tmp_path, 0)
+    whole = RunLog.read(tmp_path).workers[0]
+    path.write_bytes(path.read_bytes()[:-7])
+    cut = RunLog.read(tmp_path).workers[0]
+    assert cut.end is None
+    assert cut.steps == whole.steps
+
+
+def test_a_worker_killed_within_its_first_line_is_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, 0)
+    worker_file(tmp_path, 1).write_bytes(b'{"kind":"start","ra')
+    assert list(RunLog.read(tmp_path).workers) == [0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"kind":"step"}',
+        b'{"kind":"values","time_s":1,"gradient_steps":1,"values":{"a":"\xff"}}',
+        b'{"kind":"start","configuration":{"a":' + b"[" * 100_000,
+    ],
+    ids=["half", "not text", "without end"],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: bytes) -> None:
+    write_run(tmp_path)
+    path = worker_file(tmp_path, 0)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], line + b"\n", *lines[1:]]))
+    with pytest.raises(ValueError, match=r"worker-0\.jsonl, line 2 is no record"):
+        RunLog.read(tmp_path)
+
+
+def test_a_log_without_its_start_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    path = worker_file(tmp_path, 0)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
+    with pytest.raises(ValueError, match="does not begin with a start record"):
+        RunLog.read(tmp_path)
+
+
+def test_the_log_of_an_older_version_is_refused(tmp_path: Path) -> None:
+    worker_file(tmp_path, 0).write_text(
+        '{"kind":"start","rank":0,"num_workers":1,"process_id":7,"started_at":1.0,'
+        '"configuration":{}}\n{"kind":"end","metric_name":"accuracy"}\n'
+    )
+    with pytest.raises(ValueError, match="log of format 1, and this version of gossipdp reads"):
+        RunLog.read(tmp_path)
+
+
+def test_a_directory_without_logs_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no log of a worker.*--log-dir"):
+        RunLog.read(tmp_path)
+
+
+def test_the_tail_follows_a_growing_file_line_by_line(tmp_path: Path) -> None:
+    path = worker_file(tmp_path, 0)
+    tail = RunLogTail(path)
+    assert tail.read_new() == []
+    with RunLogWriter(path, clock=Clock()) as log:
+        log.start(rank=0, num_workers=1, configuration={})
+        assert [type(record) for record in tail.read_new()] == [StartRecord]
+        log.record(gradient_steps=1, samples=1, loss=1.0, exchanges=SOME)
+        assert [type(record) for record in tail.read_new()] == [StepRecord, ExchangeRecord]
+        assert tail.read_new() == []
+        with path.open("ab") as file:
+            file.write(b'{"kind":"step",')
+        assert tail.read_new() == []
+
+
+def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path: Path) -> None:
+    path = worker_file(tmp_path, 0)
+    for life in range(2):
+        with RunLogWriter(path, clock=Clock(), goes_on=life > 0) as log:
+            log.start(rank=0, num_workers=2, configuration={})
+            log.began()
+            log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
+            log.notice(1, "dead", 101.5)
+        with path.open("ab") as file:
+            file.write(b'{"kind": "st')  # killed in mid-write
+    worker = RunLog.read(tmp_path).workers[0]
+    assert [life.at_s for life in worker.lives] == [100.0, 100.0]
+    assert [step.gradient_steps for step in worker.steps] == [1, 2]
+    assert worker.steps[-1].samples == 16
+    assert worker.exchanges[-1].exchanges_by_neighbour == {1: 4, 3: 10}
+    assert worker.exchanges[-1].exchanges_initiated == 6
+    assert worker.exchanges[-1].shared_bytes_received == 40
+    assert worker.notices[0] == NoticeRecord(1, "dead", 101.5, 1.5)
+    assert worker.lives[1].time_s >= 0
+
+
+def test_a_log_goes_on_in_its_own_run_and_where_that_is_resumed(tmp_path: Path) -> None:
+    path = worker_file(tmp_path, 0)
+
+    def live(run_id: str, **options: bool) -> tuple[int, float]:
+        """One process that makes a step; all steps in the log then, and its date."""
+        nonlocal date_s
+        date_s += 100
+        with RunLogWriter(
+            path, clock=Clock(), date=lambda: date_s, run_id=run_id, **options
+        ) as log:
+            log.start(rank=0, num_workers=2, configuration={})
+            log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
+        worker = RunLog.read(tmp_path).workers[0]
+        assert worker.latest_start.run_id == run_id
+        return worker.steps[-1].gradient_steps, worker.start.started_at
+
+    date_s = 0.0
+    assert live("yesterday's") == (1, 100)
+    assert live("yesterday's", goes_on=True) == (2, 100)
+    assert live("today's", goes_on=True) == (1, 300), "it joins another run, for the first time"
+    assert live("tomorrow's", resumes=True) == (2, 300)
+    assert live("tomorrow's", goes_on=True) == (3, 300)
+    assert live("tomorrow's") == (1, 600)
+
+
+@pytest.mark.parametrize(
+    ("date_step_s", "boot_id", "begins_s"),
+    [
+        (-3600.0, "one", 50.0),
+        (3600.0, "one", 50.0),
+        (0.0, "two", 50.0),
+        (-3600.0, "two", 2.0),
+        (-3600.0, "", 2.0),
+    ],
+    ids=["set back", "set forward", "new boot", "new boot, set back", "boot not known, set back"],
+)
+def test_the_time_of_a_log_that_goes_on_never_goes_back(
+    tmp_path: Path, date_step_s: float, boot_id: str, begins_s: float
+) -> None:
+    clock, date_s = Clock(), 1.7e9
+    path = worker_file(tmp_path, 0)
+    with RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id="one") as log:
+        log.start(rank=0, num_workers=2, configuration={})
+        clock.now += 2
+        log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
+    clock.now, date_s = 150.0, 1.7e9 + 50 + date_step_s
+    with RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id=boot_id, goes_on=True) as log:
+        log.start(rank=0, num_workers=2, configuration={})
+        log.began()
+        clock.now += 1
+        log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
+    worker = RunLog.read(tmp_path).workers[0]
+    assert [life.time_s for life in worker.lives] == [begins_s]
+    assert [step.time_s for step in worker.steps] == [2.0, begins_s + 1]
+
+
+def test_notices_beyond_the_most_are_left_out(tmp_path: Path) -> None:
+    with RunLogWriter(worker_file(tmp_path, 0), clock=Clock()) as log:
+        log.start(rank=0, num_workers=2, configuration={})
+        for _ in range(MAX_NOTICES + 3):
+            log.notice(1, "stopped", 101.0)
+    assert len(RunLog.read(tmp_path).workers[0].notices) == MAX_NOTICES
+
+
+class FullDisk:
+    """A file on a disk that is full for some writes: a part of the line fits, or nothing."""
+
+    def __init__(self, file: Any, fits: list[int | None]) -> None:
+        self._file = file
+        self._fits = fits
+
+    def write(self, line: bytes) -> int:
+        fits = self._fits.pop(0) if self._fits else len(line)
+        if fits is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._file.write(line[:fits])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def test_a_full_disk_leaves_lines_out_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "gossipdp")
+    with RunLogWriter(worker_file(tmp_path, 0), clock=Clock()) as log:
+        log.start(rank=0, num_workers=2, configuration={})
+        log._file = FullDisk(log._file, [5, None])
+        for what in ("dead", "rejoined", "stopped"):
+            log.notice(1, what, 101.0)
+    notices = RunLog.read(tmp_path).workers[0].notices
+    assert [notice.what for notice in notices] == ["stopped"]
+    assert len(caplog.records) == 1
+    assert "training goes on" in caplog.text
+
+
+def test_values_may_follow_the_end(tmp_path: Path) -> None:
+    log = RunLogWriter(worker_file(tmp_path, 0), clock=Clock())
+    log.start(rank=0, num_workers=1, configuration={})
+    log.close()
+    log.close()
+    log.values({"accuracy": 0.9})
+    assert RunLog.read(tmp_path).workers[0].last_values() == {"accuracy": 0.9}
+
+
+@pytest.mark.parametrize("content", [b"hello\n", b'{"kind":"start","rank":-5}\n', b"\xff\n"])
+def test_a_damaged_log_is_set_aside_and_blocks_no_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    path = worker_file(tmp_path, 0)
+    path.write_bytes(content)
+    with RunLogWriter(path, clock=Clock(), goes_on=True) as log:
+        log.start(rank=0, num_workers=2, configuration={})
+    assert len(RunLog.read(tmp_path).workers) == 1
+    (aside,) = tmp_path.glob("*.damaged")
+    assert aside.read_bytes() == content
+    assert len(caplog.records) == 1
+    assert aside.name in caplog.text
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        {"rank": -5},
+        {"rank": 10**6},
+        {"num_workers": 10**6},
+        {"configuration": {"edges": [[0, -1]]}},
+    ],
+)
+def test_ranks_and_counts_beyond_all_runs_are_refused(
+    tmp_path: Path, start: dict[str, object]
+) -> None:
+    whole = {"kind": "start", "rank": 0, "num_workers": 2, "process_id": 1, "started_at": 1.0}
+    record = whole | {"configuration": {}, "format": 2} | start
+    worker_file(tmp_path, 0).write_bytes(msgspec.json.encode(record) + b"\n")
+    with pytest.raises(ValueError, match=r"worker-0\.jsonl, line 1"):
+        RunLog.read(tmp_path)

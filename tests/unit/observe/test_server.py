@@ -1,0 +1,252 @@
+"""What the status port answers, and what strangers cannot do to it."""
+
+import http.client
+import logging
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gossipdp.errors import RendezvousError
+from gossipdp.observe import server as status_server
+from gossipdp.observe.server import Page, StatusServer
+
+Serve = Callable[..., StatusServer]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    servers: list[StatusServer] = []
+
+    def start(build: Callable[[], bytes] = lambda: b"{}", **options: object) -> StatusServer:
+        server = StatusServer("127.0.0.1", 0, **options)  # type: ignore[arg-type]
+        servers.append(server)
+        server.serve({"/status": Page("application/json", build)})
+        return server
+
+    yield start
+    for server in servers:
+        server.close()
+        assert server._thread is not None
+        assert not server._thread.is_alive()
+
+
+def get(
+    server: StatusServer, path: str = "/status", method: str = "GET"
+) -> tuple[http.client.HTTPResponse, bytes]:
+    connection = http.client.HTTPConnection(*server.address, timeout=10)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        return response, response.read()
+    finally:
+        connection.close()
+
+
+def say(server: StatusServer, data: bytes) -> bytes:
+    """What comes back, to the end of the connection."""
+    with socket.create_connection(server.address, timeout=10) as connection:
+        connection.sendall(data)
+        answer = b""
+        while more := connection.recv(4096):
+            answer += more
+    return answer
+
+
+def test_a_page_is_shown_with_its_type(serve: Serve) -> None:
+    response, body = get(serve(lambda: b'{"rank":1}'), "/status?any=thing")
+    assert (response.status, body) == (200, b'{"rank":1}')
+    assert response.headers["Content-Type"] == "application/json"
+    assert response.headers["Content-Length"] == "10"
+
+
+def test_what_else_is_asked_is_told_what_there_is(serve: Serve) -> None:
+    server = serve(lambda: b"page")
+    assert get(server, "/")[1] == b"/status\n"
+    response, body = get(server, "/secret")
+    assert (response.status, body) == (404, b"there are /status\n")
+    assert get(server, method="POST")[0].status == 405
+    response, body = get(server, method="HEAD")
+    assert (response.status, response.headers["Content-Length"], body) == (200, "4", b"")
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        (b"127.0.0.1:9400", b"200"),
+        (b"[::1]:9400", b"200"),
+        (b"localhost:9400", b"200"),
+        (b"rebound.example", b"403"),
+        (b"[half", b"403"),
+    ],
+)
+def test_a_web_page_cannot_read_it_through_a_name_of_its_own(
+    serve: Serve, host: bytes, status: bytes
+) -> None:
+    answer = say(serve(), b"GET /status HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
+    assert answer.split()[1] == status
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET /status HTTP/1.1\r\n\r\n", b"200"),
+        (b"GET /status HTTP/1.0\n\n", b"200"),
+        (b"GET /status\r\n\r\n", b"400"),
+        (b"\x16\x03\x01\r\n\r\n", b"400"),
+        (b"GET /\xff HTTP/1.1\r\n\r\n", b"404"),
+    ],
+)
+def test_requests_good_and_bad(serve: Serve, request_: bytes, status: bytes) -> None:
+    assert say(serve(), request_).split()[1] == status
+
+
+def test_a_request_in_pieces_and_one_cut_off(serve: Serve) -> None:
+    server = serve()
+    with socket.create_connection(server.address, timeout=10) as connection:
+        for piece in (b"GET /sta", b"tus HTTP/1.1\r\n", b"\r\n"):
+            connection.sendall(piece)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK\r\n")
+    with socket.create_connection(server.address, timeout=10) as connection:
+        connection.sendall(b"GET /status")
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_request_without_end_is_refused(serve: Serve) -> None:
+    server = serve()
+    with socket.create_connection(server.address, timeout=10) as connection:
+        try:
+            for _ in range(100):
+                connection.sendall(b"x" * 1024)
+            answer = connection.recv(4096)
+        except ConnectionError:  # it had closed before we were through
+            answer = b"HTTP/1.1 431 "
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert get(server)[0].status == 200
+
+
+def test_who_says_nothing_is_dropped_in_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_server, "CONNECTION_S", 0.1)
+    assert say(serve(), b"GET /status HTTP/1.1\r\n") == b""
+
+
+def test_of_too_many_the_oldest_goes(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_server, "MAX_CONNECTIONS", 2)
+    server = serve()
+    silent = [socket.create_connection(server.address, timeout=10) for _ in range(2)]
+    assert get(server)[0].status == 200
+    assert silent[0].recv(1) == b""
+    assert not select.select([silent[1]], [], [], 0)[0]
+    for each in silent:
+        each.close()
+
+
+def test_a_page_is_built_at_most_so_often(serve: Serve) -> None:
+    now_s, built = [0.0], []
+
+    def build() -> bytes:
+        built.append(now_s[0])
+        return b"%d" % len(built)
+
+    server = serve(build, clock=lambda: now_s[0])
+    assert [get(server)[1], get(server)[1]] == [b"1", b"1"]
+    now_s[0] = status_server.REBUILD_S
+    assert get(server)[1] == b"2"
+
+
+def test_a_page_that_fails_is_an_answer_and_one_warning(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build() -> bytes:
+        raise KeyError("gone")
+
+    server = serve(build)
+    with caplog.at_level(logging.WARNING, "gossipdp"):
+        assert [get(server)[0].status for _ in range(2)] == [500, 500]
+    assert caplog.text.count("cannot show /status") == 1
+    assert get(server, "/")[0].status == 200
+
+
+def test_a_failure_of_the_thread_ends_it_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def clock() -> float:
+        raise RuntimeError("no time")
+
+    server = StatusServer("127.0.0.1", 0, clock=clock)
+    with caplog.at_level(logging.WARNING, "gossipdp"):
+        server.serve({})
+        assert server._thread is not None
+        server._thread.join(10)
+    assert "shows nothing any more" in caplog.text
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(server.address, timeout=1)
+    server.close()
+
+
+def test_a_port_in_use_is_one_clear_error(serve: Serve) -> None:
+    host, port = serve().address
+    with pytest.raises(RendezvousError, match=rf"^the status port: port {port} on .* is in use"):
+        StatusServer(host, port)
+
+
+def test_a_closed_server_frees_its_port_at_once(serve: Serve) -> None:
+    server = serve()
+    assert get(server)[0].status == 200
+    server.close()
+    again = StatusServer(*server.address)
+    again.close()
+    again.close()
+
+
+class HeldUp:
+    """A waker whose owner loses the processor before it sends, while the server's thread runs."""
+
+    def __init__(self, server: StatusServer) -> None:
+        self._server, self._waker = server, server._waker
+        self.close = self._waker.close
+
+    def send(self, data: bytes) -> int:
+        assert self._server._thread is not None
+        with socket.create_connection(self._server.address, timeout=10):  # wakes the thread
+            self._server._thread.join(0.1)
+        return self._waker.send(data)
+
+
+def test_the_thread_may_see_its_end_before_it_is_woken(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    monkeypatch.setattr(server, "_waker", HeldUp(server))
+    server.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_keeps_nothing_of_it(serve: Serve) -> None:
+    server = serve()
+    with socket.create_connection(server.address, timeout=10) as connection:
+        connection.sendall(b"GET /sta")
+        deadline_s = time.monotonic() + 10
+        while not server._connections and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        held = [
+            each.fileno()
+            for each in (
+                server._listener,
+                server._waker,
+                server._woken,
+                *(each.socket for each in server._connections.values()),
+            )
+        ]
+        assert len(held) == 4
+        child = os.fork()
+        if child == 0:
+            os._exit(sum(os.path.exists(f"/proc/self/fd/{number}") for number in held))
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        connection.sendall(b"tus HTTP/1.1\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK")

@@ -1,0 +1,34 @@
+"""Waiting at the start of a run."""
+
+from concurrent.futures import Future
+from itertools import count
+
+import pytest
+
+from gossipdp.parallel.arrival import wait_while_it_advances
+
+
+def test_a_transfer_that_advances_is_waited_for_beyond_the_time_limit() -> None:
+    ended: Future[None] = Future()
+    chunks = count()
+
+    def advance() -> int:
+        number = next(chunks)
+        if number == 20:
+            ended.set_result(None)
+        return number
+
+    wait_while_it_advances(ended, advance, timeout_s=0.001)
+    assert ended.done()
+
+
+def test_one_that_stands_still_is_not() -> None:
+    with pytest.raises(TimeoutError):
+        wait_while_it_advances(Future(), lambda: 7, timeout_s=0.001)
+
+
+def test_what_ended_with_an_error_raises_it() -> None:
+    ended: Future[None] = Future()
+    ended.set_exception(OSError("gone"))
+    with pytest.raises(OSError, match="gone"):
+        wait_while_it_advances(ended, lambda: 0, timeout_s=1.0)

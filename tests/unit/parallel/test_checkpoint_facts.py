@@ -1,0 +1,170 @@
+"""Which checkpoints the run has left behind, and what a resumed run makes of them."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from gossipdp.gossip.noticed import Notice
+from gossipdp.parallel.checkpoint import (
+    Resumption,
+    encode,
+    file_path,
+    find_resumption,
+    layout_of,
+)
+from gossipdp.parallel.checkpoint_facts import (
+    BEFORE_THIS_RUN,
+    GRACE_S,
+    Facts,
+    ended_lives,
+    outlived,
+)
+from gossipdp.parallel.checkpoint_files import write_tensors
+from gossipdp.protocol.members import Member, ProgressEntry, Status
+
+
+def facts(rank: int, samples: int, **changes: Any) -> Facts:
+    """Of a worker that knows of so many samples, all its own, in steps of 8."""
+    steps = samples // 8
+    plain = Facts(
+        rank=rank,
+        world_size=2,
+        generation=1,
+        method="a2cid2",
+        step=steps,
+        steps=steps,
+        samples=samples,
+        progress=(ProgressEntry(rank, 70 + rank, samples, steps),),
+        gossipdp="",
+        run_id="first",
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+# --- which lives have ended ------------------------------------------------------------------
+
+
+def test_lives_that_ended_long_enough_ago_are_named():
+    members = [
+        Member(0, 2, 70, Status.ALIVE),  # of this rank's own earlier lives, two have ended
+        Member(1, 0, 71, Status.ALIVE),
+        Member(2, 0, 72, Status.DEAD),
+        Member(3, 1, 73, Status.DEAD),
+        Member(4, 3, 74, Status.JOINING),
+        Member(5, 0, 75, Status.DEAD),
+        Member(6, 0, 76, Status.LEFT),
+    ]
+    now_s = 1000.0
+    notices = [
+        Notice(2, "dead", now_s - GRACE_S),
+        Notice(5, "dead", now_s - 3 * GRACE_S),
+        Notice(5, "rejoined", now_s - 2 * GRACE_S),
+        Notice(5, "dead", now_s - 0.9 * GRACE_S),
+        Notice(4, "dead", now_s - 2 * GRACE_S),
+    ]
+    # 3 died before this worker could notice.
+    assert ended_lives(members, notices, now_s) == ((0, 1), (2, 0), (3, 1), (4, 2))
+
+
+# --- whose checkpoints are left behind -------------------------------------------------------
+
+
+def left_behind(*all_facts: Facts) -> set[int]:
+    return outlived({each.rank: each for each in all_facts})
+
+
+def test_a_dead_workers_old_checkpoint_is_left_behind():
+    assert left_behind(facts(0, 3200, ended=((1, 0),)), facts(1, 80)) == {1}
+    assert left_behind(facts(0, 3200), facts(1, 80)) == set(), "slow, not dead"
+
+
+def test_of_a_run_that_was_ended_nothing_is_left_behind():
+    """Each has seen the others die, but not long ago; so none calls a life ended."""
+    assert left_behind(*(facts(rank, 800 + rank) for rank in range(4))) == set()
+
+
+def test_a_later_life_of_the_same_rank_counts():
+    again = facts(1, 3000, incarnation=1)
+    assert left_behind(facts(0, 3200, ended=((1, 0),)), again) == set()
+    assert left_behind(facts(0, 3200, ended=((1, 1),)), again) == {1}
+
+
+def test_an_older_checkpoint_has_no_say():
+    assert left_behind(facts(0, 80, ended=((1, 0),)), facts(1, 3200)) == set()
+
+
+def test_two_halves_of_a_cut_network_both_count():
+    one, other = facts(0, 3200, ended=((1, 0),)), facts(1, 3000, ended=((0, 0),))
+    assert left_behind(one, other) == set()
+    # A third that died within a half is left behind, whatever the other half thinks of it.
+    third = facts(2, 80, ended=((1, 0),))
+    assert left_behind(facts(0, 3200, ended=((1, 0), (2, 0))), other, third) == {2}
+
+
+def test_a_death_in_the_resumed_run_outlives_the_checkpoint_it_resumed_from():
+    old = facts(1, 80, incarnation=3)
+    assert left_behind(facts(0, 3200, run_id="second", ended=((1, 0),)), old) == {1}
+    # What earlier runs left behind stays so, until that rank saves again.
+    carried = facts(0, 3200, run_id="third", ended=((1, BEFORE_THIS_RUN),))
+    assert left_behind(carried, old) == {1}
+    assert left_behind(carried, facts(1, 3000, run_id="third")) == set()
+    # That the old run called rank 0 dead does not matter to the new one's.
+    assert left_behind(carried, msgspec.structs.replace(old, ended=((0, 0),))) == {1}
+
+
+# --- resuming --------------------------------------------------------------------------------
+
+
+def save(directory: Path, facts: Facts, value: float) -> None:
+    """A checkpoint whose model is ``value``, its momentum 2, and its optimizer's rate ``value``."""
+    path = file_path(directory, facts.rank, facts.step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    model = {"model/w": torch.full((3,), value), "c/w": torch.full((3,), 2.0)}
+    write_tensors(path, *encode(model, facts, {"optimizers": [], "rate": value}))
+
+
+def resumed(directory: Path, rank: int, world_size: int) -> Resumption:
+    found = find_resumption(
+        "auto", directory, rank=rank, world_size=world_size, method="a2cid2", layout=LAYOUT
+    )
+    assert found is not None
+    return found
+
+
+LAYOUT = layout_of({"w": torch.ones(3)})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_only_the_progress_of_what_is_left_behind_is_taken(tmp_path, caplog, world_size):
+    save(tmp_path, facts(0, 3200, ended=((1, 0),)), 100.0)
+    save(tmp_path, facts(1, 80), -1.0)
+    for rank in range(world_size):
+        resumption = resumed(tmp_path, rank, world_size)
+        is_own = rank == 0 and world_size == 2
+        assert resumption.is_own == is_own
+        assert (resumption.tensors["model/w"] == (100.0 if is_own else 101.0)).all()
+        assert resumption.training["rate"] == 100.0
+        assert resumption.step == 400, "so that the next files are the newest"
+        assert {entry.rank: entry.samples for entry in resumption.progress} == {0: 3200, 1: 80}
+        assert resumption.ended == ((1, BEFORE_THIS_RUN),)
+        assert resumption.steps == (400 if rank == 0 else 0)
+    assert "step-00000010.safetensors is passed over: its worker died" in caplog.text
+
+
+def test_the_files_of_those_that_live_are_taken_as_they_are(tmp_path):
+    save(tmp_path, facts(0, 3200), 100.0)
+    save(tmp_path, facts(1, 80), -1.0)
+    resumption = resumed(tmp_path, 1, 2)
+    assert resumption.is_own
+    assert (resumption.tensors["model/w"] == -1.0).all()
+    assert (resumption.step, resumption.ended) == (10, ())
+
+
+def test_a_checkpoint_that_says_nothing_of_lives_is_read(tmp_path):
+    plain = msgspec.json.decode(msgspec.json.encode(facts(0, 80)))
+    for name in ("run_id", "incarnation", "ended"):
+        del plain[name]
+    assert msgspec.json.decode(msgspec.json.encode(plain), type=Facts).ended == ()

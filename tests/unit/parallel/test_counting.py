@@ -1,0 +1,189 @@
+"""Whose samples are counted, where training ends, and what a loop that counts nothing is told."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from gossipdp import GossipDataParallel
+
+Wrap = Callable[..., tuple[GossipDataParallel, nn.Module, torch.optim.Optimizer]]
+
+
+@pytest.fixture
+def wrap() -> Iterator[Wrap]:
+    """Wraps a small net; closes it at the end."""
+    models = []
+
+    def make(**options: Any) -> tuple[GossipDataParallel, nn.Module, torch.optim.Optimizer]:
+        net = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        models.append(GossipDataParallel(net, optimizer, **options))
+        return models[-1], net, optimizer
+
+    yield make
+    for model in models:
+        model.close()
+
+
+def step(forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    forward(x).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["model", "net", "compiled", "eval"])
+def test_batches_count_whatever_is_called_and_end(wrap: Wrap, kind: str) -> None:
+    model, net, optimizer = wrap(budget_samples=20)
+    forward: Callable[[Tensor], Tensor] = {
+        "model": model,
+        "net": net,
+        "compiled": torch.compile(net, backend="eager"),
+        "eval": model.eval(),
+    }[kind]
+    for number, batch in enumerate(model.batches([torch.ones(5, 2)])):
+        step(forward, optimizer, batch)
+        assert number < 4, "it does not end"
+    assert model.stats().samples == 20
+
+
+def test_a_closure_and_an_extra_forward_count_a_batch_once(wrap: Wrap) -> None:
+    model, _, optimizer = wrap(budget_samples=15)
+    for batch in model.batches([torch.ones(5, 2)]):
+        model(torch.ones(9, 2))
+        for _ in range(2):
+            model(batch).sum().backward()
+        optimizer.step()
+    assert (model.stats().samples, model.stats().gradient_steps) == (15, 3)
+
+
+def test_a_batch_without_a_step_counts_with_the_next(wrap: Wrap) -> None:
+    """Accumulation, and a step that GradScaler skips."""
+    model, _, optimizer = wrap(budget_samples=20)
+    for number, batch in enumerate(model.batches([torch.ones(5, 2)])):
+        model(batch).sum().backward()
+        if number % 2:
+            optimizer.step()
+    assert (model.stats().samples, model.stats().gradient_steps) == (20, 2)
+
+
+@dataclasses.dataclass
+class Batch:
+    """As some libraries collate them."""
+
+    name: str
+    inputs: Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "batch_dim", "samples"),
+    [
+        (torch.ones(7, 2), 0, 7),
+        (torch.ones(7, 3, 2), 1, 3),
+        ({"text": "a", "x": [torch.ones(4, 2)]}, 0, 4),
+        (Batch("a", torch.ones(6, 2)), 0, 6),
+    ],
+)
+def test_the_first_tensor_tells_the_samples(
+    wrap: Wrap, batch: Any, batch_dim: int, samples: int
+) -> None:
+    model, net, optimizer = wrap(budget_samples=samples, batch_dim=batch_dim)
+    for _ in model.batches([batch]):
+        step(net, optimizer, torch.ones(1, 2))
+    assert (model.stats().samples, model.stats().gradient_steps) == (samples, 1)
+
+
+def test_a_batch_that_cannot_be_counted_is_an_error(wrap: Wrap) -> None:
+    model, _, _ = wrap(budget_samples=5)
+    with pytest.raises(ValueError, match=r"type str holds no tensor .* samples_per_step="):
+        next(model.batches(["abc"]))
+    given, net, optimizer = wrap(budget_samples=6, samples_per_step=3)
+    for _ in given.batches(["abc"]):
+        step(net, optimizer, torch.ones(1, 2))
+    assert given.stats().gradient_steps == 2
+
+
+def test_a_loop_that_counts_nothing_is_told(wrap: Wrap, caplog: pytest.LogCaptureFixture) -> None:
+    _, net, optimizer = wrap(budget_samples=100)
+    for _ in range(2):
+        step(net, optimizer, torch.ones(4, 2))
+    with pytest.raises(RuntimeError, match=r"would never be used up: 3 gradient steps, .*batches"):
+        step(net, optimizer, torch.ones(4, 2))
+    _, net, optimizer = wrap()
+    for _ in range(5):
+        step(net, optimizer, torch.ones(4, 2))
+    assert caplog.text.count("not one sample was counted") == 1
+
+
+def others_train(model: GossipDataParallel, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All workers together have trained on so many times the samples of this one."""
+
+    def total() -> int:
+        return times * model._engine.stats().samples
+
+    monkeypatch.setattr(model._engine, "total_samples", total)
+    monkeypatch.setattr(model._feed, "_total_samples", total)
+
+
+def test_epochs_are_those_of_the_whole_run(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other workers have trained on twice as many samples as this one."""
+    model, _, optimizer = wrap()
+    others_train(model, 3, monkeypatch)
+    loader = DataLoader(TensorDataset(torch.ones(24, 2)), batch_size=4)
+    numbers, progress = [], []
+    for epoch, batches in model.epochs(loader, 3):
+        for (inputs,) in batches:
+            step(model, optimizer, inputs)
+            progress.append(model.progress())
+        numbers.append(epoch)
+    assert numbers == [0, 1, 2]
+    assert progress == pytest.approx([(1 + each) / 6 for each in range(6)])
+    assert (model.stats().samples, model.finished) == (24, True)
+
+
+def test_epochs_that_are_left_early_or_missed(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+    model, _, optimizer = wrap()
+    seen = []
+    for epoch, batches in model.epochs(loader, 3):
+        for (inputs,) in islice(batches, 1):
+            step(model, optimizer, inputs)
+        seen.append(epoch)
+    assert (seen, model.stats().samples) == ([0, 1, 2], 12)
+    model, _, optimizer = wrap()
+    others_train(model, 5, monkeypatch)
+    seen = []
+    for epoch, batches in model.epochs(loader, 8):
+        for (inputs,) in batches:
+            step(model, optimizer, inputs)
+        seen.append(epoch)
+    assert seen == [0, 2, 5, 7], "the others are past those between"
+
+
+class Endless(IterableDataset[Tensor]):
+    """Does not know its length."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            yield torch.ones(2)
+
+
+def test_how_long_an_epoch_is_must_be_known(wrap: Wrap) -> None:
+    model, _, optimizer = wrap()
+    for loader in ([torch.ones(4, 2)], DataLoader(Endless(), batch_size=4)):
+        with pytest.raises(ValueError, match=r"give epochs\(\.\.\., samples=\)"):
+            model.epochs(loader, 2)
+    with pytest.raises(ValueError, match="num_epochs is 0"):
+        model.epochs([torch.ones(4, 2)], 0, samples=8)
+    for _, batches in model.epochs(DataLoader(Endless(), batch_size=4), 2, samples=8):
+        for inputs in batches:
+            step(model, optimizer, inputs)
+    assert model.stats().samples == 16
+    budgeted, _, _ = wrap(budget_samples=4)
+    with pytest.raises(ValueError, match="wrap without budget_samples="):
+        budgeted.epochs([torch.ones(4, 2)], 1, samples=4)

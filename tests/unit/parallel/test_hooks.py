@@ -1,0 +1,176 @@
+"""What a script does behind the wrapper's back: clear errors and one warning each."""
+
+import copy
+import gc
+import io
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gossipdp import GossipDataParallel, ProgressLR
+from gossipdp.parallel.hooks import warn_of_step_counters
+
+
+@pytest.fixture
+def wrap() -> Iterator[Callable[..., GossipDataParallel]]:
+    """Wrap, and close at the end of the test."""
+    models = []
+
+    def call(*args: Any, **kwargs: Any) -> GossipDataParallel:
+        models.append(GossipDataParallel(*args, **kwargs))
+        return models[-1]
+
+    yield call
+    for model in models:
+        model.close()
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), 0.1)
+
+
+def test_an_optimizer_that_was_not_wrapped_is_an_error_at_its_first_step(wrap) -> None:
+    net = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+    first, second = sgd(net[0]), sgd(net[1])
+    model = wrap(net, first)
+    first.step()
+    sgd(nn.Linear(2, 1)).step()  # of something else
+    with pytest.raises(RuntimeError, match=r"a SGD that was not wrapped .* \[first, second\]"):
+        second.step()
+    model.close()
+    second.step()
+
+
+class Shell(torch.optim.Optimizer):
+    """Steps an optimizer within, as SAM does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups[0]["params"], {})
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+@pytest.mark.parametrize("wrapped", ["outer", "inner"])
+def test_a_shell_around_an_optimizer_may_be_wrapped_or_what_is_in_it(wrap, wrapped: str) -> None:
+    net = nn.Linear(2, 1)
+    inner = sgd(net)
+    outer = Shell(inner)
+    model = wrap(net, outer if wrapped == "outer" else inner)
+    outer.step()
+    outer.step()
+    assert model.stats().gradient_steps == 2
+
+
+def test_a_step_that_raises_leaves_no_trace(wrap) -> None:
+    net = nn.Linear(2, 1)
+    optimizer = sgd(net)
+    model = wrap(net, optimizer)
+
+    def fail() -> float:
+        raise ZeroDivisionError
+
+    for _ in range(20):
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(fail)
+    optimizer.step()
+    assert model.stats().gradient_steps == 1
+
+
+def test_wrapping_twice_is_an_error(wrap) -> None:
+    net = nn.Linear(2, 1)
+    optimizer = sgd(net)
+    model = wrap(net, optimizer)
+    for again in (net, model, nn.Sequential(net), nn.Sequential(model)):
+        with pytest.raises(ValueError, match="is wrapped already"):
+            wrap(again, optimizer)
+    model.close()
+    wrap(net, optimizer)
+
+
+def test_a_model_of_frozen_parameters_is_an_error(wrap) -> None:
+    net = nn.Linear(2, 1).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"all .* are frozen .* exchange_frozen=True"):
+        wrap(net, sgd(net))
+    wrap(net, sgd(net), exchange_frozen=True)
+
+
+def test_a_comm_rate_that_is_hardly_meant_gets_a_warning(wrap, caplog) -> None:
+    net = nn.Linear(2, 1)
+    wrap(net, sgd(net), comm_rate=50)
+    assert "comm_rate=50 asks for as many exchanges in every gradient step" in caplog.text
+
+
+def test_a_scheduler_that_counts_steps_gets_a_warning_that_names_another(caplog) -> None:
+    net, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer, theirs = sgd(net), sgd(other)
+    schedules = [
+        ProgressLR(optimizer, lambda: 0.0),
+        torch.optim.lr_scheduler.StepLR(theirs, 10),
+        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+    ]
+    warn_of_step_counters([optimizer])
+    assert not caplog.records
+    schedules.append(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10))
+    warn_of_step_counters([optimizer])
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("CosineAnnealingLR counts this worker's own steps")
+    assert "gossipdp.ProgressLR(optimizer, model, shape)" in record.getMessage()
+
+
+def test_the_module_can_be_saved_and_copied_whole(wrap) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = sgd(net)
+    model = wrap(net, optimizer, budget_samples=40)
+    mean = torch.optim.swa_utils.AveragedModel(model)
+    for inputs in model.batches([torch.randn(4, 2)]):
+        model(inputs).sum().backward()
+        optimizer.step()
+        mean.update_parameters(model)
+    file = io.BytesIO()
+    torch.save(model.module, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for other in (loaded, copy.deepcopy(model.module), copy.deepcopy(model)):
+        assert not isinstance(other, GossipDataParallel)
+        pairs = zip(other.parameters(), net.parameters(), strict=True)
+        assert all(torch.equal(one, another) for one, another in pairs)
+        other.load_state_dict(net.state_dict())  # and that tells the run nothing
+    assert list(mean.state_dict()) == ["n_averaged", *(f"module.{key}" for key in net.state_dict())]
+    with pytest.raises(TypeError, match=r"save model\.module, model\.state_dict\(\)"):
+        torch.save(model, io.BytesIO())
+
+
+def threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("gossipdp")]
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_a_model_that_is_dropped_ends_its_thread(tmp_path, in_a_cycle: bool) -> None:
+    from gossipdp import Checkpoints, Monitor
+
+    net = nn.Linear(2, 1)
+    optimizer = sgd(net)
+    model = GossipDataParallel(
+        net, optimizer, checkpoints=Checkpoints(tmp_path, 1), monitor=Monitor(tmp_path / "log", 0)
+    )
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert threads()
+    if in_a_cycle:
+        model.itself = [model]
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert threads() == []
+    optimizer.step()
+    GossipDataParallel(net, optimizer).close()

@@ -1,0 +1,198 @@
+"""Skeletons: every bit comes back, nothing else is accepted, nothing that is named is called."""
+
+import contextlib
+from collections import Counter, OrderedDict
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gossipdp.parallel import skeleton
+from gossipdp.parallel.skeleton import decode, pack
+
+DTYPES = sorted(skeleton.DTYPES.values(), key=str)
+
+
+def there_and_back(state: Any, inline_bytes: int = 0) -> Any:
+    """What a file or a neighbour makes of a state."""
+    text, tensors = pack(state, inline_bytes)
+    return decode(text).unpack([tensor.clone() for tensor in tensors])
+
+
+def assert_bitwise(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.equal(
+            one.contiguous().reshape(-1).view(torch.uint8),
+            other.contiguous().reshape(-1).view(torch.uint8),
+        )
+    elif isinstance(one, dict):
+        assert [(type(key), key) for key in one] == [(type(key), key) for key in other]
+        for key in one:
+            assert_bitwise(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_bitwise(a, b)
+    else:
+        assert repr(one) == repr(other)  # tells -0.0 from 0.0, and takes NaN for NaN
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Any bits, any type, any shape, 0-dimensional and empty ones too, any order of memory."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 3), max_size=4))
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    data = draw(st.binary(min_size=num_bytes, max_size=num_bytes))
+    if dtype is torch.bool:
+        data = bytes(byte & 1 for byte in data)
+    flat = torch.tensor(list(data), dtype=torch.uint8).view(dtype) if data else None
+    tensor = torch.empty(shape, dtype=dtype) if flat is None else flat.reshape(shape)
+    return tensor.permute(draw(st.permutations(range(tensor.dim()))))
+
+
+scalars = (
+    st.none() | st.booleans() | st.integers(-(2**200), 2**200) | st.floats() | st.text(max_size=8)
+)
+keys = st.integers(-99, 99) | st.text(max_size=5) | st.none()
+states = st.recursive(
+    scalars | tensors(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(states, st.sampled_from([0, 16, 1000]))
+@settings(max_examples=200, deadline=None)
+def test_what_comes_back_is_what_was_packed(state: Any, inline_bytes: int) -> None:
+    assert_bitwise(there_and_back(state, inline_bytes), state)
+
+
+def test_nan_payloads_strides_and_sharing_survive() -> None:
+    payload = torch.tensor([0x7FC12345, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    channels_last = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    state = {"payload": payload, "one": channels_last, "same": [channels_last]}
+    decoded = there_and_back(state)
+    assert torch.equal(decoded["payload"].view(torch.int32), payload.view(torch.int32))
+    assert decoded["one"].stride() == channels_last.stride()
+    assert decoded["same"][0] is decoded["one"]
+    decoded["one"].add_(1)  # it is ours, and may be written
+
+
+def test_dicts_of_other_classes_are_plain_ones_and_counters_count() -> None:
+    counter = Counter([3, 3, 5])
+    decoded = there_and_back({"ordered": OrderedDict(a=1), "counter": counter})
+    assert type(decoded["ordered"]) is dict
+    assert list(decoded["counter"].elements()) == list(counter.elements())
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({1, 2}, r"state\['a'\]\[1\] is a builtins.set, which cannot be saved"),
+        (len, r"state\['a'\]\[1\] is a builtins.builtin_function"),
+        ({(1, 2): 3}, r"a key of state\['a'\]\[1\] is a builtins.tuple"),
+        (torch.ones(2).to_sparse(), r"state\['a'\]\[1\] is a torch.sparse_coo tensor"),
+        (torch.ones(2, device="meta"), r"on meta, not dense data"),
+        (torch.ones(2, dtype=torch.complex128), "torch.complex128, which cannot be saved"),
+        (1 << 5000, r"state\['a'\]\[1\] is an integer of more than 2048 bits"),
+        ("\ud800", "surrogates"),
+        (1j, r"builtins.complex"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_with_its_place(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack({"a": [0, value]})
+
+
+def test_a_state_within_itself_is_one_clear_error() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(ValueError, match="nested deeper than 64, or within itself"):
+        pack(loop)
+
+
+TEXT, TENSORS = pack(
+    {"state": {0: {"step": torch.tensor(3.0), "t": (1, [None, 2.5])}}, "x": "text"}
+)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_garbage_is_a_value_error_or_a_plain_value(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        decode(data).unpack([])
+
+
+@given(st.data())
+@settings(max_examples=500, deadline=None)
+def test_damage_is_a_value_error_or_another_state(data: st.DataObject) -> None:
+    damaged = bytearray(TEXT)
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, 3))
+    with contextlib.suppress(ValueError):
+        decode(bytes(damaged[: len(damaged) - cut])).unpack(TENSORS)
+
+
+def tensor(index: Any = 0, dtype: Any = "F32", shape: Any = (2, 2), *rest: Any) -> list[Any]:
+    return ["tensor", index, dtype, shape, *rest]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'["list",[' * 100_000, "recursion"),
+        (b'["list",[' * 65 + b"0" + b"]]" * 65, "nested deeper than 64"),
+        (b"1" * 5000, "out of range"),
+        (b"NaN", "malformed"),
+        (["object", []], "Invalid value 'object'"),
+        (["dict", [], []], "at most length"),
+        (["dict", [[1]]], "length 2"),
+        (["dict", [[["list", []], 1]]], "Expected|Invalid"),
+        (["dict", [["a", tensor()], ["a", 2]]], "a key twice"),
+        (["counter", "abc"], "Expected `array`"),
+        (["float", "1e400"], "Invalid enum value"),
+        (tensor(index=1), "tensor 0 is not described"),
+        (tensor(index=-1), ">= 0"),
+        (tensor(dtype="object"), "unknown type 'object'"),
+        (tensor(shape=[-1]), ">= 0"),
+        (tensor(shape=[1 << 61, 1 << 61]), "a shape that no tensor has"),
+        (tensor(shape=[1 << 61, 0]), "a shape that no tensor has"),
+        (tensor(shape=[1] * 65), "a shape that no tensor has"),
+        (["tensor", 0, "F32", [2, 2], [0, 0]], "the order of a tensor"),
+        (["tensor", 0, "F32", [2, 2], [], "AAAA"], "3 bytes of a tensor that takes 16"),
+        (["tensor", 0, "F32", [2, 2], [], None, "os.system"], "at most length"),
+        (["list", [tensor(), tensor(shape=(4,))]], "described in two ways"),
+        (["list", []], "1 tensors; 0 are described"),
+        (tensor(shape=(3,)), "not what is described"),
+        (tensor(dtype="I32"), "not what is described"),
+    ],
+)
+def test_a_hostile_skeleton_is_refused(text: Any, message: str) -> None:
+    text = text if isinstance(text, bytes) else msgspec.json.encode(text)
+    with pytest.raises(ValueError, match=message):
+        decode(text).unpack([torch.ones(2, 2)])
+
+
+def test_lengths_are_known_before_anything_is_allocated() -> None:
+    with pytest.raises(ValueError, match="at most 16777216 are read"):
+        decode(bytes(skeleton.MAX_SKELETON_BYTES + 1))
+    many = decode(msgspec.json.encode(tensor(shape=[1 << 40])))
+    assert many.num_bytes == 4 << 40
+
+
+def test_what_is_small_may_travel_in_the_text() -> None:
+    text, tensors = pack({"step": torch.tensor(3.0), "mean": torch.ones(100)}, inline_bytes=64)
+    assert [each.numel() for each in tensors] == [100]
+    assert decode(text).unpack(tensors)["step"] == 3.0

@@ -1,0 +1,299 @@
+"""Membership and progress: which record wins, what a worker does about its own, how one joins."""
+
+import msgspec
+import pytest
+
+from gossipdp.protocol.members import (
+    MAX_INCARNATION,
+    MAX_JOINERS,
+    MAX_LEAP,
+    MAX_RANK,
+    Member,
+    Membership,
+    Progress,
+    ProgressEntry,
+    Status,
+    first_incarnation,
+)
+
+
+def view(rank: int = 0, process_id: int = 7, incarnation: int = 1) -> Membership:
+    return Membership(Member(rank, incarnation, process_id, Status.ALIVE, "127.0.0.1", 4000))
+
+
+def record(table: Membership, rank: int) -> Member:
+    member = table.get(rank)
+    assert member is not None
+    return member
+
+
+def test_higher_incarnation_beats_higher_status() -> None:
+    table = view()
+    assert table.merge(Member(1, 1, 5, Status.DEAD))
+    assert table.merge(Member(1, 2, 5, Status.ALIVE))
+    assert not table.merge(Member(1, 1, 5, Status.DEAD))
+    assert record(table, 1).status is Status.ALIVE
+
+
+def test_status_only_rises_within_a_life() -> None:
+    table = view()
+    for status in (Status.DONE, Status.ALIVE, Status.LEFT, Status.DONE):
+        table.merge(Member(1, 1, 5, status))
+    assert record(table, 1).status is Status.LEFT
+
+
+def test_process_id_breaks_the_tie_of_two_lives() -> None:
+    table = view()
+    table.merge(Member(1, 1, 5, Status.DONE))
+    assert table.merge(Member(1, 1, 6, Status.ALIVE))
+    assert record(table, 1).process_id == 6
+
+
+def test_a_worker_declared_dead_takes_the_next_incarnation_and_keeps_its_status() -> None:
+    table = view()
+    table.set_status(Status.DONE)
+    assert table.merge(Member(0, 1, 7, Status.DEAD, "127.0.0.1", 4000))
+    assert (table.own.incarnation, table.own.status) == (2, Status.DONE)
+    assert record(table, 0) == table.own
+    assert not table.merge(Member(0, 1, 7, Status.DEAD, "127.0.0.1", 4000))
+
+
+@pytest.mark.parametrize("status", [Status.ALIVE, Status.DEAD])
+def test_a_worker_outbids_another_process_of_its_rank(status: Status) -> None:
+    table, other = view(process_id=7, incarnation=1), Member(0, 4, 9, status)
+    table.merge(other)
+    assert table.own.incarnation == 5
+    assert table.rival == (other if status is Status.ALIVE else None)
+    assert record(table, 0) == table.own
+
+
+def test_nobody_is_outbid_beyond_the_bound() -> None:
+    table = view(incarnation=MAX_INCARNATION)
+    table.merge(Member(0, MAX_INCARNATION, 7, Status.DEAD, "127.0.0.1", 4000))
+    assert table.is_exhausted
+    msgspec.msgpack.decode(msgspec.msgpack.encode(table.members()), type=tuple[Member, ...])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_single_record_takes_the_lives_of_a_rank(rank: int) -> None:
+    """A record with incarnation 2**64 - 1 killed its victim, and travelled on."""
+    table = view()
+    table.merge(Member(1, 1, 5))
+    assert not table.merge(Member(rank, MAX_INCARNATION, 9))
+    assert table.merge(Member(rank, 1 + MAX_LEAP, 9))
+
+
+def test_joiners_are_capped_and_forgotten_and_not_dialled_for_ever() -> None:
+    table = Membership(Member(0, 1, 7), num_workers=2)
+    table.merge(Member(1, 0, 5, Status.DEAD))
+    table.merge_all(Member(rank, 0, rank) for rank in range(2, 3 * MAX_JOINERS))
+    assert len(table.members()) == 2 + MAX_JOINERS
+    for rank in (*range(2, 2 + MAX_JOINERS - 1), 1):
+        table.declare_dead(rank)
+    table.forget(100.0, 60.0)
+    table.forget(159.0, 60.0)
+    assert len(table.addresses()) == 1 + MAX_JOINERS
+    version = table.version
+    table.forget(160.0, 60.0)
+    assert table.version > version
+    assert table.addresses().keys() == {1, 1 + MAX_JOINERS}, "those of the start may come back"
+    assert not table.merge(Member(2, 0, 2, Status.DEAD)), "what others have not forgotten yet"
+    assert table.merge(Member(2, 1, 9, Status.JOINING))
+
+
+def test_one_that_never_joins_is_forgotten_too_until_it_lives() -> None:
+    table = Membership(Member(0, 1, 7), num_workers=2)
+    table.merge(Member(5, 0, 5, Status.JOINING))
+    table.forget(0.0, 60.0)
+    table.forget(60.0, 60.0)
+    assert table.get(5) is None
+    table.merge(Member(5, 0, 5, Status.ALIVE))
+    table.forget(200.0, 60.0)
+    assert table.live() == (0, 5)
+
+
+def test_news_comes_in_parts() -> None:
+    table = view()
+    table.merge_all(Member(rank, 0, rank) for rank in (9, 5, 3, 7))
+    told, version = table.news(0, 2)
+    assert [member.rank for member in told] == [0, 9]
+    told, version = table.news(version, 2)
+    assert [member.rank for member in told] == [3, 5]
+    told, version = table.news(version, 2)
+    assert [member.rank for member in told] == [7]
+    assert table.news(version, 2) == ((), version)
+
+
+def test_news_is_what_changed_since() -> None:
+    table = view()
+    everything, version = table.news()
+    assert everything == (table.own,)
+    assert table.news(version) == ((), version)
+    table.merge(Member(3, 1, 1))
+    table.merge(Member(2, 1, 1))
+    changed, newer = table.news(version)
+    assert [member.rank for member in changed] == [2, 3]
+    assert newer > version
+    assert not table.merge(Member(3, 1, 1))
+    assert table.news(newer) == ((), newer)
+
+
+def test_live_ranks() -> None:
+    table = view(rank=2)
+    table.merge(Member(0, 1, 1, Status.DEAD))
+    table.merge(Member(1, 1, 1, Status.DONE))
+    table.merge(Member(5, 1, 1, Status.LEFT))
+    assert table.live() == (1, 2)
+    assert table.declare_dead(1)
+    assert table.live() == (2,)
+    assert not table.declare_dead(5), "who has left did not fail"
+    assert not table.declare_dead(9), "nothing is known of 9"
+    table.set_status(Status.LEFT)
+    assert table.live() == ()
+
+
+def test_a_joiner_is_known_but_does_not_take_part_before_it_lives() -> None:
+    table = view()
+    table.merge(Member(1, 0, 5, Status.ALIVE))
+    table.merge(Member(1, 1, 6, Status.JOINING))
+    assert table.live() == (0,), "the new life has begun, so the old one is over"
+    assert not record(table, 1).is_over
+    assert table.merge(Member(1, 1, 6, Status.ALIVE))
+    assert table.live() == (0, 1)
+    table.merge(Member(2, 0, 7, Status.JOINING))
+    assert table.declare_dead(2), "its address refuses connections"
+
+
+def test_mistakes_are_refused() -> None:
+    table = view()
+    with pytest.raises(ValueError, match="worker 0 cannot declare itself dead"):
+        table.declare_dead(0)
+    table.set_status(Status.LEFT)
+    assert not table.set_status(Status.DONE), "a status only rises"
+    assert table.own.status is Status.LEFT
+
+
+def test_who_has_left_does_not_come_back() -> None:
+    table = view()
+    table.set_status(Status.LEFT)
+    table.merge(Member(0, 1, 7, Status.DEAD, "127.0.0.1", 4000))
+    assert record(table, 0).status is Status.DEAD
+    assert table.own.incarnation == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [0, 1, 2, 5, "h", 1],
+        [0, 1, 2, 0, "h", 70000],
+        [-1, 1, 2, 0, "h", 1],
+        [MAX_RANK + 1, 1, 2, 0, "h", 1],
+        [0, MAX_INCARNATION + 1, 2, 0, "h", 1],
+        [0, 1, 2**63, 0, "h", 1],
+        [0, 1, 2, 0, "h" * 256, 1],
+        [0, 1, 2, 0, "h", 1, 2],
+        [0, 1, 2, 0, "h", 1, "h", 70000],
+        [0, 1, 2, 0, "h", 1, "h" * 256, 1],
+        [0, 1, 2, 0, "h", 1, "h", 1, "more"],
+    ],
+)
+def test_ill_typed_members_do_not_decode(fields: list[object]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Member)
+
+
+def test_a_member_survives_the_wire() -> None:
+    member = Member(MAX_RANK, MAX_INCARNATION, 2**63 - 1, Status.DONE, "::1", 65535, "::", 9400)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(member), type=Member) == member
+
+
+# --- progress ------------------------------------------------------------------------------
+
+
+def test_totals_are_over_all_processes_of_all_workers() -> None:
+    progress = Progress(0, 11)
+    progress.add(samples=32)
+    progress.add(samples=32, steps=2)
+    progress.merge_all([ProgressEntry(1, 5, 10, 1), ProgressEntry(1, 6, 20, 2)])
+    assert (progress.total_samples, progress.total_steps) == (94, 6)
+    assert progress.by_rank() == {0: (64, 3), 1: (30, 3)}
+    assert progress.others_samples == 30
+
+
+def test_an_older_entry_changes_nothing() -> None:
+    progress = Progress(0, 11)
+    assert progress.merge_all([ProgressEntry(1, 5, samples=10, steps=4)])
+    version = progress.version
+    assert not progress.merge_all([ProgressEntry(1, 5, samples=9, steps=3)])
+    assert progress.version == version
+    assert progress.total_samples == 10
+
+
+def test_of_its_own_process_a_worker_believes_nobody() -> None:
+    progress = Progress(0, 11)
+    progress.add(5)
+    assert not progress.merge_all([ProgressEntry(0, 11, 2**53, 2**53)])
+    assert progress.total_samples == 5
+
+
+def test_news_of_progress_is_what_changed_since_in_parts() -> None:
+    progress = Progress(0, 11)
+    progress.add(samples=1)
+    entries, version = progress.news()
+    assert entries == (ProgressEntry(0, 11, 1, 1),)
+    assert progress.news(version) == ((), version)
+    progress.add(samples=1)
+    assert progress.news(version)[0] == (ProgressEntry(0, 11, 2, 2),)
+    progress.merge_all(ProgressEntry(rank, 1, 1, 1) for rank in (3, 2, 1))
+    heard: list[ProgressEntry] = []
+    version = 0
+    while (part := progress.news(version, 2))[0]:
+        assert len(part[0]) <= 2
+        heard += part[0]
+        version = part[1]
+    assert sorted(heard) == list(progress.news()[0])
+
+
+def test_progress_cannot_be_taken_back() -> None:
+    with pytest.raises(ValueError, match="samples=-1"):
+        Progress(0, 11).add(samples=-1)
+
+
+def test_when_a_rank_stepped_last() -> None:
+    progress = Progress(0, 11)
+    assert progress.stepped_at(1) is None
+    progress.merge_all([ProgressEntry(1, 5, 10, 1)], 3.0)
+    progress.merge_all([ProgressEntry(1, 5, 11, 1)], 4.0)
+    assert progress.stepped_at(1) == 3.0
+    progress.add(1, now=5.0)
+    assert progress.stepped_at(0) == 5.0
+
+
+# --- joining -------------------------------------------------------------------------------
+
+KNOWN = [
+    Member(0, 2, 7, Status.DEAD),
+    Member(1, 0, 8, Status.ALIVE),
+    Member(5, 1, 3, Status.JOINING),
+]
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"), [(0, (0, 3)), (1, (1, 1)), (2, (2, 0)), (5, (5, 2)), (None, (6, 0))]
+)
+def test_the_next_life(rank: int | None, expected: tuple[int, int]) -> None:
+    assert first_incarnation(KNOWN, rank) == expected
+
+
+@pytest.mark.parametrize(
+    ("members", "rank", "match"),
+    [
+        ([], None, "ask a live worker"),
+        (KNOWN, -1, "rank -1"),
+        ([Member(MAX_RANK, 0, 1)], None, "give another"),
+        ([Member(1, MAX_INCARNATION, 1)], 1, "all its"),
+    ],
+)
+def test_what_cannot_join(members: list[Member], rank: int | None, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        first_incarnation(members, rank)
