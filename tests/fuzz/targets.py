@@ -280,7 +280,7 @@ def control_message_seeds() -> list[bytes]:
         consolidation.BeginEpoch(epoch, ((0, 100), (2, 102)), average),
         consolidation.NewerEpoch(epoch),
         consolidation.Held(epoch, average),
-        consolidation.Mute(epoch, 2),
+        consolidation.Accuse(epoch, 2, is_heard=True),
         consolidation.PullPartials(epoch, 0, 2),
         consolidation.PullResults(epoch, 0),
         consolidation.Distance(epoch, 0.5),

@@ -15,6 +15,15 @@ that is behind. Everything asked for is asked for again when the link it was ask
 every message may arrive twice. Once views agree, one worker leads, it hears of every higher
 epoch, goes above it, and all follow; so all ends once failures cease.
 
+**Who stalls.** A live worker may be done, beat, and bring consolidation no further. Only progress
+of an epoch counts: its next chunk, distance or acknowledgement. A member tells the leader of a
+child that made none for three time-outs. The leader then begins anew with both of them as leaves:
+it may be the child, the one who accuses it, or the link between them. A suspect leaf that stalls
+again is *left out*: the epochs that follow are without it. A leader under whom nothing has landed
+for ten time-outs is passed over: left out by whoever waits for it, so that the next lowest leads.
+One that is slow and gets on is waited for, since each chunk begins its deadline anew. A worker
+that was left out by mistake consolidates by itself once the others have left.
+
 **One result only.** A new epoch does not always compute a new mean. A member that holds every
 chunk of a result refuses to join an epoch that would replace it (``Held``), and the leader begins
 anew with that result, fetched from the member. Between two such results a committed one survives,
@@ -30,10 +39,10 @@ epoch after e with no process of e in it, since up to then all of them refuse; o
 committed by workers of whom none was in e, since e computes only if none of its members holds a
 result. Either way by workers who were not members of e though they were live at the time.
 
-So while only dead workers are declared dead, all live workers commit the same bits: every live
-worker is a member of every epoch, and the one that first commits is a member of all that follow
-for as long as it lives. Nobody leaves before all live workers have committed, so what died with
-a worker that alone had committed was never seen by its user.
+So while only dead workers are declared dead, and nobody is left out, all live workers commit the
+same bits: every live worker is a member of every epoch, and the one that first commits is a member
+of all that follow for as long as it lives. Nobody leaves before all live workers have committed, so
+what died with a worker that alone had committed was never seen by its user.
 
 *Where it ends.* A worker declared dead by mistake is covered as well once it holds the result of
 the others or they hold its own. But two groups that each declare the other dead before they hold
@@ -46,9 +55,10 @@ distance is over the survivors, who can still compare.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from random import Random
 from typing import TypeAlias
 
 import msgspec
@@ -66,6 +76,7 @@ from gossipdp.protocol.actions import (
 )
 from gossipdp.protocol.members import MAX_LEAP, Member, Status
 from gossipdp.protocol.messages import (
+    Accuse,
     Average,
     BeginEpoch,
     CommitEpoch,
@@ -74,7 +85,6 @@ from gossipdp.protocol.messages import (
     Distance,
     Epoch,
     Held,
-    Mute,
     NewerEpoch,
     Process,
     ProtocolError,
@@ -86,36 +96,53 @@ from gossipdp.protocol.messages import (
 ConsolidationAction: TypeAlias = Send[ConsolidationMessage] | DataAction
 Actions: TypeAlias = list[ConsolidationAction]
 
+TICKS_PER_TIMEOUT = 4
+"""How often :meth:`Consolidation.tick` is called. The next five are in ticks."""
+REPEAT_AFTER = 4
+ACCUSE_AFTER = 12
+GIVE_UP_AFTER = 14
+"""Of a leader: once the accusations of its members, whose waits began before its own, are here."""
+FRESH_FOR = 6
+"""An accusation is said again before."""
+PASS_OVER_AFTER = 40
+"""More than a leader needs to give up twice: for one worker that stalls, that is enough."""
+MAX_ACCUSED = 4
+"""Epochs that a worker may have a part in stalling before it is left out, whatever excuses it."""
+MAX_RESTARTS = 16
+"""Epochs that are begun anew on the word of one worker."""
+MAX_REWINDS = 8
 MAX_ACKNOWLEDGED = 16
 """Epochs of which a RELEASE may still come; of those before them the leader begins anew."""
-PATIENCE, LONGEST_PATIENCE = 4, 64
-"""Calls of :meth:`Consolidation.repeat` in vain; in each later epoch twice as many."""
-NUM_TREES = 32
-MAX_MUTE = 1024
 
 
 def tree(begin: BeginEpoch) -> dict[int, int | None]:
     """Parent of each member of an epoch, in the order of its tree; None for the leader.
 
-    In the first epoch the binary heap over the sorted members. Each later one has a binary tree of
-    its own, which follows from its number, so that no two members are neighbours in all of them.
+    The binary heap over the members in their order. Where some of them are suspect the leader has
+    one child, with the heap below it, so that there is a way round any bad link.
 
     Example:
         >>> tree(BeginEpoch(Epoch(1, 0, 0), tuple((rank, 0) for rank in range(4)), None))
         {0: None, 1: 0, 2: 0, 3: 1}
     """
-    number = begin.epoch.number
-    leader, *others = (rank for rank, _ in begin.members)
-    parents: dict[int, int | None] = {leader: None}
-    if number == 1:
-        ranks = [leader, *others]
-        return parents | {rank: ranks[i // 2] for i, rank in enumerate(others)}
-    random = Random(number).random  # the same numbers in every version of Python
-    free = [leader, leader]  # places under members that are in the tree
-    for rank in sorted(others, key=lambda rank: random()):
-        parents[rank] = free.pop(int(random() * len(free)))
-        free += [rank, rank]
-    return parents
+    ranks = [rank for rank, _ in begin.members]
+    parents: dict[int, int | None] = {ranks[0]: None}
+    if begin.has_suspects and len(ranks) > 1:
+        leader = ranks.pop(0)
+        parents[ranks[0]] = leader
+    return parents | {rank: ranks[i // 2] for i, rank in enumerate(ranks[1:])}
+
+
+@dataclass
+class _Child:
+    """What a member of an epoch has from one of its children in the tree."""
+
+    landed: int = 0
+    """Chunks of its partial sums that have been added."""
+    distance: float | None = None
+    has_committed: bool = False
+    quiet_ticks: int = 0
+    """How long something has been awaited from it since it last got on."""
 
 
 @dataclass
@@ -126,20 +153,21 @@ class _Attempt:
     average: Average
     """What this epoch spreads; in an epoch that computes, what it will be."""
     parent: int | None
-    children: tuple[int, ...]
+    children: dict[int, _Child]
     source: int | None
     """Who sends the results; None where they are computed or held."""
     is_refused: bool = False
-    landed: dict[int, int] = field(default_factory=dict)
-    """How many chunks of each child's partial sums have been added."""
     next_partial: int | None = None
     """The next chunk to send to the parent; None until it asked on this link."""
     stop_partial: int = 0
-    distances: dict[int, float] = field(default_factory=dict)
+    results_told: int = 0
+    """How many chunks of the result the source knows to be here."""
     distance_sent: float | None = None
     is_committed: bool = False
-    acknowledged: set[int] = field(default_factory=set)
     is_acknowledged: bool = False
+    source_quiet_ticks: int = 0
+    accused: dict[tuple[int, int], tuple[int, bool]] = field(default_factory=dict)
+    """At the leader, by parent and child: the tick of the last accusation, and if it is heard."""
 
     @property
     def epoch(self) -> Epoch:
@@ -148,6 +176,16 @@ class _Attempt:
     @property
     def computes(self) -> bool:
         return self.begin.average is None
+
+
+@dataclass
+class _Pull:
+    """What a peer has asked for of the result."""
+
+    start: int
+    """The first chunk that it lacks, as it said last."""
+    next: int
+    num_rewinds: int = 0
 
 
 class Consolidation:
@@ -162,6 +200,10 @@ class Consolidation:
     Every input returns the actions to perform, in order. Control messages may go to any rank: the
     driver dials where there is no link, and reports a refused dial through membership. It
     reports a lost link before anything that arrives on a new one.
+
+    Attributes:
+        waits_for_all: whether nothing is averaged before all live workers are done.
+        wait_ticks: how long all wait for those that are not.
     """
 
     def __init__(
@@ -173,7 +215,8 @@ class Consolidation:
         self.total_chunks = num_chunks + num_copied_chunks
         self.is_finished = False
         self.waits_for_all = True
-        """Whether nothing is averaged before all live workers are done."""
+        self.wait_ticks = math.inf
+        self._actions: Actions = []
         self._view: dict[int, Member] = {}
         self._attempt: _Attempt | None = None
         self._highest: Epoch | None = None
@@ -185,11 +228,17 @@ class Consolidation:
         self._committed: Epoch | None = None
         self._squared_distance: float | None = None
         self._is_measuring = False
-        self._mute: set[tuple[int | None, int | None]] = set()  # edges of trees
-        self._num_vain = 0
-        self._patience = PATIENCE
-        self._pulled: dict[int, int] = {}  # peer -> next chunk of the result to send to it
+        self._pulled: dict[int, _Pull] = {}
         self._acknowledged: dict[Epoch, BeginEpoch] = {}
+        # Who stalls.
+        self._ticks = 0
+        self._vain_ticks = 0  # since anything landed here
+        self._left_out: set[Process] = set()
+        self._num_given_up = 0
+        self._suspicion: Counter[int] = Counter()
+        self._restarts: Counter[int] = Counter()
+        self._most_gained: Counter[int] = Counter()  # in any epoch of a leader
+        self._idle_ticks: Counter[int] = Counter()  # of a leader, since there was more than that
 
     # --- inputs ----------------------------------------------------------------------------
 
@@ -205,7 +254,7 @@ class Consolidation:
     def review(self, members: Iterable[Member]) -> Actions:
         """The membership view changed, be it that this worker itself is done now."""
         self._view = {member.rank: member for member in members}
-        return self._settle([])
+        return self._settle()
 
     def receive(self, peer: int, message: ConsolidationMessage) -> Actions:
         """A message arrived from ``peer``.
@@ -213,32 +262,33 @@ class Consolidation:
         Raises:
             ProtocolError: it breaks the rules.
         """
-        actions: Actions = []
+        if self._is_left_out(peer):
+            return []
         if isinstance(message, BeginEpoch | NewerEpoch):
             known = 0 if self._highest is None else self._highest.number
             if message.epoch.number > known + MAX_LEAP:
                 raise ProtocolError(f"epoch {message.epoch.number} follows none, after {known}")
-            self._hear_of(message.epoch)
+            if self._hear_of(message.epoch):
+                self._note_restart(peer)
         if self._is_taking_part:
+            attempt = self._attempt
             match message:
                 case BeginEpoch():
-                    self._join(message, None, actions)
+                    if tree(message).get(self.rank) == peer:
+                        self._join(message, None)
                 case NewerEpoch():
                     pass
                 case PullResults(origin=origin, start=start):
                     if origin == self._origin:
-                        self._pulled[peer] = start
+                        self._pulled_by(peer, start)
                 case Release():
-                    self._take_release(message.epoch, actions)
-                case _:
-                    attempt = self._attempt
-                    if attempt is not None and attempt.epoch == message.epoch:
-                        self._receive_in_epoch(attempt, peer, message, actions)
-        return self._settle(actions)
+                    self._take_release(message.epoch)
+                case _ if attempt is not None and attempt.epoch == message.epoch:
+                    self._receive_in_epoch(attempt, peer, message)
+        return self._settle()
 
     def link_lost(self, peer: int) -> Actions:
         """The link to ``peer`` is gone, and what was on its way: ask and say again."""
-        actions: Actions = []
         self._pulled.pop(peer, None)
         if self._told is not None and self._told[0][0] == peer:
             self._told = None
@@ -246,35 +296,32 @@ class Consolidation:
         if self._is_taking_part and attempt is not None:
             if peer == attempt.parent:
                 attempt.next_partial = None  # what was under way to it is lost
-            self._repeat(attempt, peer, actions)
-        return self._settle(actions)
+            self._repeat(attempt, peer)
+        return self._settle()
 
-    def repeat(self) -> Actions:
-        """Nothing has come for long: ask everybody and say everything again.
+    def tick(self, heard: Collection[int]) -> Actions:
+        """A quarter of the time-out has passed; ``heard``: the peers whose links show life.
 
-        Every message may be repeated: who has heard it does nothing, or sends a chunk that is
-        dropped where it is not the next one. A member that has called often enough in vain tells
-        the leader from which child nothing came. Then the leader begins anew, with a tree without
-        that edge: there may be no way between the two.
+        Where nothing has come for long everything is asked for and said again. Every message may
+        be repeated: who has heard it does nothing, or sends a chunk that is dropped where it is
+        not the next one.
         """
-        actions: Actions = []
-        attempt = self._attempt
-        self._num_vain += 1
-        if self._is_taking_part and attempt is not None:
-            if self._num_vain >= self._patience and attempt.computes:
-                for child, landed in attempt.landed.items():
-                    if landed == 0 < self._granted(attempt, child):
-                        self._note_mute(attempt, child, actions)
-            begin, is_patient = attempt.begin, 2 * self._num_vain < self._patience
-            is_leader = begin.epoch.leader == self.rank
-            if is_leader and not is_patient and self._num_mute_edges(tree(begin)):
-                self._begin(begin.members, actions)
-                return self._settle(actions)
-            peers = {*attempt.children, attempt.parent, attempt.source, attempt.epoch.leader}
-            for peer in sorted(peers - {None, self.rank}, key=str):
-                assert peer is not None
-                self._repeat(attempt, peer, actions)
-        return self._settle(actions)
+        self._ticks += 1
+        self._vain_ticks += 1
+        if self._is_taking_part:
+            self._watch_leader()
+            attempt = self._attempt
+            if attempt is not None:
+                if not attempt.is_refused:
+                    if attempt.results_told < self._num_results:
+                        self._pull_results(attempt)
+                    self._watch_below(attempt, heard)
+                if attempt is self._attempt and self._vain_ticks % REPEAT_AFTER == 0:
+                    others = {attempt.parent, attempt.source, attempt.epoch.leader}
+                    for peer in sorted({*attempt.children, *others} - {None, self.rank}, key=str):
+                        assert peer is not None
+                        self._repeat(attempt, peer)
+        return self._settle()
 
     def accepts_partial(self, peer: int, epoch: Epoch, chunk: int) -> bool:
         """Whether this Partial frame is the next one expected from ``peer``.
@@ -285,18 +332,20 @@ class Consolidation:
         attempt = self._attempt
         if attempt is None or attempt.epoch != epoch or not attempt.computes:
             return False
-        return attempt.landed.get(peer) == chunk < self._granted(attempt, peer)
+        child = attempt.children.get(peer)
+        return child is not None and child.landed == chunk < self._granted(attempt, peer)
 
     def partial_landed(self, peer: int, epoch: Epoch, chunk: int) -> Actions:
         """An accepted partial sum was added to the chunk's sum here."""
-        actions: Actions = []
         attempt = self._attempt
         if attempt is not None and self.accepts_partial(peer, epoch, chunk):
-            attempt.landed[peer] += 1
-            self._num_vain = 0
-            if len(attempt.children) == 2 and peer == attempt.children[0]:
-                self._pull_partials(attempt, attempt.children[1], actions)
-        return self._settle(actions)
+            child = attempt.children[peer]
+            child.landed += 1
+            child.quiet_ticks = self._vain_ticks = 0
+            left, *right = attempt.children
+            if right and peer == left:
+                self._pull_partials(attempt, right[0])
+        return self._settle()
 
     def accepts_result(self, peer: int, origin: Epoch, chunk: int) -> bool:
         """Whether this Result frame is the next one expected from ``peer``."""
@@ -310,16 +359,17 @@ class Consolidation:
 
     def result_landed(self, peer: int, origin: Epoch, chunk: int) -> Actions:
         """An accepted chunk of the result is here."""
-        if self.accepts_result(peer, origin, chunk):
+        attempt = self._attempt
+        if attempt is not None and self.accepts_result(peer, origin, chunk):
             self._num_results += 1
-            self._num_vain = 0
-        return self._settle([])
+            attempt.source_quiet_ticks = self._vain_ticks = 0
+        return self._settle()
 
     def distance_measured(self, origin: Epoch, squared_distance: float) -> Actions:
         """The answer to :class:`MeasureDistance`."""
         if origin == self._origin and self._is_measuring:
             self._squared_distance = squared_distance
-        return self._settle([])
+        return self._settle()
 
     # --- who leads -------------------------------------------------------------------------
 
@@ -334,22 +384,25 @@ class Consolidation:
         )
 
     def _done(self) -> tuple[Process, ...]:
-        return tuple(
-            (member.rank, member.process_id)
-            for member in sorted(self._view.values(), key=lambda member: member.rank)
-            if member.status is Status.DONE
-        )
+        """Who is to be averaged, the one who leads first."""
+        done = ((rank, self._view[rank].process_id) for rank in sorted(self._view)
+                if self._view[rank].status is Status.DONE)  # fmt: skip
+        return tuple(process for process in done if process not in self._left_out)
 
-    def _settle(self, actions: Actions) -> Actions:
+    def _settle(self) -> Actions:
         """What every input ends with: lead if it is ours to lead, then do what has become due."""
         if self._is_taking_part:
-            self._lead(actions)
+            self._lead()
             if self._attempt is not None and not self._attempt.is_refused:
-                self._advance(self._attempt, actions)
-            self._send_results(actions)
+                self._advance(self._attempt)
+            self._send_results()
+        actions, self._actions = self._actions, []
         return actions
 
-    def _lead(self, actions: Actions) -> None:
+    def _say(self, peer: int, message: ConsolidationMessage) -> None:
+        self._actions.append(Send(peer, message))
+
+    def _lead(self) -> None:
         if self._held is None and self.waits_for_all and self.missing():
             return  # a mean is computed over all; a result at hand waits for nobody
         members, attempt = self._done(), self._attempt
@@ -357,29 +410,22 @@ class Consolidation:
         if lowest[0] == self.rank:
             if (
                 attempt is None
-                or attempt.begin.members != members
+                or set(attempt.begin.members) != set(members)
                 or attempt.epoch != self._highest
                 or self._found is not None
             ):
-                self._begin(members, actions)
+                self._begin(members)
         elif (
             attempt is not None
             and attempt.epoch.leader != lowest[0]
             and self._told != (lowest, attempt.epoch)
         ):
             self._told = (lowest, attempt.epoch)
-            actions.append(Send(lowest[0], NewerEpoch(attempt.epoch)))
+            self._say(lowest[0], NewerEpoch(attempt.epoch))
 
-    def _begin(self, members: tuple[Process, ...], actions: Actions) -> None:
-        """Lead a new epoch; its tree has as few as can be of the edges on which nothing came."""
+    def _begin(self, members: tuple[Process, ...]) -> None:
+        """Lead a new epoch; whoever is suspect comes last, to be a leaf of its tree."""
         number = 1 if self._highest is None else self._highest.number + 1
-        if self._mute:
-            begins = (
-                BeginEpoch(Epoch(later, self.rank, 0), members, None)
-                for later in range(number, number + NUM_TREES)
-            )
-            best = min(begins, key=lambda begin: self._num_mute_edges(tree(begin)))
-            number = best.epoch.number
         epoch = Epoch(number, self.rank, self.process_id % 2**32)
         average, source = self._held, None
         if self._found is not None:
@@ -388,49 +434,54 @@ class Consolidation:
             if is_greater and holder in (rank for rank, _ in members):
                 average, source = found, holder
         self._found = None
-        self._join(BeginEpoch(epoch, members, average), source, actions)
+        own, *others = members
+        others.sort(key=lambda process: (self._suspicion[process[0]], process))
+        begin = BeginEpoch(
+            epoch,
+            (own, *others),
+            average,
+            has_suspects=any(self._suspicion[rank] for rank, _ in others),
+            left_out=tuple(sorted(self._left_out)),
+        )
+        self._join(begin, source)
 
-    def _num_mute_edges(self, parents: Mapping[int, int | None]) -> int:
-        return sum(not self._mute.isdisjoint((edge, edge[::-1])) for edge in parents.items())
-
-    def _hear_of(self, epoch: Epoch) -> None:
-        if self._highest is None or epoch.order > self._highest.order:
+    def _hear_of(self, epoch: Epoch) -> bool:
+        """Return whether ``epoch`` is higher than all others."""
+        is_higher = self._highest is None or epoch.order > self._highest.order
+        if is_higher:
             self._highest = epoch
+        return is_higher
 
     # --- joining an epoch ------------------------------------------------------------------
 
-    def _join(self, begin: BeginEpoch, source: int | None, actions: Actions) -> None:
+    def _join(self, begin: BeginEpoch, source: int | None) -> None:
         epoch = begin.epoch
-        own = (self.rank, self.process_id)
-        if own not in begin.members:
+        if (self.rank, self.process_id) not in begin.members or begin.members[0] in self._left_out:
             return
         current = self._attempt.epoch if self._attempt is not None else None
         if current is not None and epoch.order <= current.order:
             if epoch != current:
-                actions.append(Send(epoch.leader, NewerEpoch(current)))
+                self._say(epoch.leader, NewerEpoch(current))
             return
         self._hear_of(epoch)
         self._found = None
-        self._num_vain = 0
-        if current is not None:
-            self._patience = min(2 * self._patience, LONGEST_PATIENCE)
+        self._vain_ticks = 0
         average = begin.average or Average(epoch, len(begin.members), None)
         parents = tree(begin)
         parent = parents[self.rank]
-        children = tuple(rank for rank, above in parents.items() if above == self.rank)
+        children = {rank: _Child() for rank, above in parents.items() if above == self.rank}
         attempt = _Attempt(begin, average, parent, children, source if parent is None else parent)
-        attempt.landed = dict.fromkeys(children, 0)
         self._attempt = attempt
         if self.refuses(begin):
             attempt.is_refused = True
-            self._say_held(attempt, actions)
+            self._say_held(attempt)
             return
         if self._origin != average.origin:
-            self._start_buffer(average.origin, actions)
+            self._start_buffer(average.origin)
         for child in children:
-            actions.append(Send(child, begin))
-            self._pull_partials(attempt, child, actions)
-        self._pull_results(attempt, actions)
+            self._say(child, begin)
+            self._pull_partials(attempt, child)
+        self._pull_results(attempt)
 
     def refuses(self, begin: BeginEpoch) -> bool:
         """Whether this worker holds a result that the epoch would replace."""
@@ -443,63 +494,158 @@ class Consolidation:
             return held.is_committed and not average.is_committed
         return held.order > average.order
 
-    def _start_buffer(self, origin: Epoch, actions: Actions) -> None:
+    def _start_buffer(self, origin: Epoch) -> None:
         self._origin = origin
         self._num_results = 0
         self._held = None
         self._squared_distance = None
         self._is_measuring = False
         self._pulled.clear()
-        actions.append(Prepare())
+        self._actions.append(Prepare())
 
     # --- asking, and asking again ----------------------------------------------------------
 
-    def _note_mute(self, attempt: _Attempt, child: int, actions: Actions) -> None:
-        if attempt.epoch.leader == self.rank:
-            self._mute.add((self.rank, child))
-        else:
-            actions.append(Send(attempt.epoch.leader, Mute(attempt.epoch, child)))
-
-    def _say_held(self, attempt: _Attempt, actions: Actions) -> None:
+    def _say_held(self, attempt: _Attempt) -> None:
         assert self._held is not None
-        actions.append(Send(attempt.epoch.leader, Held(attempt.epoch, self._held)))
+        self._say(attempt.epoch.leader, Held(attempt.epoch, self._held))
 
     def _granted(self, attempt: _Attempt, child: int) -> int:
         """How many chunks this child may send: a right one as many as the left one has sent."""
-        left = attempt.children[0]
-        return self.num_chunks if child == left else attempt.landed[left]
+        left = next(iter(attempt.children))
+        return self.num_chunks if child == left else attempt.children[left].landed
 
-    def _pull_partials(self, attempt: _Attempt, child: int, actions: Actions) -> None:
-        start, stop = attempt.landed[child], self._granted(attempt, child)
+    def _pull_partials(self, attempt: _Attempt, child: int) -> None:
+        start, stop = attempt.children[child].landed, self._granted(attempt, child)
         if attempt.computes and start < stop:
-            actions.append(Send(child, PullPartials(attempt.epoch, start, stop)))
+            self._say(child, PullPartials(attempt.epoch, start, stop))
 
-    def _pull_results(self, attempt: _Attempt, actions: Actions) -> None:
+    def _pull_results(self, attempt: _Attempt) -> None:
+        attempt.results_told = self._num_results
         if attempt.source is not None and self._num_results < self.total_chunks:
-            pull = PullResults(attempt.average.origin, self._num_results)
-            actions.append(Send(attempt.source, pull))
+            self._say(attempt.source, PullResults(attempt.average.origin, self._num_results))
 
-    def _repeat(self, attempt: _Attempt, peer: int, actions: Actions) -> None:
+    def _pulled_by(self, peer: int, start: int) -> None:
+        """``peer`` lacks the chunks from ``start`` on: send them, unless they are on their way.
+
+        They are if more has arrived there than when it asked last. Else it asks in vain, but
+        every time anew would fill the queue to one that reads nothing.
+        """
+        pull = self._pulled.setdefault(peer, _Pull(start, start))
+        attempt = self._attempt
+        if attempt is not None and peer in attempt.children and start > pull.start:
+            attempt.children[peer].quiet_ticks = 0
+        if start > pull.start:
+            pull.start, pull.next = start, max(start, pull.next)
+        elif start < pull.next and pull.num_rewinds < MAX_REWINDS:
+            pull.start = pull.next = start
+            pull.num_rewinds += 1
+
+    def _repeat(self, attempt: _Attempt, peer: int) -> None:
         """Say to ``peer`` again all that it may have missed."""
         if attempt.is_refused:
             if peer == attempt.epoch.leader:
-                self._say_held(attempt, actions)
+                self._say_held(attempt)
             return
         if peer in attempt.children:
-            actions.append(Send(peer, attempt.begin))
-            self._pull_partials(attempt, peer, actions)
+            self._say(peer, attempt.begin)
+            self._pull_partials(attempt, peer)
             if attempt.is_committed:
                 assert self._held is not None
                 assert self._held.consensus_distance is not None
-                commit = CommitEpoch(attempt.epoch, self._held.consensus_distance)
-                actions.append(Send(peer, commit))
+                self._say(peer, CommitEpoch(attempt.epoch, self._held.consensus_distance))
         if peer == attempt.source:
-            self._pull_results(attempt, actions)
+            self._pull_results(attempt)
         if peer == attempt.parent:
             if attempt.distance_sent is not None:
-                actions.append(Send(peer, Distance(attempt.epoch, attempt.distance_sent)))
+                self._say(peer, Distance(attempt.epoch, attempt.distance_sent))
             if attempt.is_acknowledged:
-                actions.append(Send(peer, Committed(attempt.epoch)))
+                self._say(peer, Committed(attempt.epoch))
+
+    # --- who stalls ------------------------------------------------------------------------
+
+    def _is_left_out(self, rank: int) -> bool:
+        member = self._view.get(rank)
+        return member is not None and (rank, member.process_id) in self._left_out
+
+    def _leave_out(self, rank: int) -> None:
+        if rank in self._view and rank != self.rank:
+            self._left_out.add((rank, self._view[rank].process_id))
+
+    def _note_restart(self, peer: int) -> None:
+        """What ``peer`` said has this leader begin anew."""
+        if self._attempt is not None and self._attempt.parent is None:
+            self._restarts[peer] += 1
+            if self._restarts[peer] > MAX_RESTARTS:
+                self._leave_out(peer)
+
+    def _watch_leader(self) -> None:
+        """Pass over a leader whose epochs bring this member no further than earlier ones did."""
+        (leader, _), attempt = self._done()[0], self._attempt
+        if leader == self.rank:
+            return
+        gained, patience = 0, float(PASS_OVER_AFTER)
+        if attempt is not None and attempt.epoch.leader == leader:
+            # Chunks alone: anything else is said in no time.
+            gained = self._num_results + sum(child.landed for child in attempt.children.values())
+        elif self.missing():
+            patience += self.wait_ticks  # its wait for them began when it was done itself
+        self._idle_ticks[leader] += 1
+        if gained > self._most_gained[leader]:
+            self._most_gained[leader], self._idle_ticks[leader] = gained, 0
+        if self._idle_ticks[leader] >= patience:
+            self._leave_out(leader)
+
+    def _watch_below(self, attempt: _Attempt, heard: Collection[int]) -> None:
+        """Count how long children are waited for; accuse them, or as the leader give up."""
+        quietest = 0
+        for rank, child in attempt.children.items():
+            is_awaited = (
+                not child.has_committed
+                if attempt.is_committed
+                else child.distance is None
+                if self._held is not None
+                else attempt.computes and child.landed < self._granted(attempt, rank)
+            )
+            child.quiet_ticks = child.quiet_ticks + 1 if is_awaited else 0
+            quietest = max(quietest, child.quiet_ticks)
+            if child.quiet_ticks >= ACCUSE_AFTER and child.quiet_ticks % REPEAT_AFTER == 0:
+                if attempt.parent is None:
+                    attempt.accused[self.rank, rank] = self._ticks, rank in heard
+                else:
+                    self._say(attempt.epoch.leader, Accuse(attempt.epoch, rank, rank in heard))
+        if attempt.parent is not None:
+            return
+        if attempt.source is not None and self._num_results < self.total_chunks:
+            attempt.source_quiet_ticks += 1
+            if attempt.source_quiet_ticks >= GIVE_UP_AFTER:
+                self._leave_out(attempt.source)
+        if quietest >= GIVE_UP_AFTER << min(5, max(0, self._num_given_up - 1)):
+            self._give_up(attempt)
+
+    def _give_up(self, attempt: _Attempt) -> None:
+        """Begin anew, with those that may be to blame as leaves, or without them.
+
+        Of all who are accused those that accuse nobody themselves count: the others wait for them.
+        It may be the accuser that lies, or a bad link between the two. So both are leaves of the
+        next tree, where they have no child to accuse. A leaf waits for nobody, and has no excuse.
+        """
+        self._num_given_up += 1
+        fresh = {
+            pair: is_heard
+            for pair, (tick, is_heard) in attempt.accused.items()
+            if self._ticks - tick < FRESH_FOR
+        }
+        inner = set(tree(attempt.begin).values())
+        suspicion = Counter(self._suspicion)
+        for (parent, child), is_heard in fresh.items():
+            if any(accuser == child for accuser, _ in fresh):
+                continue
+            self._suspicion.update({parent, child} - {self.rank})
+            has_excuse = child in inner or not is_heard
+            is_certain = parent == self.rank or suspicion[child] > 0
+            if (is_certain and not has_excuse) or self._suspicion[child] >= MAX_ACCUSED:
+                self._leave_out(child)
+        self._begin(self._done())
 
     # --- within an epoch -------------------------------------------------------------------
 
@@ -507,67 +653,69 @@ class Consolidation:
         self,
         attempt: _Attempt,
         peer: int,
-        message: Held | Mute | PullPartials | Distance | CommitEpoch | Committed,
-        actions: Actions,
+        message: Held | Accuse | PullPartials | Distance | CommitEpoch | Committed,
     ) -> None:
+        child = attempt.children.get(peer)
         match message:
-            case Held(average=average) if attempt.epoch.leader == self.rank:
+            case Held(average=average) if attempt.parent is None:
                 if self._found is None or average.order > self._found[1].order:
                     self._found = (peer, average)
-            case Mute(child=child) if attempt.epoch.leader == self.rank:
-                if len(self._mute) < MAX_MUTE:
-                    self._mute.add((peer, child))
+                    self._note_restart(peer)
+            case Accuse(child=accused, is_heard=is_heard) if attempt.parent is None:
+                if tree(attempt.begin).get(accused) == peer:
+                    attempt.accused[peer, accused] = self._ticks, is_heard
             case PullPartials(start=start, stop=stop) if peer == attempt.parent:
                 if attempt.next_partial is None:
                     attempt.next_partial = start
                 attempt.stop_partial = max(attempt.stop_partial, stop)
-            case Distance(squared_distance=value) if peer in attempt.children:
-                attempt.distances[peer] = value
             case CommitEpoch(consensus_distance=value) if peer == attempt.parent:
-                self._commit(attempt, value, actions)
-            case Committed() if peer in attempt.children:
-                attempt.acknowledged.add(peer)
+                self._commit(attempt, value)
+            case Distance(squared_distance=value) if child is not None:
+                child.distance = value
+            case Committed() if child is not None:
+                child.has_committed = True
             case _:  # from someone who is not where this worker's tree has it
                 pass
 
-    def _advance(self, attempt: _Attempt, actions: Actions) -> None:
+    def _advance(self, attempt: _Attempt) -> None:
         """Do whatever has become possible in this epoch."""
         if attempt.computes:
-            self._advance_sums(attempt, actions)
+            self._advance_sums(attempt)
         if self._num_results < self.total_chunks:
             return
         if self._held is None:
             self._held = attempt.average
-        self._advance_distance(attempt, self._held, actions)
-        if attempt.is_committed and attempt.acknowledged.issuperset(attempt.children):
+        self._advance_distance(attempt, self._held)
+        if attempt.is_committed and all(each.has_committed for each in attempt.children.values()):
             if attempt.parent is None:
                 if set(self._done()) <= set(attempt.begin.members):
-                    self._release(attempt.begin, actions)
+                    self._release(attempt.begin)
             elif not attempt.is_acknowledged:
                 attempt.is_acknowledged = True
                 self._acknowledged[attempt.epoch] = attempt.begin
                 if len(self._acknowledged) > MAX_ACKNOWLEDGED:
                     del self._acknowledged[next(iter(self._acknowledged))]
-                actions.append(Send(attempt.parent, Committed(attempt.epoch)))
+                self._say(attempt.parent, Committed(attempt.epoch))
 
-    def _advance_sums(self, attempt: _Attempt, actions: Actions) -> None:
+    def _advance_sums(self, attempt: _Attempt) -> None:
         # A right child never gets ahead of a left one: the last child's count is that of sums.
-        children = attempt.children
-        num_sums = attempt.landed[children[-1]] if children else self.num_chunks
+        num_sums = min((c.landed for c in attempt.children.values()), default=self.num_chunks)
         if attempt.parent is not None:
             while attempt.next_partial is not None and attempt.next_partial < min(
                 num_sums, attempt.stop_partial
             ):
-                actions.append(SendPartial(attempt.parent, attempt.epoch, attempt.next_partial))
+                self._actions.append(
+                    SendPartial(attempt.parent, attempt.epoch, attempt.next_partial)
+                )
                 attempt.next_partial += 1
             return
         while self._num_results < num_sums:
-            actions.append(FinishChunk(self._num_results, attempt.average.num_members))
+            self._actions.append(FinishChunk(self._num_results, attempt.average.num_members))
             self._num_results += 1
         if self._num_results == self.num_chunks:  # the leader's own copied chunks are the result
             self._num_results = self.total_chunks
 
-    def _advance_distance(self, attempt: _Attempt, held: Average, actions: Actions) -> None:
+    def _advance_distance(self, attempt: _Attempt, held: Average) -> None:
         if attempt.distance_sent is not None:
             return
         distance = 0.0  # a committed result has its consensus distance already
@@ -575,31 +723,31 @@ class Consolidation:
             if self._squared_distance is None:
                 if not self._is_measuring:
                     self._is_measuring = True
-                    actions.append(MeasureDistance(held.origin))
+                    self._actions.append(MeasureDistance(held.origin))
                 return
             distance = self._squared_distance
-        if not attempt.distances.keys() >= set(attempt.children):
-            return
-        for child in attempt.children:
-            distance += attempt.distances[child]
+        for child in attempt.children.values():
+            if child.distance is None:
+                return
+            distance += child.distance
         attempt.distance_sent = distance
         if attempt.parent is not None:
-            actions.append(Send(attempt.parent, Distance(attempt.epoch, distance)))
+            self._say(attempt.parent, Distance(attempt.epoch, distance))
         elif attempt.average.consensus_distance is not None:
-            self._commit(attempt, attempt.average.consensus_distance, actions)
+            self._commit(attempt, attempt.average.consensus_distance)
         else:
-            self._commit(attempt, distance / len(attempt.begin.members), actions)
+            self._commit(attempt, distance / len(attempt.begin.members))
 
-    def _send_results(self, actions: Actions) -> None:
-        for peer, start in self._pulled.items():
+    def _send_results(self) -> None:
+        for peer, pull in self._pulled.items():
             assert self._origin is not None
-            for chunk in range(start, self._num_results):
-                actions.append(SendResult(peer, self._origin, chunk))
-            self._pulled[peer] = max(start, self._num_results)
+            for chunk in range(pull.next, self._num_results):
+                self._actions.append(SendResult(peer, self._origin, chunk))
+            pull.next = max(pull.next, self._num_results)
 
     # --- the end ---------------------------------------------------------------------------
 
-    def _commit(self, attempt: _Attempt, consensus_distance: float, actions: Actions) -> None:
+    def _commit(self, attempt: _Attempt, consensus_distance: float) -> None:
         held = self._held
         if held is None or attempt.is_committed:
             return
@@ -607,11 +755,11 @@ class Consolidation:
         self._held = msgspec.structs.replace(held, consensus_distance=consensus_distance)
         if self._committed != held.origin:
             self._committed = held.origin
-            actions.append(Commit(held.origin, consensus_distance, held.num_members))
+            self._actions.append(Commit(held.origin, consensus_distance, held.num_members))
         for child in attempt.children:
-            actions.append(Send(child, CommitEpoch(attempt.epoch, consensus_distance)))
+            self._say(child, CommitEpoch(attempt.epoch, consensus_distance))
 
-    def _take_release(self, epoch: Epoch, actions: Actions) -> None:
+    def _take_release(self, epoch: Epoch) -> None:
         """Leave, unless a worker outside the released epoch may still need the result.
 
         A RELEASE stays true in later epochs: all members of its epoch have committed.
@@ -619,12 +767,12 @@ class Consolidation:
         begin, attempt = self._acknowledged.get(epoch), self._attempt
         if begin is None or attempt is None:
             return
-        if set(begin.members).issuperset((*attempt.begin.members, *self._done())):
-            self._release(begin, actions)
+        if {*begin.members, *begin.left_out}.issuperset((*attempt.begin.members, *self._done())):
+            self._release(begin)
 
-    def _release(self, begin: BeginEpoch, actions: Actions) -> None:
+    def _release(self, begin: BeginEpoch) -> None:
         for child, above in tree(begin).items():
             if above == self.rank:
-                actions.append(Send(child, Release(begin.epoch)))
+                self._say(child, Release(begin.epoch))
         self.is_finished = True
-        actions.append(Finished())
+        self._actions.append(Finished())

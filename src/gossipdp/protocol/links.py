@@ -49,6 +49,7 @@ class Links:
         self._progress = progress
         self._timeout_s = timeout_s
         self._links: dict[int, _Link] = {}
+        self._urgent_version = 0  # of membership: to be told at once up to here
 
     def __contains__(self, peer: int) -> bool:
         return peer in self._links
@@ -132,22 +133,29 @@ class Links:
 
     # --- what is said on them --------------------------------------------------------------
 
-    def quiet_until(self, *, is_leaving: bool) -> float:
+    def say_all_at_once(self) -> None:
+        """What is news now waits for no heartbeat: this worker leaves, and closes its links next.
+
+        What comes after does wait, or those that leave would echo each other's news.
+        """
+        self._urgent_version = self._membership.version
+
+    def quiet_until(self) -> float:
         """Until when no link wants a heartbeat or is overdue or silent anew, but for news."""
         until = math.inf
         for link in self._links.values():
-            until = min(until, self._heartbeat_at(link, is_leaving))
+            until = min(until, self._heartbeat_at(link))
             if not link.is_silent:
                 share = 1.0 if link.is_overdue else OVERDUE_AFTER
                 until = min(until, link.last_heard + share * self._timeout_s)
         return until
 
-    def heartbeats(self, now: float, *, is_leaving: bool) -> list[Send[Envelope]]:
+    def heartbeats(self, now: float) -> list[Send[Envelope]]:
         """The heartbeats that are due."""
         return [
             self.wrap(peer, Heartbeat(), now)
             for peer, link in self._links.items()
-            if now >= self._heartbeat_at(link, is_leaving)
+            if now >= self._heartbeat_at(link)
         ]
 
     def wrap(self, peer: int, message: Message, now: float) -> Send[Envelope]:
@@ -162,9 +170,10 @@ class Links:
         link.last_sent = now
         return Send(peer, Envelope(message, members, progress))
 
-    def _heartbeat_at(self, link: _Link, is_leaving: bool) -> float:
+    def _heartbeat_at(self, link: _Link) -> float:
         interval = self._timeout_s / HEARTBEATS_PER_TIMEOUT
-        if link.members_told < self._membership.version:
-            # Who has finished closes its links next: that it has left must be on its way before.
-            interval = 0.0 if is_leaving else min(interval, NEWS_INTERVAL_S)
+        if link.members_told < self._urgent_version:
+            interval = 0.0
+        elif link.members_told < self._membership.version:
+            interval = min(interval, NEWS_INTERVAL_S)
         return link.last_sent + interval

@@ -255,17 +255,23 @@ class Average(_Value, frozen=True):
 
 
 class BeginEpoch(_Message, frozen=True):
-    """Down the tree: join this epoch. Spread ``average``, or where it is None compute one."""
+    """Down the tree: join this epoch. Spread ``average``, or where it is None compute one.
+
+    ``members`` are in the order of the tree, those that are suspect last; ``left_out`` are done,
+    but stalled earlier epochs: nobody waits for them.
+    """
 
     epoch: Epoch
     members: Annotated[tuple[Process, ...], Meta(max_length=2**15)]
     average: Average | None
+    has_suspects: bool = False
+    left_out: Annotated[tuple[Process, ...], Meta(max_length=2**15)] = ()
 
     def __post_init__(self) -> None:
         ranks = [rank for rank, _ in self.members]
-        if not ranks or ranks != sorted(set(ranks)) or ranks[0] != self.epoch.leader:
+        if not ranks or len(ranks) != len(set(ranks)) or ranks[0] != self.epoch.leader:
             raise ValueError(
-                "the members of an epoch are sorted, each once, its leader first: leader "
+                "the members of an epoch are named once each, its leader first: leader "
                 f"{self.epoch.leader} does not lead these {len(ranks)}"
             )
 
@@ -283,11 +289,12 @@ class Held(_Message, frozen=True):
     average: Average
 
 
-class Mute(_Message, frozen=True):
-    """To the leader of ``epoch``: of this child of mine nothing has come; plant another tree."""
+class Accuse(_Message, frozen=True):
+    """To the leader of ``epoch``: this child of mine does not get on, heard or not."""
 
     epoch: Epoch
     child: Rank
+    is_heard: bool
 
 
 class PullPartials(_Message, frozen=True):
@@ -302,7 +309,10 @@ class PullPartials(_Message, frozen=True):
 
 
 class PullResults(_Message, frozen=True):
-    """To the parent or a holder: send the chunks of this result from ``start`` to the last."""
+    """To the parent or a holder: send the chunks of this result from ``start`` to the last.
+
+    Said again with a higher ``start`` while they arrive, so that it is known that they do.
+    """
 
     origin: Epoch
     start: Counter
@@ -338,7 +348,7 @@ ConsolidationMessage: TypeAlias = (
     BeginEpoch
     | NewerEpoch
     | Held
-    | Mute
+    | Accuse
     | PullPartials
     | PullResults
     | Distance

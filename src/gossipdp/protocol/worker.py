@@ -39,7 +39,7 @@ from gossipdp.protocol.actions import (
     Unlink,
 )
 from gossipdp.protocol.clock import StepClock
-from gossipdp.protocol.consolidate import Consolidation, ConsolidationAction
+from gossipdp.protocol.consolidate import TICKS_PER_TIMEOUT, Consolidation, ConsolidationAction
 from gossipdp.protocol.links import Links
 from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Seek, Verdict
 from gossipdp.protocol.members import Member, Membership, Progress, Status
@@ -150,8 +150,7 @@ class WorkerProtocol:
         self._outdated_since = math.inf
         self._has_given_way = False
         self._reviewed: int | None = None
-        # When consolidation last got on: it does not rely on every message arriving.
-        self._averaged_at = math.inf
+        self._tick_at = -math.inf  # of consolidation
         self._waits_until = math.inf
         self._deferred: deque[tuple[int, ConsolidationMessage]] = deque(maxlen=MAX_DEFERRED)
         # When a byte of the running exchange came or left last.
@@ -219,6 +218,8 @@ class WorkerProtocol:
         self._look_at_clock(now)
         self.is_done = True
         self._waits_until = now + wait_s
+        self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
+        self.consolidation.wait_ticks = TICKS_PER_TIMEOUT * wait_s / self.timeout_s
         self.pairing.stop_asking()
         self.clock.pause(now)
         return self._settle([], now)
@@ -337,14 +338,12 @@ class WorkerProtocol:
     def partial_landed(self, peer: int, epoch: Epoch, chunk: int, now: float) -> list[Action]:
         """A partial sum that consolidation accepted was added."""
         self._look_at_clock(now)
-        self._averaged_at = now
         landed = self.consolidation.partial_landed(peer, epoch, chunk)
         return self._settle(self._after_consolidation(landed, now), now)
 
     def result_landed(self, peer: int, origin: Epoch, chunk: int, now: float) -> list[Action]:
         """A chunk of the result that consolidation accepted is here."""
         self._look_at_clock(now)
-        self._averaged_at = now
         landed = self.consolidation.result_landed(peer, origin, chunk)
         return self._settle(self._after_consolidation(landed, now), now)
 
@@ -439,9 +438,9 @@ class WorkerProtocol:
             self._welcome_at = math.inf
             self._look_anew()
         actions += [*self._ticks(now), *self.detector.poll(now, self._witnesses)]
-        if now >= self._averaged_at + self.timeout_s:
-            self._averaged_at = now
-            actions += self._after_consolidation(self.consolidation.repeat(), now)
+        if self.is_done and now >= self._tick_at:
+            self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
+            actions += self._after_consolidation(self.consolidation.tick(self.live_links), now)
         if now >= self._waits_until and self.consolidation.waits_for_all:
             self.consolidation.waits_for_all = False
             self._reviewed = None
@@ -606,8 +605,7 @@ class WorkerProtocol:
                 case _:
                     outward.append(action)
         if now >= self._quiet_until or self._quiet_version != self.membership.version:
-            is_leaving = self.consolidation.is_finished
-            outward += self._links.heartbeats(now, is_leaving=is_leaving)
+            outward += self._links.heartbeats(now)
             self._find_quiet_time()
         return outward
 
@@ -713,7 +711,7 @@ class WorkerProtocol:
         inputs, and may in the end call for a poll at which nothing is due.
         """
         self._quiet_until = min(
-            self._links.quiet_until(is_leaving=self.consolidation.is_finished),
+            self._links.quiet_until(),
             self._last_input + self.timeout_s / LOOKS_PER_TIMEOUT,
             self.detector.next_deadline(),
             self.neighbourhood.next_deadline(),
@@ -745,10 +743,10 @@ class WorkerProtocol:
 
     def _after_consolidation(self, actions: Sequence[_Inner], now: float) -> list[_Inner]:
         if any(isinstance(action, Prepare) for action in actions):
-            self._averaged_at = now
             actions = [*self._close("consolidation", now), *actions]
         if any(isinstance(action, Finished) for action in actions):
             self.membership.set_status(Status.LEFT)
+            self._links.say_all_at_once()
         return list(actions)
 
     def _set_available(self, now: float) -> list[PairingAction]:
