@@ -20,7 +20,7 @@ def test_each_lie_alone(lie: str) -> None:
     assert run_adversary(adversary).broken == []
 
 
-@pytest.mark.parametrize("seed", [71, 1059, 1076, 1087])
+@pytest.mark.parametrize("seed", [71, 1059, 1076, 1087, 3005])
 def test_drawn_lies(seed: int) -> None:
     assert run_adversary(draw_adversary(seed)).broken == []
 

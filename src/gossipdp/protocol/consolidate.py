@@ -1,7 +1,8 @@
 """Termination: all live workers end with the same bits, the mean over all of them.
 
 **One epoch**, when nothing fails. Once every live worker is done the lowest of them, the leader,
-fixes the member list and sends it down a binary tree over the members (:func:`tree`). Per chunk,
+fixes the member list and sends it down a binary tree over the members (:func:`tree`), and to each
+of them itself: where there is a link to it, nobody else can begin an epoch in its name. Per chunk,
 partial sums go up (own + left + right, in that order: a right child is asked for a chunk once the
 left one's has landed), the root divides, and results go down, while later chunks are still on
 their way up. Members that hold every chunk of the result sum their squared distances to it up the
@@ -9,11 +10,12 @@ tree, so that the root knows when all hold it. It commits; COMMIT goes down, its
 up, RELEASE down.
 
 **Failures.** Whoever believes to be the lowest live worker leads; when its view of the live
-workers changes it starts a new epoch. Epochs are totally ordered (:class:`Epoch`); a worker
-follows the highest that it was asked to join, drops messages of lower ones and tells a leader
-that is behind. Everything asked for is asked for again when the link it was asked on is lost, and
-every message may arrive twice. Once views agree, one worker leads, it hears of every higher
-epoch, goes above it, and all follow; so all ends once failures cease.
+workers changes it starts a new epoch. Epochs are totally ordered (:class:`Epoch`). A worker follows
+the one that it believes to lead, and of its epochs each that is higher than those it was in; it
+drops messages of lower ones and tells a leader that is behind. Everything asked for is asked for
+again when the link it was asked on is lost, and every message may arrive twice. Once views agree,
+one worker leads, it hears of every higher epoch, goes above it, and all follow; so all ends once
+failures cease.
 
 **Who stalls.** A live worker may be done, beat, and bring consolidation no further. Only progress
 of an epoch counts: its next chunk, distance or acknowledgement. A member tells the leader of a
@@ -57,7 +59,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -108,7 +110,7 @@ PASS_OVER_AFTER = 40
 """More than a leader needs to give up twice: for one worker that stalls, that is enough."""
 MAX_ACCUSED = 4
 """Epochs that a worker may have a part in stalling before it is left out, whatever excuses it."""
-MAX_RESTARTS = 16
+MAX_RESTARTS = 8
 """Epochs that are begun anew on the word of one worker."""
 MAX_REWINDS = 8
 MAX_ACKNOWLEDGED = 16
@@ -196,6 +198,7 @@ class Consolidation:
         num_chunks: float chunks 0 .. num_chunks - 1, which are averaged.
         num_copied_chunks: integer chunks, numbered on from there, which the members take from
             the leader; kept apart until COMMIT.
+        is_linked: whether there is a link to a rank.
 
     Every input returns the actions to perform, in order. Control messages may go to any rank: the
     driver dials where there is no link, and reports a refused dial through membership. It
@@ -207,11 +210,17 @@ class Consolidation:
     """
 
     def __init__(
-        self, rank: int, process_id: int, num_chunks: int, num_copied_chunks: int = 0
+        self,
+        rank: int,
+        process_id: int,
+        num_chunks: int,
+        num_copied_chunks: int = 0,
+        is_linked: Callable[[int], bool] = lambda rank: False,
     ) -> None:
         self.rank = rank
         self.process_id = process_id
         self.num_chunks = num_chunks
+        self._is_linked = is_linked
         self.total_chunks = num_chunks + num_copied_chunks
         self.is_finished = False
         self.waits_for_all = True
@@ -219,7 +228,9 @@ class Consolidation:
         self._actions: Actions = []
         self._view: dict[int, Member] = {}
         self._attempt: _Attempt | None = None
-        self._highest: Epoch | None = None
+        self.highest: Epoch | None = None
+        """The highest epoch that was heard of."""
+        self._offered: dict[Process, BeginEpoch] = {}  # the last of each leader
         self._found: tuple[int, Average] | None = None
         self._told: tuple[Process, Epoch] | None = None
         self._origin: Epoch | None = None  # of what the buffer of sums and results is for
@@ -254,6 +265,9 @@ class Consolidation:
     def review(self, members: Iterable[Member]) -> Actions:
         """The membership view changed, be it that this worker itself is done now."""
         self._view = {member.rank: member for member in members}
+        self._offered = {
+            process: begin for process, begin in self._offered.items() if process in self._done()
+        }
         return self._settle()
 
     def receive(self, peer: int, message: ConsolidationMessage) -> Actions:
@@ -265,7 +279,7 @@ class Consolidation:
         if self._is_left_out(peer):
             return []
         if isinstance(message, BeginEpoch | NewerEpoch):
-            known = 0 if self._highest is None else self._highest.number
+            known = 0 if self.highest is None else self.highest.number
             if message.epoch.number > known + MAX_LEAP:
                 raise ProtocolError(f"epoch {message.epoch.number} follows none, after {known}")
             if self._hear_of(message.epoch):
@@ -274,8 +288,7 @@ class Consolidation:
             attempt = self._attempt
             match message:
                 case BeginEpoch():
-                    if tree(message).get(self.rank) == peer:
-                        self._join(message, None)
+                    self._take_offer(peer, message)
                 case NewerEpoch():
                     pass
                 case PullResults(origin=origin, start=start):
@@ -411,11 +424,15 @@ class Consolidation:
             if (
                 attempt is None
                 or set(attempt.begin.members) != set(members)
-                or attempt.epoch != self._highest
+                or attempt.epoch != self.highest
                 or self._found is not None
             ):
                 self._begin(members)
-        elif (
+            return
+        if lowest in self._offered:
+            self._join(self._offered.pop(lowest), None)
+            attempt = self._attempt
+        if (
             attempt is not None
             and attempt.epoch.leader != lowest[0]
             and self._told != (lowest, attempt.epoch)
@@ -425,7 +442,7 @@ class Consolidation:
 
     def _begin(self, members: tuple[Process, ...]) -> None:
         """Lead a new epoch; whoever is suspect comes last, to be a leaf of its tree."""
-        number = 1 if self._highest is None else self._highest.number + 1
+        number = 1 if self.highest is None else self.highest.number + 1
         epoch = Epoch(number, self.rank, self.process_id % 2**32)
         average, source = self._held, None
         if self._found is not None:
@@ -447,12 +464,29 @@ class Consolidation:
 
     def _hear_of(self, epoch: Epoch) -> bool:
         """Return whether ``epoch`` is higher than all others."""
-        is_higher = self._highest is None or epoch.order > self._highest.order
+        is_higher = self.highest is None or epoch.order > self.highest.order
         if is_higher:
-            self._highest = epoch
+            self.highest = epoch
         return is_higher
 
     # --- joining an epoch ------------------------------------------------------------------
+
+    def _take_offer(self, peer: int, begin: BeginEpoch) -> None:
+        """``peer`` asks this worker to join: to be followed once its leader is the lowest.
+
+        An epoch is begun by the word of its leader. That of a parent in its tree is taken for it
+        only where there is no link to the leader, for anybody could make up an epoch. So whoever
+        has joined first may have said things that the other has dropped: both ask again.
+        """
+        attempt = self._attempt
+        if attempt is not None and attempt.epoch == begin.epoch:
+            if peer == attempt.parent:
+                self._repeat(attempt, peer)
+            return
+        leader = begin.epoch.leader
+        is_relayed = tree(begin).get(self.rank) == peer and not self._is_linked(leader)
+        if (peer == leader or is_relayed) and begin.members[0] in self._done():
+            self._offered[begin.members[0]] = begin
 
     def _join(self, begin: BeginEpoch, source: int | None) -> None:
         epoch = begin.epoch
@@ -471,16 +505,24 @@ class Consolidation:
         parent = parents[self.rank]
         children = {rank: _Child() for rank, above in parents.items() if above == self.rank}
         attempt = _Attempt(begin, average, parent, children, source if parent is None else parent)
-        self._attempt = attempt
+        before, self._attempt = self._attempt, attempt
+        if before is not None and before.begin.members == begin.members:
+            # Begun anew by the word of a member, which must not win time by it.
+            attempt.accused = before.accused
+            for rank, child in before.children.items():
+                if rank in children:
+                    children[rank].quiet_ticks = child.quiet_ticks
         if self.refuses(begin):
             attempt.is_refused = True
             self._say_held(attempt)
             return
         if self._origin != average.origin:
             self._start_buffer(average.origin)
-        for child in children:
-            self._say(child, begin)
-            self._pull_partials(attempt, child)
+        for rank in parents:
+            if rank in children or (parent is None and rank != self.rank):
+                self._say(rank, begin)
+            if rank in children:
+                self._pull_partials(attempt, rank)
         self._pull_results(attempt)
 
     def refuses(self, begin: BeginEpoch) -> bool:
@@ -530,8 +572,10 @@ class Consolidation:
         They are if more has arrived there than when it asked last. Else it asks in vain, but
         every time anew would fill the queue to one that reads nothing.
         """
-        pull = self._pulled.setdefault(peer, _Pull(start, start))
         attempt = self._attempt
+        if peer not in self._pulled and attempt is not None and peer in attempt.children:
+            self._pull_partials(attempt, peer)
+        pull = self._pulled.setdefault(peer, _Pull(start, start))
         if attempt is not None and peer in attempt.children and start > pull.start:
             attempt.children[peer].quiet_ticks = 0
         if start > pull.start:
@@ -606,7 +650,7 @@ class Consolidation:
                 if self._held is not None
                 else attempt.computes and child.landed < self._granted(attempt, rank)
             )
-            child.quiet_ticks = child.quiet_ticks + 1 if is_awaited else 0
+            child.quiet_ticks += is_awaited
             quietest = max(quietest, child.quiet_ticks)
             if child.quiet_ticks >= ACCUSE_AFTER and child.quiet_ticks % REPEAT_AFTER == 0:
                 if attempt.parent is None:
@@ -645,6 +689,9 @@ class Consolidation:
             is_certain = parent == self.rank or suspicion[child] > 0
             if (is_certain and not has_excuse) or self._suspicion[child] >= MAX_ACCUSED:
                 self._leave_out(child)
+        for waited in attempt.children.values():
+            waited.quiet_ticks = 0
+        attempt.accused = {}
         self._begin(self._done())
 
     # --- within an epoch -------------------------------------------------------------------
@@ -671,9 +718,9 @@ class Consolidation:
             case CommitEpoch(consensus_distance=value) if peer == attempt.parent:
                 self._commit(attempt, value)
             case Distance(squared_distance=value) if child is not None:
-                child.distance = value
+                child.distance, child.quiet_ticks = value, 0
             case Committed() if child is not None:
-                child.has_committed = True
+                child.has_committed, child.quiet_ticks = True, 0
             case _:  # from someone who is not where this worker's tree has it
                 pass
 

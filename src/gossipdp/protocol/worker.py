@@ -135,6 +135,7 @@ class WorkerProtocol:
         )
         self.progress = Progress(rank, process_id)
         graph = live_graph or LiveGraph(constants)
+        self._links = Links(self.membership, self.progress, timeout_s)
         self.neighbourhood = Neighbourhood(rank, graph, has_momentum=method == "a2cid2")
         self.clock = StepClock(0.0, Random(random.getrandbits(64)))
         self.pairing = self.pairing_type(
@@ -143,7 +144,9 @@ class WorkerProtocol:
             policy=make_policy(policy_name, Random(random.getrandbits(64))),
             alpha_tilde=self.alpha_tilde,
         )
-        self.consolidation = Consolidation(rank, process_id, num_chunks, num_copied_chunks)
+        self.consolidation = Consolidation(
+            rank, process_id, num_chunks, num_copied_chunks, self._links.__contains__
+        )
         self.detector = FailureDetector(rank, timeout_s, Random(random.getrandbits(64)))
         self._rival: Member | None = None
         # Since when others have turned this process away as an older one; inf: they have not.
@@ -165,7 +168,6 @@ class WorkerProtocol:
         self.proposals_unanswered = 0
         self.is_done = False
         self._has_method = method != "none"
-        self._links = Links(self.membership, self.progress, timeout_s)
         self._unreachable: set[int] = set()
         # What was worked out from links and membership, and for which version of the latter; -1
         # to have it worked out anew.

@@ -188,7 +188,7 @@ class _Network(FaultyNetwork):
                 [Free(), Pass(), AskLife(suspect, 5), TellLife(suspect, 5, is_heard=False)]
             )
         if self._lies("epochs"):
-            message = self._consolidation()
+            message = self._consolidation(peer)
         # What is longer than an envelope may be ends the link at once, and nothing is learnt.
         return Envelope(message, tuple(members[:256]), tuple(progress[:256]))
 
@@ -212,9 +212,11 @@ class _Network(FaultyNetwork):
         count = random.choice([0, 10, 2**53])
         return ProgressEntry(random.randrange(NUM_WORKERS + 3), process_id, count, count)
 
-    def _consolidation(self) -> Any:
-        random = self.random
-        leader, number = random.randrange(NUM_WORKERS), random.choice([0, 1, 5, 900, 2**50, 2**62])
+    def _consolidation(self, peer: int) -> Any:
+        random, known = self.random, self.workers[peer].consolidation.highest
+        next_number = 1 if known is None else known.number + 1
+        leader = random.choice([random.randrange(NUM_WORKERS), self.adversary.rank])
+        number = random.choice([0, 1, 5, 900, 2**50, 2**62, next_number, next_number])
         epoch = Epoch(number, leader, leader)
         ranks = sorted({leader, *random.choices(range(leader, NUM_WORKERS + 2), k=3)})
         average = Average(epoch, len(ranks), random.choice([None, 0.0, 1e300]))

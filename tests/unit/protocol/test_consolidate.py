@@ -138,11 +138,8 @@ def test_a_lower_epoch_is_not_followed_and_its_leader_is_told() -> None:
     machine = worker(2)
     machine.review(view(3))
     machine.receive(0, begin(5, 0, 1, 2))
-    assert machine.receive(1, begin(4, 1, 2)) == [Send(1, NewerEpoch(epoch(5)))]
-    assert machine.receive(1, begin(5, 1, 2)) == [Send(1, NewerEpoch(epoch(5)))], (
-        "lower leader wins"
-    )
-    assert machine.receive(0, begin(5, 0, 1, 2)) == [], "a repetition"
+    assert machine.receive(0, begin(4, 0, 1, 2)) == [Send(0, NewerEpoch(epoch(5)))]
+    assert machine.receive(1, begin(6, 1, 2)) == [], "lower leader wins"
     assert machine.receive(1, CommitEpoch(epoch(4, 1), 0.0)) == []
 
 
@@ -302,6 +299,30 @@ def test_who_has_the_leader_begin_anew_again_and_again_is_left_out() -> None:
         assert again.epoch == epoch(2 * number + 3)
     (without,) = begun(machine.receive(2, NewerEpoch(epoch(900, 2))))
     assert without.left_out == (process(2),)
+
+
+def test_an_epoch_begun_anew_wins_no_time_for_who_stalls() -> None:
+    machine = worker(0)
+    machine.review(view(2))
+    for number in range(1, 5):
+        ticks(machine, 3)
+        machine.receive(1, NewerEpoch(epoch(2 * number, 1)))
+    (without,) = {each for each in begun(ticks(machine, 2)) if each.left_out} or {None}
+    assert without is None, "it is alone now"
+    assert machine.distance_measured(epoch(10), 0.0)[-1] == Finished()
+
+
+def test_nobody_else_begins_an_epoch_of_a_leader_that_is_linked() -> None:
+    forged = begin(7, 0, 1, 2)
+    for linked in (True, False):
+        machine = Consolidation(2, 102, 1, is_linked=lambda rank, linked=linked: linked)  # type: ignore[misc]
+        machine.review(view(4))
+        assert tree(begin(7, 0, 2))[2] == 0
+        assert machine.receive(1, begin(7, 0, 2)) == [], "not its parent"
+        chain = BeginEpoch(forged.epoch, forged.members, None, has_suspects=True)
+        assert (machine.receive(1, chain) != []) is not linked
+        if linked:
+            assert machine.receive(0, chain) != []
 
 
 def test_results_are_sent_anew_only_so_often() -> None:
