@@ -42,22 +42,14 @@ class StepClock:
         """Ticks that came due so far."""
         self._random = random
         self._rate = _checked(rate_per_step)
-        self._steps = 0
+        self.steps = 0
+        """Gradient steps that ended."""
         self._last_step: float | None = None
         self._durations: deque[float] = deque(maxlen=MEDIAN_WINDOW)
-        self._step_seconds: float | None = None
+        self.step_seconds: float | None = None
+        """The running median of step durations, or None before there is one."""
         self._next_tick = math.inf
         self._paused_at: float | None = None
-
-    @property
-    def step_seconds(self) -> float | None:
-        """The running median of step durations, or None before there is one."""
-        return self._step_seconds
-
-    @property
-    def steps(self) -> int:
-        """Gradient steps that ended."""
-        return self._steps
 
     @property
     def is_paused(self) -> bool:
@@ -66,17 +58,17 @@ class StepClock:
 
     def step(self, now: float) -> None:
         """One gradient step ended at ``now``."""
-        if self._last_step is not None and self._steps >= SKIPPED_STEPS and not self.is_paused:
+        if self._last_step is not None and self.steps >= SKIPPED_STEPS and not self.is_paused:
             self._durations.append(max(now - self._last_step, 1e-9))
-        had_median = self._step_seconds is not None
-        self._steps += 1
+        had_median = self.step_seconds is not None
+        self.steps += 1
         self._last_step = now
         if self.is_paused:
             self._paused_at = now
         if self._durations:
-            self._step_seconds = median_low(self._durations)
+            self.step_seconds = median_low(self._durations)
             if not had_median:
-                self._next_tick = self._steps + self._gap()
+                self._next_tick = self.steps + self._gap()
 
     def ticks_due(self, now: float) -> int:
         """How many ticks came due since the last call; they are consumed."""
@@ -97,8 +89,8 @@ class StepClock:
         """How many steps must have ended before :meth:`next_tick_at` can tell; inf if unknown."""
         if self.is_paused:
             return math.inf
-        if self._step_seconds is None:  # to be looked at then, or the first ticks would be late
-            return max(SKIPPED_STEPS, self._steps) + 1.0
+        if self.step_seconds is None:  # to be looked at then, or the first ticks would be late
+            return max(SKIPPED_STEPS, self.steps) + 1.0
         return self._next_tick - 1.0
 
     def pause(self, now: float) -> None:
@@ -116,20 +108,20 @@ class StepClock:
     def set_rate(self, rate_per_step: float) -> None:
         """Change the rate from here on: what remains of the gap is stretched by old / new."""
         old, self._rate = self._rate, _checked(rate_per_step)
-        if self._step_seconds is None or self._rate == old:
+        if self.step_seconds is None or self._rate == old:
             return
         if old == 0.0 or self._rate == 0.0:
-            self._next_tick = self._steps + self._gap()
+            self._next_tick = self.steps + self._gap()
         else:
-            ahead = max(0.0, self._next_tick - self._steps)
-            self._next_tick = self._steps + ahead * old / self._rate
+            ahead = max(0.0, self._next_tick - self.steps)
+            self._next_tick = self.steps + ahead * old / self._rate
 
     def _due_at(self) -> float | None:
         """When u reaches the next tick; None if only a step can bring it there."""
-        if self.is_paused or self._step_seconds is None or self._last_step is None:
+        if self.is_paused or self.step_seconds is None or self._last_step is None:
             return None
-        ahead = self._next_tick - self._steps
-        return None if ahead > 1.0 else self._last_step + max(0.0, ahead) * self._step_seconds
+        ahead = self._next_tick - self.steps
+        return None if ahead > 1.0 else self._last_step + max(0.0, ahead) * self.step_seconds
 
     def _gap(self) -> float:
         return self._random.expovariate(self._rate) if self._rate > 0.0 else math.inf

@@ -253,11 +253,6 @@ class Consolidation:
 
     # --- inputs ----------------------------------------------------------------------------
 
-    @property
-    def is_committed(self) -> bool:
-        """Whether a result stands in the place of the input."""
-        return self._committed is not None
-
     def missing(self) -> tuple[int, ...]:
         """The live workers that are not done yet: who is waited for before anything begins."""
         return tuple(member.rank for member in self._view.values() if member.status is Status.ALIVE)

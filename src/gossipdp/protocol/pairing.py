@@ -112,39 +112,22 @@ class Pairing:
         self.incarnation = incarnation
         self.alpha_tilde = alpha_tilde
         self._policy = policy
-        self._state: State = Idle()
-        self._weights: dict[int, float] = {}
+        self.state: State = Idle()
+        self.available: dict[int, float] = {}
+        """Neighbours that can exchange now, with their lambda."""
         self._waiting = _Waiting()
-        self._backlog = 0
+        self.backlog = 0
+        """Demands not served yet, at most :data:`MAX_BACKLOG`."""
         self._counter = 0
         self._vain_ticks = 0  # since the last exchange
         self._asks = True
-        self._answers = True
-
-    @property
-    def state(self) -> State:
-        """Idle, Proposing or Exchanging."""
-        return self._state
-
-    @property
-    def backlog(self) -> int:
-        """Demands not served yet, at most :data:`MAX_BACKLOG`."""
-        return self._backlog
-
-    @property
-    def answers(self) -> bool:
+        self.answers = True
         """Whether it may exchange at all: see :meth:`close`."""
-        return self._answers
-
-    @property
-    def available(self) -> Mapping[int, float]:
-        """Neighbours that can exchange now, with their lambda."""
-        return self._weights
 
     @property
     def is_initiating(self) -> bool:
         """Whether a proposal of this worker is open, or an exchange that it asked for runs."""
-        state = self._state
+        state = self.state
         return isinstance(state, Proposing) or (isinstance(state, Exchanging) and state.initiator)
 
     # --- demands and their end -------------------------------------------------------------
@@ -153,9 +136,9 @@ class Pairing:
         """One demand for an exchange."""
         if not self._asks:
             return []
-        had_demand = self._backlog > 0
-        self._backlog = min(MAX_BACKLOG, self._backlog + 1)
-        if not isinstance(self._state, Idle):
+        had_demand = self.backlog > 0
+        self.backlog = min(MAX_BACKLOG, self.backlog + 1)
+        if not isinstance(self.state, Idle):
             return []
         if had_demand and not self._asks_again():
             return []
@@ -163,12 +146,12 @@ class Pairing:
 
     def finished(self, id: ExchangeId) -> list[PairingAction]:
         """The exchange ``id`` is complete at this end; an id that is not current is dropped."""
-        state = self._state
+        state = self.state
         if not (isinstance(state, Exchanging) and state.id == id):
             return []
         self._policy.exchanged(state.peer, initiated=state.initiator)
         if state.initiator:
-            self._backlog = max(0, self._backlog - 1)
+            self.backlog = max(0, self.backlog - 1)
         return self._become_idle()
 
     def failed(self, id: ExchangeId) -> list[PairingAction]:
@@ -176,7 +159,7 @@ class Pairing:
 
         An id that is not current is dropped: the exchange may have been stopped meanwhile.
         """
-        state = self._state
+        state = self.state
         if not (isinstance(state, Exchanging) and state.id == id):
             return []
         self._unlink(state.peer)
@@ -184,7 +167,7 @@ class Pairing:
 
     def abort(self, reason: str) -> list[PairingAction]:
         """Stop the running exchange, if any, and tell its other end."""
-        state = self._state
+        state = self.state
         if not isinstance(state, Exchanging):
             return []
         self._unlink(state.peer)
@@ -197,7 +180,7 @@ class Pairing:
     def stop_asking(self) -> None:
         """From now on only answer. A proposal that is open runs its course."""
         self._asks = False
-        self._backlog = 0
+        self.backlog = 0
 
     def close(self) -> list[PairingAction]:
         """Answer every proposal BUSY and ask no more, until :meth:`open`.
@@ -205,16 +188,16 @@ class Pairing:
         A proposal that is open is withdrawn, its demand kept; a late ACCEPT gets CANCEL. A
         running exchange goes on.
         """
-        self._answers = False
-        if not isinstance(self._state, Proposing):
+        self.answers = False
+        if not isinstance(self.state, Proposing):
             return []
-        self._state = Idle()
+        self.state = Idle()
         return self._refuse_parked()
 
     def open(self) -> list[PairingAction]:
         """Exchange again after :meth:`close`."""
-        self._answers = True
-        return self._become_idle() if isinstance(self._state, Idle) else []
+        self.answers = True
+        return self._become_idle() if isinstance(self.state, Idle) else []
 
     # --- the neighbourhood -----------------------------------------------------------------
 
@@ -223,12 +206,12 @@ class Pairing:
 
         A proposal to one that no longer can is withdrawn; a kept demand tries those that are new.
         """
-        new = weights.keys() - self._weights.keys()
-        self._weights = dict(weights)
-        state = self._state
+        new = weights.keys() - self.available.keys()
+        self.available = dict(weights)
+        state = self.state
         if isinstance(state, Proposing) and state.peer not in weights:
             return self._withdrawn(state)
-        if isinstance(state, Idle) and new and self._backlog:
+        if isinstance(state, Idle) and new and self.backlog:
             return self._propose_next(peer for peer in self._draw() if peer in new)
         return []
 
@@ -265,14 +248,14 @@ class Pairing:
         return self._stop_exchange(peer, "the peer fell silent")
 
     def _stop_exchange(self, peer: int, reason: str) -> list[PairingAction]:
-        state = self._state
+        state = self.state
         if not (isinstance(state, Exchanging) and state.peer == peer):
             return []
         return [Stop(peer, state.id, reason), *self._become_idle()]
 
     def _without_answers(self, peers: Collection[int], had_free: bool) -> list[PairingAction]:
         """What ``peers`` were to answer, a proposal or FREE, does not come; nor do their FREEs."""
-        state = self._state
+        state = self.state
         if isinstance(state, Proposing) and state.peer in peers:
             return self._withdrawn(state)
         if isinstance(state, Idle):
@@ -280,7 +263,7 @@ class Pairing:
         return []
 
     def _unlink(self, peer: int) -> None:
-        self._weights.pop(peer, None)
+        self.available.pop(peer, None)
         self._waiting.forget(peer)
 
     # --- messages --------------------------------------------------------------------------
@@ -316,8 +299,8 @@ class Pairing:
         waiting = self._waiting
         if waiting.sent_free == peer:
             waiting.sent_free = None
-        state = self._state
-        if not self._answers:
+        state = self.state
+        if not self.answers:
             return self.refuse(peer, proposal)
         if isinstance(state, Idle):
             return self.accept(peer, proposal)
@@ -333,7 +316,7 @@ class Pairing:
         return self.refuse(peer, proposal)
 
     def _on_accept(self, peer: int, accept: Accept) -> list[PairingAction]:
-        state = self._state
+        state = self.state
         if not (isinstance(state, Proposing) and state.peer == peer and state.id == accept.id):
             return [Send(peer, Cancel(accept.id))]
         if accept.alpha_tilde > state.alpha_tilde:
@@ -341,7 +324,7 @@ class Pairing:
                 f"it accepts with a gain of {accept.alpha_tilde:g}, where {state.alpha_tilde:g} "
                 "was proposed"
             )
-        self._state = Exchanging(peer, state.id, initiator=True)
+        self.state = Exchanging(peer, state.id, initiator=True)
         return [
             # Its gain as it stands, for the peer has begun with it: this worker's own may be
             # another one since it proposed, on a new graph.
@@ -350,13 +333,13 @@ class Pairing:
         ]
 
     def _on_busy(self, peer: int, busy: Busy) -> list[PairingAction]:
-        state = self._state
+        state = self.state
         if isinstance(state, Proposing) and state.peer == peer and state.id == busy.id:
             return self._refused(state)
         return []
 
     def _on_free(self, peer: int) -> list[PairingAction]:
-        if isinstance(self._state, Idle) and peer in self._draw():
+        if isinstance(self.state, Idle) and peer in self._draw():
             return self._propose_next([peer])
         return [Send(peer, Pass())]
 
@@ -364,12 +347,12 @@ class Pairing:
         if self._waiting.sent_free != peer:
             return []
         self._waiting.sent_free = None
-        return self._free_oldest() if isinstance(self._state, Idle) else []
+        return self._free_oldest() if isinstance(self.state, Idle) else []
 
     def _on_stop(
         self, peer: int, id: ExchangeId, reason: str, *, only_if_asked: bool
     ) -> list[PairingAction]:
-        state = self._state
+        state = self.state
         if not (isinstance(state, Exchanging) and state.peer == peer and state.id == id):
             return []
         if only_if_asked and state.initiator:
@@ -380,9 +363,9 @@ class Pairing:
     # --- transitions -----------------------------------------------------------------------
 
     def _draw(self) -> list[int]:
-        if not (self._asks and self._answers and self._backlog and self._weights):
+        if not (self._asks and self.answers and self.backlog and self.available):
             return []
-        return self._policy.draw(self._weights)
+        return self._policy.draw(self.available)
 
     def _asks_again(self) -> bool:
         """Whether an idle worker whose demand was refused by all is to ask all once more.
@@ -395,14 +378,14 @@ class Pairing:
 
     def _propose_next(self, order: Iterable[int]) -> list[PairingAction]:
         """Ask the first of ``order`` that can exchange; with none left, be idle."""
-        untried = [peer for peer in order if peer in self._weights]
+        untried = [peer for peer in order if peer in self.available]
         if not untried:
-            self._state = Idle()
+            self.state = Idle()
             return []
         peer, *rest = untried
         self._counter += 1
         id = ExchangeId(self.rank, self.incarnation, self._counter)
-        self._state = Proposing(peer, id, self.alpha_tilde, tuple(rest))
+        self.state = Proposing(peer, id, self.alpha_tilde, tuple(rest))
         return [Send(peer, Propose(id, self.alpha_tilde))]
 
     def _refused(self, state: Proposing) -> list[PairingAction]:
@@ -414,20 +397,20 @@ class Pairing:
 
     def _ask_others(self, order: Iterable[int]) -> list[PairingAction]:
         parked = self._waiting.parked
-        if parked and self._answers:
+        if parked and self.answers:
             peer = next(iter(parked))
             return self.accept(peer, parked[peer])
-        asks = self._asks and self._answers
+        asks = self._asks and self.answers
         return self._propose_next(order if asks else ()) or self._free_oldest()
 
     def _become_idle(self) -> list[PairingAction]:
-        self._state = Idle()
+        self.state = Idle()
         self._vain_ticks = 0
         return self._propose_next(self._draw()) or self._free_oldest()
 
     def _free_oldest(self) -> list[PairingAction]:
         waiting = self._waiting
-        if not self._answers or waiting.sent_free is not None or not waiting.told_busy:
+        if not self.answers or waiting.sent_free is not None or not waiting.told_busy:
             return []
         peer = next(iter(waiting.told_busy))
         del waiting.told_busy[peer]
@@ -443,7 +426,7 @@ class Pairing:
         alpha_tilde = min(proposal.alpha_tilde, self.alpha_tilde)
         self._waiting.parked.pop(peer, None)
         self._waiting.told_busy.pop(peer, None)
-        self._state = Exchanging(peer, proposal.id, initiator=False)
+        self.state = Exchanging(peer, proposal.id, initiator=False)
         return [
             Send(peer, Accept(proposal.id, alpha_tilde)),
             Begin(peer, proposal.id, alpha_tilde, initiator=False),
