@@ -446,6 +446,8 @@ class TcpLink(Link):
             if self._sending_chunk and not self._sending:
                 self._sending_chunk = None
                 self.shared.sent_as_bytes()
+                if self.stream.is_worn:
+                    return  # the link ends here, however much waits
 
     def _start_sending(self) -> None:
         """Number the next frames and lay them out: first all that are small, in one part."""

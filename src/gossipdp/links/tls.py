@@ -303,6 +303,8 @@ def explain(error: OSError) -> str:
 
 def _readable(error: OSError) -> OSError:
     """An error of OpenSSL as one whose ``strerror`` is a sentence; others as they are."""
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):  # found by writing
+        return BrokenPipeError(errno.EPIPE, "closed by the peer")
     return OSError(errno.EPROTO, explain(error)) if isinstance(error, ssl.SSLError) else error
 
 
