@@ -94,7 +94,7 @@ class Slurm:
         self.directory = directory
         self.variables = VARIABLES | {
             "SLURM_CONF": str(directory / "slurm.conf"),
-            "GOSSIPDP_TLS": str(directory / "tls"),
+            "TLS_DIRECTORY": str(directory / "tls"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
 
