@@ -1,6 +1,6 @@
 """The seam between the gossip thread and whatever carries its bytes.
 
-A transport (:mod:`~gossipdp.links.tcp`) makes links and calls one :class:`LinkHandler`.
+A :class:`Transport` (:mod:`.tcp`) makes links and calls one :class:`LinkHandler`.
 Guarantees, which the conformance suite in ``tests/unit/links`` checks:
 
 - Handler methods are called only from inside the transport's ``poll()``, one at a time, and never
@@ -39,10 +39,8 @@ class Link(abc.ABC):
     peer_identity: Identity
     closed = False
     queued_bytes = 0
-    bytes_sent = 0
-    bytes_received = 0
-    shared_bytes_sent = 0
-    shared_bytes_received = 0
+    bytes_sent = bytes_received = 0
+    shared_bytes_sent = shared_bytes_received = 0
     last_heard_s = 0.0
 
     @property
@@ -69,7 +67,7 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def queued_of(self, *frame_types: FrameType) -> int:
-        """Those of them that have one of these types; one of the types read in place means both."""
+        """Those of them that have one of these types."""
 
     @abc.abstractmethod
     def send_control(self, data: bytes) -> None:
@@ -80,14 +78,12 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def send_chunk(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
-        """Queue a chunk. ``payload`` (contiguous) is not copied.
+        """Queue a chunk. ``payload`` (contiguous) is not copied. On a closed link it does nothing.
 
         It must stay unchanged until the chunk has left, that is, until ``queued_chunks`` no
-        longer counts it; chunks leave in the order in which they were queued. On a closed link it
-        does nothing.
-
-        A payload from :meth:`.Transport.allocate` may be read by the peer where it lies: see
-        :attr:`is_shared`. Such a chunk has left when the peer has read it.
+        longer counts it; chunks leave in the order in which they were queued. One whose payload is
+        from :meth:`Transport.allocate`, on a link that :attr:`is_shared`, has left when the peer
+        has read it there.
         """
 
     @abc.abstractmethod
@@ -100,7 +96,7 @@ class Link(abc.ABC):
 
 
 class LinkHandler(abc.ABC):
-    """What a transport tells; see the module for when and in which order."""
+    """Is told what happens; see the module for when and in which order."""
 
     @abc.abstractmethod
     def link_up(self, link: Link) -> None:
@@ -155,10 +151,7 @@ class LinkHandler(abc.ABC):
 
 
 class Transport(abc.ABC):
-    """Makes links and drives one :class:`~gossipdp.links.link.LinkHandler`.
-
-    Used from one thread, except :meth:`wake`.
-    """
+    """Makes links and drives one :class:`LinkHandler`; for one thread, except :meth:`wake`."""
 
     @abc.abstractmethod
     def allocate(self, num_bytes: int) -> memoryview:

@@ -38,20 +38,14 @@ class Stream(abc.ABC):
         connection: the socket itself; whoever closes it closes the stream.
         mixes_directions: whether reading may have to wait for room to write, or the other way
             round, so that any event is a reason to try both.
+        has_more: whether ``receive_into`` has something to say although it returned fewer bytes.
+        is_worn: whether its key has protected as much as it may: a new connection is due.
     """
 
     connection: socket.socket
     mixes_directions = False
-
-    @property
-    def has_more(self) -> bool:
-        """Whether ``receive_into`` has something to say although it returned fewer bytes."""
-        return False
-
-    @property
-    def is_worn(self) -> bool:
-        """Whether its key has protected as much as it may: a new connection is due."""
-        return False
+    has_more = False
+    is_worn = False
 
     @abc.abstractmethod
     def receive_into(self, rooms: Sequence[memoryview]) -> int:
@@ -76,17 +70,15 @@ class Stream(abc.ABC):
 
 @final
 class PlainStream(Stream):
-    """The socket as it is."""
+    """The socket as it is; methods as of :class:`Stream`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
 
     def receive_into(self, rooms: Sequence[memoryview]) -> int:
-        """See :class:`Stream`."""
         return self.connection.recvmsg_into(rooms)[0]
 
     def send(self, parts: Sequence[bytes | memoryview]) -> int:
-        """See :class:`Stream`."""
         return self.connection.sendmsg(parts)
 
 

@@ -211,8 +211,7 @@ class TlsStream(Stream):
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self.connection = self._secured = connection
         self.is_secured = False
-        self._num_records = 0
-        self._is_ended = False
+        self._num_records = 0  # sent, with a key of this end's own
         self._error: OSError | None = None
 
     def do_handshake(self) -> None:
@@ -234,27 +233,16 @@ class TlsStream(Stream):
             raise _readable(error) from None
         self.is_secured = True
 
-    @property
-    def has_more(self) -> bool:
-        """See :class:`Stream`."""
-        return self._is_ended or self._error is not None
-
-    @property
-    def is_worn(self) -> bool:
-        """See :class:`Stream`. Each end counts what it sends, with a key of its own."""
-        return self._num_records >= MAX_RECORDS
-
     def receive_into(self, rooms: Sequence[memoryview]) -> int:
-        """See :class:`Stream`."""
         if self._error is not None:
             raise self._error
         total = 0
         try:
             for room in rooms:
                 rest = room
-                while rest and not self._is_ended:
+                while rest and not self.has_more:
                     count = self._secured.recv_into(rest)
-                    self._is_ended = count == 0
+                    self.has_more = count == 0  # the end, to be said once more
                     total += count
                     rest = rest[count:]
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -264,10 +252,11 @@ class TlsStream(Stream):
             if total == 0:
                 raise _readable(error) from None
             self._error = _readable(error)  # raised after what came before it
+            self.has_more = True
         return total
 
     def send(self, parts: Sequence[bytes | memoryview]) -> int:
-        """See :class:`Stream`. OpenSSL wants a call that found no room repeated as it was."""
+        # OpenSSL wants a call that found no room repeated as it was.
         total = 0
         try:
             for part in parts:
@@ -276,6 +265,7 @@ class TlsStream(Stream):
                     count = self._secured.send(view[start : start + SLICE_BYTES])
                     total += count
                     self._num_records += -(-count // RECORD_BYTES)
+                    self.is_worn = self._num_records >= MAX_RECORDS
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             if total == 0:
                 raise BlockingIOError from None
