@@ -52,11 +52,10 @@ _TLS_HELLO = b"\x16\x03"
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A worker's hello.
+    """A worker's hello: who it is, where it listens (a numeric ``host``), and what it runs.
 
-    ``rank``, ``incarnation`` and ``process_id`` say who; ``host`` (a numeric address) and ``port``
-    where it listens; the remaining fields what it runs, each a short string that a refusal can
-    show: ``model`` the fingerprint of names, shapes and order, ``graph`` a digest.
+    The last are short strings that a refusal can show: ``model`` the fingerprint of names, shapes
+    and order, ``graph`` a digest.
 
     ``incarnation`` is the one with which the process began, and stays when the process goes on as
     a new life after it was taken for dead: it orders processes of one rank, of which a later one
@@ -77,7 +76,6 @@ class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     port: int = 0
 
     def __post_init__(self) -> None:
-        """Check every field; msgspec turns the ValueError into its ValidationError."""
         for name, bound in (
             ("rank", LAST_VISITOR_RANK if self.is_visitor else MAX_RANK),
             ("incarnation", MAX_INCARNATION),
@@ -206,12 +204,10 @@ class Handshake:
     Args:
         identity: what this worker says of itself.
         secret: shared by all workers of the run, not empty; None inside TLS.
-        dialler: whether this side dialled.
-        wanted_rank: whom the dialler wants to reach; None: whoever is there.
+        wanted_rank: whom the dialler wants to reach; None: whoever is there, or an acceptor.
         nonce: 32 fresh random bytes; given by tests alone.
 
     Attributes:
-        stage: how far it is.
         peer: what the other side says of itself, from DECIDING (acceptor) or DONE (dialler) on.
         refusal: why it ended, at stage REFUSED.
     """
@@ -258,11 +254,7 @@ class Handshake:
         return output
 
     def receive(self, data: bytes) -> None:
-        """Take up to ``num_wanted`` bytes from the other side.
-
-        Raises:
-            HandshakeError: They are not what must come next. The connection is to be closed.
-        """
+        """Take up to ``num_wanted`` bytes; HandshakeError: they are not what must come next."""
         assert len(data) <= self.num_wanted
         self._buffer += data
         if self.num_wanted:

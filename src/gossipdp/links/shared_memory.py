@@ -103,19 +103,10 @@ class _Mapping:
 
 @final
 class SharedSegment(fork.DescriptorOwner):
-    """A worker's own memory, which it writes and its peers read.
+    """A worker's own ``memory``, page-aligned, which it writes and its peers read.
 
-    Args:
-        num_bytes: how much; all of it is allocated at once.
-        number: names it among the segments of this worker, 1 to 65535.
-
-    Attributes:
-        memory: the bytes, at the start of a page.
-        descriptor: what a peer maps; valid while the segment lives.
-
-    Raises:
-        OSError: The system has no memfd that can be sealed so, or not that much memory;
-            or the numbers are used up.
+    ``number``, 1 to 65535, names it among the segments of this worker. Raises OSError where the
+    system has no memfd that can be sealed so, or not that much memory.
     """
 
     def __init__(self, num_bytes: int, number: int) -> None:
@@ -140,7 +131,6 @@ class SharedSegment(fork.DescriptorOwner):
         return address_of(payload) - address_of(self.memory)
 
     def close_in_child(self) -> None:
-        """See :class:`~gossipdp.links.fork.DescriptorOwner`."""
         fork.close_descriptor(self.descriptor)
         self.descriptor = -1
 
@@ -160,11 +150,8 @@ def map_peers_segment(descriptor: int, num_bytes: int) -> memoryview:
     """Map a peer's segment for reading; the descriptor may be closed afterwards.
 
     The view calls itself writable, since neither torch nor numba likes one that is not; whoever
-    writes there all the same is ended by the system.
-
-    Raises:
-        OSError: It cannot be mapped.
-        ValueError: It is not what a peer of ours passes: its size is another or not sealed.
+    writes there all the same is ended by the system. Raises ValueError for what no peer of ours
+    passes: another size, or one that is not sealed.
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -195,11 +182,7 @@ class PeerSegments:
         return True
 
     def find(self, frame: Header) -> memoryview:
-        """The memory that ``frame`` speaks of. Chunks come in order, so older segments may go.
-
-        Raises:
-            FrameError: It is not in a segment that was offered.
-        """
+        """The memory that ``frame`` speaks of. Chunks come in order, so older segments may go."""
         memory = self._segments.get(frame.segment)
         if memory is None or frame.offset + frame.length > len(memory):
             raise FrameError(f"{frame.length} bytes at {frame.offset} of segment {frame.segment}")
@@ -208,18 +191,13 @@ class PeerSegments:
         return memory[frame.offset : frame.offset + frame.length]
 
     def clear(self) -> None:
-        """Let go of all; what is being read holds it so long."""
         self._segments.clear()
 
 
 def offer(segment: SharedSegment, memory_socket: bytes) -> bool:
-    """Offer ``segment`` to the peer that told its ``memory_socket``, a name and a token.
+    """Offer ``segment`` to the peer that told its ``memory_socket``; whether it is on this host.
 
-    Returns:
-        Whether it is on this host.
-
-    Raises:
-        OSError: It is, and its socket did not take it, or it runs as another user.
+    Raises OSError where its socket did not take it, or belongs to another user.
     """
     name, token = memory_socket[:NAME_BYTES], memory_socket[NAME_BYTES:]
     packet = _OFFER.pack(_MAGIC, token, segment.number, len(segment.memory))
@@ -241,16 +219,8 @@ def offer(segment: SharedSegment, memory_socket: bytes) -> bool:
 class MemorySocket:
     """Where one worker takes its peers' segments; its owner sees to forks.
 
-    Args:
-        log: for what a stranger does.
-        epoll: watches every socket for :meth:`take`, edge-triggered.
-
-    Attributes:
-        name: random; the peers are told it.
-        sockets: all that it has open: the listening one, and those of strangers, the oldest first.
-
-    Raises:
-        OSError: The system has no such sockets.
+    ``epoll`` watches every socket for :meth:`take`, edge-triggered. ``sockets`` are all that it has
+    open: the listening one, then those of strangers, the oldest first.
     """
 
     def __init__(self, log: OnceLog, epoll: select.epoll) -> None:
@@ -315,13 +285,7 @@ class MemorySocket:
     def _receive(
         self, connection: socket.socket, tokens: Collection[bytes]
     ) -> tuple[bytes, int, memoryview] | None:
-        """What ``connection`` brings; None: for a link that is no more.
-
-        Raises:
-            BlockingIOError: It has not come yet.
-            ValueError: It is no offer.
-            OSError: The connection is lost, or the memory cannot be mapped.
-        """
+        """What ``connection`` brings; None: for a link that is no more. ValueError: no offer."""
         with fork.descriptors_guard:
             packet, descriptors, flags, _ = socket.recv_fds(
                 connection, _OFFER.size, 1, socket.MSG_CMSG_CLOEXEC
@@ -348,7 +312,6 @@ def _socket() -> socket.socket:
 
 
 def _address(name: bytes) -> bytes:
-    """The abstract address of the socket called ``name``."""
     return b"\0gossipdp-" + name.hex().encode()
 
 

@@ -15,6 +15,7 @@ same process. Another process of the peer always replaces the old.
 import errno
 import ipaddress
 import logging
+import math
 import mmap
 import os
 import select
@@ -23,6 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Literal, final
 
@@ -49,7 +51,7 @@ MAX_UNAUTHENTICATED = 64
 # What is read of a stranger that is turned away, so that it hears why before the reset.
 MAX_EMPTIED_BYTES = 64 << 10
 SCRATCH_BYTES = 256 << 10
-# How long the listener rests when the process has no descriptor left.
+# How long nobody is accepted when the process has no descriptor left.
 LISTENER_REST_S = 0.2
 
 _HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
@@ -120,7 +122,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self.to_read: dict[Any, None] = {}  # links and openings
         self.to_write: dict[TcpLink, None] = {}
         self._accept_due = self._segments_due = False
-        self._listener_rests_until_s: float | None = None
+        self._listener_rests_until_s = -math.inf
         self._log = OnceLog(logging.getLogger("gossipdp"))
         # Keeps close() in another thread from closing the descriptor, and the system from giving
         # its number away, between wake()'s test and its write. Re-entrant, so that a signal handler
@@ -132,9 +134,10 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             fork.register(self)
             self._closed = False
-        self._epoll.register(self._listener, select.EPOLLIN)
-        # Edge-triggered, so that the counter need not be read back.
-        self._epoll.register(self._wake_descriptor, select.EPOLLIN | select.EPOLLET)
+        # Edge-triggered too, so that the counter need not be read back, and a listener that cannot
+        # accept does not end every wait at once.
+        for source in (self._listener, self._wake_descriptor):
+            self._epoll.register(source, select.EPOLLIN | select.EPOLLET)
 
     @property
     def links(self) -> Mapping[int, TcpLink]:
@@ -150,8 +153,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
                 timeout_s = 0.0  # the caller may have waited for just that
             if self._is_open():
                 self._collect_events(timeout_s)
-                if self._accept_due:
-                    self._accept_due = False
+                if self._accept_due and self.clock() >= self._listener_rests_until_s:
                     self._accept()
                 if self._segments_due:
                     self._segments_due = False
@@ -298,14 +300,17 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             self._log.warn_once("dial", f"{host}:{port}", "cannot dial rank %s: %s", peer, error)
             if opening is not None:
                 self._release(opening)
-            self._notices.append(partial(self.handler.dial_failed, peer, (host, port), False))
+            self._note_failure(peer, (host, port), False)
             return
         if code not in (0, errno.EINPROGRESS):
             self._end(opening, code == errno.ECONNREFUSED)
 
+    def _note_failure(self, peer: int | None, address: tuple[str, int], refused: bool) -> None:
+        if peer not in self._links:
+            self._notices.append(partial(self.handler.dial_failed, peer, address, refused))
+
     def _dials_to(self, peer: int) -> list[Opening]:
-        handshakes = ((opening, opening.handshake) for opening in self._openings)
-        return [dial for dial, its in handshakes if its.dialler and its.wanted_rank == peer]
+        return [each for each in self._openings if each.handshake.wanted_rank == peer]
 
     def _begin(
         self,
@@ -336,6 +341,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
                     try:
                         connection, address = self._listener.accept()
                     except BlockingIOError:
+                        self._accept_due = False
                         return
                     except ConnectionError:
                         continue  # it was gone before we looked
@@ -348,7 +354,6 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             # Out of descriptors or memory: free one, and look again a little later.
             text = "cannot accept connections: %s"
             self._log.warn_once("accept", str(error.errno), text, error.strerror)
-            self._epoll.unregister(self._listener)
             self._listener_rests_until_s = self.clock() + LISTENER_REST_S
             self._drop_one("no descriptor left")
 
@@ -435,9 +440,8 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             text = "rank %s at %s refuses: %s"
             self._log.warn_once(refusal.field, who, text, peer, who, refusal)
             self._notices.append(partial(self.handler.refused, peer, refusal))
-        elif peer not in self._links:
-            failed = partial(self.handler.dial_failed, peer, opening.there, refused_connection)
-            self._notices.append(failed)
+        else:
+            self._note_failure(peer, opening.there, refused_connection)
 
     def _release(self, opening: Opening) -> None:
         """Forget an opening and close its socket, in one step for a fork."""
@@ -535,15 +539,12 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         So an exception loses no edge, and a descriptor that is closed and given out again by a
         callback cannot receive an event of its former owner.
         """
-        now = self.clock()
-        if self._listener_rests_until_s is not None and now >= self._listener_rests_until_s:
-            self._listener_rests_until_s = None
-            self._epoll.register(self._listener, select.EPOLLIN)
-        oldest = next(iter(self._openings), None)
-        for due_s in (self._listener_rests_until_s, oldest.deadline_s if oldest else None):
-            if due_s is not None:
-                timeout_s = min(timeout_s, due_s - now)
-        if self.to_read or self.to_write or self._accept_due or self._segments_due:
+        due_s = [opening.deadline_s for opening in islice(self._openings, 1)]  # the oldest
+        if self._accept_due:
+            due_s.append(self._listener_rests_until_s)
+        if due_s:
+            timeout_s = min(timeout_s, min(due_s) - self.clock())
+        if self.to_read or self.to_write or self._segments_due:
             timeout_s = 0.0
         for descriptor, mask in self._epoll.poll(max(0.0, timeout_s)):
             source = self._by_descriptor.get(descriptor)

@@ -53,16 +53,23 @@ MAX_QUEUED_CONTROL_BYTES = 4 << 20
 MAX_QUEUED_CHUNKS = 4
 
 
-class _Chunk:
-    """A chunk that has not left; with a ``segment`` its payload stays where it is."""
+class _Queued:
+    """A frame that has not left; a chunk with a ``segment`` stays where it is."""
 
     __slots__ = ("frame_type", "is_done", "offset", "packed_key", "payload", "segment")
 
-    def __init__(self, frame_type: FrameType, packed_key: bytes, payload: memoryview) -> None:
+    def __init__(
+        self,
+        frame_type: FrameType,
+        payload: bytes | memoryview,
+        packed_key: bytes | None = None,
+        segment: int = 0,
+    ) -> None:
         self.frame_type = frame_type
-        self.packed_key = packed_key
         self.payload = payload
-        self.segment = self.offset = 0
+        self.packed_key = packed_key
+        self.segment = segment
+        self.offset = 0
         self.is_done = False  # handed over, or read in place: it leaves once all before it have
 
 
@@ -131,12 +138,12 @@ class TcpLink(Link):
         self._segments = PeerSegments()
         self._num_read = self._num_said = 0  # of the peer's chunks, in place; and what it was told
 
-        self._small: deque[tuple[FrameType, bytes, int]] = deque()  # type, data, segment
+        self._small: deque[_Queued] = deque()
         self._queued_small_bytes = 0
-        self._chunks: deque[_Chunk] = deque()  # the first ``_num_started`` of them are on their way
-        self._num_started = 0
-        self._sending: list[memoryview] = []
-        self._sending_chunk: _Chunk | None = None
+        self._chunks: deque[_Queued] = deque()
+        self._num_started = 0  # so many of them, from the first on, are on their way
+        self._sending: list[bytes | memoryview] = []
+        self._sending_chunk: _Queued | None = None
         self._next_sent = 0
         # Chunks of ours that the peer has read in place, and those that it has yet to.
         self._num_confirmed = self._num_unread = 0
@@ -164,7 +171,7 @@ class TcpLink(Link):
         if frame_type in KEYLESS_TYPES:
             raise ValueError(f"a {frame_type.name} frame is not a chunk; use send_control")
         check_length(frame_type, payload.nbytes)
-        chunk = _Chunk(frame_type, pack_key(key), payload.cast("B"))
+        chunk = _Queued(frame_type, payload.cast("B"), pack_key(key))
         if self.closed:
             return
         offset = None
@@ -379,7 +386,7 @@ class TcpLink(Link):
     def _send_small(self, frame_type: FrameType, data: bytes, segment: int = 0) -> None:
         if self.closed:
             return
-        self._small.append((frame_type, data, segment))
+        self._small.append(_Queued(frame_type, data, segment=segment))
         self._queued_small_bytes += len(data)
         self.queued_bytes += len(data)
         self._owner.to_write[self] = None
@@ -419,34 +426,34 @@ class TcpLink(Link):
 
     def _start_sending(self) -> None:
         """Number the next frames and lay them out: first all that are small, in one part."""
-        parts: list[bytes] = []
+        parts: list[bytes | memoryview] = []
         size = 0
         while self._small and size < CONTROL_BATCH_BYTES:
-            frame_type, data, segment = self._small.popleft()
-            self._queued_small_bytes -= len(data)
-            self.queued_bytes -= len(data)
-            parts += (self._header_of(frame_type, len(data), segment=segment), data)
-            size += HEADER_BYTES + len(data)
+            frame = self._small.popleft()
+            self._queued_small_bytes -= len(frame.payload)
+            self.queued_bytes -= len(frame.payload)
+            parts += (self._header_of(frame), frame.payload)
+            size += HEADER_BYTES + len(frame.payload)
         chunk = self._next_chunk()
         while chunk is not None and chunk.segment and not self._small:
             self._num_started += 1
             self._num_unread += 1
             self.shared_bytes_sent += len(chunk.payload)
-            parts.append(self._header_of_chunk(chunk))
+            parts.append(self._header_of(chunk))
             chunk = self._next_chunk()
         if not parts and chunk is None:
-            parts.append(self._header_of(FrameType.ACKNOWLEDGEMENT, 0))
+            parts.append(self._header_of(_Queued(FrameType.ACKNOWLEDGEMENT, b"")))
         if parts:
             self._sending = [memoryview(b"".join(parts))]
             self.queued_bytes += len(self._sending[0])
             return
         assert chunk is not None
         self._num_started += 1
-        self._sending = [memoryview(self._header_of_chunk(chunk)), chunk.payload]
+        self._sending = [memoryview(self._header_of(chunk)), chunk.payload]
         self.queued_bytes += HEADER_BYTES
         self._sending_chunk = chunk
 
-    def _next_chunk(self) -> _Chunk | None:
+    def _next_chunk(self) -> _Queued | None:
         has_more = len(self._chunks) > self._num_started
         return self._chunks[self._num_started] if has_more else None
 
@@ -462,28 +469,17 @@ class TcpLink(Link):
         self._writable_due = False
         self._owner.handler.writable(self)
 
-    def _header_of_chunk(self, chunk: _Chunk) -> bytes:
-        place = (chunk.segment, chunk.offset)
-        return self._header_of(chunk.frame_type, len(chunk.payload), chunk.packed_key, *place)
-
-    def _header_of(
-        self,
-        frame_type: FrameType,
-        length: int,
-        packed_key: bytes | None = None,
-        segment: int = 0,
-        offset: int = 0,
-    ) -> bytes:
+    def _header_of(self, frame: _Queued) -> bytes:
         """The next header; it tells how many chunks were read."""
         header = pack_header(
             self._owner.tag,
-            frame_type,
+            frame.frame_type,
             self._next_sent,
-            length,
-            packed_key,
+            len(frame.payload),
+            frame.packed_key,
             num_read=self._num_read,
-            segment=segment,
-            offset=offset,
+            segment=frame.segment,
+            offset=frame.offset,
         )
         self._next_sent += 1
         self._num_said = self._num_read

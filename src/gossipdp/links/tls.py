@@ -213,12 +213,7 @@ class TlsStream(Stream):
         self._error: OSError | None = None
 
     def do_handshake(self) -> None:
-        """Go on with the TLS handshake.
-
-        Raises:
-            BlockingIOError: The peer is to speak first.
-            OSError: It failed.
-        """
+        """Go on with the TLS handshake; BlockingIOError: the peer is to speak first."""
         try:
             self._secured.do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
