@@ -229,13 +229,31 @@ def reach(address: tuple[str, int]) -> "Store":
     return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def put_notice(address: tuple[str, int], prefix: str, text: str, secret: str | None) -> None:
-    """Tell workers who still wait at the store that the run has ended on this host."""
+def put_notice(
+    address: tuple[str, int], prefix: str, text: str, secret: str | None, timeout_s: float
+) -> None:
+    """Tell workers who wait at the store, or soon will, that the run has ended on this host.
+
+    Host 0 may not have started yet, and its store answers only once it has imported ``torch``: so
+    this tries again until ``timeout_s`` have passed, or a store that was there has gone.
+    """
     text = printable(text, MAX_TEXT)
     proof = proof_of(secret.encode(), prefix + text) if secret else ""
-    with suppress(OSError, RuntimeError):  # whoever waited there finds the store gone, too
-        notice = msgspec.json.encode(Notice(text, proof)).decode()
-        reach(address).set(notice_key(prefix), notice)
+    notice = msgspec.json.encode(Notice(text, proof)).decode()
+    deadline = time.monotonic() + timeout_s
+    was_there = False
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(address, CONNECT_S).close()
+        except OSError:
+            if was_there:
+                return
+        else:
+            was_there = True
+            with suppress(OSError, RuntimeError):
+                reach(address).set(notice_key(prefix), notice)
+                return
+        time.sleep(CHECK_EVERY_S / 2)
 
 
 def read_notice(prefix: str, value: bytes, secret: bytes | None) -> str | None:

@@ -11,6 +11,7 @@ again. How a worker is started is the caller's: a script (:mod:`.scripts`) or a 
 
 import abc
 import dataclasses
+import logging
 import multiprocessing.connection
 import os
 import signal
@@ -22,7 +23,9 @@ from typing import final
 
 from gossipdp.launcher.environment import identity_variables, join_variables
 from gossipdp.launcher.reports import ReportChannel
-from gossipdp.launcher.team import Team
+from gossipdp.launcher.team import NOTICE_S, Team
+
+logger = logging.getLogger("gossipdp")
 
 # The longest time that one step waits for something to happen.
 POLL_S = 0.1
@@ -281,8 +284,20 @@ class Supervisor:
                         self.kill()
                 for worker in self.workers.values():
                     worker.close()
+                self._wait_until_others_are_told(lambda: len(caught) > heeded)
                 self._team.close()
         return caught[0] if caught else None
+
+    def _wait_until_others_are_told(self, is_interrupted: Callable[[], bool]) -> None:
+        """At most NOTICE_S, and not longer than the user wants."""
+        if not self._team.others_told(1.0):
+            logger.warning(
+                "telling the other hosts that the run has ended before it began; until they have "
+                "heard it, at most %.0f s",
+                NOTICE_S,
+            )
+        while not self._team.others_told(0.1) and not is_interrupted():
+            pass
 
     def step(self, timeout_s: float = POLL_S) -> bool:
         """Wait for something to happen, at most so long, and act on it.
@@ -294,7 +309,12 @@ class Supervisor:
             due = min(at for at, _ in self._waiting.values())
             timeout_s = min(timeout_s, max(0.0, due - self._clock()))
         things = [thing for worker in self.running.values() for thing in worker.waits_for()]
-        multiprocessing.connection.wait(things, timeout_s)  # type: ignore[arg-type]
+        try:
+            multiprocessing.connection.wait(things, timeout_s)  # type: ignore[arg-type]
+        except OSError:
+            # poll(2) takes no more descriptors than the process may have, and somebody may have
+            # lowered that number. The wait only makes us quick: all are looked at in any case.
+            time.sleep(min(timeout_s, FIRST_DELAY_S))
         for worker in self.running.values():
             worker.take_in()
         self._take_reports()

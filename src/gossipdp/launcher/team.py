@@ -21,8 +21,8 @@ from gossipdp.links.handshake import Handshake, HandshakeError, Identity
 from gossipdp.links.strangers import printable
 from gossipdp.links.tls import Tls
 
-# How long the end of a run that failed before it began waits until the others are told: it is the
-# import of torch that may take so long, on a busy machine.
+# How long the end of a run that failed before it began waits until the others are told: host 0 may
+# not have started yet, and on a busy machine the import of torch takes long, here and there.
 NOTICE_S = 60.0
 # The id of no run, by which a caller asks for one.
 NO_RUN = ""
@@ -198,10 +198,14 @@ class Team:
         if self.hosted is not None:
             self.hosted.open_in_background(self.key_prefix, self.world_size)
 
-    def close(self) -> None:
-        """Let go of the store, once the others have been told what is to be told."""
+    def others_told(self, timeout_s: float) -> bool:
+        """Whether the others have been told what is to be told; waits at most so long for it."""
         if self._notice is not None:
-            self._notice.join(NOTICE_S)
+            self._notice.join(timeout_s)
+        return self._notice is None or not self._notice.is_alive()
+
+    def close(self) -> None:
+        """Let go of the store."""
         if self.hosted is not None:
             self.hosted.close()
 
@@ -223,7 +227,7 @@ class Team:
             return
         self._notice = threading.Thread(
             target=put_notice,
-            args=(self.store, self.key_prefix, reason, self.secret),
+            args=(self.store, self.key_prefix, reason, self.secret, NOTICE_S),
             name="gossipdp notice",
             daemon=True,
         )

@@ -312,6 +312,23 @@ def test_a_worker_that_cannot_be_started_again_ends_no_other(make: Make) -> None
     assert setting.supervisor.failures == []
 
 
+def test_a_limit_of_descriptors_that_is_lowered_ends_nobody(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """poll(2) takes no more descriptors than the limit says."""
+
+    def wait(things: list[object], timeout_s: float) -> list[object]:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    setting = make(begun=True, max_restarts=3)
+    monkeypatch.setattr("multiprocessing.connection.wait", wait)
+    setting.workers[0].how = CRASH
+    assert setting.step(1.0)
+    assert setting.step(1.2)
+    assert setting.restarted == [(0, 1.2)]
+    assert setting.supervisor.running.keys() == {0, 1, 2}
+
+
 def test_one_that_can_never_be_started_is_a_failure(make: Make) -> None:
     setting = make(begun=True, max_restarts=1)
     setting.num_start_failures = 9

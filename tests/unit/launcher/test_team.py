@@ -171,7 +171,7 @@ def test_a_failure_before_the_beginning_is_told_once() -> None:
     with opened(first) as store:
         second.tell_failed("worker 1 ended with\x1b[2J exit code 1")
         second.tell_failed("it was interrupted there")
-        second.close()
+        assert second.others_told(30)
         key = notice_key(first.key_prefix)
         notice = json.loads(store.get(key))
         assert notice["text"] == "worker 1 ended with?[2J exit code 1"
@@ -179,6 +179,32 @@ def test_a_failure_before_the_beginning_is_told_once() -> None:
         assert told == notice["text"]
         other = stores.read_notice(first.key_prefix, store.get(key), b"another secret!!")
         assert other is None
+
+
+def test_a_host_that_starts_or_answers_later_is_told_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stores, "CONNECT_S", 0.2)
+    second = Team.on_several_hosts(1, 2, 1, nobody(), SECRET)
+    assert second.store is not None
+    second.tell_failed("worker 1 ended with exit code 1")
+    assert not second.others_told(0.5)
+    first = Team.on_several_hosts(1, 2, 0, second.store, SECRET)  # now it listens ...
+    assert not second.others_told(1.5)
+    with opened(first) as store:  # ... and now it has imported torch
+        assert second.others_told(30)
+        assert store.check([notice_key(first.key_prefix)])
+
+
+def test_a_host_that_has_ended_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "CONNECT_S", 0.2)
+    first = Team.on_several_hosts(1, 2, 0, ("127.0.0.1", 0), SECRET)
+    assert first.store is not None
+    second = Team.on_several_hosts(1, 2, 1, first.store, SECRET)
+    second.tell_failed("worker 1 ended with exit code 1")
+    assert not second.others_told(0.5)
+    first.close()
+    assert second.others_told(10)
 
 
 def test_a_failure_of_one_host_alone_is_told_to_nobody() -> None:
