@@ -39,25 +39,25 @@ def opened(team: Team) -> Iterator[Any]:
         team.close()
 
 
-def launched(rank: int, port: int, *, agent_store: bool) -> Environment:
-    """Of two workers that torchrun started on one host, or srun where nobody hosts the store."""
-    return Environment(
-        rank=rank,
-        world_size=2,
-        local_rank=rank,
-        local_world_size=2,
-        store_host="127.0.0.1",
-        store_port=port,
-        agent_store=agent_store,
-        run_id="none",
-    )
+# Of the second of two workers that torchrun started on one host.
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "3",
+}
 
 
 def test_a_run_of_its_own_has_an_id_and_a_secret() -> None:
     team = Team.on_one_host(3)
     workers = [Environment.read(team.variables(rank)) for rank in range(3)]
     team.close()
-    assert [worker.rank for worker in workers] == [team.rank(rank) for rank in range(3)]
+    assert [worker.rank for worker in workers] == [0, 1, 2]
     assert {(worker.world_size, worker.local_world_size) for worker in workers} == {(3, 3)}
     assert {worker.run_id for worker in workers} == {team.run_id}
     assert {worker.secret for worker in workers} == {str(team.secret).encode()}
@@ -76,19 +76,19 @@ def test_the_second_of_three_hosts() -> None:
 
 
 def test_the_worker_is_told_what_the_launcher_said() -> None:
-    told = dataclasses.replace(launched(1, 29500, agent_store=True), restart_count=3)
-    team = Team.launched(told, SECRET)
+    team = Team.launched(TORCHRUN, SECRET)
     worker = Environment.read(team.variables(0))
-    assert team.rank(0) == 1
-    assert worker == dataclasses.replace(told, secret=SECRET.encode())
+    assert team.first_rank == 1
+    assert worker == dataclasses.replace(Environment.read(TORCHRUN), secret=SECRET.encode())
     assert worker.key_prefix == team.key_prefix
-    by_hand = launched(0, 29500, agent_store=False)
-    assert Environment.read(Team.launched(by_hand, None).variables(0)).hosts_store
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    team = Team.launched(step, None)
+    assert Environment.read(team.variables(0)) == Environment.read(step)
+    assert Environment.read(team.variables(0)).hosts_store
 
 
 def test_the_only_worker_of_a_run_may_begin_anew() -> None:
-    told = dataclasses.replace(launched(0, 29500, agent_store=True), world_size=1)
-    team = Team.launched(told, None)
+    team = Team.launched(TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None)
     before = Environment.read(team.variables(0)).key_prefix
     team.begin_anew()
     assert Environment.read(team.variables(0)).key_prefix != before
