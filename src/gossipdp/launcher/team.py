@@ -16,7 +16,7 @@ from gossipdp.launcher.environment import (
     key_prefix,
     show_address,
 )
-from gossipdp.launcher.store import MAX_RUN_ID, HostedStore, put_notice
+from gossipdp.launcher.store import MAX_RUN_ID, HostedStore, tell_host_0
 from gossipdp.links.handshake import Handshake, HandshakeError, Identity
 from gossipdp.links.strangers import printable
 from gossipdp.links.tls import Tls
@@ -193,9 +193,10 @@ class Team:
         """
         if not self.others_elsewhere or self.store is None or self._notice is not None:
             return
+        secret = self.secret.encode() if self.secret else None
         self._notice = threading.Thread(
-            target=put_notice,
-            args=(self.store, self.key_prefix, reason, self.secret, NOTICE_S),
+            target=tell_host_0,
+            args=(self.store, self.key_prefix, reason, secret, NOTICE_S),
             name="gossipdp notice",
             daemon=True,
         )
