@@ -35,13 +35,11 @@ def test_the_papers_trainings_are_the_defaults():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "magic"}, "no method 'magic'; choose one of a2cid2, gossip, allreduce, none"),
         ({"epochs": 0}, "--epochs is 0; it must be at least 1"),
         ({"batch_size": 0}, "--batch-size is 0"),
         ({"seed": -1}, "--seed is -1"),
         ({"checkpoint_every": 0}, "--checkpoint-every is 0"),
         ({"comm_rate": float("nan")}, "--comm-rate is nan"),
-        ({"json": Path("/no/such/folder/results.json")}, "the directory to write it to does not"),
     ],
 )
 @pytest.mark.parametrize("kind", OPTIONS)
@@ -71,8 +69,10 @@ def test_no_fewer_than_no_loader_processes():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("cifar10 --data {empty}", "holds no CIFAR-10. CIFAR-10 is not downloaded for you: get"),
-        ("cifar10 --data {empty}/no", "there is no {empty}/no. CIFAR-10 is not downloaded"),
+        (
+            "cifar10 --data {empty}",
+            "there is no {empty}/data_batch_1.bin. CIFAR-10 is not",
+        ),
         ("imagenet --data {empty}", "ImageNet is not downloaded for you: register at"),
         ("bytes-gpt --data {empty}", "holds 0 bytes of text"),
         ("bytes-gpt --workers 0", "--workers is 0"),
