@@ -51,7 +51,8 @@ def idle_seconds(members: Iterable[MemberStatus]) -> dict[int, float]:
         >>> idle_seconds([MemberStatus(3, 0, "training", since_step_s=12.34)])
         {3: 12.3}
     """
-    ages = {each.rank: each.since_step_s or 0.0 for each in members if each.state == "training"}
+    training = (each for each in members if each.state == "training" and not each.is_silent)
+    ages = {each.rank: each.since_step_s or 0.0 for each in training}
     longest = sorted(ages, key=lambda rank: -ages[rank])[:MAX_IDLE]
     return {rank: round(ages[rank], 1) for rank in longest if ages[rank] > IDLE_AFTER_S}
 
