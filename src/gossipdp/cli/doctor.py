@@ -28,6 +28,7 @@ from gossipdp.errors import GossipError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from gossipdp.cli.doctor_link import LinkSpeed
     from gossipdp.links.tls import Tls
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -37,6 +38,9 @@ LAST_PYTHON = (3, 13)
 PROBE_BYTES = 1 << 20
 ANYWHERE = ("192.0.2.1", "2001:db8::1")
 """Kept for documentation (RFC 5737, RFC 3849), so on no network: where default routes lead."""
+
+SLOW_LINK, FAR_ROUND_TRIP_S = 12.5e6, 20e-3
+"""Between machines: 100 Mbit/s, and 20 ms there and back."""
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -443,18 +447,45 @@ def _link_checks(arguments: DoctorArguments) -> list[Check]:
         raise ValueError(f"the name {name!r} cannot be looked up ({error}); check it") from None
 
     def look() -> Finding:
-        from gossipdp.cli.doctor_link import judge, measure
+        from gossipdp.cli.doctor_link import measure
 
         own = routed_address(host)
         if own is None:
             return Finding("link", "fail", f"no route leads to {host}", "check the network")
         try:
-            return judge(measure((host, port), own, secret.encode(), tls=tls))
+            return judge_link(measure((host, port), own, secret.encode(), tls=tls))
         except GossipError as error:
             found = f"{show_address(host, port)}: {error}"
             return Finding("link", "fail", found, "mend that and try again")
 
     return [("link", look)]
+
+
+def judge_link(speed: LinkSpeed) -> Finding:
+    """A link to another machine."""
+    round_trip_s = speed.round_trip_s
+    mbits = max(1, round(speed.both * 8e-6))
+    latency_ms = max(0.01, round_trip_s * 500)
+    took = (
+        f"{round_trip_s * 1e3:.3g} ms" if round_trip_s >= 1e-3 else f"{round_trip_s * 1e6:.0f} µs"
+    )
+    there, back, both = (
+        f"{each / 1e9:.2f} GB/s" if each >= 1e9 else f"{each / 1e6:.3g} MB/s"
+        for each in (speed.there, speed.back, speed.both)
+    )
+    found = f"{there} there, {back} back, {both} each way at once; round trip {took}"
+    advice = (
+        f"what it allows: gossipdp plan --workers N --parameters 25M --step-ms 100 "
+        f"--link-mbps {mbits} --latency-ms {latency_ms:.2g}"
+    )
+    figures = {
+        "round_trip_us": round_trip_s * 1e6,
+        "there_mb_per_s": speed.there / 1e6,
+        "back_mb_per_s": speed.back / 1e6,
+        "both_mb_per_s": speed.both / 1e6,
+    }
+    slow = speed.both < SLOW_LINK or round_trip_s > FAR_ROUND_TRIP_S
+    return Finding("link", "warn" if slow else "ok", found, advice, figures)
 
 
 def _listen(arguments: DoctorArguments) -> None:

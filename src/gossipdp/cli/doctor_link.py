@@ -16,7 +16,6 @@ from typing import Annotated, final
 
 import msgspec
 
-from gossipdp.cli.doctor import Finding
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Identity, Refusal
@@ -33,9 +32,6 @@ NUM_ECHOES = 200
 CONNECT_TIMEOUT_S = 8.0
 SILENCE_TIMEOUT_S = 10.0
 SERVER, CLIENT = 0, 1
-SLOW_LINK, FAR_ROUND_TRIP_S = 12.5e6, 20e-3
-"""Between machines: 100 Mbit/s, and 20 ms there and back."""
-
 _NumChunks = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS)]
 
 
@@ -252,30 +248,3 @@ def _round(transport: TcpTransport, client: _Client, wish: Wish) -> float:
 
 def _identity(rank: int, host: str) -> Identity:
     return Identity(rank, 0, os.getpid(), RUN_ID, "", "", "", "", "", host)
-
-
-def judge(speed: LinkSpeed) -> Finding:
-    """A link to another machine."""
-    round_trip_s = speed.round_trip_s
-    mbits = max(1, round(speed.both * 8e-6))
-    latency_ms = max(0.01, round_trip_s * 500)
-    took = (
-        f"{round_trip_s * 1e3:.3g} ms" if round_trip_s >= 1e-3 else f"{round_trip_s * 1e6:.0f} µs"
-    )
-    there, back, both = (
-        f"{each / 1e9:.2f} GB/s" if each >= 1e9 else f"{each / 1e6:.3g} MB/s"
-        for each in (speed.there, speed.back, speed.both)
-    )
-    found = f"{there} there, {back} back, {both} each way at once; round trip {took}"
-    advice = (
-        f"what it allows: gossipdp plan --workers N --parameters 25M --step-ms 100 "
-        f"--link-mbps {mbits} --latency-ms {latency_ms:.2g}"
-    )
-    figures = {
-        "round_trip_us": round_trip_s * 1e6,
-        "there_mb_per_s": speed.there / 1e6,
-        "back_mb_per_s": speed.back / 1e6,
-        "both_mb_per_s": speed.both / 1e6,
-    }
-    slow = speed.both < SLOW_LINK or round_trip_s > FAR_ROUND_TRIP_S
-    return Finding("link", "warn" if slow else "ok", found, advice, figures)

@@ -35,13 +35,13 @@ CASES: list[tuple[Callable[..., Finding], tuple[object, ...], str, str]] = [
     (doctor.judge_address, ("here", "127.0.0.1", True, "1.2.3.4", 2), "warn", "set GOSSIPDP_HOST"),
     (doctor.judge_gpu, (["NVIDIA H200", "NVIDIA H200"],), "warn", "2 x NVIDIA H200"),
     (
-        doctor_link.judge,
+        doctor.judge_link,
         (LinkSpeed(2e-4, 1e8, 1e8, 1e8),),
         "ok",
         "--link-mbps 800 --latency-ms 0.1",
     ),
-    (doctor_link.judge, (LinkSpeed(2e-4, 1e6, 1e6, 1e6),), "warn", "1 MB/s each way"),
-    (doctor_link.judge, (LinkSpeed(5e-2, 1e9, 1e9, 1e9),), "warn", "round trip 50 ms"),
+    (doctor.judge_link, (LinkSpeed(2e-4, 1e6, 1e6, 1e6),), "warn", "1 MB/s each way"),
+    (doctor.judge_link, (LinkSpeed(5e-2, 1e9, 1e9, 1e9),), "warn", "round trip 50 ms"),
 ]
 
 
