@@ -30,7 +30,7 @@ from gossipdp.report.charts import (
 from gossipdp.report.view import Event, Points, RunView
 
 if TYPE_CHECKING:
-    import networkx as nx
+    from gossipdp.graph.network_plan import Plan
 
 MOST_HEAT_WORKERS = 64
 SECTIONS = {
@@ -63,7 +63,7 @@ def render(run_log: RunLog, name: str) -> str:
     files = resources.files("gossipdp.report")
     view = RunView(run_log)
     counts = run_log.exchange_counts()
-    shares = _planned_shares(view)
+    planned = _planned(view)
     distance = view.consensus_distance
     return environment.get_template("page.html").render(
         name=name,
@@ -85,7 +85,7 @@ def render(run_log: RunLog, name: str) -> str:
             marks=[] if distance is None else [(view.duration_s, distance)],
             mark_label="consensus distance at the end, exact",
         ),
-        exchanges=_exchanges(view, counts, shares),
+        exchanges=_exchanges(view, counts, planned[1] if planned else {}),
         bytes_per_exchange=number(view.bytes_per_exchange()),
         sending=_time_chart(
             view,
@@ -106,7 +106,7 @@ def render(run_log: RunLog, name: str) -> str:
             )
         ],
         faults=_faults(view),
-        plan=_plan(view, counts, shares),
+        plan=_plan(view, counts, *planned) if planned else None,
         workers=[_worker_row(view, rank) for rank in view.ranks],
         configuration=_configuration(view),
         logged=[
@@ -303,49 +303,39 @@ def _shown(value: object) -> str:
 # The plan beside the run.
 
 
-def _graph(view: RunView) -> nx.Graph[int] | None:
-    """The run's graph; None without exchanges, or without a graph or comm rate in the log."""
-    edges = view.configuration.get("edges")
-    if not view.gossips or not edges or view.configuration.get("comm_rate") is None:
+def _planned(view: RunView) -> tuple[Plan, dict[Pair, float]] | None:
+    """The plan, and the share of all exchanges that each link is to have: lambda_ij over their sum.
+
+    None without exchanges, or without a graph or comm rate in the log.
+    """
+    edges, comm_rate = view.configuration.get("edges"), view.configuration.get("comm_rate")
+    if not view.gossips or not edges or comm_rate is None:
         return None
     import networkx as nx
+
+    from gossipdp.graph.constants import Constants
+    from gossipdp.graph.network_plan import plan
 
     graph: nx.Graph[int] = nx.Graph()
     graph.add_nodes_from(range(view.log.num_workers))
     graph.add_edges_from(map(tuple, edges))
-    return graph
-
-
-def _planned_shares(view: RunView) -> dict[Pair, float]:
-    """The share of all exchanges that each link is planned to have: lambda_ij over their sum."""
-    graph = _graph(view)
-    if graph is None:
-        return {}
-    from gossipdp.graph.constants import Constants
-
-    constants = Constants.of(graph, view.configuration["comm_rate"])
-    rates = {
-        (worker, neighbour): rate
+    constants = Constants.of(graph, comm_rate)
+    shares = {
+        (worker, neighbour): rate / constants.exchanges_per_unit_time
         for worker in constants.workers
         for neighbour, rate in constants.neighbours(worker).items()
         if worker < neighbour
     }
-    total = sum(rates.values())
-    return {pair: rate / total for pair, rate in rates.items()}
+    return plan(graph, comm_rate), shares
 
 
 def _plan(
-    view: RunView, counts: Mapping[Pair, int], shares: Mapping[Pair, float]
+    view: RunView, counts: Mapping[Pair, int], planned: Plan, shares: Mapping[Pair, float]
 ) -> dict[str, Any] | None:
-    """Rows of what the graph promised and what happened; None without a plan."""
-    achieved, graph = view.achieved_comm_rate, _graph(view)
-    if graph is None or achieved is None:
+    """Rows of what the graph promised and what happened; None before the first step."""
+    achieved = view.achieved_comm_rate
+    if achieved is None:
         return None
-    from gossipdp.graph.constants import Constants
-    from gossipdp.graph.network_plan import plan
-
-    comm_rate = view.configuration["comm_rate"]
-    planned, constants = plan(graph, comm_rate), Constants.of(graph, comm_rate)
     is_accelerated = view.configuration["method"] == "a2cid2"
     bound = planned.a2cid2_decay_bound if is_accelerated else planned.gossip_decay_bound
     half_life = math.log(2) / bound
@@ -384,7 +374,7 @@ def _plan(
             for word, pair in (("least", by_count[0]), ("most", by_count[-1]))
         ]
     told = (
-        f"χ₁ {number(constants.chi1)}, χ₂ {number(constants.chi2)}, η {number(constants.eta)}, "
-        f"α̃ {number(constants.alpha_tilde)}"
+        f"χ₁ {number(planned.chi1)}, χ₂ {number(planned.chi2)}, η {number(planned.eta)}, "
+        f"α̃ {number(planned.alpha_tilde)}"
     )
     return {"constants": told, "rows": rows}
