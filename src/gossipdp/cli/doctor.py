@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 import gossipdp
-from gossipdp.cli.option_checks import check_output
 from gossipdp.cli.run import read_secret
 from gossipdp.errors import GossipError
 
@@ -77,13 +76,9 @@ class DoctorArguments:
 class Finding:
     """One thing that was looked at.
 
-    Attributes:
-        name: what, in a word or two.
-        verdict: ``ok``; ``warn``: it works, but slower or with less than there could be; ``fail``:
-            training does not work here before this is mended.
-        found: what there is.
-        advice: what to do about it, one sentence; empty where there is nothing to do.
-        figures: numbers and names for programs that read ``--json``.
+    verdict: ``warn``: it works, but slower or with less than there could be; ``fail``: training
+    does not work here before this is mended. advice: one sentence; empty: there is nothing to do.
+    figures: numbers and names for programs that read ``--json``.
     """
 
     name: str
@@ -116,7 +111,6 @@ def run(arguments: DoctorArguments) -> int:
         )
     if not 0 <= arguments.port < 65536:
         raise ValueError(f"--port is {arguments.port}; it must be in 0..65535")
-    check_output("--json", arguments.json)
     if arguments.listen and arguments.json is not None:
         raise ValueError("--listen finds nothing by itself; give --json on the other machine")
     if arguments.listen:
@@ -149,11 +143,9 @@ def run(arguments: DoctorArguments) -> int:
 
 
 def examine(checks: Sequence[Check], begins: Callable[[str], None]) -> list[Finding]:
-    """Look at one thing after the other; one that cannot be looked at keeps none from its turn.
+    """Look at one thing after the other; ``begins`` is called with the name of each before.
 
-    Args:
-        checks: in the order in which they are shown.
-        begins: called with the name of each before its turn.
+    One that cannot be looked at keeps none from its turn.
     """
     findings = []
     for name, look in checks:
@@ -290,13 +282,7 @@ def _look_at_cores() -> Finding:
 
 
 def judge_cores(num_cores: int, cgroup: float | None, load: float) -> Finding:
-    """How much computing there is.
-
-    Args:
-        num_cores: that this process may run on.
-        cgroup: cores' worth of time that the container may use; None for no limit.
-        load: runnable processes, averaged over a minute.
-    """
+    """Cores that this process may run on, the container's limit on their time, and the load."""
     figures = {"cores": num_cores, "cgroup_cores": cgroup, "load": load}
     found = f"{num_cores}, load {load:.1f}"
     if cgroup is not None and cgroup < num_cores:
@@ -374,14 +360,10 @@ def _look_at_address() -> Finding:
 def judge_address(
     where: str, chosen: str, is_given: bool, outward: str | None, num_nodes: int
 ) -> Finding:
-    """The address on which a worker would listen.
+    """The address on which a worker would listen, ``where`` with its ports in words.
 
-    Args:
-        where: address and ports, in words.
-        chosen: the address.
-        is_given: GOSSIPDP_HOST or MASTER_ADDR has to do with it.
-        outward: the address from which other machines are reached.
-        num_nodes: machines that the run has, as far as the environment says.
+    ``is_given``: by GOSSIPDP_HOST or MASTER_ADDR. ``outward``: the address from which other
+    machines are reached. ``num_nodes``: machines of the run, as far as the environment says.
     """
     from gossipdp.launcher.environment import show_address
 

@@ -11,7 +11,9 @@ import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, median
+from typing import Any
 
 import msgspec
 
@@ -349,36 +351,29 @@ class StatusBoard:
             )
             # Over some steps where that is longer.
             over_s = min(max(SPEED_OVER_S, SPEED_OVER_STEPS * step_s), LONGEST_SPEED_OVER_S)
-            is_gone = state in GONE
-            worker = JobWorker(
-                rank=rank,
-                incarnation=member.incarnation,
-                state=state,
-                is_answering=is_answering,
-                status_address=member.status_address,
-                gradient_steps=member.gradient_steps,
-                samples=member.samples,
-                since_step_s=age_s,
-                samples_per_second=None
-                if is_gone
-                else self._speeds.since(("samples", rank), now_s - over_s),
-            )
+            facts: dict[str, Any] = {
+                "rank": rank,
+                "incarnation": member.incarnation,
+                "state": state,
+                "is_answering": is_answering,
+                "status_address": member.status_address,
+                "gradient_steps": member.gradient_steps,
+                "samples": member.samples,
+                "since_step_s": age_s,
+            }
             if status is not None:
-                linked = (each for each in status.neighbours if each.is_linked)
-                worker = msgspec.structs.replace(
-                    worker,
-                    incarnation=max(member.incarnation, status.incarnation),
-                    gradient_steps=max(member.gradient_steps, status.gradient_steps),
-                    samples=max(member.samples, status.samples),
-                    loss=status.logged.get("loss"),
-                    bytes_sent_per_second=None
-                    if is_gone
-                    else self._speeds.since(("bytes", rank), now_s - over_s),
-                    neighbours=None
-                    if is_gone
-                    else tuple(each.rank for each in linked if each.is_neighbour),
-                    **{name: getattr(status, name) for name in OWN_WORD},
-                )
+                facts |= {name: getattr(status, name) for name in OWN_WORD}
+                facts["loss"] = status.logged.get("loss")
+                for name in ("incarnation", "gradient_steps", "samples"):
+                    facts[name] = max(facts[name], getattr(status, name))
+            if state not in GONE:
+                speed = partial(self._speeds.since, from_s=now_s - over_s)
+                facts["samples_per_second"] = speed(("samples", rank))
+                if status is not None:
+                    facts["bytes_sent_per_second"] = speed(("bytes", rank))
+                    linked = (each for each in status.neighbours if each.is_linked)
+                    facts["neighbours"] = tuple(each.rank for each in linked if each.is_neighbour)
+            worker = JobWorker(**facts)
             workers.append(_marked(worker, steps))
         return tuple(workers)
 

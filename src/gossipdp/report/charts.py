@@ -106,35 +106,26 @@ def colour(index: int, count: int) -> str:
 def line_chart(
     name: str,
     lines: Sequence[Points],
-    labels: Sequence[str],
+    ranks: Sequence[int],
     *,
     x_label: str,
     y_label: str,
     x_end: float,
-    marks: Sequence[tuple[float, float]] = (),
+    starts_of_pieces: Sequence[Sequence[float]],
+    mark: tuple[float, float] | None = None,
     mark_label: str = "",
     width: int = WIDTH,
     is_linear: bool = False,
-    starts_of_pieces: Sequence[Sequence[float]] = (),
 ) -> Drawing | None:
-    """A line a worker; None without values.
+    """A line a worker, from x = 0 to ``x_end``; None without values.
 
-    The y scale is logarithmic where positive values differ by a factor of 20.
-
-    Args:
-        name: of the figure, for readers that do not see it.
-        lines: one per label; not finite values are left out, long ones thinned by means.
-        labels: who each line is.
-        x_label, y_label: of the axes.
-        x_end: to where the horizontal axis goes, from 0.
-        marks: single points besides the lines.
-        mark_label: what they are.
-        width: of the drawing; what is shown at half the width of the page is drawn narrower.
-        is_linear: whatever the values.
-        starts_of_pieces: for each line, at which x it does not go on from the point before.
+    The y scale is logarithmic where positive values differ by a factor of 20, unless ``is_linear``.
+    Values that are not finite are left out, and long lines thinned by means. ``starts_of_pieces``:
+    for each line, at which x it does not go on from the point before.
     """
     thinned = [_thinned(each, x_end) for each in lines]
-    values = [y for each in [*thinned, list(marks)] for _, y in each]
+    marks = [mark] if mark else []
+    values = [y for each in [*thinned, marks] for _, y in each]
     if not values:
         return None
     positive = [value for value in values if value > 0]
@@ -145,10 +136,10 @@ def line_chart(
         low, high = min(0.0, *values), max(*values, 0.0) * 1.05 or 1.0
     x = Scale(0.0, x_end, LEFT, width - RIGHT)
     y = Scale(low, high, HEIGHT - BOTTOM, TOP, is_log)
+    labels = [f"worker {rank}" for rank in ranks]
     colours = [colour(index, len(lines)) for index in range(len(lines))]
     shown, series = [], []
-    for index, each in enumerate(thinned):
-        starts = starts_of_pieces[index] if starts_of_pieces else ()
+    for index, (each, starts) in enumerate(zip(thinned, starts_of_pieces, strict=True)):
         points = [(at, value) for at, value in each if not is_log or value > 0]
         shown.append([[x(at), y(value), number(at), number(value)] for at, value in points])
         pieces: list[str] = []
@@ -163,11 +154,8 @@ def line_chart(
             series.append(
                 {"path": "".join(pieces), "stroke": colours[index], "label": labels[index]}
             )
-    legend = [
-        (stroke, label)
-        for stroke, label, each in zip(colours, labels, thinned, strict=True)
-        if each
-    ]
+    keys = zip(colours, labels, thinned, strict=True)
+    legend = [(stroke, label) for stroke, label, each in keys if each]
     return {
         "name": name,
         "width": width,
@@ -182,7 +170,7 @@ def line_chart(
         ],
         "mark_label": mark_label,
         "legend": legend if len(legend) <= 16 else [legend[0], ("", "…"), legend[-1]],
-        "data": {"labels": list(labels), "colours": colours, "lines": shown},
+        "data": {"labels": labels, "colours": colours, "lines": shown},
     }
 
 
@@ -211,14 +199,9 @@ def heat_map(
     show: Callable[[float], str],
     tell: Callable[[Pair, float], str],
 ) -> Drawing:
-    """A figure, symmetric; pairs without a value stay empty.
+    """``values`` by (lower rank, higher rank), none negative; pairs without one stay empty.
 
-    Args:
-        name: of the figure, for readers that do not see it.
-        ranks: the rows and columns.
-        values: by (lower rank, higher rank), none negative.
-        show: the text in a square, where there is room.
-        tell: the text that the pointer shows.
+    ``show`` gives the text in a square, where there is room, ``tell`` the one of the pointer.
     """
     most = max(values.values(), default=0.0) or 1.0
     size = (HEAT_SIZE - HEAT_MARGIN) / len(ranks)

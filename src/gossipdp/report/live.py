@@ -114,8 +114,10 @@ class LiveView(ProgressView):
                     notices.append(record)
         for notice in sorted(notices, key=lambda notice: notice.at_s):
             self.workers[notice.rank].noticed(notice.what)
-        share = min(1.0, self._samples() / self._budget_samples)
-        self.advance(share, self._text(), self._phase(self._clock()))
+        samples, budget = self._samples(), self._budget_samples
+        text = f"{min(samples, budget):,} of {budget:,} samples"  # the rest is in the table
+        text = text if self._console.is_terminal else self._text()
+        self.advance(min(1.0, samples / budget), text, self._phase(self._clock()))
 
     def _samples(self) -> int:
         return sum(worker.samples for worker in self.workers)

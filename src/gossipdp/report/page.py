@@ -82,7 +82,7 @@ def render(run_log: RunLog, name: str) -> str:
             "Edge distance against time",
             view.over_time(lambda _, exchange: exchange.edge_distance),
             y_label="edge distance",
-            marks=[] if distance is None else [(view.duration_s, distance)],
+            mark=None if distance is None else (view.duration_s, distance),
             mark_label="consensus distance at the end, exact",
         ),
         exchanges=_exchanges(view, counts, planned[1] if planned else {}),
@@ -163,7 +163,7 @@ def _time_chart(view: RunView, name: str, lines: list[Points], **more: Any) -> D
     return line_chart(
         name,
         lines,
-        [f"worker {rank}" for rank in view.ranks],
+        view.ranks,
         x_label="time (s)",
         x_end=view.duration_s,
         starts_of_pieces=view.starts_of_pieces(lines),
@@ -181,7 +181,7 @@ def _loss(view: RunView) -> tuple[Drawing | None, Drawing | None] | None:
     over_samples = line_chart(
         "Training loss against samples",
         [[(samples_at(time_s), loss) for time_s, loss in line] for line in over_time],
-        [f"worker {rank}" for rank in view.ranks],
+        view.ranks,
         x_label="samples, all workers together",
         y_label="training loss",
         x_end=float(max(1, samples_at(math.inf))),

@@ -62,7 +62,14 @@ def test_a_table_and_a_bar_in_a_terminal(tmp_path: Path) -> None:
         clock.now = 1.0
         view.poll()
     text = output.getvalue()
-    for expected in ("starting 2 workers", "samples/s", "0.5000", "56%", "training"):
+    for expected in (
+        "starting 2 workers",
+        "samples/s",
+        "0.5000",
+        "56 of 100 samples",
+        "56%",
+        "training",
+    ):
         assert expected in text
 
 
