@@ -306,7 +306,9 @@ class Ensemble:
     def spread(self, name: str) -> Series:
         """Sample standard deviation over seeds, 0 for one seed; (num_records,)."""
         column = self.column(name)
-        return np.asarray(column.std(axis=0, ddof=1) if len(column) > 1 else 0.0 * column[0])
+        if len(column) == 1:
+            return np.zeros(column.shape[1])
+        return np.asarray(column.std(axis=0, ddof=1))
 
     def over_seeds(self, figure: Callable[[Trace], float]) -> Estimate:
         """A figure of each trace."""
