@@ -249,6 +249,7 @@ class Consolidation:
         self._suspicion: Counter[int] = Counter()
         self._restarts: Counter[int] = Counter()
         self._most_gained: Counter[int] = Counter()  # in any epoch of a leader
+        self._waited_ticks: Counter[int] = Counter()  # of a leader, for those that are not done
         self._idle_ticks: Counter[int] = Counter()  # of a leader, since there was more than that
 
     # --- inputs ----------------------------------------------------------------------------
@@ -622,16 +623,18 @@ class Consolidation:
         (leader, _), attempt = self._done()[0], self._attempt
         if leader == self.rank:
             return
-        gained, patience = 0, float(PASS_OVER_AFTER)
+        gained = 0
         if attempt is not None and attempt.epoch.leader == leader:
             # Chunks alone: anything else is said in no time.
             gained = self._num_results + sum(child.landed for child in attempt.children.values())
         elif self.missing():
-            patience += self.wait_ticks  # its wait for them began when it was done itself
+            self._waited_ticks[leader] += 1
+            if self._waited_ticks[leader] <= self.wait_ticks:
+                return  # it waits for them too, since it is done itself
         self._idle_ticks[leader] += 1
         if gained > self._most_gained[leader]:
             self._most_gained[leader], self._idle_ticks[leader] = gained, 0
-        if self._idle_ticks[leader] >= patience:
+        if self._idle_ticks[leader] >= PASS_OVER_AFTER:
             self._leave_out(leader)
 
     def _watch_below(self, attempt: _Attempt, heard: Collection[int]) -> None:

@@ -291,6 +291,15 @@ def test_a_leader_that_waits_for_whoever_still_trains_is_not_passed_over() -> No
     assert [each.left_out for each in begun(ticks(machine, 1))] == [(process(0),)]
 
 
+def test_a_leader_has_its_time_from_when_all_are_done() -> None:
+    machine = worker(1)
+    machine.review(view(3, worker2=Status.ALIVE))
+    ticks(machine, 100 * PASS_OVER_AFTER)
+    machine.review(view(3))
+    assert begun(ticks(machine, PASS_OVER_AFTER - 1)) == set()
+    assert begun(ticks(machine, 1)) != set()
+
+
 def test_who_has_the_leader_begin_anew_again_and_again_is_left_out() -> None:
     machine = worker(0)
     machine.review(view(3))
