@@ -159,6 +159,8 @@ class _Attempt:
     source: int | None
     """Who sends the results; None where they are computed or held."""
     is_refused: bool = False
+    has_parent_joined: bool = False
+    """Whether what was said to it may not have come too early."""
     next_partial: int | None = None
     """The next chunk to send to the parent; None until it asked on this link."""
     stop_partial: int = 0
@@ -472,11 +474,12 @@ class Consolidation:
 
         An epoch is begun by the word of its leader. That of a parent in its tree is taken for it
         only where there is no link to the leader, for anybody could make up an epoch. So whoever
-        has joined first may have said things that the other has dropped: both ask again.
+        has joined first may have said things that the other has dropped: both say them once more.
         """
         attempt = self._attempt
         if attempt is not None and attempt.epoch == begin.epoch:
-            if peer == attempt.parent:
+            if peer == attempt.parent and not attempt.has_parent_joined:
+                attempt.has_parent_joined = True
                 self._repeat(attempt, peer)
             return
         leader = begin.epoch.leader

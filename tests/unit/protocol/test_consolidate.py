@@ -334,6 +334,16 @@ def test_nobody_else_begins_an_epoch_of_a_leader_that_is_linked() -> None:
             assert machine.receive(0, chain) != []
 
 
+def test_a_child_that_joined_before_its_parent_says_once_more_what_it_wants() -> None:
+    machine = Consolidation(3, 103, 1, is_linked=lambda rank: True)
+    machine.review(view(4))
+    start = begin(1, 0, 1, 2, 3)
+    wants = Send(1, PullResults(epoch(1), 0))
+    assert machine.receive(0, start) == [Prepare(), wants], "by the word of its leader"
+    assert machine.receive(1, start) == [wants]
+    assert machine.receive(1, start) == [], "a repetition"
+
+
 def test_results_are_sent_anew_only_so_often() -> None:
     machine = worker(0, num_chunks=1)
     machine.review(view(2))
