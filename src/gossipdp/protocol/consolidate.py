@@ -640,18 +640,19 @@ class Consolidation:
         if self._idle_ticks[leader] >= PASS_OVER_AFTER:
             self._leave_out(leader)
 
+    def _awaits(self, attempt: _Attempt, rank: int, child: _Child) -> bool:
+        """Whether it is the turn of ``child``, whose rank is ``rank``, to say or send something."""
+        if attempt.is_committed:
+            return not child.has_committed
+        if self._held is not None:
+            return child.distance is None
+        return attempt.computes and child.landed < self._granted(attempt, rank)
+
     def _watch_below(self, attempt: _Attempt, heard: Collection[int]) -> None:
         """Count how long children are waited for; accuse them, or as the leader give up."""
         quietest = 0
         for rank, child in attempt.children.items():
-            is_awaited = (
-                not child.has_committed
-                if attempt.is_committed
-                else child.distance is None
-                if self._held is not None
-                else attempt.computes and child.landed < self._granted(attempt, rank)
-            )
-            child.quiet_ticks += is_awaited
+            child.quiet_ticks += self._awaits(attempt, rank, child)
             quietest = max(quietest, child.quiet_ticks)
             if child.quiet_ticks >= ACCUSE_AFTER and child.quiet_ticks % REPEAT_AFTER == 0:
                 if attempt.parent is None:
