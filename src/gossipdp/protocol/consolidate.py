@@ -58,7 +58,7 @@ distance is over the survivors, who can still compare.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -112,6 +112,8 @@ MAX_ACCUSED = 4
 """Epochs that a worker may have a part in stalling before it is left out, whatever excuses it."""
 MAX_RESTARTS = 8
 """Epochs that are begun anew on the word of one worker."""
+MAX_FRESH_STARTS = 3
+"""Epochs of a leader that need not get further than those before it, as long as nobody dies."""
 MAX_REWINDS = 8
 MAX_ACKNOWLEDGED = 16
 """Epochs of which a RELEASE may still come; of those before them the leader begins anew."""
@@ -250,7 +252,9 @@ class Consolidation:
         self._num_given_up = 0
         self._suspicion: Counter[int] = Counter()
         self._restarts: Counter[int] = Counter()
-        self._most_gained: Counter[int] = Counter()  # in any epoch of a leader
+        self._watched_epoch: Epoch | None = None
+        self._fresh_starts: defaultdict[int, int] = defaultdict(lambda: MAX_FRESH_STARTS)
+        self._most_gained: Counter[int] = Counter()  # in an epoch of a leader
         self._waited_ticks: Counter[int] = Counter()  # of a leader, for those that are not done
         self._idle_ticks: Counter[int] = Counter()  # of a leader, since there was more than that
 
@@ -262,7 +266,10 @@ class Consolidation:
 
     def review(self, members: Iterable[Member]) -> Actions:
         """The membership view changed, be it that this worker itself is done now."""
-        self._view = {member.rank: member for member in members}
+        before, self._view = self._view, {member.rank: member for member in members}
+        if any(not member.is_live and before[rank].is_live for rank, member in self._view.items()
+               if rank in before):  # fmt: skip
+            self._fresh_starts.clear()
         self._offered = {
             process: begin for process, begin in self._offered.items() if process in self._done()
         }
@@ -628,6 +635,11 @@ class Consolidation:
             return
         gained = 0
         if attempt is not None and attempt.epoch.leader == leader:
+            # Who has begun anew begins from nothing, but not for ever.
+            if self._watched_epoch != attempt.epoch and self._fresh_starts[leader] > 0:
+                self._fresh_starts[leader] -= 1
+                self._most_gained[leader] = 0
+            self._watched_epoch = attempt.epoch
             # Chunks alone: anything else is said in no time.
             gained = self._num_results + sum(child.landed for child in attempt.children.values())
         elif self.missing():
@@ -813,10 +825,8 @@ class Consolidation:
 
         A RELEASE stays true in later epochs: all members of its epoch have committed.
         """
-        begin, attempt = self._acknowledged.get(epoch), self._attempt
-        if begin is None or attempt is None:
-            return
-        if {*begin.members, *begin.left_out}.issuperset((*attempt.begin.members, *self._done())):
+        begin = self._acknowledged.get(epoch)
+        if begin is not None and {*begin.members, *begin.left_out}.issuperset(self._done()):
             self._release(begin)
 
     def _release(self, begin: BeginEpoch) -> None:

@@ -300,6 +300,16 @@ def test_a_leader_has_its_time_from_when_all_are_done() -> None:
     assert begun(ticks(machine, 1)) != set()
 
 
+def test_a_leader_that_begins_anew_and_gets_on_slowly_is_not_passed_over() -> None:
+    machine = worker(1, num_chunks=100)
+    machine.review(view(2))
+    for number, num_landed in ((1, 90), (2, 90), (3, 100)):
+        machine.receive(0, begin(number, 0, 1))
+        for chunk in range(num_landed):
+            assert begun(ticks(machine, PASS_OVER_AFTER // 2)) == set()
+            machine.result_landed(0, epoch(number), chunk)
+
+
 def test_who_has_the_leader_begin_anew_again_and_again_is_left_out() -> None:
     machine = worker(0)
     machine.review(view(3))
