@@ -5,9 +5,7 @@ import logging
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gossipdp.parallel.checkpointer import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, Checkpointer
 from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.run_logging import RunLogging
+from gossipdp.parallel.monitoring import Monitoring
 from gossipdp.parallel.schedule import ProgressLR
-from gossipdp.parallel.status_page import StatusPage
 
 if TYPE_CHECKING:
     from gossipdp.parallel.module import GossipDataParallel
@@ -56,10 +53,12 @@ class Hooks:
         self._optimizers = list(optimizers)
         self._module = model.module
         self._parameters = {id(parameter) for parameter in model.module.parameters()}
+        self._num_boundaries = 0
+        # The optimizers whose step() runs now (one may be a shell around another), or raised; and
+        # how many boundaries there had been at its beginning.
+        self._begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
+        self._begun = weakref.WeakKeyDictionary()
         self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        # The optimizers whose step() runs now, the innermost last: one may be a shell around
-        # another. A step that raises leaves its entry behind, hence the bound.
-        self._stepping: deque[_Step] = deque(maxlen=8)
         wrapper = weakref.ref(model)
         self._handles: list[RemovableHandle] = [
             each.register_step_post_hook(self._ended(wrapper, index))
@@ -85,24 +84,24 @@ class Hooks:
         self, wrapper: "weakref.ref[GossipDataParallel]", index: int
     ) -> Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]:
         def ended(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            for step in self._stepping:
-                step.has_boundary = True
+            self._num_boundaries += 1
             model = wrapper()
-            if model is not None and not _has_skipped(optimizer):
+            # GradScaler calls a fused optimizer's step also where it moves nothing. On a device
+            # this waits for the step, as the boundary does anyway.
+            found_inf = getattr(optimizer, "found_inf", None)
+            if model is not None and not (found_inf is not None and bool(found_inf)):
                 model._boundary(index)
 
         return ended
 
     def _any_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._stepping.append(_Step(optimizer))
+        self._begun[optimizer] = self._num_boundaries
 
     def _any_ended(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise where an optimizer that was not wrapped has moved the module's parameters."""
-        step = self._stepping.pop() if self._stepping else _Step(optimizer)
-        if step.has_boundary or optimizer in self._others:
-            return
-        within = {id(outer.optimizer) for outer in (*self._stepping, step)}
-        if any(id(each) in within for each in self._optimizers):
+        begun = self._begun.pop(optimizer, self._num_boundaries)
+        is_within = any(each in self._begun for each in self._optimizers)
+        if begun != self._num_boundaries or is_within or optimizer in self._others:
             return
         if any(
             id(parameter) in self._parameters
@@ -116,14 +115,6 @@ class Hooks:
                 "optimizer within another (SAM's base_optimizer) give the inner one"
             )
         self._others.add(optimizer)
-
-
-@dataclass
-class _Step:
-    """One ``optimizer.step()`` that runs; has_boundary: a wrapped one ended within it."""
-
-    optimizer: torch.optim.Optimizer
-    has_boundary: bool = False
 
 
 class _LoadedHook:
@@ -205,21 +196,11 @@ def warn_of_step_counters(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             return
 
 
-def _has_skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step moved nothing: GradScaler calls a fused optimizer's all the same.
-
-    On a device this waits for the step, as the boundary does anyway.
-    """
-    found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and bool(found_inf)
-
-
 def close_parts(
     hooks: Hooks,
-    log: RunLogging | None,
+    monitoring: Monitoring,
     engine: Engine,
     checkpointer: Checkpointer,
-    status: StatusPage | None,
     *,
     process_id: int,
     checkpoint_timeout_s: float = CLOSE_TIMEOUT_S,
@@ -234,12 +215,9 @@ def close_parts(
 
     def close() -> None:
         hooks.remove()
-        if log is not None:
-            log.close()
+        monitoring.close()
         engine.close()
         checkpointer.close(checkpoint_timeout_s)
-        if status is not None:
-            status.close()
 
     if threading.current_thread().name.startswith("gossipdp"):
         threading.Thread(target=close, name="closing a dropped model", daemon=True).start()

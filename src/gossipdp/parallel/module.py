@@ -9,7 +9,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -22,11 +21,10 @@ from gossipdp.launcher.environment import Environment
 from gossipdp.parallel import training_state
 from gossipdp.parallel.allreduce_engine import AllReduceEngine
 from gossipdp.parallel.checkpoint import find_resumption, layout_of
+from gossipdp.parallel.checkpoint_files import check_name, copied_state, write_state
 from gossipdp.parallel.checkpointer import Checkpointer, Stateful
-from gossipdp.parallel.data_position import DataPosition, dataset_size
 from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.export import check_name, copied_state, write_state
-from gossipdp.parallel.feed import Feed
+from gossipdp.parallel.feed import DataPosition, Feed, dataset_size
 from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.hooks import (
@@ -37,10 +35,9 @@ from gossipdp.parallel.hooks import (
     close_parts,
     warn_of_step_counters,
 )
+from gossipdp.parallel.monitoring import Monitoring, describe
 from gossipdp.parallel.options import Checkpoints, Monitor, Network, Options
-from gossipdp.parallel.run_logging import RunLogging, describe, one_loss, plain_values
 from gossipdp.parallel.stats import Consolidated, Stats
-from gossipdp.parallel.status_page import StatusPage
 
 logger = logging.getLogger("gossipdp")
 
@@ -159,7 +156,7 @@ class GossipDataParallel(nn.Module):
             monitor=monitor or Monitor(),
         )
         check_unwrapped(module, GossipDataParallel)
-        optimizers = checked_optimizers(optimizer)
+        self._optimizers = checked_optimizers(optimizer)
         if options.comm_rate > USUAL_COMM_RATE:
             logger.warning(
                 "comm_rate=%g asks for as many exchanges in every gradient step; 1 is usual, and "
@@ -168,26 +165,35 @@ class GossipDataParallel(nn.Module):
             )
         self.module = module
         self._options = options
-        self._optimizers = optimizers
         self._budget_samples = options.budget_samples
-        self._num_steps = 0
-        self._samples = 0
+        self._num_steps = self._samples = 0
         self._is_consolidated = False
-        self._connect(module, optimizers, Environment.read())
+        self._connect(Environment.read())
+        hooks = Hooks(self, self._optimizers, watches_others=method != "allreduce")
+        # A model that is dropped is closed: nothing below holds this object.
+        self._close = weakref.finalize(
+            self,
+            close_parts,
+            hooks,
+            self._monitoring,
+            self._engine,
+            self._checkpointer,
+            process_id=os.getpid(),
+        )
+        self._close.atexit = False  # a forked worker clears what runs at exit, but not finalizers
+        self._at_exit = partial(close_at_exit, self._close)
+        atexit.register(self._at_exit)
 
-    def _connect(
-        self, module: nn.Module, optimizers: list[torch.optim.Optimizer], environment: Environment
-    ) -> None:
-        """Come into the run, and listen to the optimizers' steps."""
-        options = self._options
-        saving = options.checkpoints
-        directory = None if saving.directory is None else Path(saving.directory)
+    def _connect(self, environment: Environment) -> None:
+        """Come into the run."""
+        module, optimizers, options = self.module, self._optimizers, self._options
+        saving, joins = options.checkpoints, environment.is_joining
         resumption = None
         # One that comes into a run that goes on takes a live worker's state, and writes beside it.
-        if not environment.is_joining:
+        if not joins:
             resumption = find_resumption(
                 saving.resume,
-                directory,
+                None if saving.directory is None else Path(saving.directory),
                 rank=environment.rank,
                 world_size=environment.world_size,
                 method=options.method,
@@ -195,72 +201,36 @@ class GossipDataParallel(nn.Module):
             )
         if resumption is not None:
             training_state.restore(resumption.training, optimizers)
-        self._position = DataPosition()
-        self._status = StatusPage.wanted(options, environment)
-        self._logging: RunLogging | None = None
+        self._monitoring = monitoring = Monitoring(options, environment)
+        position = DataPosition()
         # What was opened is closed in the reverse order, wherever this fails.
         with contextlib.ExitStack() as opened:
-            if self._status is not None:
-                opened.callback(self._status.close)
+            opened.callback(monitoring.close)
             make_engine = AllReduceEngine if options.method == "allreduce" else GossipEngine
             self._engine: Engine = make_engine(
-                module, optimizers, options, resumption, self._status
+                module, optimizers, options, resumption, monitoring.page
             )
             opened.callback(self._engine.close)
             self._checkpointer = Checkpointer(
-                self._engine,
-                optimizers,
-                self._position,
-                method=options.method,
-                directory=directory,
-                every=saving.every_steps,
-                keep=saving.keep,
-                resumption=resumption,
-                is_joining=environment.is_joining,
-                resume=saving.resume,
+                self._engine, optimizers, position, options, resumption, is_joining=joins
             )
-            if self._status is not None:
-                self._status.show(self._engine, self._checkpointer, options)
-            asked = os.environ.get("GOSSIPDP_LOG_DIR") or None
-            log_dir = options.monitor.log_dir or asked
-            if log_dir and asked and Path(log_dir).absolute() != Path(asked).absolute():
-                logger.warning(
-                    "the log goes to %s, as Monitor(log_dir=...) says; --log-dir and "
-                    "GOSSIPDP_LOG_DIR, which say %s, count where the script says nothing",
-                    log_dir,
-                    asked,
-                )
-            if log_dir is not None:
-                self._logging = RunLogging(
-                    Path(log_dir),
-                    self._engine,
-                    describe(module, optimizers, options, self._engine),
-                    joins=environment.is_joining,
-                    resumes=resumption is not None,
-                )
+            opened.callback(self._checkpointer.close)
+            monitoring.begin(
+                self._engine,
+                self._checkpointer.stats,
+                partial(describe, module, optimizers, options, self._engine.world_size),
+                joins=joins,
+                resumes=resumption is not None,
+            )
             opened.pop_all()
         self._feed = Feed(
-            self._position,
-            self._checkpointer,
+            position,
             self._engine.total_samples,
-            options.samples_per_step,
-            options.batch_dim,
+            samples_per_step=options.samples_per_step,
+            batch_dim=options.batch_dim,
+            between=self._checkpointer.take_due,
+            within=self._checkpointer.of_batches,
         )
-        hooks = Hooks(self, optimizers, watches_others=options.method != "allreduce")
-        # A model that is dropped is closed: nothing below holds this object.
-        self._close = weakref.finalize(
-            self,
-            close_parts,
-            hooks,
-            self._logging,
-            self._engine,
-            self._checkpointer,
-            self._status,
-            process_id=os.getpid(),
-        )
-        self._close.atexit = False  # a forked worker clears what runs at exit, but not finalizers
-        self._at_exit = partial(close_at_exit, self._close)
-        atexit.register(self._at_exit)
 
     # Who and how far.
 
@@ -309,13 +279,7 @@ class GossipDataParallel(nn.Module):
 
     def stats(self) -> Stats:
         """What this worker did so far."""
-        checkpointer = self._checkpointer
-        return replace(
-            self._engine.stats(),
-            checkpoints=checkpointer.num_saved,
-            checkpoints_failed=checkpointer.num_failed,
-            checkpoint_pause_seconds=checkpointer.pause_s,
-        )
+        return self._checkpointer.stats()
 
     # Training.
 
@@ -327,7 +291,7 @@ class GossipDataParallel(nn.Module):
         or a compiled one, may be called in place of this.
         """
         if self.training and torch.is_grad_enabled():
-            self._checkpointer.take_due(in_loop=True)
+            self._checkpointer.at_forward()
             self.count_batch((args, kwargs))
         return self._engine.forward_module(*args, **kwargs)
 
@@ -430,14 +394,7 @@ class GossipDataParallel(nn.Module):
             >>> model.log(loss=0.7, learning_rate=0.1)
             >>> model.close()
         """
-        if self._logging is None and self._status is None:
-            return
-        kept = None if loss is None else one_loss(loss)
-        plain = plain_values(values)
-        if self._logging is not None:
-            self._logging.log(kept, plain)
-        if self._status is not None:
-            self._status.log(kept, plain)
+        self._monitoring.log(loss, values)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within ``with model.averaged():`` the module holds the average of all live workers.
@@ -468,13 +425,11 @@ class GossipDataParallel(nn.Module):
         buffers are those of the lowest rank, and the wrapper is closed: the module trains on
         alone, if at all.
         """
-        self._checkpointer.take_due(finally_=True)
-        if self._logging is not None:
-            self._logging.consolidating()
+        self._checkpointer.take_last()
+        self._monitoring.consolidating()
         result = self._engine.consolidate(math.inf if timeout_s is None else timeout_s)
         self._is_consolidated = True
-        if self._logging is not None:
-            self._logging.ended(result)
+        self._monitoring.ended(result)
         self.close()
         return result
 
@@ -496,16 +451,11 @@ class GossipDataParallel(nn.Module):
         self._num_steps += 1
         self._samples += samples
         self._checkpointer.stepped()
-        if self._status is not None:
-            self._status.stepped()
-        if self._logging is not None:
-            self._logging.stepped(samples)
+        self._monitoring.stepped(samples)
         if self._num_steps == 2 and self.world_size > 1:
             warn_of_step_counters(self._optimizers)
-        if self._num_steps == STEPS_WITHOUT_SAMPLES and self._samples == 0:
-            self._report_uncounted()
-
-    def _report_uncounted(self) -> None:
+        if self._num_steps != STEPS_WITHOUT_SAMPLES or self._samples:
+            return
         problem = (
             f"{self._num_steps} gradient steps, and not one sample was counted. Loop over "
             "model.batches(loader) or model.epochs(loader, n); or call model(x) in training mode "

@@ -313,8 +313,9 @@ def test_auto_starts_afresh_where_there_is_nothing_and_never_mixes_two_runs(run,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every_steps": 0, "directory": "d"}, "every_steps is at least 1"),
-        ({"keep": 0}, "keep is at least 1"),
+        ({"every_steps": 0, "directory": "d"}, "every_steps must be at least 1"),
+        ({"keep": 0}, "keep must be at least 1"),
+        ({"keep": None}, "keep must be a whole number"),
         ({"every_steps": 3}, "need a directory"),
         ({"resume": "auto"}, "need a directory"),
         ({"resume": True}, "resume is 'auto', a directory or None, not True"),
@@ -367,7 +368,9 @@ def test_another_model_or_optimizer_is_refused(run, tmp_path):
             net, torch.optim.SGD(net.parameters(), 0.1), checkpoints=Checkpoints(resume=tmp_path)
         )
     net = Net()
-    with pytest.raises(ValueError, match=r"optimizer 0 is of parameter groups of sizes \[8\]"):
+    with pytest.raises(
+        ValueError, match=r"does not fit optimizer 0, a SGD; make the optimizer as it was"
+    ):
         GossipDataParallel(
             net,
             torch.optim.SGD(net.head.parameters(), 0.1),

@@ -14,9 +14,9 @@ from torch import nn
 
 from gossipdp import Checkpoints, GossipDataParallel
 from gossipdp.parallel.checkpoint import saved_by
-from gossipdp.parallel.checkpointer import Checkpointer, Draft
-from gossipdp.parallel.data_position import DataPosition
-from gossipdp.parallel.termination import Termination
+from gossipdp.parallel.checkpointer import Checkpointer, Termination, Write
+from gossipdp.parallel.feed import DataPosition
+from gossipdp.parallel.options import Options
 
 
 @pytest.fixture
@@ -239,14 +239,14 @@ def test_a_last_checkpoint_takes_what_it_takes(
 ):
     model, optimizer = terminable
     step(model, optimizer)
-    write = model._checkpointer._writer.write
+    begin = model._checkpointer._writer.begin
 
-    def slow_write(draft: Draft) -> Future[Path]:
+    def slowly(write: Write) -> Future[Path]:
         last._send_again()  # LONGEST_WAIT_S is over
-        return write(draft)
+        return begin(write)
 
     last = model._checkpointer._termination
-    monkeypatch.setattr(model._checkpointer._writer, "write", slow_write)
+    monkeypatch.setattr(model._checkpointer._writer, "begin", slowly)
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit):
         step(model, optimizer)
@@ -314,13 +314,8 @@ def make(tmp_path: Path, request):
             model._engine,
             [optimizer],
             DataPosition(),
-            method="a2cid2",
-            directory=directory,
-            every=None,
-            keep=3,
-            resumption=None,
+            Options(checkpoints=Checkpoints(directory, **options)),
             is_joining=is_joining,
-            **options,
         )
         request.addfinalizer(made.close)
         return made
