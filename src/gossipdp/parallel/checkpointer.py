@@ -104,14 +104,8 @@ class Checkpointer:
     for as long as :class:`Termination` waits. One that comes due while the last is still being
     written is taken when that is done.
 
-    Args:
-        engine: copies parameters, momentum and progress.
-        optimizers: whose state is saved.
-        position: of ``batches()``.
-        options: of the user.
-        resumption: what the run goes on from.
-        is_joining: this worker comes into a run that goes on: the files in its directory are that
-            run's own, of this worker's earlier life among them, or what it was resumed from.
+    One that comes into a run that goes on (``is_joining``) finds in its directory that run's own
+    files, of its own earlier life among them, or what the run was resumed from.
     """
 
     make_writer: ClassVar[Callable[[int], BackgroundWriter]] = BackgroundWriter
@@ -128,7 +122,6 @@ class Checkpointer:
         is_joining: bool = False,
     ) -> None:
         saving = options.checkpoints
-        directory = None if saving.directory is None else Path(saving.directory)
         self.is_due = False
         self._num_saved = self._num_failed = 0
         self._pause_s = 0.0
@@ -137,10 +130,9 @@ class Checkpointer:
         self._position = position
         self._method = options.method
         self._saving = saving
-        self._directory = directory
+        self._directory = None if saving.directory is None else Path(saving.directory)
         self._generation = 1 if resumption is None else resumption.generation
         self._ended = () if resumption is None else resumption.ended
-        self._known_directories: set[Path] = set()
         self._has_looked = False
         self._num_generators = 0
         self._random_states: dict[str, Any] | None = None
@@ -150,17 +142,14 @@ class Checkpointer:
         self._has_resumed = resumption is not None
         self._writer = type(self).make_writer(engine.rank)
         self._written: Future[Path] | None = None
-        self._termination = None if directory is None else Termination()
-        if is_joining and directory is not None:
-            self._known_directories.add(directory.resolve())
+        self._termination = None if self._directory is None else Termination()
+        if is_joining and self._directory is not None:
             # If nobody has saved since the run was resumed, what it went on from tells.
-            elsewhere = saving.resume not in (None, "auto")
-            by_rank = saved_in(directory) or (
-                saved_in(Path(saving.resume or "")) if elsewhere else {}
-            )
+            by_rank = saved_in(self._directory)
+            if not by_rank and saving.resume is not None and saving.resume != "auto":
+                by_rank = saved_in(Path(saving.resume))
             self._generation = generation_after(by_rank, engine.world_size)
         if resumption is not None:
-            self._known_directories.add(resumption.directory.resolve())
             self._resume(resumption)
 
     def _resume(self, resumption: Resumption) -> None:
@@ -259,10 +248,9 @@ class Checkpointer:
         self.take_due()
 
     def _take(self, states: dict[str, Any] | None) -> None:
-        assert self._directory is not None
         self.is_due = False
         try:
-            write = self._draft(self._directory, states)
+            write = self._draft(states)
         except PoisonedError as error:
             self._num_failed += 1
             logger.error("%s", error)
@@ -275,27 +263,18 @@ class Checkpointer:
         """After SIGTERM, where training stands between two steps: save and end the process."""
         termination.begin()
         try:
-            path = self.save(None)
+            path = self.save()
             logger.warning("worker %d: SIGTERM; saved %s", self._engine.rank, path)
         except Exception as error:  # nothing else ends the process any more
             logger.error("worker %d: SIGTERM; nothing saved: %s", self._engine.rank, error)
         raise SystemExit(128 + signal.SIGTERM)
 
-    def save(self, directory: Path | None) -> Path:
-        """Take a checkpoint now and return its path when it is on the disk.
-
-        Raises:
-            ValueError: no directory, or one that holds another run's checkpoints.
-            OSError: of the file system.
-            PoisonedError: parameters hold NaN or infinity.
-        """
-        directory = directory or self._directory
-        if directory is None:
-            raise ValueError(
-                "give save_checkpoint() a directory, or wrap with checkpoints=Checkpoints(...)"
-            )
+    def save(self) -> Path:
+        """Take a checkpoint now and return its path when it is on the disk."""
+        if self._directory is None:
+            raise ValueError("there is no directory: wrap with checkpoints=Checkpoints(directory)")
         self._wait_for_writer()
-        path = self._writer.begin(self._draft(directory, None)).result()
+        path = self._writer.begin(self._draft(None)).result()
         self._num_saved += 1
         return path
 
@@ -309,9 +288,9 @@ class Checkpointer:
 
     # What.
 
-    def _draft(self, directory: Path, states: dict[str, Any] | None) -> Write:
+    def _draft(self, states: dict[str, Any] | None) -> Write:
         """Copy what a checkpoint holds; return what writes it."""
-        self._check_directory(directory)
+        assert self._directory is not None
         started_s = time.perf_counter()
         engine, captured = self._engine, self._engine.capture()
         counts = engine.counts()
@@ -342,7 +321,8 @@ class Checkpointer:
             counts.step,
             1e3 * pause_s,
         )
-        path, keep = file_path(directory, engine.rank, counts.step), self._saving.keep
+        directory, keep = self._directory, self._saving.keep
+        path = file_path(directory, engine.rank, counts.step)
 
         def write(is_given_up: IsGivenUp) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -356,18 +336,6 @@ class Checkpointer:
             return path
 
         return write
-
-    def _check_directory(self, directory: Path) -> None:
-        """Raise ValueError for a directory that another run saved to: steps would mix."""
-        resolved = directory.resolve()
-        if resolved in self._known_directories:
-            return
-        if saved := saved_by(directory, self._engine.rank):
-            raise ValueError(
-                f"{directory} holds checkpoints of another run, such as {saved[0].path}; go on "
-                "from them with resume='auto', or choose another directory"
-            )
-        self._known_directories.add(resolved)
 
     # Errors.
 

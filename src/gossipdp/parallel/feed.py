@@ -2,54 +2,79 @@
 
 import contextlib
 import dataclasses
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from gossipdp.parallel.options import Options
+
+logger = logging.getLogger("gossipdp")
+
 Batch = TypeVar("Batch")
+
+STEPS_WITHOUT_SAMPLES = 3
+"""After so many steps without one counted sample something is wrong with the loop."""
+
+
+class TakesCheckpoints(Protocol):
+    """As much of the checkpointer as is told of batches."""
+
+    def take_due(self) -> None:
+        """Between two batches."""
+
+    def of_batches(self) -> AbstractContextManager[None]:
+        """Lasts while batches are yielded."""
+        ...
 
 
 class Feed:
     """Yields a loader's batches until all workers together have trained on enough samples.
 
-    Args:
-        position: goes on in the middle of a pass where the run resumed.
-        total_samples: over all workers, as far as this one knows.
-        samples_per_step: as given; None: counted in the batches.
-        batch_dim: the dimension of a batch's first tensor that counts them.
-        between: called between two batches.
-        within: what is entered while batches are yielded.
+    Attributes:
+        budget_samples: of all workers together; None: not known.
     """
 
     def __init__(
         self,
         position: "DataPosition",
         total_samples: Callable[[], int],
-        *,
-        samples_per_step: int | None,
-        batch_dim: int,
-        between: Callable[[], None],
-        within: Callable[[], AbstractContextManager[None]],
+        checkpointer: "TakesCheckpoints",
+        options: Options,
     ) -> None:
+        self.budget_samples = options.budget_samples
         self._position = position
         self._total_samples = total_samples
-        self._samples_per_step = samples_per_step
-        self._batch_dim = batch_dim
-        self._between = between
-        self._within = within
+        self._checkpointer = checkpointer
+        self._samples_per_step = options.samples_per_step
+        self._batch_dim = options.batch_dim
         self._is_yielding = False
-        self._counted = 0
+        self._counted = self._all_counted = 0
 
     def take_counted(self) -> int:
         """Return the samples of the step that has just ended."""
-        counted, self._counted = self._counted, 0
-        return self._samples_per_step or counted
+        counted, self._counted = self._samples_per_step or self._counted, 0
+        self._all_counted += counted
+        return counted
+
+    def check_counted(self, num_steps: int) -> None:
+        """Say so, once, where steps were made and nothing was counted: the loop is a wrong one."""
+        if num_steps != STEPS_WITHOUT_SAMPLES or self._all_counted:
+            return
+        problem = (
+            f"{num_steps} gradient steps, and not one sample was counted. Loop over "
+            "model.batches(loader) or model.epochs(loader, n); or call model(x) in training mode "
+            "in place of the module itself; or wrap with samples_per_step="
+        )
+        if self.budget_samples is not None:
+            raise RuntimeError(f"the budget would never be used up: {problem}")
+        logger.warning("%s", problem)
 
     def count_forward(self, batch: Any) -> None:
         """Count a batch of a loop of the user's own; one that was yielded here is counted."""
@@ -77,7 +102,7 @@ class Feed:
     def _until(self, samples: int, passes: Iterator[Batch]) -> Iterator[Batch]:
         while self._total_samples() < samples:
             yield next(passes)
-            self._between()
+            self._checkpointer.take_due()
 
     def _passes(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, each counted, pass after pass without end."""
@@ -106,7 +131,7 @@ class Feed:
 
     @contextlib.contextmanager
     def _yielding(self) -> Iterator[None]:
-        with self._within():
+        with self._checkpointer.of_batches():
             self._is_yielding = True
             try:
                 yield

@@ -17,34 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from gossipdp import logs
-from gossipdp.launcher.environment import Environment
-from gossipdp.parallel import training_state
-from gossipdp.parallel.allreduce_engine import AllReduceEngine
-from gossipdp.parallel.checkpoint import find_resumption, layout_of
 from gossipdp.parallel.checkpoint_files import check_name, copied_state, write_state
-from gossipdp.parallel.checkpointer import Checkpointer, Stateful
-from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.feed import DataPosition, Feed, dataset_size
-from gossipdp.parallel.flat_parameters import named_tensors
-from gossipdp.parallel.gossip_engine import GossipEngine
-from gossipdp.parallel.hooks import (
-    Hooks,
-    check_unwrapped,
-    checked_optimizers,
-    close_at_exit,
-    close_parts,
-    warn_of_step_counters,
-)
-from gossipdp.parallel.monitoring import Monitoring, describe
+from gossipdp.parallel.checkpointer import Stateful
+from gossipdp.parallel.feed import dataset_size
+from gossipdp.parallel.hooks import check_unwrapped, checked_optimizers
 from gossipdp.parallel.options import Checkpoints, Monitor, Network, Options
 from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.parallel.worker import Worker, close_at_exit
 
 logger = logging.getLogger("gossipdp")
 
 Batch = TypeVar("Batch")
 
-STEPS_WITHOUT_SAMPLES = 3
-"""After so many steps without one counted sample something is wrong with the loop."""
 USUAL_COMM_RATE = 8.0
 """A higher one gets a warning."""
 
@@ -156,7 +140,7 @@ class GossipDataParallel(nn.Module):
             monitor=monitor or Monitor(),
         )
         check_unwrapped(module, GossipDataParallel)
-        self._optimizers = checked_optimizers(optimizer)
+        optimizers = checked_optimizers(optimizer)
         if options.comm_rate > USUAL_COMM_RATE:
             logger.warning(
                 "comm_rate=%g asks for as many exchanges in every gradient step; 1 is usual, and "
@@ -165,72 +149,14 @@ class GossipDataParallel(nn.Module):
             )
         self.module = module
         self._options = options
-        self._budget_samples = options.budget_samples
-        self._num_steps = self._samples = 0
         self._is_consolidated = False
-        self._connect(Environment.read())
-        hooks = Hooks(self, self._optimizers, watches_others=method != "allreduce")
-        # A model that is dropped is closed: nothing below holds this object.
-        self._close = weakref.finalize(
-            self,
-            close_parts,
-            hooks,
-            self._monitoring,
-            self._engine,
-            self._checkpointer,
-            process_id=os.getpid(),
-        )
+        self._worker = worker = Worker(module, optimizers, options)
+        self._engine, self._checkpointer = worker.engine, worker.checkpointer
+        self._feed, self._monitoring = worker.feed, worker.monitoring
+        self._close = weakref.finalize(self, worker.close)
         self._close.atexit = False  # a forked worker clears what runs at exit, but not finalizers
         self._at_exit = partial(close_at_exit, self._close)
         atexit.register(self._at_exit)
-
-    def _connect(self, environment: Environment) -> None:
-        """Come into the run."""
-        module, optimizers, options = self.module, self._optimizers, self._options
-        saving, joins = options.checkpoints, environment.is_joining
-        resumption = None
-        # One that comes into a run that goes on takes a live worker's state, and writes beside it.
-        if not joins:
-            resumption = find_resumption(
-                saving.resume,
-                None if saving.directory is None else Path(saving.directory),
-                rank=environment.rank,
-                world_size=environment.world_size,
-                method=options.method,
-                layout=layout_of(named_tensors(module)),
-            )
-        if resumption is not None:
-            training_state.restore(resumption.training, optimizers)
-        self._monitoring = monitoring = Monitoring(options, environment)
-        position = DataPosition()
-        # What was opened is closed in the reverse order, wherever this fails.
-        with contextlib.ExitStack() as opened:
-            opened.callback(monitoring.close)
-            make_engine = AllReduceEngine if options.method == "allreduce" else GossipEngine
-            self._engine: Engine = make_engine(
-                module, optimizers, options, resumption, monitoring.page
-            )
-            opened.callback(self._engine.close)
-            self._checkpointer = Checkpointer(
-                self._engine, optimizers, position, options, resumption, is_joining=joins
-            )
-            opened.callback(self._checkpointer.close)
-            monitoring.begin(
-                self._engine,
-                self._checkpointer.stats,
-                partial(describe, module, optimizers, options, self._engine.world_size),
-                joins=joins,
-                resumes=resumption is not None,
-            )
-            opened.pop_all()
-        self._feed = Feed(
-            position,
-            self._engine.total_samples,
-            samples_per_step=options.samples_per_step,
-            batch_dim=options.batch_dim,
-            between=self._checkpointer.take_due,
-            within=self._checkpointer.of_batches,
-        )
 
     # Who and how far.
 
@@ -256,7 +182,7 @@ class GossipDataParallel(nn.Module):
     @property
     def finished(self) -> bool:
         """Whether the workers together have used up the budget; False without one."""
-        budget = self._budget_samples
+        budget = self._feed.budget_samples
         return budget is not None and self._engine.total_samples() >= budget
 
     def progress(self) -> float:
@@ -268,9 +194,9 @@ class GossipDataParallel(nn.Module):
         Raises:
             RuntimeError: there is neither, and a step was made.
         """
-        if self._budget_samples is not None:
-            return min(1.0, self._engine.total_samples() / self._budget_samples)
-        if self._num_steps == 0:
+        if self._feed.budget_samples is not None:
+            return min(1.0, self._engine.total_samples() / self._feed.budget_samples)
+        if not self._worker.num_steps:
             return 0.0
         raise RuntimeError(
             "progress() cannot tell how far the run is, since nothing says where it ends: wrap "
@@ -319,12 +245,12 @@ class GossipDataParallel(nn.Module):
             ValueError: there is no budget, the loader yields nothing, or a batch holds no tensor
                 whose samples could be counted.
         """
-        if self._budget_samples is None:
+        if self._feed.budget_samples is None:
             raise ValueError(
                 "batches() needs to know when to end: wrap with budget_samples=, or loop over "
                 "model.epochs(loader, n)"
             )
-        return self._feed.until(self._budget_samples, loader)
+        return self._feed.until(self._feed.budget_samples, loader)
 
     def epochs(
         self, loader: Iterable[Batch], num_epochs: int, *, samples: int | None = None
@@ -374,7 +300,7 @@ class GossipDataParallel(nn.Module):
             raise ValueError(
                 f"an epoch of {size} samples never ends, or never begins; give samples="
             )
-        self._budget_samples = num_epochs * size
+        self._feed.budget_samples = num_epochs * size
         return self._feed.epochs(loader, num_epochs, size)
 
     def log(self, *, loss: Tensor | float | None = None, **values: bool | float | str) -> None:
@@ -441,45 +367,21 @@ class GossipDataParallel(nn.Module):
         atexit.unregister(self._at_exit)
         self._close()
 
-    def _boundary(self, optimizer_index: int) -> None:
-        """An optimizer's step has ended; that of the first is a gradient step."""
-        if optimizer_index != 0:
-            self._engine.boundary(optimizer_index, 0)
-            return
-        samples = self._feed.take_counted()
-        self._engine.boundary(0, samples)
-        self._num_steps += 1
-        self._samples += samples
-        self._checkpointer.stepped()
-        self._monitoring.stepped(samples)
-        if self._num_steps == 2 and self.world_size > 1:
-            warn_of_step_counters(self._optimizers)
-        if self._num_steps != STEPS_WITHOUT_SAMPLES or self._samples:
-            return
-        problem = (
-            f"{self._num_steps} gradient steps, and not one sample was counted. Loop over "
-            "model.batches(loader) or model.epochs(loader, n); or call model(x) in training mode "
-            "in place of the module itself; or wrap with samples_per_step="
-        )
-        if self._budget_samples is not None:
-            raise RuntimeError(f"the budget would never be used up: {problem}")
-        logger.warning("worker %d: %s", self.rank, problem)
-
     # State.
 
-    def save_checkpoint(self, directory: str | os.PathLike[str] | None = None) -> Path:
+    def save_checkpoint(self) -> Path:
         """Save all that this worker needs to go on, between two steps; return the file's path.
 
-        By default into the directory of ``checkpoints``. It returns when the file is on the disk.
-        Those beyond the newest ``checkpoints.keep`` of this worker there are removed then.
+        It returns when the file is on the disk; of this worker's files those beyond the newest
+        ``checkpoints.keep`` are removed then.
 
         Raises:
-            ValueError: no directory, one that holds another run's checkpoints, or a value in an
-                optimizer's state that is neither tensor, number, text, list, tuple nor dict.
+            ValueError: ``checkpoints`` names no directory, or a value in an optimizer's state is
+                neither tensor, number, text, list, tuple nor dict.
             OSError: it could not be written; the checkpoints before it are there still.
             PoisonedError: parameters hold NaN or infinity.
         """
-        return self._checkpointer.save(None if directory is None else Path(directory))
+        return self._checkpointer.save()
 
     def also_checkpoint(self, **others: Stateful) -> None:
         """Save these objects' states with the checkpoints: schedulers, a GradScaler.

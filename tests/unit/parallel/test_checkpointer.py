@@ -201,7 +201,7 @@ def test_sigterm_in_the_middle_of_an_accumulation_saves_at_its_end(terminable, t
 
 def test_sigterm_while_the_next_batch_is_loaded_saves_after_that_batch(terminable, tmp_path):
     model, optimizer = terminable
-    model._budget_samples = 100
+    model._feed.budget_samples = 100
 
     class Loader:
         def __iter__(self):
@@ -223,7 +223,7 @@ def test_sigterm_while_the_next_batch_is_loaded_saves_after_that_batch(terminabl
 
 def test_sigterm_after_the_last_batch_saves_before_the_consolidation(terminable, tmp_path):
     model, optimizer = terminable
-    model._budget_samples = 2
+    model._feed.budget_samples = 2
     for batch in model.batches([torch.ones(1, 3)]):
         optimizer.zero_grad()
         model(batch).sum().backward()
@@ -329,10 +329,8 @@ def generation(path: Path) -> int:
 
 
 def test_who_joins_goes_on_with_the_files_of_its_earlier_life(make, tmp_path: Path):
-    make(is_joining=False).save(None)
-    with pytest.raises(ValueError, match="checkpoints of another run"):
-        make(is_joining=False).save(None)
-    make(is_joining=True).save(None)
+    make(is_joining=False).save()
+    make(is_joining=True).save()
     assert {saved.facts.generation for saved in saved_by(tmp_path, 0)} == {1}
 
 
@@ -341,17 +339,17 @@ def test_who_joins_a_run_that_was_resumed_with_another_number_is_of_its_generati
     make, tmp_path: Path, resume: str
 ):
     """Though nobody has saved since: the newest files are of those who were resumed."""
-    make(is_joining=False, world_size=4).save(None)
+    make(is_joining=False, world_size=4).save()
     directory, resume = (tmp_path, resume) if resume == "auto" else (tmp_path / "new", tmp_path)
     options = {"directory": directory, "is_joining": True, "resume": resume}
-    assert generation(make(world_size=2, **options).save(None)) == 2
-    assert generation(make(world_size=2, **options).save(None)) == 2, "as those here say by now"
+    assert generation(make(world_size=2, **options).save()) == 2
+    assert generation(make(world_size=2, **options).save()) == 2, "as those here say by now"
 
 
 def test_who_joins_a_run_that_was_resumed_with_the_same_number_is_of_its_generation(
     make, tmp_path: Path
 ):
-    make(is_joining=False, world_size=4).save(None)
-    make(is_joining=True, world_size=2, resume="auto").save(None)
+    make(is_joining=False, world_size=4).save()
+    make(is_joining=True, world_size=2, resume="auto").save()
     joiner = make(tmp_path / "new", is_joining=True, world_size=2, resume=tmp_path)
-    assert generation(joiner.save(None)) == 2
+    assert generation(joiner.save()) == 2

@@ -18,6 +18,7 @@ from gossipdp import (
     Network,
     PoisonedError,
 )
+from gossipdp.parallel.gossip_engine import GossipEngine
 
 
 class Net(nn.Module):
@@ -251,10 +252,9 @@ def test_state_dict_has_the_modules_own_names_and_loads_both_ways(wrap):
 
 
 def test_loading_a_copy_of_the_module_leaves_the_run_as_it_is(wrap, monkeypatch):
-    net = make()
-    model = wrap(net, torch.optim.SGD(trainable(net), 0.1))
-    told = []
-    monkeypatch.setattr(model._engine, "loaded", lambda: told.append(True))
+    net, told = make(), []
+    monkeypatch.setattr(GossipEngine, "loaded", lambda _: told.append(True))
+    wrap(net, torch.optim.SGD(trainable(net), 0.1))
     best, mean = copy.deepcopy(net), torch.optim.swa_utils.AveragedModel(net)
     best.load_state_dict(net.state_dict())
     mean.load_state_dict(mean.state_dict())
@@ -546,8 +546,8 @@ def test_data_that_is_swapped_at_every_step_is_no_load(wrap, monkeypatch):
     """As SAM does it: what exchanges brought stays, and no exchange is broken off."""
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    monkeypatch.setattr(GossipEngine, "loaded", lambda _: pytest.fail("it was taken for a load"))
     model = wrap(net, optimizer)
-    monkeypatch.setattr(model._engine, "loaded", lambda: pytest.fail("it was taken for a load"))
     for segment in model._engine._flat.state.segments:
         segment.pending.fill_(1.0)
         for chunk in segment.chunks:
