@@ -376,7 +376,8 @@ class Termination:
     handler that the user or a launcher installed is left alone. Meanwhile the loop may print
     although the supervisor that would read it is dead (:class:`HeldOutput`).
 
-    Only the main thread of a process may install it.
+    Only the main thread of a process may install it. In a forked child SIGTERM ends the process at
+    once: torch ends its loaders' processes so, and waits for them.
     """
 
     LONGEST_WAIT_S = 1.0
@@ -385,12 +386,9 @@ class Termination:
         self.is_asked = False
         self._is_late = False
         self._again: threading.Timer | None = None
-        self._is_installed = (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        )
         self._output: HeldOutput | None = None
-        if self._is_installed:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             self._output = HeldOutput()
             signal.signal(signal.SIGTERM, self._handle)
 
@@ -418,7 +416,14 @@ class Termination:
         self.begin()
         if self._output is not None:
             self._output.close()
-        if self._is_installed and threading.current_thread() is threading.main_thread():
-            self._is_installed = False
-            if signal.getsignal(signal.SIGTERM) == self._handle:
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and signal.getsignal(signal.SIGTERM) == self._handle:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _in_child() -> None:
+    if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Termination):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -3,6 +3,8 @@
 import os
 import signal
 import threading
+import time
+import warnings
 from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
@@ -280,6 +282,25 @@ def test_a_loop_that_does_not_get_there_is_ended_all_the_same(
     with pytest.raises(SystemExit):
         threading.Event().wait(20)
     assert not saved_by(tmp_path, 0)
+
+
+def test_a_forked_child_ends_by_sigterm_at_once(terminable):
+    """A loader's process is ended so, and waited for."""
+    ready, tell = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that this process has threads
+        child = os.fork()
+    if child == 0:
+        os.write(tell, b"x")
+        time.sleep(20)
+        os._exit(0)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    os.close(ready)
+    os.close(tell)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGTERM
 
 
 def test_a_handler_of_the_user_s_stays(tmp_path: Path):
