@@ -48,19 +48,8 @@ LOOK_AT_PROGRESS_EVERY_S = 1.0
 class Arrival:
     """One worker's way into the run, and what it is there; the main thread's.
 
-    Args:
-        flat: its parameters.
-        optimizers: of its training; a joiner takes another's state of them.
-        options: of the user.
-        resumption: what it starts from, if the run goes on from checkpoints.
-        page: its status port.
-
-    Attributes:
-        rank, world_size, incarnation: of this worker; world_size: that the run began with.
-        run_id, settings: of the run.
-        before: what it had counted before.
-        phase, protocol, loop: from :meth:`start` on.
-        thread: None until it has been started.
+    ``world_size`` is that which the run began with; ``before``, what the worker had counted before;
+    ``thread`` is None until it has been started.
     """
 
     rank: int

@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,35 +23,25 @@ STEPS_WITHOUT_SAMPLES = 3
 """After so many steps without one counted sample something is wrong with the loop."""
 
 
-class TakesCheckpoints(Protocol):
-    """As much of the checkpointer as is told of batches."""
-
-    def take_due(self) -> None:
-        """Between two batches."""
-
-    def of_batches(self) -> AbstractContextManager[None]:
-        """Lasts while batches are yielded."""
-        ...
-
-
 class Feed:
     """Yields a loader's batches until all workers together have trained on enough samples.
 
-    Attributes:
-        budget_samples: of all workers together; None: not known.
+    Calls ``between`` two batches, and is ``within`` a context while it yields.
     """
 
     def __init__(
         self,
         position: "DataPosition",
         total_samples: Callable[[], int],
-        checkpointer: "TakesCheckpoints",
         options: Options,
+        *,
+        between: Callable[[], None],
+        within: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.budget_samples = options.budget_samples
         self._position = position
         self._total_samples = total_samples
-        self._checkpointer = checkpointer
+        self._between, self._within = between, within
         self._samples_per_step = options.samples_per_step
         self._batch_dim = options.batch_dim
         self._is_yielding = False
@@ -102,7 +92,7 @@ class Feed:
     def _until(self, samples: int, passes: Iterator[Batch]) -> Iterator[Batch]:
         while self._total_samples() < samples:
             yield next(passes)
-            self._checkpointer.take_due()
+            self._between()
 
     def _passes(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, each counted, pass after pass without end."""
@@ -131,7 +121,7 @@ class Feed:
 
     @contextlib.contextmanager
     def _yielding(self) -> Iterator[None]:
-        with self._checkpointer.of_batches():
+        with self._within():
             self._is_yielding = True
             try:
                 yield
@@ -178,10 +168,7 @@ class DataPosition:
 
     An epoch's order follows from the random states at its start (and from ``set_epoch``), so these
     are kept: to come back, they are set, the epoch is begun, and the batches that were trained on
-    are loaded and dropped.
-
-    Attributes:
-        batch: how many batches of the present epoch were yielded, or dropped to come back to it.
+    are loaded and dropped. ``batch`` counts those that were yielded or dropped.
     """
 
     def __init__(self) -> None:
@@ -193,7 +180,7 @@ class DataPosition:
         self._random_states: dict[str, Any] | None = None
 
     def capture(self) -> dict[str, Any]:
-        """Return the position; what :meth:`resume` takes."""
+        """Return what :meth:`resume` takes."""
         return {"epoch": self._epoch, "batch": self.batch, "start": self._start}
 
     def resume(
@@ -201,11 +188,8 @@ class DataPosition:
     ) -> None:
         """Make the next :meth:`epoch` go on where ``position`` was captured.
 
-        Args:
-            position: what :meth:`capture` gave.
-            random_states: to be set once the position is reached.
-            is_own: whether this worker's share of the data is the one it was captured in; if not,
-                the epoch begins anew.
+        The random states are set once it is reached. If this worker's share of the data is not the
+        one that it was captured in (``is_own``), the epoch begins anew.
         """
         self._epoch = position["epoch"]
         self._goes_on = True

@@ -87,11 +87,10 @@ class FlatParameters:
     Every parameter keeps its identity, shape and strides (channels_last stays so); its memory
     becomes a 64-byte aligned piece of a segment, with a storage of its own over it. Tied
     parameters are moved once. Non-persistent buffers are caches that the module makes itself; they
-    stay where they are.
+    stay where they are. Optimizers' parameter groups say which boundary covers which parameter.
 
     Args:
-        module: the user's module.
-        optimizers: whose parameter groups say which boundary covers which parameter.
+        module, optimizers: the user's.
         momentum: whether trained parameters carry c (method ``a2cid2``).
         exchange_frozen: exchange frozen parameters too, so that they may be unfrozen later.
         chunk_bytes: the size of a chunk; by default one that grows with the model.

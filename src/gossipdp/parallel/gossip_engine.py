@@ -212,9 +212,7 @@ class GossipEngine(Engine):
     def _refuse_poison(self, outcome: str, *, is_end: bool = False) -> None:
         """Raise rather than let NaN into an average.
 
-        Args:
-            outcome: what is not done with the parameters.
-            is_end: the others wait for this worker, so with ``stop`` it leaves the run too.
+        At the end the others wait for this worker, so with ``stop`` too it leaves the run.
         """
         poison = self._loop.poisoned
         if poison is None:

@@ -52,29 +52,13 @@ MAX_NOTICES = 20
 MAX_LOGGED = 100
 MAX_EDGES = 5000
 """Beyond them the graph is named but not listed."""
-OPTIONS = (
-    "method",
-    "comm_rate",
-    "neighbour_policy",
-    "pace",
-    "seed",
-    "wire_format",
-    "on_nonfinite",
-)
+OPTIONS = ("method", "comm_rate", "neighbour_policy", "pace", "seed", "wire_format", "on_nonfinite")
 NETWORK_OPTIONS = ("shared_memory", "max_bytes_per_s", "timeout_s")
 HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
 
 
 class Monitoring:
-    """One worker's log and status port, as far as they are wanted.
-
-    Args:
-        options: of the user.
-        environment: of the worker; its variables count where the options say nothing.
-
-    Attributes:
-        page: the status port; None: not wanted.
-    """
+    """One worker's log and status port, as far as options, or else variables, ask for them."""
 
     def __init__(self, options: Options, environment: Environment) -> None:
         wanted = options.monitor
@@ -95,18 +79,13 @@ class Monitoring:
         joins: bool,
         resumes: bool,
     ) -> None:
-        """Show and write from now on.
+        """Show and write from now on; ``stats`` is asked in other threads.
 
         Args:
-            engine: of the worker.
-            stats: its counts; asked in other threads.
-            described: makes the configuration, for the log.
+            engine, stats, described: of the worker; the last makes its configuration, for the log.
             joins: the worker came into a run that goes on, perhaps not for the first time: the log
                 of a former process of it in the same run goes on.
             resumes: its log goes on, whatever its run.
-
-        Raises:
-            OSError: the log cannot be made.
         """
         if self.page is not None:
             self.page.show(engine, stats, self._options)
@@ -169,7 +148,7 @@ class RunLog:
     """The log of one worker, ``worker-RANK.jsonl`` in ``directory``, and the thread that writes it.
 
     The lock is held while something is written, by the thread or, at the end of the run, by the
-    caller, and never in a gradient step. For the other arguments see :meth:`Monitoring.begin`.
+    caller, and never in a gradient step.
     """
 
     def __init__(
@@ -201,7 +180,8 @@ class RunLog:
         self._values: deque[Mapping[str, Value]] = deque()
         self._began_s: float | None = None
         self._has_told_begin = self._has_warned = self._is_closed = False
-        self._recorded_steps = self._recorded_exchanges = self._num_noticed = 0
+        self._recorded = 0, 0  # steps and exchanges
+        self._num_noticed = 0
         self._recent_s = 0.0
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -273,18 +253,15 @@ class RunLog:
                 self._num_noticed = notice.number
                 self.writer.notice(notice.rank, notice.kind, notice.at_s)
         # In consolidate() exchanges go on where no step is made.
-        is_behind = (self._gradient_steps, stats.exchanges) > (
-            self._recorded_steps,
-            self._recorded_exchanges,
-        )
-        if (finally_ and is_behind) or (self._gradient_steps and self.writer.wait_s() <= 0):
+        counted = self._gradient_steps, stats.exchanges
+        is_due = bool(self._gradient_steps) and self.writer.wait_s() <= 0
+        if is_due or (finally_ and counted != self._recorded):
+            self._recorded = counted
             self._write_records(stats)
-            self._write_values()
-        elif finally_:
+        if is_due or finally_:
             self._write_values()
 
     def _write_records(self, stats: Stats) -> None:
-        self._recorded_steps, self._recorded_exchanges = self._gradient_steps, stats.exchanges
         recent = [one for one in stats.recent_exchanges if one.ended_s > self._recent_s]
         if recent:
             self._recent_s = recent[-1].ended_s
@@ -314,15 +291,7 @@ class RunLog:
 
 
 class StatusPage:
-    """One worker's status port: what it shows, and the server that shows it.
-
-    Args:
-        host: where to listen.
-        first_port: worker r listens on ``first_port`` + r; 0: on any free one.
-
-    Attributes:
-        stepped_s: when the last gradient step ended.
-    """
+    """One worker's status port: worker r listens on ``first_port`` + r; 0: on any free one."""
 
     def __init__(self, host: str, first_port: int) -> None:
         self.stepped_s: float | None = None
@@ -492,10 +461,7 @@ def describe(
     options: Options,
     num_workers: int,
 ) -> dict[str, Any]:
-    """The configuration of one worker, for its log; plain values that JSON can hold.
-
-    ``edges`` holds the graph's pairs of ranks, so that a reader needs no name to know the graph.
-    """
+    """The configuration of one worker, for its log; plain values that JSON can hold."""
     graph = build_graph(options.graph, num_workers, seed=options.seed)
     parameters = list(module.parameters())
     precisions = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
@@ -517,7 +483,7 @@ def describe(
             f"Python {platform.python_version()}"
         ),
     }
-    if graph.number_of_edges() <= MAX_EDGES:
+    if graph.number_of_edges() <= MAX_EDGES:  # so that a reader needs no name to know the graph
         described["edges"] = sorted(sorted(edge) for edge in graph.edges)
     return {name: value for name, value in described.items() if value not in (None, "")}
 

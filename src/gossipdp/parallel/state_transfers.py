@@ -47,13 +47,9 @@ OTHER_TRAINING_BYTES = 64 << 20
 def fetch_parameters(
     thread: GossipThread, loop: GossipLoop, peer: int, sink: Sink, timeout_s: float
 ) -> None:
-    """Take one worker's parameters, chunk by chunk; raises what ended that.
+    """Take one worker's parameters; raises what ended that.
 
-    Args:
-        thread, loop: of this worker.
-        peer: whom to ask.
-        sink: is called with each chunk and its values, in the gossip thread.
-        timeout_s: the longest time without progress.
+    ``sink`` is called with each chunk and its values, in the gossip thread.
     """
     _run(thread, lambda on_end: loop.transfers.fetch(peer, sink, on_end, timeout_s))
 
@@ -61,11 +57,7 @@ def fetch_parameters(
 def fetch_training(
     thread: GossipThread, loop: GossipLoop, state: State, peer: int, timeout_s: float
 ) -> Any:
-    """Take one worker's optimizers' state.
-
-    Raises:
-        PeerLostError: none came, or one that is damaged or poisoned.
-    """
+    """Take one worker's optimizers' state; PeerLostError: none came, or a bad one."""
     num_bytes = sum(segment.x.nbytes for segment in state.segments)
     arriving = Arriving(OTHER_TRAINING_BYTES + TRAINING_BYTES_PER_BYTE * num_bytes)
     _run(
@@ -134,10 +126,6 @@ def sum_over_live(thread: GossipThread, loop: GossipLoop, sums: list[Tensor]) ->
 
     See :mod:`gossipdp.gossip.live_average`. If a worker dies or fails meanwhile, this asks again.
     One that lives and fails twice, or has no state to give, is left out with a warning.
-
-    Args:
-        thread, loop: of this worker.
-        sums: one for each averaged chunk, in the precision of pending.
     """
     rank = loop.protocol.rank
     failures: Counter[int] = Counter()

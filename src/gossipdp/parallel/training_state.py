@@ -32,9 +32,6 @@ class BetweenSteps:
     Optimizers change what they keep in ``step()`` alone. If the script loads another state into one
     meanwhile, the joiner gets the old one. If a step raises, its optimizer counts as stepping until
     its next step has ended: nothing is given meanwhile, and joiners ask others.
-
-    Args:
-        optimizers: whose state is given.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -49,12 +46,7 @@ class BetweenSteps:
         self._handles += [each.register_step_post_hook(self._ends) for each in optimizers]
 
     def attach(self, finish: Callable[[], None], wake: Callable[[], None]) -> None:
-        """Say how to wait for a device and whom to wake.
-
-        Args:
-            finish: returns when all that the main thread has queued on a device is done.
-            wake: ends the gossip thread's sleep.
-        """
+        """Say how to wait for what is queued on a device, and how to wake the gossip thread."""
         self._finish, self._wake = finish, wake
 
     def close(self) -> None:
@@ -80,11 +72,7 @@ class BetweenSteps:
         return not self._stepping
 
     def offer(self) -> Offer | None:
-        """Describe the state for one that joins; None while an optimizer steps.
-
-        Raises:
-            ValueError: it cannot be described.
-        """
+        """Describe the state for one that joins; None while an optimizer steps."""
         with self._lock:
             if not self._is_free():
                 return None
@@ -103,11 +91,7 @@ class BetweenSteps:
 
 
 class Arriving:
-    """The optimizers' state of another worker, on its way here.
-
-    Args:
-        max_bytes: more is refused.
-    """
+    """The optimizers' state of another worker, on its way here, and of bounded size."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -115,11 +99,7 @@ class Arriving:
         self._rooms: list[Tensor]
 
     def unfold(self, text: bytes) -> list[Tensor]:
-        """Make room for what the donor's skeleton describes, as bytes.
-
-        Raises:
-            ValueError: it is no skeleton, or of other optimizers than one's own.
-        """
+        """Make room for what the donor's skeleton describes, as bytes; ValueError refuses it."""
         self._skeleton = skeleton.decode(text)
         if self._skeleton.num_bytes > self._max_bytes:
             raise ValueError(
@@ -130,11 +110,7 @@ class Arriving:
         return [room.view(torch.uint8) for room in self._rooms]
 
     def state(self) -> Any:
-        """Return what has arrived, in the memory in which it did.
-
-        Raises:
-            ValueError: it holds NaN or infinity.
-        """
+        """Return what has arrived, in the memory in which it did; ValueError if it is poisoned."""
         state = self._skeleton.unpack(self._rooms)
         refuse_poison(state)
         return state

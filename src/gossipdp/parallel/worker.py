@@ -75,7 +75,13 @@ class Worker:
                 resumes=resumption is not None,
             )
             opened.pop_all()
-        self.feed = Feed(position, self.engine.total_samples, self.checkpointer, options)
+        self.feed = Feed(
+            position,
+            self.engine.total_samples,
+            options,
+            between=self.checkpointer.take_due,
+            within=self.checkpointer.of_batches,
+        )
         self._hooks = Hooks(
             module,
             optimizers,
