@@ -254,9 +254,9 @@ class RunLog:
                 self.writer.notice(notice.rank, notice.kind, notice.at_s)
         # In consolidate() exchanges go on where no step is made.
         counted = self._gradient_steps, stats.exchanges
-        is_due = bool(self._gradient_steps) and self.writer.wait_s() <= 0
-        if is_due or (finally_ and counted != self._recorded):
-            self._recorded = counted
+        is_due = finally_ and counted != self._recorded
+        if is_due or (self._gradient_steps and self.writer.wait_s() <= 0):
+            is_due, self._recorded = True, counted
             self._write_records(stats)
         if is_due or finally_:
             self._write_values()
