@@ -255,15 +255,9 @@ def random_states() -> dict[str, Any]:
     if "numpy" in sys.modules:
         import numpy
 
-        state = numpy.random.get_state(legacy=False)
-        assert isinstance(state, dict)
-        key = torch.from_numpy(state["state"]["key"].copy())
-        plain = {"has_gauss": int(state["has_gauss"]), "gauss": float(state["gauss"])}
-        states["numpy"] = {
-            "bit_generator": str(state["bit_generator"]),
-            "state": {"key": key, "pos": int(state["state"]["pos"])},
-            **plain,
-        }
+        state: Any = numpy.random.get_state()  # of its Mersenne twister
+        kind, key, *rest = state
+        states["numpy"] = (str(kind), torch.from_numpy(key.copy()), *map(float, rest))
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state_all()
     return states
@@ -276,8 +270,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
     if "numpy" in states:
         import numpy
 
-        state = states["numpy"]["state"]
-        key = {**state, "key": state["key"].numpy()}
-        numpy.random.set_state({**states["numpy"], "state": key})
+        kind, key, position, has_gauss, gauss = states["numpy"]
+        numpy.random.set_state((kind, key.numpy(), int(position), int(has_gauss), gauss))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(states["cuda"])

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import copy
-import logging
 import math
 import os
 import weakref
@@ -25,12 +24,7 @@ from gossipdp.parallel.options import Checkpoints, Monitor, Network, Options
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.parallel.worker import Worker, close_at_exit
 
-logger = logging.getLogger("gossipdp")
-
 Batch = TypeVar("Batch")
-
-USUAL_COMM_RATE = 8.0
-"""A higher one gets a warning."""
 
 
 class GossipDataParallel(nn.Module):
@@ -141,12 +135,6 @@ class GossipDataParallel(nn.Module):
         )
         check_unwrapped(module, GossipDataParallel)
         optimizers = checked_optimizers(optimizer)
-        if options.comm_rate > USUAL_COMM_RATE:
-            logger.warning(
-                "comm_rate=%g asks for as many exchanges in every gradient step; 1 is usual, and "
-                "more than a few seldom gain anything. Exchanges in a hundred steps would be 0.01",
-                options.comm_rate,
-            )
         self.module = module
         self._options = options
         self._is_consolidated = False

@@ -1,11 +1,14 @@
 """The arguments of ``GossipDataParallel``, checked where they are given."""
 
 import contextlib
+import logging
 import math
 import operator
 import os
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+logger = logging.getLogger("gossipdp")
 
 PathLike = str | os.PathLike[str]
 
@@ -13,6 +16,8 @@ METHODS = ("a2cid2", "gossip", "allreduce", "none")
 PACES = ("free", "strict")
 ON_NONFINITE = ("stop", "exit")
 SHARED_MEMORY = ("auto", "off")
+USUAL_COMM_RATE = 8.0
+"""A higher one gets a warning."""
 NO_TLS = (
     "TLS protects the links of gossip, and method='allreduce' has none: torch.distributed would "
     "send everything in the clear. Give no tls_cert, tls_key, tls_ca"
@@ -156,6 +161,12 @@ class Options:
 
         policies = tuple(NEIGHBOUR_POLICIES)
         _check(self, wire_format=WIRE_FORMATS, neighbour_policy=policies)
+        if self.comm_rate > USUAL_COMM_RATE:
+            logger.warning(
+                "comm_rate=%g asks for as many exchanges in every gradient step; 1 is usual, and "
+                "more than a few seldom gain anything. Exchanges in a hundred steps would be 0.01",
+                self.comm_rate,
+            )
         if self.method != "allreduce":
             return
         if self.network.tls_cert is not None:
