@@ -58,20 +58,6 @@ class SignSGD(torch.optim.Optimizer):
                     parameter.sub_(group["lr"] * state["mean"].sign())
 
 
-@pytest.fixture
-def wrap():
-    """Wrap, and close at the end of the test."""
-    models = []
-
-    def call(*args, **kwargs) -> GossipDataParallel:
-        models.append(GossipDataParallel(*args, **kwargs))
-        return models[-1]
-
-    yield call
-    for model in models:
-        model.close()
-
-
 def make(seed: int = 0, memory_format=torch.contiguous_format) -> nn.Module:
     torch.manual_seed(seed)
     return Net().to(memory_format=memory_format)

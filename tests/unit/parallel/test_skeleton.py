@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from bitwise import assert_bitwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,26 +22,6 @@ def there_and_back(state: Any, inline_bytes: int = 0) -> Any:
     """What a file or a neighbour makes of a state."""
     text, tensors = pack(state, inline_bytes)
     return decode(text).unpack([tensor.clone() for tensor in tensors])
-
-
-def assert_bitwise(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, Tensor):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert torch.equal(
-            one.contiguous().reshape(-1).view(torch.uint8),
-            other.contiguous().reshape(-1).view(torch.uint8),
-        )
-    elif isinstance(one, dict):
-        assert [(type(key), key) for key in one] == [(type(key), key) for key in other]
-        for key in one:
-            assert_bitwise(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_bitwise(a, b)
-    else:
-        assert repr(one) == repr(other)  # tells -0.0 from 0.0, and takes NaN for NaN
 
 
 @st.composite
