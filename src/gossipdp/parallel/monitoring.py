@@ -63,7 +63,7 @@ class Monitoring:
     def __init__(self, options: Options, environment: Environment) -> None:
         wanted = options.monitor
         self._options = options
-        self._log: RunLog | None = None
+        self._log: RunLogging | None = None
         self.page: StatusPage | None = None
         port = environment.status_port if wanted.status_port is None else wanted.status_port
         if port is not None:
@@ -100,7 +100,7 @@ class Monitoring:
                 directory,
                 asked,
             )
-        self._log = RunLog(
+        self._log = RunLogging(
             Path(directory), engine, stats, described(), joins=joins, resumes=resumes
         )
 
@@ -144,7 +144,7 @@ class Monitoring:
             self.page.close()
 
 
-class RunLog:
+class RunLogging:
     """The log of one worker, ``worker-RANK.jsonl`` in ``directory``, and the thread that writes it.
 
     The lock is held while something is written, by the thread or, at the end of the run, by the
