@@ -17,7 +17,6 @@ import torch
 
 import gossipdp
 from gossipdp.errors import PoisonedError
-from gossipdp.launcher.scripts import HeldOutput
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import (
     Facts,
@@ -373,8 +372,7 @@ class Termination:
     between two steps, saves, and ends. A loop that does not get there in ``LONGEST_WAIT_S`` gets
     the signal again, which then raises SystemExit, wherever it is. A checkpoint that has begun
     takes the time that it takes. Further signals that others send meanwhile change nothing. A
-    handler that the user or a launcher installed is left alone. Meanwhile the loop may print
-    although the supervisor that would read it is dead (:class:`HeldOutput`).
+    handler that the user or a launcher installed is left alone.
 
     Only the main thread of a process may install it. In a forked child SIGTERM ends the process at
     once: torch ends its loaders' processes so, and waits for them.
@@ -386,10 +384,7 @@ class Termination:
         self.is_asked = False
         self._is_late = False
         self._again: threading.Timer | None = None
-        self._output: HeldOutput | None = None
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            self._output = HeldOutput()
+        if _is_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -414,11 +409,12 @@ class Termination:
     def close(self) -> None:
         """Let SIGTERM end the process at once again."""
         self.begin()
-        if self._output is not None:
-            self._output.close()
-            is_main = threading.current_thread() is threading.main_thread()
-            if is_main and signal.getsignal(signal.SIGTERM) == self._handle:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if _is_main_thread() and signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _in_child() -> None:

@@ -399,6 +399,7 @@ class GossipEngine(Engine):
         members = []
         for member in published.members:
             samples, steps = published.progress.get(member.rank, (0, 0))
+            stepped_s = published.stepped_s.get(member.rank)
             address = ""
             if member.status_host and member.status_port:
                 address = show_address(member.status_host, member.status_port)
@@ -411,6 +412,7 @@ class GossipEngine(Engine):
                     gradient_steps=steps,
                     samples=samples,
                     status_address=address,
+                    since_step_s=None if stepped_s is None else max(0.0, now_s - stepped_s),
                 )
             )
         by_peer = {link.peer: link for link in published.links if link.peer < FIRST_VISITOR_RANK}

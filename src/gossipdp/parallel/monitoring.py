@@ -37,6 +37,7 @@ from gossipdp.observe.status import (
     NoticeStatus,
     WorkerStatus,
     encode_status,
+    idle_seconds,
 )
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.options import Options
@@ -174,7 +175,7 @@ class RunLogging:
             for path in set(directory.glob(FILE_PATTERN)) - kept:
                 path.unlink(missing_ok=True)
         self.writer.start(rank=rank, num_workers=num_workers, configuration=configuration)
-        self._rank, self._stats = rank, stats
+        self._engine, self._stats = engine, stats
         self._gradient_steps = self._samples = 0
         self._losses: deque[SupportsFloat] = deque(maxlen=MAX_LOSSES)
         self._values: deque[Mapping[str, Value]] = deque()
@@ -239,7 +240,7 @@ class RunLogging:
                 self._has_warned = True
                 logger.warning(
                     "the log of worker %d lacks what could not be written (%r): training goes on",
-                    self._rank,
+                    self._engine.rank,
                     error,
                 )
 
@@ -279,7 +280,12 @@ class RunLogging:
             gradient_steps=self._gradient_steps,
             samples=self._samples,
             loss=_mean_loss([self._losses.popleft() for _ in range(len(self._losses))]),
-            exchanges=ExchangeRecord(time_s=0.0, recent=shown, **_shared(stats, ExchangeRecord)),
+            exchanges=ExchangeRecord(
+                time_s=0.0,
+                recent=shown,
+                idle_s=idle_seconds(self._engine.view()[0]),
+                **_shared(stats, ExchangeRecord),
+            ),
         )
 
     def _write_values(self) -> None:
