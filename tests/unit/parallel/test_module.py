@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mixed_net import Net
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -19,27 +20,6 @@ from gossipdp import (
     PoisonedError,
 )
 from gossipdp.parallel.gossip_engine import GossipEngine
-
-
-class Net(nn.Module):
-    """Convolution, BatchNorm, Dropout and tied weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.drop = nn.Dropout(0.2)
-        self.inner = nn.Linear(4, 4)
-        self.tied = nn.Linear(4, 4, bias=False)
-        self.tied.weight = self.inner.weight
-        self.frozen = nn.Linear(4, 3)
-        self.frozen.requires_grad_(False)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        features = self.drop(self.norm(self.conv(images)).relu()).mean(dim=(2, 3))
-        features = self.tied(self.inner(features).relu())
-        return self.head(features) + self.frozen(features)
 
 
 class SignSGD(torch.optim.Optimizer):
