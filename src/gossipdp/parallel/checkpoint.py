@@ -411,8 +411,8 @@ def _resume(
     # Its own, or that of rank modulo how many there are, or the next that is whole.
     turn = rank % len(ranks)
     order = ([rank] if rank in ranks else []) + ranks[turn:] + ranks[:turn]
-    read_in_order = ((each, _newest_good(by_rank[each], layout)) for each in order)
-    base, good = next(((each, good) for each, good in read_in_order if good), (-1, None))
+    found = ((each, _newest_good(by_rank[each], layout)) for each in dict.fromkeys(order))
+    base, good = next(((each, good) for each, good in found if good), (-1, None))
     if good is None:
         raise DamagedFileError(f"no checkpoint in {source} is whole")
     facts, tensors, training = good
