@@ -98,8 +98,7 @@ def measure_run(method: str, num_workers: int, num_steps: float, seed: int) -> R
 
 def draw(result: Result, path: Path) -> None:
     """Consensus distance and drift over exchanges per worker, a line a seed."""
-    figure = parts.new_figure(3.8)
-    distance, drift = figure.subplots(1, 2)
+    figure, (distance, drift) = parts.new_figure(3.8, 1, 2)
     for method, colour in zip(NAMES, COLOURS, strict=False):
         for place, run in enumerate(result.of(method)):
             label = NAMES[method] if place == 0 else None

@@ -191,8 +191,7 @@ def _decay_bound(graph: str, method: str, num_workers: int) -> float:
 
 def draw(result: Result, path: Path) -> None:
     """A panel a graph: measured points, the fitted power laws as lines."""
-    figure = parts.new_figure(4.2)
-    panels = figure.subplots(1, len(result.graphs), sharey=True)
+    figure, panels = parts.new_figure(4.2, 1, len(result.graphs), sharey=True)
     for axes, graph in zip(panels, result.graphs, strict=True):
         ends: list[tuple[float, str, str]] = []
         for place, (method, name) in enumerate(METHOD_NAMES.items()):

@@ -184,8 +184,8 @@ def draw(result: Result, path: Path) -> None:
         for network in result.values("network")
         if len({run.duration for run in result.choose(network=network)}) > 1
     ]
-    figure = parts.new_figure(7.2)
-    panels = figure.subplots(len(FIGURE_ROWS), len(networks), sharex=True, squeeze=False)
+    shape = (len(FIGURE_ROWS), len(networks))
+    figure, panels = parts.new_figure(7.2, *shape, sharex=True, squeeze=False)
     for row, (is_jittered, attribute, label) in zip(panels, FIGURE_ROWS, strict=True):
         for axes, network in zip(row, networks, strict=True):
             for place, policy in enumerate(result.values("policy")):

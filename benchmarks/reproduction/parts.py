@@ -133,14 +133,14 @@ def verdict(holds: bool) -> str:
     return "**reproduced**" if holds else "**not reproduced**"
 
 
-def new_figure(height_inches: float) -> Figure:
-    """An empty figure, as wide as the page."""
+def new_figure(height: float, rows: int, columns: int, **options: Any) -> tuple[Figure, Any]:
+    """A figure as wide as the page, and its panels; height in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
+    figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure
+    return figure, figure.subplots(rows, columns, **options)
 
 
 def save(figure: Figure, path: Path) -> None:

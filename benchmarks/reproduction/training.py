@@ -179,8 +179,7 @@ def measure_run(settings: Settings, **cell: Any) -> Run:
 
 def draw(result: Result, path: Path) -> None:
     """A row a kind of data: distance over n, loss over n, distance over time on the largest."""
-    figure = parts.new_figure(6.2)
-    panels = figure.subplots(2, 3)
+    figure, panels = parts.new_figure(6.2, 2, 3)
     sizes, largest = result.sizes, result.settings.largest
     for row, data in zip(panels, ("iid", "dirichlet"), strict=True):
         distance, loss, course = row
