@@ -139,6 +139,8 @@ def run(arguments: DemoArguments) -> int:
     workload.train_loader(0, arguments.workers, arguments.seed)
     configuration = configuration_of(arguments, workload.batch_size)
     directory = arguments.directory
+    # What this process decides: a worker may have another working directory.
+    task = replace(arguments, output=directory, samples=arguments.num_samples)
     _clear(directory)
     console = Console()
 
@@ -168,7 +170,7 @@ def run(arguments: DemoArguments) -> int:
             launch(
                 train_worker,
                 world_size=arguments.workers,
-                args=(arguments, arguments.least_s, configuration),
+                args=(task, arguments.least_s, configuration),
                 pin=arguments.pin,
                 on_poll=poll,
                 max_restarts=len(arguments.faults) if arguments.restart else 0,
