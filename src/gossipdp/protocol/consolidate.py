@@ -19,10 +19,10 @@ failures cease.
 
 **Who stalls.** A live worker may be done, beat, and bring consolidation no further. Only progress
 of an epoch counts: its next chunk, distance or acknowledgement. A member tells the leader of a
-child that made none for three time-outs. The leader then begins anew with both of them as leaves:
+child that made none for two time-outs. The leader then begins anew with both of them as leaves:
 it may be the child, the one who accuses it, or the link between them. A suspect leaf that stalls
 again is *left out*: the epochs that follow are without it. A leader under whom nothing has landed
-for ten time-outs is passed over: left out by whoever waits for it, so that the next lowest leads.
+for six time-outs is passed over: left out by whoever waits for it, so that the next lowest leads.
 One that is slow and gets on is waited for, since each chunk begins its deadline anew. A worker
 that was left out by mistake consolidates by itself once the others have left.
 
@@ -101,12 +101,12 @@ Actions: TypeAlias = list[ConsolidationAction]
 TICKS_PER_TIMEOUT = 4
 """How often :meth:`Consolidation.tick` is called. The next five are in ticks."""
 REPEAT_AFTER = 4
-ACCUSE_AFTER = 12
-GIVE_UP_AFTER = 14
+ACCUSE_AFTER = 8
+GIVE_UP_AFTER = 10
 """Of a leader: once the accusations of its members, whose waits began before its own, are here."""
 FRESH_FOR = 6
 """An accusation is said again before."""
-PASS_OVER_AFTER = 40
+PASS_OVER_AFTER = 24
 """More than a leader needs to give up twice: for one worker that stalls, that is enough."""
 MAX_ACCUSED = 4
 """Epochs that a worker may have a part in stalling before it is left out, whatever excuses it."""

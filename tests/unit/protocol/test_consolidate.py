@@ -324,7 +324,7 @@ def test_an_epoch_begun_anew_wins_no_time_for_who_stalls() -> None:
     machine = worker(0)
     machine.review(view(2))
     for number in range(1, 5):
-        ticks(machine, 3)
+        ticks(machine, 2)
         machine.receive(1, NewerEpoch(epoch(2 * number, 1)))
     (without,) = {each for each in begun(ticks(machine, 2)) if each.left_out} or {None}
     assert without is None, "it is alone now"
