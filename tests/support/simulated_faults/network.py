@@ -253,6 +253,10 @@ class FaultyNetwork(Network):
             return True
         return self.stands_still(peer, callback)
 
+    def _can_hold_up(self) -> bool:
+        """Whether anything stands still or is parted: mostly not, and events are many."""
+        return bool(self._stalled_until) or self.engine.now < self._heals_at
+
     def before(self, rank: int, actions: Sequence[Action]) -> None:
         """``rank`` is about to perform ``actions``, its answer to one input."""
 
@@ -275,7 +279,7 @@ class FaultyNetwork(Network):
             super().end_step(rank, worker)
 
     def poll(self, rank: int) -> None:
-        if not self.stands_still(rank, partial(self.poll, rank)):
+        if not self._can_hold_up() or not self.stands_still(rank, partial(self.poll, rank)):
             super().poll(rank)
 
     def send(self, rank: int, peer: int, envelope: Envelope) -> None:
@@ -296,8 +300,9 @@ class FaultyNetwork(Network):
                 self.cut(rank, peer)
 
     def deliver(self, wire: Wire, rank: int, peer: int, envelope: Envelope) -> None:
-        again = partial(self.deliver, wire, rank, peer, envelope)
-        if not self.holds_up(rank, peer, again):
+        if not self._can_hold_up() or not self.holds_up(
+            rank, peer, partial(self.deliver, wire, rank, peer, envelope)
+        ):
             super().deliver(wire, rank, peer, envelope)
 
     def send_data(self, wire: Wire, rank: int, begin: Begin, data: object) -> None:
