@@ -14,8 +14,13 @@ from rich.text import Text
 
 from gossipdp.cli.option_checks import check_number
 from gossipdp.graph.constants import Constants
-from gossipdp.graph.network_plan import LATENCY_S, check_step_spread
-from gossipdp.graph.stationary import NOISE_MODELS, GradientNoise, stationary_distance
+from gossipdp.graph.network_plan import (
+    LATENCY_S,
+    NOISE_MODELS,
+    GradientNoise,
+    check_step_spread,
+    stationary_distance,
+)
 from gossipdp.graph.topology import build_graph, torus_shape
 from gossipdp.simulate.network import Conditions, Network, make_workers
 

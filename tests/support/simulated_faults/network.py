@@ -264,12 +264,14 @@ class FaultyNetwork(Network):
         """``rank`` has performed them."""
 
     def perform(self, rank: int, actions: Sequence[Action]) -> None:
+        if rank in self.crashed:
+            return
         self.before(rank, actions)
         for action in actions:
             self.act(rank, action)
             if rank in self.crashed:
                 break
-        else:
+        if rank not in self.crashed:
             self._set_alarm(rank)
         self.after(rank, actions)
 
