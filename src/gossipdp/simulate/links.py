@@ -105,7 +105,6 @@ class _Open:
     alpha_tilde: float
     began_s: float
     snapshot: Tensor
-    has_applied: bool = False
 
 
 class CarriedRows(Payload):
@@ -165,7 +164,6 @@ class CarriedRows(Payload):
         exchange, population = self._open[rank], self.population
         mine = population.x[rank].clone() if self._is_released else exchange.snapshot
         population.apply(rank, mine, data, exchange.alpha_tilde)
-        exchange.has_applied = True
         if self._halves.pop(id, None) is None:
             gain = 0.5 if population.c is None else 0.5 + 0.5 * (exchange.alpha_tilde - 0.5)
             self._halves[id] = (mine - data)[: population.num_trained].double() * -gain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import networkx as nx
 import numpy as np
@@ -180,14 +180,14 @@ def run_dpsgd(
 class _Rounds(ABC):
     """Round after round of all workers; the clock is a list of when each worker ended the last."""
 
+    starts_alike: ClassVar[bool] = False
+
     def __init__(
         self, scenario: Scenario, method: str, on_progress: Callable[[float], None]
     ) -> None:
         self.scenario = scenario
         self.ranks = range(scenario.num_workers)
-        self.training = Training.of(
-            scenario, momentum=False, starts_alike=isinstance(self, _AllReduce)
-        )
+        self.training = Training.of(scenario, momentum=False, starts_alike=self.starts_alike)
         self.population = self.training.population
         self.recorder = Recorder(scenario, method, self.training, on_progress)
         row = self.population.x[0]
@@ -241,6 +241,8 @@ class _Rounds(ABC):
 
 
 class _AllReduce(_Rounds):
+    starts_alike = True
+
     def __init__(
         self, scenario: Scenario, method: str, on_progress: Callable[[float], None]
     ) -> None:
