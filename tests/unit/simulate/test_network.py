@@ -134,5 +134,5 @@ def test_without_faults_nobody_can_ask_for_what_only_faults_bring() -> None:
     constants = Constants.of(build_graph("ring", 4))
     conditions = Conditions(lambda *_: 0.001, lambda *_: 0.05, lambda rank: 0.2)
     network = Network(make_workers(constants, seed=0), constants.edges, conditions)
-    with pytest.raises(RuntimeError, match="rank 0 asks for Unlink.*though nothing went wrong"):
+    with pytest.raises(RuntimeError, match=r"rank 0 asks for Unlink.*though nothing went wrong"):
         network.act(0, Unlink(1, "silent"))
