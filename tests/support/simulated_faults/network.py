@@ -22,7 +22,7 @@ from gossipdp.protocol.actions import (
     Superseded,
     Unlink,
 )
-from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope
+from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope, ExchangeId
 from gossipdp.protocol.worker import Action, WorkerProtocol
 from gossipdp.simulate.network import Conditions, Exchange, Network, Wire
 from simulated_faults.averaged_rows import AveragedRows
@@ -93,8 +93,8 @@ class FaultyNetwork(Network):
             workers, edges, conditions, self._faulty_payload, keeps_exchanges=keeps_exchanges
         )
 
-    def running(self, rank: int) -> Any:
-        """The id of the exchange that ``rank`` is in; None for none."""
+    def running(self, rank: int) -> ExchangeId | None:
+        """The exchange that ``rank`` is in."""
         running = self._running.get(rank)
         return None if running is None else running.id
 
