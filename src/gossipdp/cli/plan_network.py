@@ -157,11 +157,7 @@ def predict(
     *,
     served_share: float,
 ) -> GraphPrediction:
-    """What a graph makes of a network on which a share of the exchanges asked for take place.
-
-    Raises:
-        ValueError: ``served_share`` is not positive, or there is no edge.
-    """
+    """What a graph makes of a network on which a share of the exchanges asked for take place."""
     num_workers, num_edges = len(constants.workers), len(constants.edges)
     if not (math.isfinite(served_share) and served_share > 0 and num_edges):
         raise ValueError(f"{name}: no exchanges take place, so that workers never agree")

@@ -118,11 +118,7 @@ class CarriedRows(Payload):
     The released exchange, for comparison only: what travels is the row before it flowed; delta is
     the live row when the data arrive, flowed and with the steps taken meanwhile, minus that.
 
-    Args:
-        training: the rows and their gradient steps.
-        phases: the phase of each rank.
-        is_released: exchange as the authors' released code does.
-        interval: told what each worker did when.
+    ``interval`` is told what each worker did when.
     """
 
     def __init__(

@@ -75,15 +75,16 @@ def multiplications_per_step(gamma: float) -> int:
 
 
 class Mixing:
-    """Round after round of multiplications by W, plain or accelerated by Chebyshev.
+    """Round after round of multiplications by W, plain or, with ``gamma``, by Chebyshev.
 
         x_1     = W x_0
         x_{t+1} = (1 + omega_t) W x_t - omega_t x_{t-1}
         1 + omega_1 = 1 / (1 - gamma^2 / 2),   1 + omega_t = 1 / (1 - gamma^2 (1 + omega_{t-1}) / 4)
 
-    so that x_t = T_t(W / gamma) / T_t(1 / gamma) x_0 with the Chebyshev polynomials T_t: of all
-    polynomials of degree t in W that keep the mean, the one whose largest value over the
-    eigenvalues [-gamma, gamma] is least. omega_t rises at once to
+    with gamma the second largest absolute eigenvalue of W (0: omega stays 0). So x_t =
+    T_t(W / gamma) / T_t(1 / gamma) x_0 with the Chebyshev polynomials T_t: of all polynomials of
+    degree t in W that keep the mean, the one whose largest value over the eigenvalues
+    [-gamma, gamma] is least. omega_t rises at once to
 
         omega = (1 - sqrt(1 - gamma^2)) / (1 + sqrt(1 - gamma^2))
 
@@ -91,10 +92,6 @@ class Mixing:
     a gap 1 - gamma of W becomes about sqrt(2 (1 - gamma)).
 
     Source: Golub, Varga 1961; for gossip Arioli, Scott 2014, and Scaman et al. 2017 (algorithm 2).
-
-    Args:
-        matrix: W; (n, n).
-        gamma: its second largest absolute eigenvalue, 0 <= gamma < 1; 0 for no acceleration.
     """
 
     def __init__(self, matrix: FloatArray, gamma: float = 0.0) -> None:
