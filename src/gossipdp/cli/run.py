@@ -200,6 +200,8 @@ def _leave(team: "Team", addresses: Mapping[int, tuple[str, int]], *, wait: bool
 
     assert team.store is not None
     assert team.first_rank is not None
+    if wait:
+        _tell("staying until the other workers have ended, or torchrun would end them now")
     prefix, rank, size = team.key_prefix, team.first_rank, team.world_size
     lost = leave_together(team.store, prefix, rank, size, addresses, wait=wait)
     if lost:

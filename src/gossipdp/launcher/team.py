@@ -159,7 +159,7 @@ class Team:
             own |= {
                 "RANK": str(self.first_rank + local_rank),
                 "WORLD_SIZE": str(self.world_size),
-                "GROUP_RANK": str(self.first_rank // self.num_local),
+                "GROUP_RANK": str(self.first_rank // self.num_local),  # torchrun's, for scripts
                 "MASTER_ADDR": self.store[0],
                 "MASTER_PORT": str(self.store[1]),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
