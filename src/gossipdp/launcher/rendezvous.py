@@ -224,14 +224,14 @@ class Rendezvous:
             else:
                 reference = self._agree(self._store, settings, secret)
                 arrivals = self._gather(self._store, _Arrival(*address), secret)
+        except (RefusedError, RendezvousError):
+            raise
         except msgspec.MsgspecError as error:
             raise RendezvousError(
                 f"{where} holds something else under this run's keys ({printable(str(error))}); "
                 "give the run another port"
             ) from error
         except RuntimeError as error:  # TCPStore's errors, all of them
-            if isinstance(error, (RefusedError, RendezvousError)):
-                raise
             raise RendezvousError(
                 f"worker {environment.rank} lost {where} while the workers met "
                 f"({str(error).splitlines()[0]}); whoever hosts it has ended"
@@ -299,8 +299,7 @@ class Rendezvous:
         refused = self._difference(store, settings, secret, found)
         if refused is not None:
             refused = printable(refused, 1000)
-            told = f"worker {rank} was refused: {refused}"
-            put_notice(store, self._environment.key_prefix, told, secret)
+            put_notice(store, self._prefix, f"worker {rank} was refused: {refused}", secret)
             raise RefusedError(f"worker {rank} cannot join: {refused}; start all workers alike")
         return found
 
@@ -371,9 +370,10 @@ class Rendezvous:
         deadline = self._clock() + self._timeout_s
         pause_s = 0.01
         while not store.check([self._prefix + key for key in keys]):
-            told = read_notice(store, self._environment.key_prefix, secret)
-            if told is not None:
-                raise RendezvousError(f"the run ended before it began: {told}")
+            for prefix in (self._prefix, self._environment.key_prefix):  # a worker's, a launcher's
+                told = read_notice(store, prefix, secret)
+                if told is not None:
+                    raise RendezvousError(f"the run ended before it began: {told}")
             if self._clock() >= deadline:
                 raise self._absence(store)
             self._sleep(pause_s)
