@@ -183,7 +183,7 @@ def run(arguments: RunArguments) -> int:
         if supervisor.failures:
             _tell(f"what failed:\n{describe(supervisor.failures)}")
     finally:  # however it ends: under torchrun others may wait for this one's end
-        wait = bool(team.told) and code == 1 and some_go_on
+        wait = team.under_torchrun and code == 1 and some_go_on
         if wait:
             _tell("staying until the other workers have ended: torchrun would end them with this")
         if lost := team.leave(supervisor.addresses, wait=wait):

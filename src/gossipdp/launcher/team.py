@@ -151,6 +151,11 @@ class Team:
         return self.world_size != self.num_local
 
     @property
+    def under_torchrun(self) -> bool:
+        """Whether torchrun started us, which ends all its processes when one of them fails."""
+        return self.told.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    @property
     def key_prefix(self) -> str:
         """What our keys in the store begin with."""
         return key_prefix(self.run_id or self.told.get("TORCHELASTIC_RUN_ID"), self.num_rounds)
@@ -235,8 +240,8 @@ class Team:
     def leave(self, addresses: Mapping[int, tuple[str, int]], *, wait: bool) -> list[int]:
         """Under torchrun: tell that this supervisor ends, and with ``wait`` do so after all others.
 
-        torchrun ends everybody when one of its processes fails, so a supervisor whose worker failed
-        stays until the others have ended. SIGTERM ends it at any moment.
+        So a supervisor whose worker failed stays until the others have ended, whom torchrun would
+        end with it. SIGTERM ends it at any moment.
 
         Args:
             addresses: (host, port) of the workers by rank; one that listens there lives.
@@ -245,7 +250,7 @@ class Team:
         Returns:
             The ranks waited for in vain: for LOST_AFTER_S they neither ended nor listened.
         """
-        if self.told.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or self.store is None:
+        if not self.under_torchrun or self.store is None:
             return []
         others = [rank for rank in range(self.world_size) if rank != self.first_rank]
         heard_at = dict.fromkeys(others, time.monotonic())
