@@ -16,13 +16,9 @@ from gossipdp.links.tls import Tls, TlsStream
 
 @final
 class Opening:
-    """A connection whose handshake is not over.
+    """A connection to ``there`` whose handshake is not over, given up at ``deadline_s``.
 
-    Attributes:
-        handshake: ours.
-        there: host and port of the other end.
-        deadline_s: when it is given up, by the transport's clock.
-        stream: what carries the handshake; None until that is known.
+    ``stream`` carries the handshake; it is None until its kind is known.
     """
 
     def __init__(

@@ -63,22 +63,17 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
     """Listens, dials, and moves frames between links and one handler.
 
     Args:
-        handler: is told of everything; see :mod:`~gossipdp.links.link` for the guarantees.
+        handler: is told of everything; see :mod:`.link` for the guarantees.
         identity: this worker's hello; its ``host`` and ``port`` are filled in with where it
             listens (an own ``host`` is kept: the address that others are to dial).
         secret: shared by all workers of the run; with ``tls`` it is not looked at.
         listener: from :func:`listen`; the transport closes it.
         tls: what all links go through; None: in the clear.
         clock: seconds, monotonic; the handler's own, which looks at ``last_heard_s``.
-        max_unauthenticated: of accepted connections beyond this many, one is closed: the oldest
-            of those that have shown least.
+        max_unauthenticated: bounds the accepted connections without a handshake.
         max_bytes_per_s: what each link sends at most; None for no cap.
         shared_memory: "auto": workers of one host read each other's exchange chunks in place,
-            where the system has what it takes; "off": all chunks are sent. With a cap on what a
-            link sends there is none either.
-
-    Attributes:
-        segment: what peers of this host may read; None: nothing.
+            where the system has what it takes and links are not capped; "off": all are sent.
     """
 
     def __init__(
@@ -273,7 +268,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         # Listed as a link before it ceases to be listed as an opening, for a fork in between.
         self._links[peer.rank] = link
         del self._openings[opening]
-        self._by_descriptor[link.connection.fileno()] = link
+        self._by_descriptor[opening.descriptor] = link
         self.to_read[link] = None
         self._notices.append(partial(self.handler.link_up, link))
         if self._memory_socket is not None:
@@ -294,7 +289,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             family = socket.AF_INET if version == 4 else socket.AF_INET6
             with fork.descriptors_guard:
                 connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-                opening = self._begin(connection, (host, port), dialler=True, wanted=peer)
+                opening = self._begin(connection, (host, port), True, peer)
             code = connection.connect_ex((host, port))
         except (ValueError, OSError) as error:  # such as an IPv6 address with a foreign zone
             self._log.warn_once("dial", f"{host}:{port}", "cannot dial rank %s: %s", peer, error)
@@ -313,12 +308,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         return [each for each in self._openings if each.handshake.wanted_rank == peer]
 
     def _begin(
-        self,
-        connection: socket.socket,
-        there: tuple[str, int],
-        *,
-        dialler: bool,
-        wanted: int | None = None,
+        self, connection: socket.socket, there: tuple[str, int], dialler: bool, wanted: int | None
     ) -> Opening:
         """List a new socket, under the guard of :mod:`.fork`."""
         handshake = Handshake(self.identity, self._secret, dialler=dialler, wanted_rank=wanted)
@@ -345,7 +335,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
                         return
                     except ConnectionError:
                         continue  # it was gone before we looked
-                    opening = self._begin(connection, address[:2], dialler=False)
+                    opening = self._begin(connection, address[:2], False, None)
                 # What it has said by now counts when one must go.
                 self._advance(opening)
                 if len(self._accepted()) > self._max_unauthenticated:
