@@ -159,7 +159,7 @@ def test_the_acceptor_may_refuse_for_a_reason_of_its_own() -> None:
     assert "newer incarnation (3)" in str(dialler.refusal)
 
 
-@pytest.mark.parametrize("field", ["incarnation", "own_rank", "model", "crossed"])
+@pytest.mark.parametrize("field", ["incarnation", "own_rank", "model"])
 def test_a_stranger_at_a_worker_s_address_cannot_say_that_another_has_its_place(field: str) -> None:
     """It took the port of a dead worker; on such a refusal a worker may end, or wait."""
     for has_proved in (False, True):
