@@ -311,7 +311,9 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self, connection: socket.socket, there: tuple[str, int], dialler: bool, wanted: int | None
     ) -> Opening:
         """List a new socket, under the guard of :mod:`.fork`."""
-        handshake = Handshake(self.identity, self._secret, dialler=dialler, wanted_rank=wanted)
+        handshake = Handshake(
+            self.identity, self._secret, dialler=dialler, wanted_rank=wanted, admit=self._admit
+        )
         deadline_s = self.clock() + HANDSHAKE_TIMEOUT_S
         opening = Opening(connection, handshake, there, deadline_s, self._tls)
         try:
@@ -370,7 +372,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
     def _advance(self, opening: Opening) -> None:
         """Carry an opening as far as it goes without waiting."""
         try:
-            opening.advance(self._decide)
+            opening.advance()
         except BlockingIOError:
             pass
         except (ConnectionError, EOFError) as error:  # as happens in a healthy run
@@ -385,21 +387,17 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             else:
                 self._end(opening)
 
-    def _decide(self, handshake: Handshake) -> None:
-        """Acceptor: welcome a member, unless it is outdated or our own link takes precedence."""
-        peer, mine = handshake.peer, self.identity.rank
-        assert peer is not None
+    def _admit(self, peer: Identity) -> Refusal | None:
+        """Whether a member is outdated, or our own link to it takes precedence."""
         old = self._links.get(peer.rank)
         if old is not None:
             held = old.peer_identity
             if peer.incarnation < held.incarnation:
-                incarnations = str(held.incarnation), str(peer.incarnation)
-                handshake.refuse(Refusal("incarnation", *incarnations))
-                return
+                return Refusal("incarnation", str(held.incarnation), str(peer.incarnation))
             same_life = (held.incarnation, held.process_id) == (peer.incarnation, peer.process_id)
-            if same_life and old.dialler == mine < peer.rank:
+            if same_life and old.dialler == self.identity.rank < peer.rank:
                 raise ConnectionAbortedError  # its dial comes to nothing, and it may try again
-        handshake.welcome()
+        return None
 
     def _abandon(self, opening: Opening, reason: str) -> None:
         """End an opening for a reason that somebody may want to look into."""
