@@ -22,10 +22,9 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
-from types import MappingProxyType
 from typing import Any, Literal, final
 
 import msgspec
@@ -74,6 +73,9 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         max_bytes_per_s: what each link sends at most; None for no cap.
         shared_memory: "auto": workers of one host read each other's exchange chunks in place,
             where the system has what it takes and links are not capped; "off": all are sent.
+
+    Attributes:
+        links: the link to each peer that has one. ``link_up`` may still be on its way.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self._may_share = shared_memory == "auto" and max_bytes_per_s is None
         self._memory_socket: MemorySocket | None = None
         self._polling = False
-        self._links: dict[int, TcpLink] = {}
+        self.links: dict[int, TcpLink] = {}
         self._openings: dict[Opening, None] = {}  # the oldest first
         self._by_descriptor: dict[int, TcpLink | Opening] = {}
         self._notices: deque[Callable[[], None]] = deque()
@@ -133,11 +135,6 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         # accept does not end every wait at once.
         for source in (self._listener, self._wake_descriptor):
             self._epoll.register(source, select.EPOLLIN | select.EPOLLET)
-
-    @property
-    def links(self) -> Mapping[int, TcpLink]:
-        """The link to each peer that has one. ``link_up`` may still be on its way."""
-        return MappingProxyType(self._links)
 
     def poll(self, timeout_s: float) -> None:
         assert not self._closed
@@ -184,7 +181,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
     def close(self) -> None:
         if self._closed:
             return
-        for link in list(self._links.values()):
+        for link in list(self.links.values()):
             link.flush_controls()
             sockets.empty(link.connection, self.scratch)
         with fork.descriptors_guard, self._wake_guard:
@@ -193,10 +190,10 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
                 connection.close()
             self._epoll.close()
             os.close(self._wake_descriptor)
-        for link in list(self._links.values()):
+        for link in list(self.links.values()):
             link.end("this worker closed its transport")
         self.segment = self._memory = None
-        for mine in (self._links, self._openings, self._by_descriptor, self.to_read):
+        for mine in (self.links, self._openings, self._by_descriptor, self.to_read):
             mine.clear()
         self.to_write.clear()
         self._notices.clear()
@@ -225,7 +222,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
     def _connections(self) -> list[socket.socket]:
         """All sockets but the listener, which sees to itself in a child."""
         unix = self._memory_socket.sockets if self._memory_socket is not None else []
-        links = (link.connection for link in self._links.values())
+        links = (link.connection for link in self.links.values())
         return [*links, *(opening.connection for opening in self._openings), *unix]
 
     # Links.
@@ -244,8 +241,8 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self.to_read.pop(link, None)
         self.to_write.pop(link, None)
         with fork.descriptors_guard:
-            if self._links.get(link.peer) is link:
-                del self._links[link.peer]
+            if self.links.get(link.peer) is link:
+                del self.links[link.peer]
             self._close_connection(link.connection, link.connection.fileno())
         self._notices.append(partial(self.handler.link_down, link, reason))
 
@@ -254,7 +251,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         handshake = opening.handshake
         peer, mine = handshake.peer, self.identity.rank
         assert peer is not None
-        old = self._links.get(peer.rank)
+        old = self.links.get(peer.rank)
         if old is not None:
             if peer.incarnation < old.peer_identity.incarnation:
                 self._release(opening)
@@ -266,7 +263,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         assert opening.stream is not None
         link = TcpLink(self, opening.stream, peer, mine if handshake.dialler else peer.rank)
         # Listed as a link before it ceases to be listed as an opening, for a fork in between.
-        self._links[peer.rank] = link
+        self.links[peer.rank] = link
         del self._openings[opening]
         self._by_descriptor[opening.descriptor] = link
         self.to_read[link] = None
@@ -301,7 +298,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             self._end(opening, code == errno.ECONNREFUSED)
 
     def _note_failure(self, peer: int | None, address: tuple[str, int], refused: bool) -> None:
-        if peer not in self._links:
+        if peer not in self.links:
             self._notices.append(partial(self.handler.dial_failed, peer, address, refused))
 
     def _dials_to(self, peer: int) -> list[Opening]:
@@ -389,7 +386,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
 
     def _admit(self, peer: Identity) -> Refusal | None:
         """Whether a member is outdated, or our own link to it takes precedence."""
-        old = self._links.get(peer.rank)
+        old = self.links.get(peer.rank)
         if old is not None:
             held = old.peer_identity
             if peer.incarnation < held.incarnation:
@@ -454,7 +451,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self.segment = self._make_segment(num_bytes) if self._may_share else None
         if self.segment is not None:
             self._memory = self.segment.memory
-            for link in self._links.values():
+            for link in self.links.values():
                 self.link_found_memory_socket(link)
         else:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -466,7 +463,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         try:
             if self._memory_socket is None:
                 self._memory_socket = MemorySocket(self._log, self._epoll)
-                for link in self._links.values():
+                for link in self.links.values():
                     link.invite(self._memory_socket.name)
             segment = SharedSegment(num_bytes, self._num_segments + 1)
         except (OSError, AttributeError) as error:  # AttributeError: not on this system
@@ -493,7 +490,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
 
     def _take_segments(self) -> None:
         if self._memory_socket is not None:
-            by_token = {link.memory_token: link for link in self._links.values()}
+            by_token = {link.memory_token: link for link in self.links.values()}
             for token, number, memory in self._memory_socket.take(by_token):
                 by_token[token].map(number, memory)
 
