@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from gossipdp.dynamics.chunks import CHUNK_BYTES, Role, Segment, State
+from gossipdp.dynamics.chunks import CHUNK_BYTES, Role, Segment, State, zeros
 from gossipdp.dynamics.device import ON, SWITCH, is_cuda_allowed
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import ModelChangedError
@@ -143,7 +143,7 @@ class FlatParameters:
             for view in views:
                 view.segment, view.offset = index, length
                 length += -(-view.tensor.numel() // alignment) * alignment
-            flat = torch.zeros(length, dtype=dtype, device=device)
+            flat = zeros(length, dtype, device)
             for view in views:
                 with torch.no_grad():
                     view.of(flat).copy_(view.tensor)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
+from gossipdp.dynamics import chunks
+from gossipdp.dynamics.chunks import Chunk, Role, Segment, State, zeros
 
 
 def test_a_checkpoint_copies_a_chunk_before_an_exchange_or_after_it() -> None:
@@ -115,3 +116,37 @@ def test_buffers_of_low_precision_keep_the_remainder(dtype: torch.dtype) -> None
     one.boundary(0.0)
     expected = (mine.float() + theirs.float()) / 2
     torch.testing.assert_close(one.x.float() + one.pending, expected)
+
+
+def test_large_memory_is_zeros_on_page_ends_of_its_own():
+    cpu = torch.device("cpu")
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        length = chunks.LEAST_HUGE_BYTES // dtype.itemsize + 3
+        values, others = zeros(length, dtype, cpu), zeros(length, dtype, cpu)
+        assert values.shape == (length,)
+        assert values.dtype is dtype
+        assert values.data_ptr() % chunks.HUGE_PAGE_BYTES == 0
+        assert not values.any()
+        values[:5].fill_(1.0)
+        assert not others.any()
+    assert zeros(5, torch.float32, cpu).tolist() == [0.0] * 5
+
+
+def test_a_helper_s_error_reaches_the_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(chunks, "LEAST_HELPED_VALUES", 1)
+    state = State([Segment(torch.zeros(40), Role.TRAINED, chunk_bytes=4)])
+    state.compile("numba")
+    main = threading.get_ident()
+    helped = threading.Event()
+
+    def boundary(theta: float, *, wait: bool) -> bool:
+        if threading.get_ident() == main:
+            return helped.wait(10)
+        helped.set()
+        raise OSError("no such memory")
+
+    for chunk in state.chunks:
+        monkeypatch.setattr(chunk, "boundary", boundary, raising=False)
+    with pytest.raises(OSError, match="no such memory"):
+        state.boundary(0.0)
