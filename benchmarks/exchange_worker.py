@@ -23,9 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossipdp.dynamics.chunks import Role, Segment, State
-from gossipdp.gossip.codec import make_codec
+from gossipdp.gossip.codec import make_codec, tensor_bytes
 from gossipdp.gossip.exchange import Exchange
-from gossipdp.gossip.wire_buffers import tensor_bytes
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.link import Link
 from gossipdp.links.tcp import SharedMemory

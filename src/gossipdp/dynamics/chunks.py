@@ -446,8 +446,10 @@ class State:
 
     def drop_momentum(self) -> None:
         """Hold no c, before training: where alpha_tilde is 1/2 it would stay zero."""
-        for part in (*self.segments, *self.chunks):
-            part.c = None
+        for segment in self.segments:
+            segment.c = None
+        for chunk in self.chunks:
+            chunk.c = None
 
     # What computes.
 

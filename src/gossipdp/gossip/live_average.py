@@ -27,7 +27,7 @@ from torch import Tensor
 from gossipdp.dynamics.chunks import Chunk, State
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import PeerLostError
-from gossipdp.gossip.wire_buffers import tensor_bytes
+from gossipdp.gossip.codec import tensor_bytes
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.link import Link
 from gossipdp.protocol.messages import (

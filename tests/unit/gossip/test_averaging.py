@@ -8,7 +8,7 @@ import torch
 
 from gossipdp.dynamics.chunks import Role, Segment, State
 from gossipdp.gossip.averaging import Averaging
-from gossipdp.gossip.wire_buffers import tensor_bytes
+from gossipdp.gossip.codec import tensor_bytes
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.protocol.actions import Prepare
 from gossipdp.protocol.messages import Epoch
