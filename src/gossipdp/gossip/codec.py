@@ -82,6 +82,7 @@ class Codec:
         most = max((max(c.x.nbytes, c.pending.nbytes) for c in state.chunks), default=1)
         self._slot_bytes = -(-most // PAGE_BYTES) * PAGE_BYTES
         num_bytes = (self.window + 1) * self._slot_bytes
+        self._allocate: Callable[[], memoryview]
         if allocate is None:
             own = tensor_bytes(torch.empty(num_bytes, dtype=torch.uint8))
             self._allocate = lambda: own

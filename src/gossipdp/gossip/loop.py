@@ -28,7 +28,6 @@ from gossipdp.links.handshake import Refusal
 from gossipdp.links.link import Link, LinkHandler, Transport
 from gossipdp.protocol.actions import (
     Begin,
-    Prepare,
     Reach,
     Rebuilt,
     Send,
@@ -276,8 +275,6 @@ class GossipLoop(LinkHandler):
             case Superseded(reason=reason):
                 raise SupersededError(reason)
             case _:
-                if isinstance(action, Prepare):  # pending is about to hold sums
-                    self.transfers.refuse_parameters("it consolidates")
                 self.averaging.perform(action, self.clock())
 
     # Links.

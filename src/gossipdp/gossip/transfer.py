@@ -22,11 +22,8 @@ Races:
   what still arrives under the old one is dropped.
 - The taker dies in the middle: its link goes down, and what was to be sent is dropped.
 - Asked while this worker has no state to give (it joins, is poisoned, consolidates): it says so.
-- Consolidation begins while this worker's parameters are under way: before pending lends its memory
-  to the sums the loop calls :meth:`Transfers.refuse_parameters`, and from then on no chunk is read.
-  Chunks read before are copies, and sound; where all were, the taker has the state whole. Else it
-  is refused, asks others, who refuse too, and ends as one that came too late. The optimizers' state
-  may be read on.
+- Consolidation begins while this worker's parameters are under way: they go on. Each chunk holds
+  this worker's z before the commit and the average after it, and either will do.
 """
 
 import logging
@@ -40,6 +37,7 @@ from torch import Tensor
 from gossipdp.dynamics.chunks import Chunk
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import PeerLostError
+from gossipdp.gossip.codec import tensor_bytes
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.link import Link
 from gossipdp.protocol.messages import (
@@ -80,7 +78,7 @@ class Offer:
     copy: Callable[[Tensor, Tensor], bool]
 
 
-class StateSender:
+class _Sender:
     """Streams a state over one link.
 
     Args:
@@ -106,11 +104,10 @@ class StateSender:
         start: int = 0,
     ) -> None:
         self.link = link
-        self.frame_type = frame_type
-        self.counter = counter
+        self.is_training = frame_type is FrameType.TRAINING_CHUNK
         self.num_sent = min(start, num_chunks)
-        self._num_chunks = num_chunks
-        self._read = read
+        self._frame_type, self._counter = frame_type, counter
+        self._num_chunks, self._read = num_chunks, read
         # Rows that begin where numbers of any type may.
         self._slots = torch.empty(SLOTS, -(-slot_bytes // 64) * 64, dtype=torch.uint8)
 
@@ -119,67 +116,46 @@ class StateSender:
         """Whether every chunk was copied and handed to the link."""
         return self.num_sent == self._num_chunks
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether every chunk was handed to the link, and by the link to the kernel."""
-        return self.has_read_all and self.link.queued_chunks == 0
-
     def pump(self) -> None:
         """Send chunks as long as a slot is free: its last chunk has left, and fewer are queued."""
-        while not self.has_read_all and self.link.queued_chunks < SLOTS:
+        link = self.link
+        while not self.has_read_all and link.queued_chunks < SLOTS:
             slot = self._slots[self.num_sent % SLOTS]
             num_bytes = self._read(self.num_sent, slot)
             if num_bytes == 0:
                 return
-            link = self.link
-            key = ChunkKey(link.peer, link.peer_incarnation, self.counter, self.num_sent)
+            key = ChunkKey(link.peer, link.peer_incarnation, self._counter, self.num_sent)
             self.num_sent += 1
-            link.send_chunk(self.frame_type, key, slot[:num_bytes].numpy().data)
+            link.send_chunk(self._frame_type, key, tensor_bytes(slot[:num_bytes]))
 
 
+@dataclass(eq=False)
 class _Fetch:
     """A state on its way to this worker.
 
     Attributes:
-        frame_type: of its chunks.
         rooms: yields the room of each chunk, and takes what fills it when it is asked for the next;
             it raises ValueError for what is not to be taken. None: the state has not been offered.
+        unfold: for the optimizers' state; see :meth:`Transfers.fetch_training`. None: parameters.
         room: where the next chunk goes; None: no chunk is awaited.
-        unfold: for the optimizers' state; see :meth:`Transfers.fetch_training`.
     """
 
-    def __init__(
-        self,
-        frame_type: FrameType,
-        peer: int,
-        on_end: OnEnd,
-        timeout_s: float,
-        *,
-        rooms: Iterator[Tensor] | None = None,
-        unfold: Unfold | None = None,
-    ) -> None:
-        self.frame_type = frame_type
-        self.peer = peer
-        self.on_end = on_end
-        self.timeout_s = timeout_s
-        self.deadline_s = 0.0
-        self.counter = 0
-        self.num_received = 0
-        self.rooms = rooms
-        self.room = None if rooms is None else next(rooms, None)
-        self.unfold = unfold
-
-    def next_room(self) -> None:
-        """Take what fills the room, and make the next."""
-        assert self.rooms is not None
-        self.room = next(self.rooms, None)
+    peer: int
+    on_end: OnEnd
+    timeout_s: float
+    rooms: Iterator[Tensor] | None = None
+    unfold: Unfold | None = None
+    room: Tensor | None = None
+    deadline_s: float = 0.0
+    counter: int = 0
+    num_received: int = 0
 
 
 def _parameters(chunks: Sequence[Chunk], sink: Sink) -> Iterator[Tensor]:
     """Rooms for another worker's parameters, laid out as this one's (the fingerprints agree)."""
     slot = torch.empty(_largest(chunks), dtype=torch.uint8)
     for chunk in chunks:
-        room = slot[: _num_bytes(chunk)]
+        room = slot[: chunk.x.nbytes]
         yield room
         values = room.view(chunk.x.dtype)
         if chunk.role.is_averaged and not is_finite(values):
@@ -234,7 +210,7 @@ class Transfers:
         self._refusal = refusal
         self._clock = clock
         # By peer: one at most for each, so that no peer can make this worker hold more.
-        self._senders: dict[int, StateSender] = {}
+        self._senders: dict[int, _Sender] = {}
         self._early_requests: dict[int, RequestState] = {}
         self._training_requests: dict[int, RequestTraining] = {}
         self._serves = False
@@ -255,13 +231,6 @@ class Transfers:
         self._early_requests.clear()
         self._count_served()
 
-    def refuse_parameters(self, reason: str) -> None:
-        """Read no more of the parameters for anybody, and say why."""
-        for peer, sender in list(self._senders.items()):
-            if sender.frame_type is FrameType.STATE_CHUNK and not sender.has_read_all:
-                del self._senders[peer]
-                self._send(peer, StateRefused(sender.counter, reason))
-
     def _give(self, peer: int, request: RequestState) -> None:
         link = self._links.get(peer)
         if link is None or not self._may_give(peer, request.counter):
@@ -269,11 +238,10 @@ class Transfers:
 
         def read(index: int, slot: Tensor) -> int:
             chunk = self._chunks[index]
-            num_bytes = _num_bytes(chunk)
-            self._read(chunk, slot[:num_bytes].view(chunk.x.dtype))
-            return num_bytes
+            self._read(chunk, slot[: chunk.x.nbytes].view(chunk.x.dtype))
+            return chunk.x.nbytes
 
-        self._senders[peer] = StateSender(
+        self._senders[peer] = _Sender(
             link,
             FrameType.STATE_CHUNK,
             request.counter,
@@ -302,7 +270,7 @@ class Transfers:
             piece = pieces[index]
             return piece.numel() if offer.copy(piece, slot[: piece.numel()]) else 0
 
-        self._senders[peer] = StateSender(
+        self._senders[peer] = _Sender(
             link,
             FrameType.TRAINING_CHUNK,
             request.counter,
@@ -336,7 +304,7 @@ class Transfers:
             timeout_s: the longest time without progress.
         """
         rooms = _parameters(self._chunks, sink)
-        self._begin(_Fetch(FrameType.STATE_CHUNK, peer, on_end, timeout_s, rooms=rooms))
+        self._begin(_Fetch(peer, on_end, timeout_s, rooms, room=next(rooms, None)))
 
     def fetch_training(self, peer: int, unfold: Unfold, on_end: OnEnd, timeout_s: float) -> None:
         """Ask ``peer`` for its optimizers' state; the other arguments are those of :meth:`fetch`.
@@ -347,7 +315,7 @@ class Transfers:
                 refuses them.
             on_end, timeout_s: see :meth:`fetch`.
         """
-        self._begin(_Fetch(FrameType.TRAINING_CHUNK, peer, on_end, timeout_s, unfold=unfold))
+        self._begin(_Fetch(peer, on_end, timeout_s, unfold=unfold))
 
     def end(self, error: Exception | None) -> None:
         """End what is being fetched, if anything is."""
@@ -421,11 +389,10 @@ class Transfers:
         not of that length.
         """
         fetch = self._awaited(link, key.counter)
-        if fetch is None or fetch.room is None:
+        if fetch is None or fetch.room is None or key.index != fetch.num_received:
             return None
-        if frame_type is not fetch.frame_type or key.index != fetch.num_received:
-            return None
-        return fetch.room.numpy().data
+        is_training = frame_type is FrameType.TRAINING_CHUNK
+        return tensor_bytes(fetch.room) if is_training == (fetch.unfold is not None) else None
 
     def landed(self, link: Link, key: ChunkKey) -> None:
         """The chunk that was to land is here."""
@@ -446,7 +413,8 @@ class Transfers:
         """Take what has come; what is wrong with the state ends the fetch."""
         fetch.deadline_s = self._clock() + fetch.timeout_s
         try:
-            fetch.next_room()
+            assert fetch.rooms is not None
+            fetch.room = next(fetch.rooms, None)
         except ValueError as error:
             self.end(TurnedAwayError(f"worker {fetch.peer} cannot give its state: {error}"))
             return
@@ -467,13 +435,12 @@ class Transfers:
             before = sender.num_sent
             sender.pump()
             self.num_chunks_sent += sender.num_sent - before
-            is_training = sender.frame_type is FrameType.TRAINING_CHUNK
-            if is_training and sender.has_read_all and sender.num_sent > before:
+            if sender.is_training and sender.has_read_all and sender.num_sent > before:
                 self.num_given += 1
                 logger.info("worker %d has been sent this worker's optimizers' state", peer)
-            if sender.is_finished:
+            if sender.has_read_all and sender.link.queued_chunks == 0:  # the kernel has it all
                 del self._senders[peer]
-                if not is_training:
+                if not sender.is_training:
                     self._unserved.discard(peer)
         self._count_served()
         fetch = self._fetch
@@ -484,12 +451,8 @@ class Transfers:
                 link.close(reason)
 
 
-def _num_bytes(chunk: Chunk) -> int:
-    return chunk.num_elements * chunk.x.element_size()
-
-
 def _largest(chunks: Sequence[Chunk]) -> int:
-    return max(map(_num_bytes, chunks), default=0)
+    return max((chunk.x.nbytes for chunk in chunks), default=0)
 
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
