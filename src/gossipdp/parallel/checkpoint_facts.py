@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from gossipdp.gossip.noticed import Notice
+from gossipdp.gossip.published import Notice
 from gossipdp.protocol.members import Member, ProgressEntry, Status
 
 GRACE_S = 10.0

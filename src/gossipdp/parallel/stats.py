@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from gossipdp.gossip.exchange import CompletedExchange
-from gossipdp.gossip.noticed import Notice
-from gossipdp.gossip.published import LinkCounts
+from gossipdp.gossip.published import LinkCounts, Notice
 from gossipdp.launcher.environment import show_address
 from gossipdp.links.handshake import FIRST_VISITOR_RANK
 from gossipdp.observe.status import MemberState, MemberStatus, NeighbourStatus
