@@ -40,7 +40,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import TypeAlias, final
 
 import torch
@@ -135,14 +134,12 @@ class QueuedDevice(Device, abc.ABC):
     def holds(self, values: Tensor) -> bool:
         """Whether ``values`` is in the device's memory."""
 
-    @final
+    # See Device.
+
     def lock(self) -> ChunkLock:
-        """See :class:`Device`."""
         return OrderedLock(self.mark())
 
-    @final
     def write(self, write: Callable[[Tensor], object], out: Tensor) -> None:
-        """See :class:`Device`."""
         if self.holds(out):
             write(out)
             return
@@ -151,19 +148,13 @@ class QueuedDevice(Device, abc.ABC):
         out.copy_(there)
         self.finish()
 
-    @final
     def there(self, number: int, out: Tensor) -> Tensor:
-        """See :class:`Device`."""
         return self._slot(number, out).there(out)
 
-    @final
     def store(self, number: int, out: Tensor) -> None:
-        """See :class:`Device`."""
         self._slot(number, out).store(out)
 
-    @final
     def load(self, number: int, values: Tensor) -> Tensor:
-        """See :class:`Device`."""
         return self._slot(number, values).load(values)
 
     def _slot(self, number: int, values: Tensor) -> "Slot":
@@ -202,16 +193,9 @@ class OrderedLock:
             self._lock.release()
 
     def __enter__(self) -> bool:
-        """Take it."""
         return self.acquire()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Give it back."""
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -263,31 +247,25 @@ class CudaDevice(QueuedDevice):
 
     @contextlib.contextmanager
     def gossip_thread(self) -> Iterator[None]:
-        """See :class:`Device`; a current stream is a thread's own."""
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):  # a current stream is a thread's own
             try:
                 yield
             finally:
                 self.finish()
 
     def finish(self) -> None:
-        """See :class:`Device`; the interpreter's lock is free meanwhile."""
-        torch.cuda.current_stream(self._device).synchronize()
+        torch.cuda.current_stream(self._device).synchronize()  # without the interpreter's lock
 
     def mark(self) -> Mark:
-        """See :class:`QueuedDevice`."""
         return _Event(self._device)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """See :class:`QueuedDevice`."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def room(self, num_bytes: int) -> Tensor:
-        """See :class:`QueuedDevice`."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def holds(self, values: Tensor) -> bool:
-        """See :class:`QueuedDevice`."""
         return values.device == self._device
 
 
@@ -301,15 +279,12 @@ class _Event(Mark):
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
-        """See :class:`Mark`."""
         self._event.record(torch.cuda.current_stream(self._device))
 
     def precede(self) -> None:
-        """See :class:`Mark`."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
-        """See :class:`Mark`."""
         self._event.synchronize()
 
 

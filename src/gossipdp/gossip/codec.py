@@ -242,7 +242,6 @@ class LatticeCodec(Codec):
 
     @property
     def preface_landing(self) -> memoryview:
-        """See :class:`Codec`."""
         return self._landing
 
     def agree(self, preface: memoryview) -> None:
@@ -253,12 +252,10 @@ class LatticeCodec(Codec):
         self._exponents = dict(zip(self._steps, parts, strict=True))
 
     def is_certain(self, chunk: Chunk) -> bool:
-        """See :class:`Codec`."""
         is_coded = _CHECKSUM.size + chunk.num_elements <= chunk.pending.nbytes
         return chunk.role is not Role.TRAINED or not is_coded
 
     def room(self, chunk: Chunk, *, lands: bool = False, repeats: bool = False) -> memoryview:
-        """See :class:`Codec`."""
         if repeats or self.is_certain(chunk):
             return super().room(chunk, lands=lands, repeats=repeats)
         slot = self.window if lands else chunk.index % self.window
@@ -288,7 +285,6 @@ class LatticeCodec(Codec):
             )
 
     def decode(self, chunk: Chunk, payload: memoryview) -> bool:
-        """See :class:`Codec`."""
         slot, scratch = self._slot(chunk), self._scratch[chunk.pending.dtype]
         if not slot.fits:
             return False
@@ -318,7 +314,6 @@ class LatticeCodec(Codec):
         return chunk.exchange(theta, flat, scratch.zeros[: chunk.num_elements], gain)
 
     def repeat(self, chunk: Chunk) -> memoryview:
-        """See :class:`Codec`."""
         mine = self._repeated(chunk)
         mine.copy_(self._slot(chunk).snapshot[: chunk.num_elements])
         if not is_finite(mine):
@@ -328,7 +323,6 @@ class LatticeCodec(Codec):
     def exchange_repeated(
         self, chunk: Chunk, theta: float, payload: memoryview, gain: float
     ) -> float:
-        """See :class:`Codec`."""
         mine, peers = self._repeated(chunk), torch.frombuffer(payload, dtype=torch.bfloat16)
         squared_norm = chunk.exchange(theta, mine, peers, gain)
         if math.isfinite(squared_norm):
