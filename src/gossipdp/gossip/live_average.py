@@ -215,10 +215,10 @@ class LiveAverages:
         size = -(-most_bytes // 64) * 64
         request.slots = list(torch.empty(WINDOW, size, dtype=torch.uint8))
 
-    def landing(self, peer: int, key: ChunkKey) -> memoryview | None:
-        """Return where a partial sum goes, or None if it is not awaited."""
+    def landing(self, link: Link, frame_type: FrameType, key: ChunkKey) -> memoryview | None:
+        """Where a partial sum goes, or None if it is not awaited."""
         request = self._requests.get(key.initiator)
-        child = None if request is None else request.children.get(peer)
+        child = None if request is None else request.children.get(link.peer)
         if request is None or child is None or request.counter != key.counter:
             return None
         if key.index != child.num_landed or key.index >= request.num_opened:
@@ -229,16 +229,16 @@ class LiveAverages:
             child.room = torch.empty(num_bytes, dtype=torch.uint8)
         return tensor_bytes(child.room[:num_bytes])
 
-    def landed(self, peer: int, key: ChunkKey) -> None:
+    def landed(self, link: Link, frame_type: FrameType, key: ChunkKey) -> None:
         """Add the partial sum that has just landed, if it is still awaited."""
-        if self.landing(peer, key) is None:
+        if self.landing(link, frame_type, key) is None:
             return
         request, chunk = self._requests[key.initiator], self._chunks[key.index]
-        child = request.children[peer]
+        child = request.children[link.peer]
         assert child.room is not None
         values = child.room[: _sum_bytes(chunk)].view(chunk.pending.dtype)
         if not is_finite(values):
-            self._fail(request, peer, "the sums that it sent hold NaN or infinity")
+            self._fail(request, link.peer, "the sums that it sent hold NaN or infinity")
             return
         request.slot(chunk).add_(values)
         child.num_landed += 1

@@ -380,21 +380,15 @@ class Transfers:
         self._count_served()
         self.gone(peer, PeerLostError(f"worker {peer} is gone: its address refuses us"))
 
-    def landing(
-        self, link: Link, frame_type: FrameType, key: ChunkKey, length: int
-    ) -> memoryview | None:
-        """Return where a chunk goes, or None if it is not awaited.
-
-        One that is awaited and has another length than it must ends the link: the room returned is
-        not of that length.
-        """
+    def landing(self, link: Link, frame_type: FrameType, key: ChunkKey) -> memoryview | None:
+        """Where a chunk goes, or None if it is not awaited."""
         fetch = self._awaited(link, key.counter)
         if fetch is None or fetch.room is None or key.index != fetch.num_received:
             return None
         is_training = frame_type is FrameType.TRAINING_CHUNK
         return tensor_bytes(fetch.room) if is_training == (fetch.unfold is not None) else None
 
-    def landed(self, link: Link, key: ChunkKey) -> None:
+    def landed(self, link: Link, frame_type: FrameType, key: ChunkKey) -> None:
         """The chunk that was to land is here."""
         fetch = self._awaited(link, key.counter)
         if fetch is not None:  # else given up while it was arriving
