@@ -309,7 +309,7 @@ class LatticeCodec(Codec):
             self._exponents[chunk.index],
             _blocks(scratch.delta, chunk),
         )
-        self._steps[chunk.index].decoded(delta, slot.sizes)
+        self._steps[chunk.index].learn(delta, slot.sizes)
         flat = delta.view(-1)[: chunk.num_elements]
         return chunk.exchange(theta, flat, scratch.zeros[: chunk.num_elements], gain)
 
@@ -329,7 +329,8 @@ class LatticeCodec(Codec):
             delta = _blocks(self._scratch[chunk.pending.dtype].delta, chunk)
             delta.view(-1)[: chunk.num_elements].copy_(mine).sub_(peers)
             delta.view(-1)[chunk.num_elements :] = 0
-            self._steps[chunk.index].repeated(delta, self._slot(chunk).sizes)
+            sizes = self._slot(chunk).sizes
+            self._steps[chunk.index].learn(delta, sizes, is_rounded=True)
         return squared_norm
 
     def _repeated(self, chunk: Chunk) -> Tensor:
