@@ -25,7 +25,7 @@ from support.report import run_script
 
 import gossipdp
 from gossipdp.cli.option_checks import check_output
-from gossipdp.cli.simulate_scenarios import parse_seeds
+from gossipdp.cli.simulate_study import parse_seeds
 from gossipdp.graph import build_graph
 from gossipdp.links.sockets import check_pacing
 from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES

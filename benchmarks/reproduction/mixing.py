@@ -25,12 +25,7 @@ from reproduction.parts import (
 
 from gossipdp.graph import build_graph, plan
 from gossipdp.simulate import Consensus, Scenario, simulate
-from gossipdp.simulate.mixing import (
-    ChebyshevWeights,
-    consensus_rounds,
-    mixing_matrix,
-    second_eigenvalue,
-)
+from gossipdp.simulate.synchronous import FloatArray, Mixing, mixing_matrix, second_eigenvalue
 from gossipdp.simulate.trace import decay_per_exchange
 
 TITLE = "Communications to agree"
@@ -178,13 +173,41 @@ def _synchronous(job: PointJob, seed: int) -> float:
     return 1.0 / decay_per_exchange(communications, distances, lowest=TAIL[1])
 
 
+def consensus_rounds(
+    matrix: FloatArray,
+    start: FloatArray,
+    *,
+    chebyshev: bool = False,
+    until: float = 1e-12,
+    max_rounds: int = 10_000_000,
+) -> FloatArray:
+    """Multiply rows of shape (n, d) by W until they agree; the consensus distance after each round.
+
+    It ends at the first distance below the share ``until`` of the first.
+    """
+    mixing = Mixing(matrix, second_eigenvalue(matrix) if chebyshev else 0.0)
+    rows = start - start.mean(axis=0)  # rounds keep the mean
+    distances = [float(np.vdot(rows, rows)) / len(rows)]
+    lowest = until * distances[0]
+    while distances[-1] >= lowest and distances[-1] > 0 and len(distances) <= max_rounds:
+        rows = mixing.multiply(rows)
+        distances.append(float(np.vdot(rows, rows)) / len(rows))
+    return np.array(distances)
+
+
+def chebyshev_limit(gamma: float) -> float:
+    """The factor by which a late Chebyshev round shrinks the consensus distance."""
+    root = math.sqrt(1.0 - gamma**2)
+    return (1.0 - root) / (1.0 + root)
+
+
 def _predict(job: PointJob) -> float:
     """From chi1 and chi2, an upper bound in expectation; from the spectral gap, exact."""
     if job.method in ASYNCHRONOUS:
         return job.num_workers / 2.0 / _decay_bound(job)
     graph = build_graph(job.graph, job.num_workers)
     gamma = second_eigenvalue(mixing_matrix(graph, lazy=True))
-    per_round = gamma**2 if job.method == "dpsgd" else ChebyshevWeights(gamma).limit
+    per_round = gamma**2 if job.method == "dpsgd" else chebyshev_limit(gamma)
     return graph.number_of_edges() / -math.log(per_round)
 
 

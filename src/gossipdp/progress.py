@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+
+class _Bar(Progress):
+    above: Callable[[], RenderableType] | None = None
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """What rich draws."""
+        if self.above is not None:
+            yield self.above()
+        yield self.make_tasks_table(self.tasks)
 
 
 class ProgressView:
@@ -18,11 +28,12 @@ class ProgressView:
     Args:
         label: what is going on, such as "simulating".
         console: where to draw.
+        above: makes what a terminal shows above the bar.
         clock: monotonic, in seconds.
         redraw_every_s: least time between two drawings on a terminal.
         line_every_s: the same between two lines elsewhere.
 
-    >>> from rich.console import Console
+    >>> from rich.console import Console, RenderableType
     >>> with ProgressView("simulating", console=Console()) as view:
     ...     view.advance(0.5)
     """
@@ -32,6 +43,7 @@ class ProgressView:
         label: str,
         *,
         console: Console,
+        above: Callable[[], RenderableType] | None = None,
         clock: Callable[[], float] = time.monotonic,
         redraw_every_s: float = 0.1,
         line_every_s: float = 5.0,
@@ -41,8 +53,8 @@ class ProgressView:
         self._clock = clock
         self._every_s = redraw_every_s if console.is_terminal else line_every_s
         self._started_s = self._shown_s = clock()
-        self._bar = Progress(
-            TextColumn(label),
+        self._bar = _Bar(
+            TextColumn("{task.fields[label]}"),
             BarColumn(),
             TaskProgressColumn(),
             TextColumn("{task.description}"),
@@ -51,7 +63,8 @@ class ProgressView:
             auto_refresh=False,
             transient=True,
         )
-        self._task = self._bar.add_task("", total=1.0)
+        self._bar.above = above
+        self._task = self._bar.add_task("", total=1.0, label=label)
         self._stop: Callable[[], object] | None = None
 
     def start(self) -> None:
@@ -82,13 +95,18 @@ class ProgressView:
         """Whether :meth:`advance` would show anything now."""
         return self._clock() - self._shown_s >= self._every_s
 
-    def advance(self, share: float, text: str = "") -> None:
-        """``share`` of the work is done, 0 to 1; ``text`` is shown beside it."""
+    def advance(self, share: float, text: str = "", label: str | None = None) -> None:
+        """``share`` of the work is done, 0 to 1; ``text`` is shown beside it.
+
+        label: what is going on from now on.
+        """
         if not self.is_due:
             return
+        self._label = self._label if label is None else label
         self._shown_s = now_s = self._clock()
         if self._console.is_terminal:
-            self._bar.update(self._task, completed=share, description=text, refresh=True)
+            bar, label = self._bar, self._label
+            bar.update(self._task, completed=share, description=text, label=label, refresh=True)
         else:
             more = f"  {text}" if text else ""
             line = f"{now_s - self._started_s:4.0f} s  {self._label}: {share:4.0%}{more}"

@@ -17,6 +17,9 @@ from reproduction import invariant, mixing, pairing, training
 from reproduction import training_time as timed
 from reproduction.parts import Effort, Estimate, fit_power_law
 
+from gossipdp.graph import build_graph
+from gossipdp.simulate.synchronous import mixing_matrix, second_eigenvalue
+
 BENCHMARKS = Path(reproduce.__file__).parent
 SIZES = [8, 16, 32, 64, 128, 256]
 
@@ -100,6 +103,34 @@ def test_the_verdict_counts_the_paper_s_exponents_and_ours_apart(error, expected
     text = mixing.write(mixing.Result(points, dimension=16, tail=(1e-6, 1e-12)))[1]
     assert expected in text
     assert "of the 3 exponents that we derived" in text
+
+
+@pytest.mark.parametrize("chebyshev", [False, True])
+def test_consensus_rounds_decay_as_the_second_eigenvalue_says(chebyshev: bool) -> None:
+    matrix = mixing_matrix(build_graph("ring", 16), lazy=True)
+    start = np.random.default_rng(0).standard_normal((16, 4))
+    distances = mixing.consensus_rounds(matrix, start, chebyshev=chebyshev)
+    centred = start - start.mean(axis=0)
+    assert distances[0] == pytest.approx((centred**2).sum() / 16)
+    assert distances[-1] < 1e-12 * distances[0] <= distances[-2]
+    shares = distances / distances[0]
+    tail = np.flatnonzero(shares < 1e-6)
+    slope, _ = np.polyfit(tail, -np.log(shares[tail]), 1)
+    gamma = second_eigenvalue(matrix)
+    factor = mixing.chebyshev_limit(gamma) if chebyshev else gamma**2
+    # All eigenvalues below gamma oscillate under the Chebyshev envelope.
+    assert slope == pytest.approx(-math.log(factor), rel=0.1 if chebyshev else 1e-3)
+
+
+def test_consensus_rounds_end_where_they_must() -> None:
+    complete = mixing_matrix(build_graph("complete", 6))
+    start = np.arange(12.0).reshape(6, 2)
+    assert len(mixing.consensus_rounds(complete, start)) == 2
+    assert (
+        len(mixing.consensus_rounds(mixing_matrix(build_graph("path", 6)), start, max_rounds=5))
+        == 6
+    )
+    assert mixing.consensus_rounds(complete, np.ones((6, 2))).tolist() == [0.0]
 
 
 # Training on rings

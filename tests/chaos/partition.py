@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from run_processes import VARIABLES
 
-from gossipdp.cli.demo_worker import DIGEST, METRIC
+from gossipdp.cli.demo import DIGEST, METRIC
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import BeganRecord, RunLog, RunLogTail, WorkerLog, worker_file
 
@@ -25,11 +25,10 @@ CUT_AT_S, CUT_FOR_S, LEAST_S = 2.0, 10.0, 27.0
 SCRIPT = """
 import sys
 from pathlib import Path
-from gossipdp.cli.demo import DemoArguments, prepare
-from gossipdp.cli.demo_worker import train_worker
+from gossipdp.cli.demo import DemoArguments, train_worker
 
-_, task = prepare(DemoArguments(workers=6, samples=6400, output=Path(sys.argv[1])))
-train_worker(type(task)(**{**vars(task), "least_s": float(sys.argv[2])}))
+arguments = DemoArguments(workers=6, samples=6400, output=Path(sys.argv[1]))
+train_worker(arguments, float(sys.argv[2]), {})
 """
 
 

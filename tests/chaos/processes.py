@@ -23,10 +23,15 @@ from typing import Any
 
 import psutil
 
-from gossipdp.cli import demo_worker
-from gossipdp.cli.demo import DemoArguments, averaged_together, prepare
+from gossipdp.cli import demo
+from gossipdp.cli.demo import (
+    DemoArguments,
+    averaged_together,
+    own_average_file,
+    read_results,
+    train_worker,
+)
 from gossipdp.cli.demo_faults import Fault, FaultInjector, fault_results
-from gossipdp.cli.demo_worker import own_average_file, read_results, train_worker
 from gossipdp.errors import WorkerFailedError
 from gossipdp.gossip.loop import GossipLoop
 from gossipdp.launcher.local import launch
@@ -115,17 +120,17 @@ def cut_file(directory: Path, cut: Cut) -> Path:
     return directory / f"cut-{'-'.join(map(str, cut.ranks))}-at-{cut.at_s:g}"
 
 
-def train_with_cuts(task: Any, rank_cuts: Sequence[Cut]) -> None:
+def train_with_cuts(arguments: DemoArguments, least_s: float, rank_cuts: Sequence[Cut]) -> None:
     """The demo's worker, whose gossip thread closes links to those it is cut off from."""
     rank = int(os.environ["RANK"])
-    log = RunLogTail(worker_file(task.directory, rank))
+    log = RunLogTail(worker_file(arguments.directory, rank))
     own = [cut for cut in rank_cuts if rank in cut.ranks]
     view = WorkerProgress()
     turn = GossipLoop.turn
-    until = demo_worker._until
+    until = demo._until
 
     def until_all_are_back(is_over: Callable[[], bool], loader: Any) -> Iterator[Any]:
-        return until(lambda: is_over() and (task.directory / ALL_BACK).exists(), loader)
+        return until(lambda: is_over() and (arguments.directory / ALL_BACK).exists(), loader)
 
     def turn_and_cut(self: GossipLoop, *args: Any) -> None:
         turn(self, *args)
@@ -138,12 +143,12 @@ def train_with_cuts(task: Any, rank_cuts: Sequence[Cut]) -> None:
             peer = sum(cut.ranks) - rank
             if cut.at_s <= since_s < cut.at_s + cut.for_s and peer in self._links:
                 self._links[peer].close("cut by the plan")
-                cut_file(task.directory, cut).touch()
+                cut_file(arguments.directory, cut).touch()
 
-    demo_worker._until = until_all_are_back
+    demo._until = until_all_are_back
     if own:
         GossipLoop.turn = turn_and_cut  # type: ignore[method-assign]
-    train_worker(task)
+    train_worker(arguments, least_s, {})
 
 
 @dataclass(frozen=True)
@@ -162,15 +167,12 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
     faults = plan.faults if plan else ()
     cuts = plan.cuts if plan else ()
     arguments = DemoArguments(workers=NUM_WORKERS, samples=samples, output=directory / "run")
-    _, task = prepare(arguments)
-    if plan is not None:
-        task = type(task)(**{**vars(task), "least_s": plan.duration_s})
-    task.directory.mkdir(parents=True)
+    arguments.directory.mkdir(parents=True)
     temporary = directory / "tmp"
     temporary.mkdir()
     listening = _listening()
     workers = [WorkerProgress() for _ in range(NUM_WORKERS)]
-    tails = [RunLogTail(worker_file(task.directory, rank)) for rank in range(NUM_WORKERS)]
+    tails = [RunLogTail(worker_file(arguments.directory, rank)) for rank in range(NUM_WORKERS)]
     injector = FaultInjector(faults, workers)
     kills = Counter(fault.rank for fault in faults if fault.kind == "kill")
     problems: list[str] = []
@@ -181,7 +183,7 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
                 worker.take(record)
         injector.poll()
         if all(worker.num_lives > kills[rank] for rank, worker in enumerate(workers)):
-            (task.directory / ALL_BACK).touch()
+            (arguments.directory / ALL_BACK).touch()
 
     def note(failure: Failure) -> None:
         if not injector.ended(failure):
@@ -192,7 +194,7 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
         launch(
             train_with_cuts,
             world_size=NUM_WORKERS,
-            args=(task, cuts),
+            args=(arguments, plan.duration_s if plan else 0.0, cuts),
             environment={"TMPDIR": str(temporary)},
             timeout_s=(plan.duration_s if plan else 60.0) + PATIENCE_S,
             on_poll=poll,
@@ -207,8 +209,10 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
     problems += [
         f"did not {each.fault}: {each.missed}" for each in injector.injections if each.missed
     ]
-    problems += [f"did not {cut}" for cut in cuts if not cut_file(task.directory, cut).exists()]
-    run_log = RunLog.read(task.directory)
+    problems += [
+        f"did not {cut}" for cut in cuts if not cut_file(arguments.directory, cut).exists()
+    ]
+    run_log = RunLog.read(arguments.directory)
     problems += _taken_for_dead(run_log, {fault.rank for fault in faults})
     results = read_results(run_log)
     together = averaged_together(results)
@@ -226,7 +230,7 @@ def run_plan(plan: Plan | None, directory: Path, *, samples: int = 12_800) -> Ou
     if list(temporary.iterdir()):
         problems.append(f"files are left: {list(temporary.iterdir())}")
     return Outcome(
-        accuracy=_accuracy(own_average_file(task.directory, together[0].rank)),
+        accuracy=_accuracy(own_average_file(arguments.directory, together[0].rank)),
         faults=fault_results(injector.injections, run_log),
         num_samples=sum(each.samples for each in results),
         seconds=seconds,

@@ -17,6 +17,7 @@ from run_processes import VARIABLES
 import gossipdp.integrations.ray as integration
 from gossipdp.errors import WorkerFailedError
 from gossipdp.integrations.ray import launch
+from gossipdp.links.tls import make_tls_files
 
 pytestmark = [
     pytest.mark.processes,
@@ -75,7 +76,7 @@ def make_train() -> Any:
             (marks / "1.1").touch()
             raise ValueError("no good")
         train_until("1.1")
-        done = model.consolidate().num_workers
+        done = model.consolidate().world_size
         (marks / f"{rank} ended over {done}").touch()
         return rank, life, done
 
@@ -120,9 +121,19 @@ def test_a_failure_before_all_have_begun_ends_all(tmp_path: Path) -> None:
     assert time.monotonic() - began < 200  # and not the 300 s for which the others would wait
 
 
-def test_the_example() -> None:
+def test_the_example(tmp_path: Path) -> None:
+    make_tls_files(tmp_path)
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--workers", "3", "--samples", "90000"],
+        [
+            sys.executable,
+            str(EXAMPLE),
+            "--workers",
+            "3",
+            "--samples",
+            "90000",
+            "--tls",
+            str(tmp_path),
+        ],
         capture_output=True,
         text=True,
         env=VARIABLES,

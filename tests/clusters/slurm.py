@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from run_processes import VARIABLES
 
+from gossipdp.links.tls import make_tls_files
+
 # A job that is requeued is eligible again after ten seconds.
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -92,7 +94,7 @@ class Slurm:
         self.directory = directory
         self.variables = VARIABLES | {
             "SLURM_CONF": str(directory / "slurm.conf"),
-            "GOSSIPDP_SECRET_FILE": str(directory / "secret"),
+            "TLS_DIRECTORY": str(directory / "tls"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
 
@@ -138,7 +140,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     directory = tmp_path_factory.mktemp("slurm")
     (directory / "key").write_bytes(os.urandom(1024))
     (directory / "key").chmod(0o400)
-    (directory / "secret").write_text(os.urandom(16).hex())
+    make_tls_files(directory / "tls")
     (directory / "state").mkdir()
     (directory / "spool").mkdir()
     configuration = CONFIGURATION.format(

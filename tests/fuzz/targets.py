@@ -449,9 +449,8 @@ class _Owner(LinkOwner):
         self.segment = None
         self.ended: list[str] = []
         self.memory_socket: bytes | None = None
-
-    def link_has_output(self, link: TcpLink) -> None: ...
-    def link_has_input(self, link: TcpLink) -> None: ...
+        self.to_read: dict[Any, None] = {}
+        self.to_write: dict[TcpLink, None] = {}
 
     def link_found_memory_socket(self, link: TcpLink) -> None:
         assert len(link.memory_socket) == MEMORY_SOCKET_BYTES

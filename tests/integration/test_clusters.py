@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -79,6 +80,15 @@ def test_the_manifest_has_the_form_of_its_kinds() -> None:
     for version in ("1.30", "1.33"):
         for document in documents:
             kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_the_job_mounts_the_directory_that_it_names_for_tls() -> None:
+    pod: Any = manifest()[1]["spec"]["template"]["spec"]  # type: ignore[index]
+    (worker,), (volume,) = pod["containers"], pod["volumes"]
+    command = worker["command"]
+    mount = {"name": volume["name"], "mountPath": command[command.index("--tls") + 1]}
+    assert worker["volumeMounts"] == [{**mount, "readOnly": True}]
+    assert volume["secret"]["defaultMode"] == 0o400
 
 
 def test_a_manifest_with_a_wrong_word_is_refused() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gossipdp.cli.demo import DEFAULT_SAMPLES, DemoArguments, run
-from gossipdp.cli.demo_worker import DIGEST
+from gossipdp.cli import demo_faults
+from gossipdp.cli.demo import DEFAULT_SAMPLES, DIGEST, DemoArguments, run
 from gossipdp.observe.log import RunLog
 
 pytestmark = pytest.mark.processes
@@ -16,7 +16,8 @@ pytestmark = pytest.mark.processes
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the faults decide how long the run takes."""
-    monkeypatch.setitem(DEFAULT_SAMPLES, "digits", 6400)
+    monkeypatch.setitem(DEFAULT_SAMPLES, "digits", 3200)
+    monkeypatch.setattr(demo_faults, "AFTER_S", 2.0)
 
 
 def demo(directory: Path, **options: Any) -> tuple[int, dict[str, Any]]:
@@ -27,17 +28,17 @@ def demo(directory: Path, **options: Any) -> tuple[int, dict[str, Any]]:
 
 
 def test_kills_and_a_stop_are_noticed_and_those_killed_come_back(tmp_path: Path) -> None:
-    code, results = demo(tmp_path, workers=4, kill="0@1s", stop="2@1.5s:6.5s", restart=True)
+    code, results = demo(tmp_path, workers=4, kill="0@0.5s", stop="2@1s:6s", restart=True)
     assert code == 0
     kill, stop = results["faults"]
     assert (kill["rank"], kill["kind"], stop["rank"], stop["kind"]) == (0, "kill", 2, "stop")
-    assert 1.0 <= kill["at_s"] < 2.0
+    assert 0.5 <= kill["at_s"] < 1.5
     assert kill["detected_s"].keys() == {"1", "3"}
     assert all(0 < time_s < 1.0 for time_s in kill["detected_s"].values())
     assert stop["detected_s"].keys() >= {"1", "3"}
     assert all(3.0 < time_s < 6.0 for time_s in stop["detected_s"].values())
     assert kill["rejoined_s"] is not None
-    assert stop["rejoined_s"] > 6.5
+    assert stop["rejoined_s"] > 6.0
     assert results["test_accuracy"] >= 0.95
     run_log = RunLog.read(tmp_path / "run")
     assert [len(worker.lives) for worker in run_log.workers.values()] == [2, 1, 1, 1]
@@ -47,7 +48,7 @@ def test_kills_and_a_stop_are_noticed_and_those_killed_come_back(tmp_path: Path)
 
 
 def test_killing_all_but_one_leaves_a_result(tmp_path: Path) -> None:
-    code, results = demo(tmp_path, workers=3, kill="0@1s,2@1.5s")
+    code, results = demo(tmp_path, workers=3, kill="0@0.5s,2@1s")
     assert code == 0
     assert [worker["metric_before_average"] is None for worker in results["workers"]] == [
         True,

@@ -1,20 +1,25 @@
-"""The examples of the frameworks, on four workers each and with the real packages."""
+"""The examples of the frameworks, on two workers each and with the real packages."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from framework_runs import EXAMPLES, WRAPPERS
+from framework_runs import EPOCHS, EXAMPLES, WRAPPERS
+
+from gossipdp.parallel.gossip_engine import MAX_LAG
+from gossipdp.protocol.clock import SKIPPED_STEPS
+from gossipdp.protocol.pairing import MAX_BACKLOG
 
 SCRIPT = Path(__file__).parents[1] / "support" / "framework_runs.py"
 FRAMEWORKS = ("accelerate_loop", "huggingface_trainer", "lightning_module")
 NUM_TEST_IMAGES = 360
-# Three standard errors of an accuracy of 0.98. Runs differ by two or three images, and by more
-# where the machine stands still for some seconds in the middle of one.
-MOST_LOST_IMAGES = 8
+# Twelve runs of the plain loop, of other seeds, had 353.1 images right, with a standard deviation
+# of 2.4. So five deviations leave 341, and two runs differ by no more than five times 2.4 * sqrt 2.
+LEAST_RIGHT, MOST_LOST_IMAGES = 341, 17
 
 # All runs are made by the first test.
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -59,7 +64,7 @@ def test_examples_are_under_60_lines(name: str) -> None:
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_framework_reaches_the_accuracy_of_the_plain_loop(outcomes: Any, name: str) -> None:
     plain = num_right(outcomes, "plain_gossipdp")
-    assert plain > 0.96 * NUM_TEST_IMAGES
+    assert plain >= LEAST_RIGHT
     assert num_right(outcomes, name) >= plain - MOST_LOST_IMAGES
 
 
@@ -69,11 +74,22 @@ def test_so_does_the_loop_that_was_one_of_ddp(outcomes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain_gossipdp", *FRAMEWORKS])
-def test_nine_tenths_of_the_nominal_exchanges_are_made(outcomes: Any, name: str) -> None:
+def test_the_nominal_exchanges_are_asked_for_and_made(outcomes: Any, name: str) -> None:
+    """Half a demand a step in expectation, and under the strict pace hardly one is lost."""
     workers = outcomes[name]
-    steps = sum(worker["steps"] for worker in workers)
-    rate = sum(worker["rate"] * worker["steps"] for worker in workers) / steps
-    assert rate >= 0.9, workers
+    expected = sum(worker["steps"] - SKIPPED_STEPS - 1 for worker in workers) / 2
+    demands = sum(worker["demands"] for worker in workers)
+    assert abs(demands - expected) < 5 * math.sqrt(expected), workers
+    # A worker waits where more than MAX_LAG demands are open, so a demand is lost only where a
+    # single step brings more than MAX_BACKLOG has room for; at the end the open ones are dropped.
+    room = MAX_BACKLOG - MAX_LAG
+    lost_a_step = sum(
+        (ticks - room) * math.exp(-0.5) * 0.5**ticks / math.factorial(ticks)
+        for ticks in range(room + 1, 12)
+    )
+    lost = 2 * expected * lost_a_step
+    allowed = lost + 5 * math.sqrt(lost) + len(workers) * MAX_BACKLOG
+    assert sum(worker["initiated"] for worker in workers) >= demands - allowed, workers
 
 
 @pytest.mark.parametrize("name", ["plain_gossipdp", *FRAMEWORKS])
@@ -87,7 +103,7 @@ def test_all_workers_end_with_the_same_bits(outcomes: Any, name: str) -> None:
 def test_training_ends_when_all_together_have_seen_the_budget(outcomes: Any, name: str) -> None:
     samples = sum(worker["samples"] for worker in outcomes[name])
     # The news of what the others have seen travels for a moment.
-    assert 20 * 1437 <= samples < 25 * 1437
+    assert EPOCHS * 1437 <= samples < (EPOCHS + 1) * 1437
 
 
 @pytest.mark.parametrize("name", ["transformers", "lightning"])
@@ -111,9 +127,7 @@ def test_worker_0_alone_logs_and_saves(outcomes: Any, folder: Path, name: str) -
         assert len(list(found.rglob("*.ckpt"))) == 2
 
 
-@pytest.mark.parametrize("name", ["accelerate", "transformers"])
-def test_a_framework_that_was_set_up_as_a_run_of_its_own_is_refused(
-    outcomes: Any, name: str
-) -> None:
-    for message in outcomes[f"{name} without single_process"]:
-        assert "within `with single_process():`" in message
+def test_a_framework_that_was_set_up_as_a_run_of_its_own_is_refused(outcomes: Any) -> None:
+    for messages in outcomes["without single_process"]:
+        assert len(messages) == 2
+        assert all("within `with single_process():`" in message for message in messages)

@@ -28,12 +28,12 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cifar10(folder: Path) -> Cifar10Options:
     write_cifar10(folder, images_per_file=2)
-    return Cifar10Options(data=folder, epochs=1, batch_size=4)
+    return Cifar10Options(data=folder, epochs=1, batch_size=10)
 
 
 def imagenet(folder: Path) -> ImageNetOptions:
     write_imagenet(folder, per_class=1)
-    return ImageNetOptions(data=folder, epochs=1, batch_size=2, loader_processes=0)
+    return ImageNetOptions(data=folder, epochs=1, batch_size=2, loader_processes=1)
 
 
 def bytes_gpt(folder: Path) -> BytesGptOptions:
@@ -59,45 +59,56 @@ def words_of(options: TrainOptions) -> list[str]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("method", ["a2cid2", "allreduce", "none"])
-def test_one_worker_of_several_tells_what_came_of_it(workers, method: str, tmp_path: Path):
+@pytest.mark.parametrize(("method", "num_workers"), [("a2cid2", 3), ("allreduce", 2)])
+def test_one_worker_of_several_tells_what_came_of_it(
+    workers, method: str, num_workers: int, tmp_path: Path
+):
     options = replace(in_folder(bytes_gpt, tmp_path), method=method, graph="complete")
-    outcomes = workers(train, 3, (options,))
-    assert [outcome is None for outcome in outcomes] == [False, True, True]
+    outcomes = workers(train, num_workers, (options,))
+    assert [outcome is None for outcome in outcomes] == [False] + [True] * (num_workers - 1)
     outcome = outcomes[0]
+    assert json.loads((tmp_path / "results.json").read_text()) == outcome
     budget = options.epochs * make_recipe(options).num_samples
-    assert budget <= outcome.samples
-    steps = (outcome.slowest_steps, outcome.fastest_steps)
-    assert 3 * steps[0] <= outcome.samples / options.batch_size <= 3 * steps[1]
-    assert method != "allreduce" or steps[0] == steps[1]
-    assert (outcome.achieved_comm_rate is None) == (method != "a2cid2")
-    assert 0 < outcome.metric < 8.5
-    assert json.loads((tmp_path / "results.json").read_text())["metric"] == outcome.metric
+    assert budget <= outcome["samples"]
+    least, most = outcome["slowest_steps"], outcome["fastest_steps"]
+    mean = outcome["samples"] / options.batch_size / num_workers
+    assert least <= mean <= most
+    assert method != "allreduce" or least == most
+    assert (outcome["achieved_comm_rate"] is None) == (method != "a2cid2")
+    assert 0 < outcome["metric"] < 8.5
     # What was saved is what was measured.
     recipe = make_recipe(options)
     net = recipe.make_model()
     net.load_state_dict(torch.load(options.directory / MODEL_FILE, weights_only=True))
-    assert recipe.evaluate(net) == outcome.metric
+    assert recipe.evaluate(net) == outcome["metric"]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["cifar10", "imagenet"])
-def test_the_command(workers, name: str, tmp_path: Path):
-    options = in_folder({"cifar10": cifar10, "imagenet": imagenet}[name], tmp_path)
-    if name == "imagenet":
-        options = replace(options, loader_processes=1)
-    assert main(["train", name, "--workers", "2", *words_of(options)]) == 0
+def test_the_command_starts_workers(workers, tmp_path: Path):
+    options = in_folder(bytes_gpt, tmp_path)
+    assert main(["train", "bytes-gpt", "--workers", "2", *words_of(options)]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["num_workers"] == 2
     assert results["samples"] >= make_recipe(options).num_samples
-    assert 0 <= results["metric"] <= 1
     assert (options.directory / MODEL_FILE).exists()
 
 
 @pytest.mark.processes
 def test_under_a_launcher_the_command_is_one_worker(workers, tmp_path: Path):
-    options = in_folder(bytes_gpt, tmp_path)
+    options = replace(in_folder(bytes_gpt, tmp_path), method="none")
     assert workers(main, 2, (["train", "bytes-gpt", *words_of(options)],)) == [0, 0]
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["num_workers"] == 2
+    assert (options.directory / MODEL_FILE).exists()
+
+
+@pytest.mark.parametrize("make", [cifar10, imagenet])
+def test_the_papers_trainings(
+    make: Callable[[Path], TrainOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    options = in_folder(make, tmp_path)
+    assert train(options)["samples"] >= options.batch_size
+    assert 0 <= json.loads((tmp_path / "results.json").read_text())["metric"] <= 1
     assert (options.directory / MODEL_FILE).exists()

@@ -13,9 +13,15 @@ import psutil
 import pytest
 from run_processes import VARIABLES
 
-from gossipdp.launcher.store import reach
-
 pytestmark = pytest.mark.processes
+
+# The scripts here use no store. So the supervisor's takes no seconds to import torch, which it
+# could not where it may open no file.
+NO_TORCH = """
+class TCPStore:
+    def __init__(self, *values, **options):
+        open(__file__ + ".imported", "w").close()
+"""
 
 # Light: begins without a model.
 SCRIPT = """
@@ -54,16 +60,19 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def answers(port: int) -> bool:
-    """Whether there is a store."""
-    try:
-        reach(("127.0.0.1", port))
-    except (OSError, RuntimeError):
-        return False
-    return True
+@pytest.fixture
+def without_torch(tmp_path: Path) -> dict[str, str]:
+    """Variables with which a process finds an empty torch."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "distributed.py").write_text(NO_TORCH)
+    path = os.pathsep.join(filter(None, (str(tmp_path), VARIABLES.get("PYTHONPATH"))))
+    return VARIABLES | {"PYTHONPATH": path}
 
 
-def test_a_killed_worker_is_started_again_and_told_where_the_others_are(tmp_path: Path) -> None:
+def test_a_killed_worker_is_started_again_and_told_where_the_others_are(
+    tmp_path: Path, without_torch: dict[str, str]
+) -> None:
     script, end = tmp_path / "script.py", tmp_path / "end"
     script.write_text(SCRIPT)
     words = ["-m", "gossipdp.cli.main", "run", "-n3", "--max-restarts", "3"]
@@ -72,7 +81,7 @@ def test_a_killed_worker_is_started_again_and_told_where_the_others_are(tmp_path
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=VARIABLES,
+        env=without_torch,
     ) as run:
         watchdog = threading.Timer(60, run.kill)  # else a failure here would wait for it for ever
         watchdog.start()
@@ -95,7 +104,9 @@ def test_a_killed_worker_is_started_again_and_told_where_the_others_are(tmp_path
     assert errors.splitlines()[-1].endswith("in 0.2 s (restart 3 of 3)")
 
 
-def test_where_nobody_can_be_started_the_others_go_on(tmp_path: Path) -> None:
+def test_where_nobody_can_be_started_the_others_go_on(
+    tmp_path: Path, without_torch: dict[str, str]
+) -> None:
     script, end, errors = tmp_path / "script.py", tmp_path / "end", tmp_path / "errors"
     script.write_text(SCRIPT)
     words = ["-m", "gossipdp.cli.main", "run", "-n", "2", "--max-restarts", "6"]
@@ -106,7 +117,7 @@ def test_where_nobody_can_be_started_the_others_go_on(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=stream,
             text=True,
-            env=VARIABLES,
+            env=without_torch,
         ) as run,
     ):
         watchdog = threading.Timer(60, run.kill)
@@ -114,8 +125,7 @@ def test_where_nobody_can_be_started_the_others_go_on(tmp_path: Path) -> None:
         lines = Lines(run)
         lives = {rank: pid for rank, _, _, pid in (lines.next_life() for _ in range(2))}
         supervisor = psutil.Process(run.pid)
-        (port,) = {each.laddr.port for each in supervisor.net_connections(kind="tcp")}
-        wait_for(lambda: answers(port))  # with fewer descriptors it could not import torch
+        wait_for((tmp_path / "torch" / "distributed.py.imported").exists)
         limit = supervisor.rlimit(psutil.RLIMIT_NOFILE)
         supervisor.rlimit(psutil.RLIMIT_NOFILE, (3, limit[1]))
         os.kill(lives[1], signal.SIGKILL)

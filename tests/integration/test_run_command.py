@@ -12,7 +12,7 @@ from run_processes import VARIABLES
 pytestmark = pytest.mark.processes
 
 SCRIPT = """
-import os, signal, sys, time
+import sys
 import torch
 import torch.distributed as dist
 from gossipdp.launcher.environment import Environment
@@ -31,16 +31,22 @@ rendezvous.mark_ready()
 # One write a line: under torchrun the workers share one standard output.
 found = total.item(), meeting.addresses[1], len(meeting.secret), sys.argv[1:]
 print("total {} {} {} {}\\n".format(*found), end="")
-if sys.argv[1:] == ["--fail"]:
-    # Both have begun: worker 0 fails at once, worker 1 goes on.
-    time.sleep(0.5)
-    if environment.rank == 0:
-        raise ValueError("no good")
-    time.sleep(1)
-    print("went on")
 """
+# Both begin; then worker 0 fails, and worker 1 goes on.
+FAILING = """
+import os, sys, time
+from gossipdp.launcher.reports import Report, send_report
 
-# As for a user: without what a test session or another launcher set.
+send_report(Report(begins=True))
+if os.environ["RANK"] == "1":
+    open(sys.argv[1], "w").close()
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+if os.environ["RANK"] == "0":
+    raise ValueError("no good")
+time.sleep(1)
+print("went on")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +78,12 @@ def test_torchrun(script: Path) -> None:
     assert done.stdout.count("total 1.0 ('127.0.0.1', 1001) 32 []") == 2
 
 
-def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(script: Path) -> None:
-    done = command("-m", "gossipdp.cli.main", "run", "-n", "2", str(script), "--fail")
+def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    done = command(
+        "-m", "gossipdp.cli.main", "run", "-n", "2", str(script), str(tmp_path / "begun")
+    )
     assert done.returncode == 1
     assert "[1] went on" in done.stdout
     assert "gossipdp: worker 0 ended with exit code 1; the others go on" in done.stderr

@@ -82,7 +82,7 @@ def test_a_failure_before_all_met_ends_the_run_everywhere(script: Path, rendezvo
         start(0, rendezvous, script, "--fail"), start(1, rendezvous, script, "--fail")
     )
     assert (first[0], second[0]) == (1, 1)
-    told = "the run ended on another host before it began: worker 1 ended with exit code 1"
+    told = "the run ended before it began: worker 1 ended with exit code 1"
     assert told in first[2]
     assert "ValueError: no good" in second[2]
 

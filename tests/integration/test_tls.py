@@ -87,21 +87,25 @@ net = torch.nn.Linear(50, 20)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 network = Network(start_timeout_s=60, shared_memory="off")
 model = GossipDataParallel(net, optimizer, graph="complete", network=network)
-while model.stats().exchanges < 300:
+def ended():
+    # One end closes and says why. The other finds the end by reading, by writing or as a reset.
+    return [text for text in said if ": link to worker" in text]
+while model.stats().exchanges < 300 or len(ended()) < 3:
     optimizer.zero_grad()
     model(torch.randn(8, 50)).square().mean().backward()
     optimizer.step()
 num_deaths = sum(notice.kind == "died" for notice in model.stats().noticed)
 result = model.consolidate()
-num_renewed = sum("TLS key" in text or "closed by the peer" in text for text in said)
-print(f"renewed {num_renewed > 2} deaths {num_deaths} workers {result.world_size}")
+num_renewed = sum("its TLS key" in text for text in ended())
+print(f"deaths {num_deaths} workers {result.world_size} renewed {num_renewed}")
 """
 
 
 @pytest.mark.processes
 def test_training_goes_on_while_links_get_new_keys(run_tls: TlsFiles, tmp_path: Path) -> None:
     ends = run_two(tmp_path / "train.py", RENEWING, run_tls)
-    assert ends == ["renewed True deaths 0 workers 2"] * 2
+    assert [end.startswith("deaths 0 workers 2 renewed ") for end in ends] == [True, True], ends
+    assert sum(int(end.split()[-1]) for end in ends) >= 3, ends
 
 
 def test_one_clear_error_before_any_worker_starts(

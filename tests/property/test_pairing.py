@@ -20,8 +20,7 @@ from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.clock import StepClock
 from gossipdp.protocol.messages import Propose
 from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
-from gossipdp.simulate.network import make_workers
-from gossipdp.simulate.traffic import Conditions
+from gossipdp.simulate.network import Conditions, make_workers
 
 TRAINING_S = 40.0
 LATEST_END_S = TRAINING_S + 120.0
@@ -99,13 +98,13 @@ def make_network(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> 
         latency_s=lambda sender, receiver: random.uniform(*scenario.latency_s),
         transfer_s=lambda sender, receiver: random.uniform(*scenario.transfer_s),
         step_s=lambda rank: random.uniform(*scenario.step_s),
-        detection_s=lambda sender, receiver: random.uniform(0.0, 0.2),
     )
     return FaultyNetwork(
         workers,
         constants.edges,
         conditions,
         lost_at_messages=scenario.cut_at_messages,
+        detection_s=lambda sender, receiver: random.uniform(0.0, 0.2),
         keeps_exchanges=True,
     )
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 from simulated_faults.adversary import LIES, Adversary, draw_adversary, run_adversary
-from simulated_faults.network import FaultyNetwork
+from simulated_faults.network import FaultyNetwork, Loss
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.messages import Accept, Busy, Envelope
-from gossipdp.simulate.network import Loss, make_workers
-from gossipdp.simulate.traffic import Conditions
+from gossipdp.simulate.network import Conditions, make_workers
 
 
 @pytest.mark.parametrize("lie", LIES)

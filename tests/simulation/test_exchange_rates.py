@@ -10,9 +10,7 @@ import pytest
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.clock import SKIPPED_STEPS, StepClock
-from gossipdp.simulate.engine import Engine
-from gossipdp.simulate.network import Network, make_workers
-from gossipdp.simulate.traffic import Conditions
+from gossipdp.simulate.network import Conditions, Network, make_workers
 
 FIRST_STEPS = SKIPPED_STEPS + 1  # without a tick
 
@@ -46,7 +44,7 @@ def train(
         transfer_s=lambda sender, receiver: transfer_s,
         step_s=lambda rank: 4.0 if rank == slow_rank else 1.0,
     )
-    network = Network(Engine(), workers, constants.edges, conditions, keeps_exchanges=True)
+    network = Network(workers, constants.edges, conditions, keeps_exchanges=True)
     network.engine.run(until=num_steps + 0.5)
     return network
 

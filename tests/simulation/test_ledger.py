@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from simulated_faults.ledger import InvariantBroken, Ledger
+from simulated_faults.rows import FaultyRows
 
 from gossipdp.dynamics.phase import Phase
 from gossipdp.protocol.actions import Begin
 from gossipdp.protocol.messages import ExchangeId
-from gossipdp.simulate.links import CarriedRows
 from gossipdp.simulate.optimizers import Sgd
 from gossipdp.simulate.population import Population, Training
 
@@ -20,8 +20,7 @@ def make(*, momentum: bool = True) -> tuple[Ledger, Population]:
     start = torch.tensor([[1.0, 2.0], [5.0, -2.0], [0.0, 3.0]], dtype=torch.float64)
     population = Population(start, 2, momentum=momentum)
     phases = {rank: Phase(0.5, 1.0) for rank in range(3)}
-    rows = CarriedRows(population, Training(None, Sgd(), population), phases)
-    return Ledger(rows, population), population
+    return Ledger(FaultyRows(Training(None, Sgd(), population), phases)), population
 
 
 def begin(ledger: Ledger, alpha_tildes: tuple[float, float] = (0.8, 0.8)) -> list[object]:
@@ -82,7 +81,7 @@ def test_who_takes_over_a_row_has_it_whole_and_that_is_no_drift(momentum: bool) 
     ledger, population = make(momentum=momentum)
     if population.c is not None:
         population.c[1] += 1.0
-        population._expected_sum += 0.5
+        population.expected_sum += 0.5
     ledger.took_over(0, 1, 1.0)
     assert ledger.z(0).tolist() == ledger.z(1).tolist()
     ledger.check_sum(1.0)

@@ -1,7 +1,6 @@
 """Small files in the formats of CIFAR-10 and of ImageNet, of images made up here."""
 
 import io
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -25,21 +24,12 @@ def cifar10_files(images_per_file: int, seed: int = 0) -> dict[str, bytes]:
     return files
 
 
-def write_cifar10(folder: Path, images_per_file: int = 8, *, archive: bool = True) -> Path:
-    """cifar-10-binary.tar.gz, or the folder that it holds."""
-    files = cifar10_files(images_per_file) | {"readme.html": b"<html></html>"}
-    if not archive:
-        path = folder / "cifar-10-batches-bin"
-        path.mkdir()
-        for name, content in files.items():
-            (path / name).write_bytes(content)
-        return path
-    path = folder / "cifar-10-binary.tar.gz"
-    with tarfile.open(path, "w:gz") as tar:
-        for name, content in files.items():
-            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+def write_cifar10(folder: Path, images_per_file: int = 8) -> Path:
+    """The folder that cifar-10-binary.tar.gz holds."""
+    path = folder / "cifar-10-batches-bin"
+    path.mkdir()
+    for name, content in cifar10_files(images_per_file).items():
+        (path / name).write_bytes(content)
     return path
 
 

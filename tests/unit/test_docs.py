@@ -23,7 +23,7 @@ import yaml
 
 import gossipdp
 from gossipdp.cli.main import COMMANDS, main
-from gossipdp.cli.train import RECIPES
+from gossipdp.tasks import RECIPES
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -1,38 +1,52 @@
-"""``gossipdp demo``: real workers train a small model on real data, in about half a minute."""
+"""``gossipdp demo``: real workers train a small model on real data, in about half a minute.
+
+All that a worker measures is in its log, so that what one that was killed did is known too.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from gossipdp.cli.demo_faults import least_duration_s, parse_faults
-from gossipdp.cli.option_checks import check_output
+from gossipdp import logs
+from gossipdp.cli.demo_faults import (
+    Fault,
+    FaultInjector,
+    fault_line,
+    fault_results,
+    least_duration_s,
+    parse_faults,
+    parse_slow_worker,
+)
+from gossipdp.links.clock import since_boot_s
+from gossipdp.observe.log import FILE_PATTERN, RunLog, read_worker, worker_file
+from gossipdp.tasks.options import MethodName, check_numbers
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
-    from gossipdp.cli.demo_faults import Fault, Injection
-    from gossipdp.cli.demo_worker import DemoTask, WorkerResult
     from gossipdp.launcher.supervisor import Failure
-    from gossipdp.tasks.workload import Workload
 
-WorkloadName = Literal["digits", "pystdlib"]
-MethodName = Literal["a2cid2", "gossip", "allreduce", "none"]
 DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib": 6_000}
 """Over all workers: about half a minute of training on two cores."""
+
+METRIC, DIGEST = "metric_before_average", "average_digest"
+"""Logged by each worker that comes to the end."""
+
+AVERAGE_FILE = "averaged_model.pt"
 
 
 @dataclass(frozen=True)
 class DemoArguments:
     """Train a small model with several worker processes here, and show what happens."""
 
-    workload: WorkloadName = "digits"
+    workload: Literal["digits", "pystdlib"] = "digits"
     """digits: handwritten digits, a small convolutional network; pystdlib: the source text of
     Python's standard library, a small byte-level transformer."""
 
@@ -75,13 +89,51 @@ class DemoArguments:
     """Give each worker its own share of the cores."""
 
     disjoint: bool = False
-    """No two workers see the same training data; for pystdlib whole packages go to one worker."""
+    """No two workers see the same training data; for pystdlib each has a stretch of the text."""
 
     json: Path | None = None
     """Also write the results to this file."""
 
     output: Path | None = None
     """Directory for logs, figure and model; by default under runs/, replaced by the next run."""
+
+    @property
+    def directory(self) -> Path:
+        """Where the run's files go."""
+        name = f"{self.workload}-{self.method}-{self.graph}-{self.workers}"
+        return (self.output or Path("runs", name)).absolute()
+
+    @property
+    def num_samples(self) -> int:
+        """Of the whole run."""
+        return self.samples or DEFAULT_SAMPLES[self.workload]
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """In order of time."""
+        return parse_faults(self.kill, self.stop, num_workers=self.workers)
+
+    @property
+    def least_s(self) -> float:
+        """How long the run trains at least."""
+        return 0.0 if self.samples else least_duration_s(self.faults, restart=self.restart)
+
+
+def check(arguments: DemoArguments) -> None:
+    """Raise ValueError for what cannot be meant; quick, without torch."""
+    check_numbers(arguments, workers=1, samples=1, seed=0)
+    parse_slow_worker(arguments.slow_worker, arguments.workers)
+    if arguments.faults and arguments.method == "allreduce":
+        raise ValueError(
+            "--kill and --stop with --method allreduce: there a death ends the run and a stop "
+            "stops all; choose a2cid2, gossip or none"
+        )
+    if arguments.restart and arguments.kill is None:
+        raise ValueError("--restart starts again who was killed; say who with --kill RANK@TIME")
+
+    from gossipdp.graph import build_graph
+
+    build_graph(arguments.graph, arguments.workers, seed=arguments.seed)
 
 
 def run(arguments: DemoArguments) -> int:
@@ -94,31 +146,33 @@ def run(arguments: DemoArguments) -> int:
     from gossipdp.launcher.local import launch, start_fork_server
 
     start_fork_server()  # it imports torch while this process does so too
+    import torch
     from rich.console import Console
 
-    from gossipdp.cli.demo_faults import FaultInjector, fault_results
-    from gossipdp.cli.demo_worker import read_results, train_worker
     from gossipdp.errors import WorkerFailedError
-    from gossipdp.observe.log import RunLog
     from gossipdp.report.live import LiveView
+    from gossipdp.tasks import make_workload
 
-    workload, task = prepare(arguments)
-    faults = _faults(arguments)
+    workload = make_workload(arguments.workload, disjoint=arguments.disjoint)
+    # Raises where a share of the data is too small, before a worker does.
+    workload.train_loader(0, arguments.workers, arguments.seed)
+    configuration = configuration_of(arguments, workload.batch_size)
+    directory = arguments.directory
+    _clear(directory)
     console = Console()
-    _clear(task.directory)
-    console.print(_opening(arguments, task), highlight=False)
 
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
+    say(_opening(arguments))
     with LiveView(
-        task.directory,
+        directory,
         num_workers=arguments.workers,
-        budget_samples=task.samples,
+        budget_samples=arguments.num_samples,
         console=console,
-        least_s=task.least_s,
+        least_s=arguments.least_s,
     ) as view:
-        injector = FaultInjector(faults, view.workers, say)
+        injector = FaultInjector(arguments.faults, view.workers, say)
         surprises: list[Failure] = []
 
         def poll() -> None:
@@ -133,10 +187,10 @@ def run(arguments: DemoArguments) -> int:
             launch(
                 train_worker,
                 world_size=arguments.workers,
-                args=(task,),
+                args=(arguments, arguments.least_s, configuration),
                 pin=arguments.pin,
                 on_poll=poll,
-                max_restarts=len(faults) if arguments.restart else 0,
+                max_restarts=len(arguments.faults) if arguments.restart else 0,
                 on_failure=note_failure,
             )
         except WorkerFailedError:
@@ -145,137 +199,198 @@ def run(arguments: DemoArguments) -> int:
                 raise
         finally:
             injector.close()
-    run_log = RunLog.read(task.directory)
+    run_log = RunLog.read(directory)
     results = read_results(run_log)
     averaged = averaged_together(results)
-    metric = _evaluate(workload, task, averaged)
-    summary = summarize(workload, task, results, metric)
-    if faults:
+    own_average_file(directory, averaged[0].rank).replace(directory / AVERAGE_FILE)
+    for other in directory.glob("averaged_model-*.pt"):
+        other.unlink()
+    net = workload.make_model()
+    net.load_state_dict(torch.load(directory / AVERAGE_FILE, weights_only=True))
+    metric = {workload.metric_name: workload.evaluate(net)}
+    summary = summarize(arguments, metric, results, configuration)
+    if arguments.faults:
         summary["faults"] = fault_results(injector.injections, run_log)
-    console.print(_table(workload, results))
-    for line in _lines(workload, task, summary):
-        console.print(line, highlight=False, soft_wrap=True)
-    _write_reports(console, arguments, task)
-    problems = _problems(injector.injections, results, averaged)
-    problems += _crashes(surprises)
+    words = workload.metric_name.replace("_", " ")
+    console.print(_table(results, words))
+    for line in (*_lines(arguments, summary, words), *_write_reports(arguments, run_log)):
+        say(line)
+    problems = [
+        f"did not {each.fault}: {each.missed}" for each in injector.injections if each.missed
+    ]
+    held = {result.rank for result in averaged}
+    problems += [
+        f"worker {result.rank} came too late for the average and holds another one"
+        for result in results
+        if result.average_digest is not None and result.rank not in held
+    ]
+    problems += [f"worker {each.rank} {each.ending.reason}, by itself" for each in surprises]
     if arguments.restart:
-        problems += _not_back(summary.get("faults", ()))
+        problems += not_back(summary.get("faults", ()))
     for problem in problems:
-        console.print(f"[bold red]{problem}[/bold red]", highlight=False, soft_wrap=True)
+        say(f"[bold red]{problem}[/bold red]")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(summary, indent=2) + "\n", "utf-8")
         console.print(f"results: {arguments.json}", highlight=False, soft_wrap=True, markup=False)
     return 1 if problems else 0
 
 
-def check(arguments: DemoArguments) -> None:
-    """Raise ValueError for what cannot be meant; quick, without torch."""
-    for name, value, known in (
-        ("workload", arguments.workload, get_args(WorkloadName)),
-        ("method", arguments.method, get_args(MethodName)),
-    ):
-        if value not in known:
-            raise ValueError(f"there is no {name} {value!r}; choose one of {', '.join(known)}")
-    for option, number, least in (
-        ("--workers", arguments.workers, 1),
-        ("--samples", arguments.samples, 1),
-        ("--seed", arguments.seed, 0),
-    ):
-        if number is not None and number < least:
-            raise ValueError(f"{option} is {number}; it must be at least {least}")
-    if not (math.isfinite(arguments.comm_rate) and arguments.comm_rate > 0):
-        raise ValueError(f"--comm-rate is {arguments.comm_rate}; it must be a positive number")
-    parse_slow_worker(arguments.slow_worker, arguments.workers)
-    faults = _faults(arguments)
-    if faults and arguments.method == "allreduce":
-        raise ValueError(
-            "--kill and --stop with --method allreduce: there a death ends the run and a stop "
-            "stops all; choose a2cid2, gossip or none"
-        )
-    if arguments.restart and arguments.kill is None:
-        raise ValueError("--restart starts again who was killed; say who with --kill RANK@TIME")
-    check_output("--json", arguments.json)
-
-    from gossipdp.graph import build_graph
-
-    build_graph(arguments.graph, arguments.workers, seed=arguments.seed)
+def configuration_of(arguments: DemoArguments, batch_size: int) -> dict[str, Any]:
+    """What was asked for, as ``--json`` and the logs have it."""
+    asked = asdict(arguments)
+    for name in ("json", "output", "slow_worker"):
+        del asked[name]
+    asked.update(samples=arguments.num_samples, batch_size=batch_size)
+    for name in ("kill", "stop", "restart"):
+        if not asked[name]:
+            del asked[name]
+    return {**asked, "least_seconds": arguments.least_s} if arguments.least_s else asked
 
 
-def prepare(arguments: DemoArguments) -> tuple[Workload[Any], DemoTask]:
-    """The workload, and the task of every worker, from arguments that were checked."""
-    from gossipdp.cli.demo_worker import DemoTask
+# In a worker.
+
+
+def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[str, Any]) -> None:
+    """Train in this process together with the other workers, then average.
+
+    Training goes on until the workers together have used up the samples and ``least_s`` is over.
+    """
+    import torch
+
+    from gossipdp.parallel.module import GossipDataParallel
+    from gossipdp.parallel.options import Monitor
+    from gossipdp.parallel.schedule import ProgressLR
     from gossipdp.tasks import make_workload
 
+    logs.configure()
+    rank = int(os.environ["RANK"])
+    # Different on purpose: the wrapper gives every worker rank 0's initial parameters.
+    torch.manual_seed(arguments.seed * 1_000_003 + rank)
     workload = make_workload(arguments.workload, disjoint=arguments.disjoint)
-    if arguments.disjoint:
-        # Raises where a share of the data would be too small, before a worker does.
-        workload.train_loader(0, arguments.workers, arguments.seed)
-    samples = arguments.samples or DEFAULT_SAMPLES[arguments.workload]
-    faults = _faults(arguments)
-    least_s = 0.0
-    if arguments.samples is None:
-        least_s = least_duration_s(faults, restart=arguments.restart)
-    return workload, DemoTask(
-        workload=arguments.workload,
+    net = workload.make_model()
+    optimizer = workload.make_optimizer(net)
+    loader = workload.train_loader(rank, arguments.workers, arguments.seed)
+    model = GossipDataParallel(
+        net,
+        optimizer,
         graph=arguments.graph,
-        method=arguments.method,
         comm_rate=arguments.comm_rate,
-        samples=samples,
+        method=arguments.method,
+        budget_samples=arguments.num_samples,
         seed=arguments.seed,
-        disjoint=arguments.disjoint,
-        slow_worker=parse_slow_worker(arguments.slow_worker, arguments.workers),
-        directory=(arguments.output or _default_output(arguments)).absolute(),
-        configuration={
-            "workload": arguments.workload,
-            "workers": arguments.workers,
-            "graph": arguments.graph,
-            "method": arguments.method,
-            "comm_rate": arguments.comm_rate,
-            "samples": samples,
-            "batch_size": workload.batch_size,
-            "seed": arguments.seed,
-            "pin": arguments.pin,
-            "disjoint": arguments.disjoint,
-            **({"kill": arguments.kill} if arguments.kill else {}),
-            **({"stop": arguments.stop} if arguments.stop else {}),
-            **({"restart": True} if arguments.restart else {}),
-            **({"least_seconds": least_s} if least_s else {}),
-        },
-        least_s=least_s,
+        samples_per_step=workload.batch_size,
+        monitor=Monitor(log_dir=arguments.directory),
     )
+    model.log(**configuration)
+    began_s = since_boot_s()
+    if int(os.environ.get("GOSSIPDP_RESTARTS") or 0) > 0:
+        before = read_worker(worker_file(arguments.directory, rank))
+        began_s = before.lives[0].at_s if before and before.lives else began_s
+
+    def progress() -> float:
+        elapsed_s = since_boot_s() - began_s
+        return min(model.progress(), elapsed_s / least_s) if least_s else model.progress()
+
+    batches = _until(lambda: progress() >= 1, loader) if least_s else model.batches(loader)
+    schedule = ProgressLR(
+        optimizer, progress, lambda at: workload.rate_factor(at, model.world_size)
+    )
+    slowed, factor = parse_slow_worker(arguments.slow_worker, arguments.workers) or (-1, 1.0)
+    for batch in batches:
+        step_started = time.monotonic()
+        loss = workload.loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if rank == slowed:
+            # Slow as a slow device is: its gradient comes late. The other cores stay free.
+            time.sleep((factor - 1) * (time.monotonic() - step_started))
+        optimizer.step()
+        schedule.step()
+        model.log(loss=loss)
+    # The worker's own model, without what exchanges have brought since its last step.
+    model.log(metric_before_average=workload.evaluate(net))
+    model.consolidate()
+    torch.save(net.state_dict(), own_average_file(arguments.directory, rank))
+    digest = hashlib.sha256()
+    for name, value in net.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.contiguous().numpy().tobytes())
+    model.log(average_digest=digest.hexdigest())
 
 
-def _faults(arguments: DemoArguments) -> tuple[Fault, ...]:
-    return parse_faults(arguments.kill, arguments.stop, num_workers=arguments.workers)
+def _until(is_over: Callable[[], bool], loader: Iterable[Any]) -> Iterator[Any]:
+    """The loader's batches, epoch after epoch."""
+    while not is_over():
+        for batch in loader:
+            yield batch
+            if is_over():
+                return
 
 
-def parse_slow_worker(text: str | None, num_workers: int) -> tuple[int, float] | None:
-    """``"2:4"`` to (2, 4.0).
+def own_average_file(directory: Path, rank: int) -> Path:
+    """Where one worker saves what it holds after averaging; the parent keeps one of them."""
+    return directory / f"averaged_model-{rank}.pt"
 
-    >>> parse_slow_worker("2:4", num_workers=4)
-    (2, 4.0)
+
+# What came of it.
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """What one worker measured; the last four are None of one that was killed.
+
+    num_averaged: over how many workers the average was taken.
+    average_digest: of the bits of the average.
     """
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+):(\d+(?:\.\d*)?)", text)
-    if match is None:
-        raise ValueError(f"--slow-worker is {text!r}; write RANK:FACTOR, such as 2:4")
-    rank, factor = int(match[1]), float(match[2])
-    if rank >= num_workers:
-        raise ValueError(
-            f"--slow-worker {text}: there is no rank {rank} among {num_workers} workers; "
-            f"choose 0 to {num_workers - 1}"
-        )
-    if factor < 1:
-        raise ValueError(f"--slow-worker {text}: the factor must be at least 1, to slow it down")
-    return rank, factor
+
+    rank: int
+    gradient_steps: int = 0
+    samples: int = 0
+    train_seconds: float = 0.0
+    exchanges_initiated: int = 0
+    exchanges: int = 0
+    waited_seconds: float = 0.0
+    metric_before_average: float | None = None
+    consensus_distance: float | None = None
+    num_averaged: int | None = None
+    average_digest: str | None = None
+
+    @property
+    def samples_per_second(self) -> float:
+        """Over this worker's own training time."""
+        return self.samples / self.train_seconds if self.train_seconds else 0.0
+
+
+def read_results(run_log: RunLog) -> list[WorkerResult]:
+    """What the workers measured, by rank, those that were killed included."""
+    results = []
+    for rank, worker in run_log.workers.items():
+        result = WorkerResult(rank)
+        for step, exchange in worker.pairs()[-1:]:
+            result = WorkerResult(
+                rank,
+                gradient_steps=step.gradient_steps,
+                samples=step.samples,
+                train_seconds=step.time_s,
+                exchanges_initiated=exchange.exchanges_initiated,
+                exchanges=exchange.exchanges_initiated + exchange.exchanges_answered,
+                waited_seconds=exchange.waited_seconds,
+            )
+        if worker.end:
+            values: dict[str, Any] = dict(worker.last_values())
+            result = replace(
+                result,
+                metric_before_average=values.get(METRIC),
+                consensus_distance=worker.end.consensus_distance,
+                num_averaged=worker.end.num_averaged,
+                average_digest=values.get(DIGEST),
+            )
+        results.append(result)
+    return results
 
 
 def averaged_together(results: list[WorkerResult]) -> list[WorkerResult]:
-    """The workers that hold the average: all that came to the end, unless one came too late.
-
-    Raises ValueError where no worker came to the end.
-    """
+    """The workers that hold the average: all that came to the end, unless one came too late."""
     groups: dict[str, list[WorkerResult]] = {}
     for result in results:
         if result.average_digest is not None:
@@ -286,7 +401,10 @@ def averaged_together(results: list[WorkerResult]) -> list[WorkerResult]:
 
 
 def summarize(
-    workload: Workload[Any], task: DemoTask, results: list[WorkerResult], metric: float
+    arguments: DemoArguments,
+    metric: dict[str, float],
+    results: list[WorkerResult],
+    configuration: dict[str, Any],
 ) -> dict[str, Any]:
     """What ``--json`` writes but for the faults; ``metric`` is the averaged model's.
 
@@ -294,105 +412,30 @@ def summarize(
     """
     exchanges = sum(result.exchanges_initiated for result in results)
     gradient_steps = sum(result.gradient_steps for result in results)
+    told = (
+        "rank",
+        "metric_before_average",
+        "gradient_steps",
+        "exchanges",
+        "waited_seconds",
+        "samples_per_second",
+    )
     summary: dict[str, Any] = {
-        workload.metric_name: metric,
+        **metric,
         "train_seconds": max(result.train_seconds for result in results),
         "samples": sum(result.samples for result in results),
         "achieved_comm_rate": 2 * exchanges / gradient_steps,
         "consensus_distance": averaged_together(results)[0].consensus_distance,
-        "workers": [
-            {
-                "rank": result.rank,
-                "metric_before_average": result.metric_before_average,
-                "gradient_steps": result.gradient_steps,
-                "exchanges": result.exchanges_initiated + result.exchanges_answered,
-                "waited_seconds": result.waited_seconds,
-                "samples_per_second": result.samples_per_second,
-            }
-            for result in results
-        ],
-        "configuration": task.configuration,
+        "workers": [{name: getattr(result, name) for name in told} for result in results],
+        "configuration": configuration,
     }
-    if task.slow_worker is not None:
-        rank, factor = task.slow_worker
-        summary["slow_worker"] = {"rank": rank, "factor": factor, "by": "waiting"}
+    slow = parse_slow_worker(arguments.slow_worker, arguments.workers)
+    if slow is not None:
+        summary["slow_worker"] = {"rank": slow[0], "factor": slow[1], "by": "waiting"}
     return summary
 
 
-def _default_output(arguments: DemoArguments) -> Path:
-    name = f"{arguments.workload}-{arguments.method}-{arguments.graph}-{arguments.workers}"
-    return Path("runs", name)
-
-
-def _clear(directory: Path) -> None:
-    """Remove what a former run left here, so that no worker of it is taken for one of this."""
-    from gossipdp.observe.log import FILE_PATTERN
-
-    directory.mkdir(parents=True, exist_ok=True)
-    for pattern in (
-        FILE_PATTERN,
-        "averaged_model-*.pt",
-        "tensorboard/worker-*/events.out.tfevents.*",
-    ):
-        for path in directory.glob(pattern):
-            path.unlink()
-
-
-def _opening(arguments: DemoArguments, task: DemoTask) -> str:
-    workers = "1 worker" if arguments.workers == 1 else f"{arguments.workers} workers"
-    text = f"{task.workload}: {workers}, graph {task.graph}, method {task.method}"
-    if task.method in ("a2cid2", "gossip"):
-        text += f", comm rate {task.comm_rate:g}"
-    if task.slow_worker is not None:
-        rank, factor = task.slow_worker
-        text += f", worker {rank} {factor:g} times slower (by waiting)"
-    text += f", {task.samples:,} samples"
-    if task.least_s:
-        text += f" and at least {task.least_s:g} s"
-    for fault in _faults(arguments):
-        text += f", {fault}"
-    return f"{text}, start them again" if arguments.restart else text
-
-
-def _evaluate(workload: Workload[Any], task: DemoTask, averaged: list[WorkerResult]) -> float:
-    """The metric of the averaged model, of which one worker's file is kept."""
-    import torch
-
-    from gossipdp.cli.demo_worker import average_file, own_average_file
-
-    path = average_file(task.directory)
-    own_average_file(task.directory, averaged[0].rank).replace(path)
-    for other in task.directory.glob("averaged_model-*.pt"):
-        other.unlink()
-    net = workload.make_model()
-    net.load_state_dict(torch.load(path, weights_only=True))
-    return workload.evaluate(net)
-
-
-def _problems(
-    injections: list[Injection], results: list[WorkerResult], averaged: list[WorkerResult]
-) -> list[str]:
-    """What did not come about as it was asked for."""
-    problems = [
-        f"did not {injection.fault}: {injection.missed}"
-        for injection in injections
-        if injection.missed is not None
-    ]
-    ranks = {result.rank for result in averaged}
-    apart = [str(result.rank) for result in results if result.ended and result.rank not in ranks]
-    if apart:
-        problems.append(
-            f"worker {', '.join(apart)} came too late for the average and holds another one"
-        )
-    return problems
-
-
-def _crashes(failures: Sequence[Failure]) -> list[str]:
-    """Workers that died though nobody killed them, and perhaps came back."""
-    return [f"worker {failure.rank} {failure.ending.reason}, by itself" for failure in failures]
-
-
-def _not_back(faults: Sequence[Mapping[str, Any]]) -> list[str]:
+def not_back(faults: Sequence[dict[str, Any]]) -> list[str]:
     """Workers that were to be started again, and did not take part again."""
     return [
         f"worker {fault['rank']}, killed at {fault['at_s']:.1f} s, did not come back"
@@ -401,103 +444,88 @@ def _not_back(faults: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _table(workload: Workload[Any], results: list[WorkerResult]) -> Table:
+def _clear(directory: Path) -> None:
+    """Remove what a former run left here, so that no worker of it is taken for one of this."""
+    directory.mkdir(parents=True, exist_ok=True)
+    events = "tensorboard/worker-*/events.out.tfevents.*"
+    for pattern in (FILE_PATTERN, "averaged_model-*.pt", events):
+        for path in directory.glob(pattern):
+            path.unlink()
+
+
+def _opening(arguments: DemoArguments) -> str:
+    workers = "1 worker" if arguments.workers == 1 else f"{arguments.workers} workers"
+    text = f"{arguments.workload}: {workers}, graph {arguments.graph}, method {arguments.method}"
+    if arguments.method in ("a2cid2", "gossip"):
+        text += f", comm rate {arguments.comm_rate:g}"
+    slow = parse_slow_worker(arguments.slow_worker, arguments.workers)
+    if slow is not None:
+        text += f", worker {slow[0]} {slow[1]:g} times slower (by waiting)"
+    text += f", {arguments.num_samples:,} samples"
+    if arguments.least_s:
+        text += f" and at least {arguments.least_s:g} s"
+    for fault in arguments.faults:
+        text += f", {fault}"
+    return f"{text}, start them again" if arguments.restart else text
+
+
+def _table(results: list[WorkerResult], words: str) -> Table:
     from rich.table import Table
 
     table = Table()
-    for heading in (
-        "worker",
-        "gradient steps",
-        "samples/s",
-        "exchanges",
-        "waited (s)",
-        f"{_words(workload.metric_name)} before averaging",
-    ):
+    headings = ("worker", "gradient steps", "samples/s", "exchanges", "waited (s)")
+    for heading in (*headings, f"{words} before averaging"):
         table.add_column(heading, justify="right")
     for result in results:
+        metric = result.metric_before_average
         table.add_row(
             str(result.rank),
             f"{result.gradient_steps:,}",
             f"{result.samples_per_second:,.0f}",
-            f"{result.exchanges_initiated + result.exchanges_answered:,}",
+            f"{result.exchanges:,}",
             f"{result.waited_seconds:.2f}",
-            "killed"
-            if result.metric_before_average is None
-            else f"{result.metric_before_average:.4f}",
+            "killed" if metric is None else f"{metric:.4f}",
         )
     return table
 
 
-def _lines(workload: Workload[Any], task: DemoTask, summary: dict[str, Any]) -> list[str]:
+def _lines(arguments: DemoArguments, summary: dict[str, Any], words: str) -> list[str]:
     steps = [worker["gradient_steps"] for worker in summary["workers"]]
+    metric = summary[words.replace(" ", "_")]
     lines = [
-        f"{_words(workload.metric_name)} of the averaged model: "
-        f"[bold]{summary[workload.metric_name]:.4f}[/bold]",
+        f"{words} of the averaged model: [bold]{metric:.4f}[/bold]",
         f"trained {summary['train_seconds']:.1f} s on {summary['samples']:,} samples; gradient "
         f"steps of the slowest and the fastest worker: {min(steps):,} and {max(steps):,}",
     ]
-    if task.method in ("a2cid2", "gossip") and len(steps) > 1:
+    if arguments.method in ("a2cid2", "gossip") and len(steps) > 1:
         lines.append(
             f"achieved comm rate: {summary['achieved_comm_rate']:.3f} exchanges per worker per "
-            f"gradient step, asked for {task.comm_rate:g}"
+            f"gradient step, asked for {arguments.comm_rate:g}"
         )
     lines.append(
         f"consensus distance just before averaging: {summary['consensus_distance']:.3g}; "
         f"waited: {sum(worker['waited_seconds'] for worker in summary['workers']):.2f} s in all"
     )
-    for fault in summary.get("faults", ()):
-        if "missed" not in fault:
-            lines.append(_fault_line(fault))
-    return lines
+    return lines + [fault_line(each) for each in summary.get("faults", ()) if "missed" not in each]
 
 
-def _fault_line(fault: dict[str, Any]) -> str:
-    did = "killed" if fault["kind"] == "kill" else "stopped"
-    times = [time_s for time_s in fault["detected_s"].values() if time_s is not None]
-    text = f"worker {fault['rank']} {did} at {fault['at_s']:.1f} s: "
-    if times:
-        text += f"noticed after {min(times):.2f} to {max(times):.2f} s by {len(times)} of "
-        text += f"{len(fault['detected_s'])} others"
-    else:
-        text += "nobody noticed"
-    if fault["rejoined_s"] is not None:
-        text += f", back after {fault['rejoined_s']:.1f} s"
-    return text
-
-
-def _words(metric_name: str) -> str:
-    return metric_name.replace("_", " ")
-
-
-def _write_reports(console: Console, arguments: DemoArguments, task: DemoTask) -> None:
-    """Figure and TensorBoard files from the logs; then say where everything is."""
+def _write_reports(arguments: DemoArguments, run_log: RunLog) -> list[str]:
+    """Write figure and TensorBoard files from the logs; where everything is."""
     from rich.markup import escape
 
-    from gossipdp.cli.demo_worker import average_file
-    from gossipdp.observe.log import FILE_PATTERN, RunLog
     from gossipdp.report.figures import draw_run
     from gossipdp.report.tensorboard import tensorboard_is_installed, write_tensorboard
 
-    run_log = RunLog.read(task.directory)
-    figure = task.directory / "figure.png"
-    draw_run(run_log, figure, title=_opening(arguments, task))
+    directory = arguments.directory
+    shown = directory.relative_to(Path.cwd()) if directory.is_relative_to(Path.cwd()) else directory
+    draw_run(run_log, directory / "figure.png", title=_opening(arguments))
     tensorboard = "not written, tensorboard is not installed: pip install 'gossipdp[tensorboard]'"
     if tensorboard_is_installed():
-        write_tensorboard(run_log, task.directory / "tensorboard")
-        tensorboard = f"tensorboard --logdir {_short(task.directory / 'tensorboard')}"
-    files = {
-        "figure": _short(figure),
-        "logs": _short(task.directory / FILE_PATTERN),
-        "averaged model": _short(average_file(task.directory)),
-        "TensorBoard files": tensorboard,
-    }
-    for name, text in files.items():
-        console.print(f"{name}: {escape(text)}", highlight=False, soft_wrap=True)
-
-
-def _short(path: Path) -> str:
-    """Relative to the working directory where it lies within."""
-    working_directory = Path.cwd()
-    if path.is_relative_to(working_directory):
-        return str(path.relative_to(working_directory))
-    return str(path)
+        write_tensorboard(run_log, directory / "tensorboard")
+        tensorboard = f"tensorboard --logdir {shown / 'tensorboard'}"
+    return [
+        f"figure: {escape(str(shown / 'figure.png'))}",
+        f"logs: {escape(str(shown / FILE_PATTERN))}",
+        f"averaged model: {escape(str(shown / AVERAGE_FILE))}",
+        f"TensorBoard files: {escape(tensorboard)}",
+    ]

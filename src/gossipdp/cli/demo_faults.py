@@ -44,11 +44,6 @@ class Fault:
 def parse_faults(kill: str | None, stop: str | None, *, num_workers: int) -> tuple[Fault, ...]:
     """The faults of ``--kill`` and ``--stop``, in order of time.
 
-    Args:
-        kill: such as ``"0@5s,3@9s"``.
-        stop: such as ``"2@4s:8s"``.
-        num_workers: of the run.
-
     Raises:
         ValueError: it cannot be read, a rank does not exist or is named twice, or all are named.
 
@@ -56,41 +51,61 @@ def parse_faults(kill: str | None, stop: str | None, *, num_workers: int) -> tup
         >>> print(*parse_faults("3@9s,0@5", "2@4s:8s", num_workers=4), sep="; ")
         stop worker 2 at 4 s for 8 s; kill worker 0 at 5 s; kill worker 3 at 9 s
     """
-    number = r"(\d+(?:\.\d+)?)s?"
+    time = r"(\d+(?:\.\d+)?)s?"
     faults = []
-    for word in _words(kill):
-        match = re.fullmatch(rf"(\d+)@{number}", word)
-        if match is None:
-            raise ValueError(f"--kill is {kill!r}; write RANK@TIME, such as 0@5s or 0@5s,3@9s")
-        faults.append(Fault(int(match[1]), "kill", float(match[2])))
-    for word in _words(stop):
-        match = re.fullmatch(rf"(\d+)@{number}:{number}", word)
-        if match is None:
-            raise ValueError(
-                f"--stop is {stop!r}; write RANK@TIME:DURATION, such as 2@4s:8s, several with "
-                "commas between them"
-            )
-        faults.append(Fault(int(match[1]), "stop", float(match[2]), float(match[3])))
-    for fault in faults:
-        if fault.rank >= num_workers:
-            raise ValueError(
-                f"--{fault.kind}: there is no rank {fault.rank} among {num_workers} workers; "
-                f"choose 0 to {num_workers - 1}"
-            )
-        if fault.kind == "stop" and fault.for_s == 0:
+    for rank, at_s in _read("--kill", kill, rf"(\d+)@{time}", "RANK@TIME, such as 0@5s,3@9s"):
+        faults.append(Fault(int(rank), "kill", float(at_s)))
+    shape = "RANK@TIME:DURATION, such as 2@4s:8s, several with commas between them"
+    for rank, at_s, for_s in _read("--stop", stop, rf"(\d+)@{time}:{time}", shape):
+        faults.append(Fault(int(rank), "stop", float(at_s), float(for_s)))
+        if not float(for_s):
             raise ValueError(f"--stop {stop}: stop a worker for longer than 0 s")
     ranks = [fault.rank for fault in faults]
-    twice = next((rank for rank in ranks if ranks.count(rank) > 1), None)
-    if twice is not None:
-        raise ValueError(
-            f"--kill and --stop name worker {twice} twice; one fault befalls a worker at most"
-        )
+    for fault in faults:
+        _check_rank(f"--{fault.kind}", fault.rank, num_workers)
+        if ranks.count(fault.rank) > 1:
+            raise ValueError(
+                f"--kill and --stop name worker {fault.rank} twice; one fault befalls a worker at "
+                "most"
+            )
     if len(ranks) == num_workers:
         raise ValueError(
             f"--kill and --stop name all {num_workers} workers; spare at least one, so that "
             "somebody goes on"
         )
     return tuple(sorted(faults, key=lambda fault: (fault.at_s, fault.rank)))
+
+
+def parse_slow_worker(text: str | None, num_workers: int) -> tuple[int, float] | None:
+    """``"2:4"`` to (2, 4.0).
+
+    >>> parse_slow_worker("2:4", num_workers=4)
+    (2, 4.0)
+    """
+    shape = "RANK:FACTOR, such as 2:4"
+    for rank, factor in _read("--slow-worker", text, r"(\d+):(\d+(?:\.\d*)?)", shape):
+        _check_rank(f"--slow-worker {text}", int(rank), num_workers)
+        if float(factor) < 1:
+            raise ValueError(f"--slow-worker {text}: the factor must be at least 1, to slow it")
+        return int(rank), float(factor)
+    return None
+
+
+def _read(option: str, text: str | None, pattern: str, shape: str) -> list[tuple[str, ...]]:
+    """What the pattern's groups match of each word between commas."""
+    words = [] if text is None else text.split(",")
+    matches = [re.fullmatch(pattern, word.strip()) for word in words]
+    if not all(matches):
+        raise ValueError(f"{option} is {text!r}; write {shape}")
+    return [match.groups() for match in matches if match]
+
+
+def _check_rank(option: str, rank: int, num_workers: int) -> None:
+    if rank >= num_workers:
+        raise ValueError(
+            f"{option}: there is no rank {rank} among {num_workers} workers; choose 0 to "
+            f"{num_workers - 1}"
+        )
 
 
 def least_duration_s(faults: Sequence[Fault], *, restart: bool) -> float:
@@ -103,25 +118,16 @@ def least_duration_s(faults: Sequence[Fault], *, restart: bool) -> float:
     return max(after + noticed, default=0.0)
 
 
-def _words(text: str | None) -> list[str]:
-    return [] if text is None else [word.strip() for word in text.split(",")]
-
-
+@dataclass
 class Injection:
     """One fault on its way; ``happened_s`` by ``since_boot_s``, ``missed`` why it did not."""
 
-    def __init__(self, fault: Fault) -> None:
-        self.fault = fault
-        self.process_id: int | None = None
-        self.happened_s: float | None = None
-        self.missed: str | None = None
-        self.is_confirmed = fault.kind == "stop"
-        self.goes_on_s: float | None = None
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it has neither happened nor failed to."""
-        return self.happened_s is None and self.missed is None
+    fault: Fault
+    process_id: int = 0
+    happened_s: float | None = None
+    goes_on_s: float | None = None
+    is_confirmed: bool = False
+    missed: str | None = None
 
 
 class FaultInjector:
@@ -165,67 +171,66 @@ class FaultInjector:
         if first_s is None:
             return
         now = self._clock()
-        for injection in self.injections:
-            if injection.goes_on_s is not None and now >= injection.goes_on_s:
-                self._resume(injection)
-                self._say(f"{now - first_s:5.1f} s  worker {injection.fault.rank} may go on")
-            if injection.is_due and now >= first_s + injection.fault.at_s:
-                self._inject(injection, now, now - first_s)
+        for each in self.injections:
+            if each.goes_on_s is not None and now >= each.goes_on_s:
+                self._resume(each)
+                self._say(f"{now - first_s:5.1f} s  worker {each.fault.rank} may go on")
+            is_new = each.happened_s is None and each.missed is None
+            if is_new and now >= first_s + each.fault.at_s:
+                self._inject(each, now, now - first_s)
 
     def ended(self, failure: Failure) -> bool:
         """Note that a worker's process failed; whether that is the end of one that was killed."""
         self._gone.add(self._workers[failure.rank].process_id)
-        for injection in self.injections:
+        for each in self.injections:
+            is_its_kill = each.fault.rank == failure.rank and each.fault.kind == "kill"
             if (
-                injection.fault.rank == failure.rank
-                and injection.happened_s is not None
-                and not injection.is_confirmed
+                is_its_kill
+                and each.happened_s is not None
+                and not each.is_confirmed
                 and "SIGKILL" in failure.ending.reason
             ):
-                injection.is_confirmed = True
+                each.is_confirmed = True
                 return True
         return False
 
     def close(self) -> None:
         """Let those who are stopped go on, and settle which faults happened."""
-        for injection in self.injections:
-            if injection.goes_on_s is not None:
-                self._resume(injection)
-                injection.missed = "the run ended while the worker was stopped"
-            elif injection.is_due:
-                injection.missed = "the run had ended by then"
-            elif injection.happened_s is not None and not injection.is_confirmed:
-                injection.missed = "the worker had ended by then"
+        for each in self.injections:
+            if each.goes_on_s is not None:
+                self._resume(each)
+                each.missed = "the run ended while the worker was stopped"
+            elif each.happened_s is None:
+                each.missed = each.missed or "the run had ended by then"
+            elif not each.is_confirmed:
+                each.missed = "the worker had ended by then"
 
-    def _inject(self, injection: Injection, now: float, since_s: float) -> None:
-        fault = injection.fault
+    def _inject(self, each: Injection, now: float, since_s: float) -> None:
+        fault = each.fault
         worker = self._workers[fault.rank]
         assert worker.process_id is not None
-        if worker.ended:
-            injection.missed = "the worker had ended by then"
-        elif worker.process_id in self._gone:
-            injection.missed = "the worker had died by then"
-        else:
-            try:
-                self._send(
-                    worker.process_id, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
-                )
-            except ProcessLookupError:
-                injection.missed = "the worker had ended by then"
-        if injection.missed is not None:
+        if worker.process_id in self._gone:
+            each.missed = "the worker had died by then"
             return
-        injection.happened_s = now
-        injection.process_id = worker.process_id
+        try:
+            if worker.ended:
+                raise ProcessLookupError
+            number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
+            self._send(worker.process_id, number)
+        except ProcessLookupError:
+            each.missed = "the worker had ended by then"
+            return
+        each.happened_s, each.process_id = now, worker.process_id
+        did = "killed"
         if fault.kind == "stop":
-            injection.goes_on_s = now + fault.for_s
-        did = "killed" if fault.kind == "kill" else f"stopped for {fault.for_s:g} s"
+            each.goes_on_s, each.is_confirmed = now + fault.for_s, True
+            did = f"stopped for {fault.for_s:g} s"
         self._say(f"{since_s:5.1f} s  worker {fault.rank} {did}")
 
-    def _resume(self, injection: Injection) -> None:
-        injection.goes_on_s = None
-        assert injection.process_id is not None
+    def _resume(self, each: Injection) -> None:
+        each.goes_on_s = None
         try:
-            self._send(injection.process_id, signal.SIGCONT)
+            self._send(each.process_id, signal.SIGCONT)
         except ProcessLookupError:
             pass
 
@@ -238,46 +243,46 @@ def fault_results(injections: Sequence[Injection], run_log: RunLog) -> list[dict
         None where it noticed nothing.
     rejoined_s: seconds from the fault to when the first of the others noticed that the worker takes
         part again.
+    missed: why it did not happen, where it did not.
     """
-    first_s = min(
-        (life.at_s for worker in run_log.workers.values() for life in worker.lives), default=0.0
-    )
+    began = [life.at_s for worker in run_log.workers.values() for life in worker.lives]
     results: list[dict[str, Any]] = []
-    for injection in injections:
-        fault, happened_s = injection.fault, injection.happened_s
-        if happened_s is None or not injection.is_confirmed:
-            results.append(
-                {
-                    "rank": fault.rank,
-                    "kind": fault.kind,
-                    "at_s": fault.at_s,
-                    "detected_s": {},
-                    "rejoined_s": None,
-                    "missed": injection.missed,
-                }
-            )
-            continue
-        kinds = ("dead",) if fault.kind == "kill" else ("stopped", "dead")
-        witnesses = _witnesses(injection, injections, run_log)
-        detected = _noticed_by(
-            run_log, fault.rank, kinds, dict.fromkeys(run_log.workers, happened_s)
-        )
-        # Only from who saw it go: one that came back meanwhile sees all others for the first time.
-        back = _noticed_by(run_log, fault.rank, ("rejoined",), detected)
-        result: dict[str, Any] = {
-            "rank": fault.rank,
-            "kind": fault.kind,
-            "at_s": round(happened_s - first_s, 3),
-            "detected_s": {
+    for each in injections:
+        fault, happened_s = each.fault, each.happened_s
+        result: dict[str, Any] = {"rank": fault.rank, "kind": fault.kind, "at_s": fault.at_s}
+        result |= {"detected_s": {}, "rejoined_s": None}
+        if happened_s is not None and each.is_confirmed:
+            kinds = ("dead",) if fault.kind == "kill" else ("stopped", "dead")
+            since_s = dict.fromkeys(run_log.workers, happened_s)
+            detected = _noticed_by(run_log, fault.rank, kinds, since_s)
+            # Only from who saw it go: to one that came back meanwhile all others are new.
+            back = _noticed_by(run_log, fault.rank, ("rejoined",), detected)
+            result["at_s"] = round(happened_s - min(began, default=0.0), 3)
+            result["detected_s"] = {
                 str(rank): round(detected[rank] - happened_s, 3) if rank in detected else None
-                for rank in witnesses
-            },
-            "rejoined_s": round(min(back.values()) - happened_s, 3) if back else None,
-        }
-        if injection.missed is not None:
-            result["missed"] = injection.missed
+                for rank in _witnesses(each, injections, run_log)
+            }
+            if back:
+                result["rejoined_s"] = round(min(back.values()) - happened_s, 3)
+        if each.missed is not None:
+            result["missed"] = each.missed
         results.append(result)
     return results
+
+
+def fault_line(result: dict[str, Any]) -> str:
+    """The same, in words."""
+    did = "killed" if result["kind"] == "kill" else "stopped"
+    times = [time_s for time_s in result["detected_s"].values() if time_s is not None]
+    text = f"worker {result['rank']} {did} at {result['at_s']:.1f} s: "
+    if times:
+        text += f"noticed after {min(times):.2f} to {max(times):.2f} s by {len(times)} of "
+        text += f"{len(result['detected_s'])} others"
+    else:
+        text += "nobody noticed"
+    if result["rejoined_s"] is not None:
+        text += f", back after {result['rejoined_s']:.1f} s"
+    return text
 
 
 def _noticed_by(
@@ -299,14 +304,15 @@ def _witnesses(injection: Injection, injections: Sequence[Injection], run_log: R
     to_s = from_s + (KILL_NOTICED_S if fault.kind == "kill" else STOP_NOTICED_S)
     away = {fault.rank}
     for other in injections:
-        if other is injection or other.happened_s is None:
+        happened_s = other.happened_s
+        if other is injection or happened_s is None:
             continue
-        until_s = other.happened_s + other.fault.for_s
+        until_s = happened_s + other.fault.for_s
         if other.fault.kind == "kill":
             lives = run_log.workers[other.fault.rank].lives
             until_s = min(
-                (life.at_s for life in lives if life.at_s > other.happened_s), default=float("inf")
+                (life.at_s for life in lives if life.at_s > happened_s), default=float("inf")
             )
-        if other.happened_s <= to_s and until_s >= from_s:
+        if happened_s <= to_s and until_s >= from_s:
             away.add(other.fault.rank)
     return [rank for rank in run_log.workers if rank not in away]

@@ -6,15 +6,18 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import io
+import operator
 import os
+import re
 import signal
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -28,17 +31,7 @@ from gossipdp.errors import GossipError, RendezvousError
 # A subcommand NAME is the module gossipdp.cli.NAME (tls-init: tls_init), which holds the dataclass
 # NameArguments (its docstring is the help) and run(arguments) -> exit code, and imports nothing
 # slow by itself.
-COMMANDS = (
-    "run",
-    "train",
-    "plan",
-    "simulate",
-    "demo",
-    "top",
-    "doctor",
-    "report",
-    "tls-init",
-)
+COMMANDS = ("run", "train", "plan", "simulate", "demo", "top", "doctor", "report", "tls-init")
 
 DESCRIPTION = "Asynchronous, decentralized data-parallel training for PyTorch."
 # No "None" among the choices, no --no-FLAG.
@@ -57,13 +50,6 @@ class Common:
 
     log_level: Literal["debug", "info", "warning", "error"] | None = None
     """Least important messages to show; by default GOSSIPDP_LOG, else warning."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    run: Callable[[Any], int]
-    arguments: Any
-    common: Common
 
 
 class UsageError(ValueError):
@@ -87,14 +73,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     debug = False
     try:
-        call = _parse(words)
-        check_outputs(call.arguments)
-        debug = call.common.log_level == "debug"
+        module, arguments, common = _parse(words)
+        check_outputs(arguments)
+        debug = common.log_level == "debug"
         logs.configure("warning")
-        if call.common.log_level is not None:
-            os.environ["GOSSIPDP_LOG"] = call.common.log_level  # for the workers too
+        if common.log_level is not None:
+            os.environ["GOSSIPDP_LOG"] = common.log_level  # for the workers too
         logs.configure()
-        return call.run(call.arguments)
+        status: int = module.run(arguments)
+        return status
     except KeyboardInterrupt:
         sys.stderr.write("gossipdp: interrupted\n")
         return INTERRUPTED
@@ -110,56 +97,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED if in_the_run else USAGE
 
 
-def _parse(words: list[str]) -> _Call:
+def _is_ours(error: Exception) -> bool:
+    """Whether the error was raised by gossipdp on purpose: in its own code, not beneath it.
+
+    An OSError names the file or the address, which is enough.
+    """
+    if isinstance(error, (GossipError, OSError)):
+        return True
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and frames[-1][0].f_globals.get("__name__", "").startswith("gossipdp.")
+
+
+def _parse(words: list[str]) -> tuple[Any, Any, Common]:
+    """The subcommand's module, its arguments, and the options of all."""
     name = words[0] if words else ""
     if name in ("-h", "--help"):
-        _cli(_any_command(), "gossipdp", DESCRIPTION, words)
+        kinds = [_annotated[_load(each)[1], tyro.conf.subcommand(each)] for each in COMMANDS]
+        _cli(functools.reduce(operator.or_, kinds), "gossipdp", DESCRIPTION, words)
     if name not in COMMANDS:
         likely = difflib.get_close_matches(name, COMMANDS, 1)
         told = f"there is no command {name!r}" if name else "no command is given"
         hint = f"do you mean gossipdp {likely[0]}?" if likely else "gossipdp --help shows all"
         raise UsageError(f"{told}; {hint}")
     module, kind = _load(name)
+    _say_no_none(Common)
+    unnamed = tyro.conf.arg(name="")
+    fields = [("arguments", _annotated[kind, unnamed]), ("common", _annotated[Common, unnamed])]
     options, script = split_script(words[1:]) if name == "run" else (words[1:], [])
-    given = _cli(_with_common(name), f"gossipdp {name}", inspect.getdoc(kind), options)
-    arguments = given.arguments
+    given = _cli(
+        dataclasses.make_dataclass("Words", fields),
+        f"gossipdp {name}",
+        inspect.getdoc(kind),
+        options,
+    )
     if name == "run":
-        arguments = dataclasses.replace(arguments, script=tuple(script))
-    return _Call(module.run, arguments, given.common)
-
-
-def _cli(kind: Any, program: str, description: str | None, words: Sequence[str]) -> Any:
-    """Parse by tyro, whose complaint is raised as one line; help is shown, and exits."""
-    shown = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(shown):
-            return tyro.cli(kind, prog=program, description=description, args=words, config=STYLE)
-    except SystemExit as ended:
-        if not ended.code:
-            raise
-    raise UsageError(f"{_complaint(shown.getvalue())}; {program} --help shows all")
-
-
-def _complaint(box: str) -> str:
-    r"""The first paragraph of what tyro complains about, and the option that it proposes.
-
-    Example:
-        >>> _complaint("╭─ No ─╮\n│ Unrecognized options: --a │\n│ ─── │\n│ Perhaps you meant: │"
-        ...            "\n│     --b INT │\n╰──╯")
-        'unrecognized options: --a; do you mean --b?'
-    """
-    lines = [line.strip("╭╮╰╯│ ") for line in box.strip().splitlines()[1:]]
-    if lines and set(lines[0]) <= set("─-"):  # under the title, where there is no box
-        del lines[0]
-    ends = (index for index, line in enumerate(lines) if set(line) <= set("─-"))
-    end = next(ends, len(lines))
-    text = " ".join(line for line in lines[:end] if line).partition(" Got errors:")[0].rstrip(".")
-    text = text.removeprefix("Error parsing ")
-    text = text[:1].lower() + text[1:]
-    if "Perhaps you meant:" in lines:
-        proposed = lines[lines.index("Perhaps you meant:") + 1].split()[0].rstrip(",")
-        text = f"{text}; do you mean {proposed}?"
-    return text
+        return module, dataclasses.replace(given.arguments, script=tuple(script)), given.common
+    return module, given.arguments, given.common
 
 
 _annotated: Any = Annotated  # to mypy, a class in a variable is no type
@@ -188,33 +161,64 @@ def _say_no_none(kind: Any) -> None:
             _say_no_none(hints[field.name])
 
 
-def _with_common(name: str) -> Any:
-    """A dataclass of the subcommand's options and the common ones, for tyro to fill."""
-    _, kind = _load(name)
-    _say_no_none(Common)
-    unnamed = tyro.conf.arg(name="")
-    fields = [("arguments", _annotated[kind, unnamed]), ("common", _annotated[Common, unnamed])]
-    return dataclasses.make_dataclass("Words", fields)
+def _cli(kind: Any, program: str, description: str | None, words: Sequence[str]) -> Any:
+    """Parse by tyro, whose complaint is raised as one line; help is shown, and exits."""
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(shown):
+            return tyro.cli(kind, prog=program, description=description, args=words, config=STYLE)
+    except SystemExit as ended:
+        if not ended.code:
+            raise
+    raise UsageError(f"{_complaint(shown.getvalue())}; {program} --help shows all")
 
 
-def _any_command() -> Any:
-    union: Any = None
-    for name in COMMANDS:
-        _, kind = _load(name)
-        option = _annotated[kind, tyro.conf.subcommand(name)]
-        union = option if union is None else union | option
-    return union
+_NO_NUMBER = re.compile(
+    r"Error parsing (?P<option>[^/:]+)\S*: (?:no type matching (?:INT|FLOAT) could be instantiated "
+    r"from \[|invalid literal for int\(\) with base 10: |could not convert string to float: )"
+    r"'(?P<value>.*)'\]?"
+)
+_NO_CHOICE = re.compile(
+    r"(?:Error parsing \S+ )?[Ii]nvalid choice '(?P<value>.*)' for argument "
+    r"'(?P<option>[^/']+).*'\. Expected one of (?P<known>.*)"
+)
 
 
-def _is_ours(error: Exception) -> bool:
-    """Whether the error was raised by gossipdp on purpose: in its own code, not beneath it.
+def _complaint(box: str) -> str:
+    r"""What tyro complains about, in our words: one line, and what was likely meant.
 
-    An OSError names the file or the address, which is enough.
+    Example:
+        >>> _complaint("╭─ No ─╮\n│ Unrecognized options: --a │\n│ ─── │\n│ Perhaps you meant: │"
+        ...            "\n│     --b INT │\n╰──╯")
+        'unrecognized options: --a; do you mean --b?'
+        >>> _complaint("╭─ No ─╮\n│ Error parsing -n/--workers: invalid literal for int() with │"
+        ...            "\n│ base 10: 'two'. │\n╰──╯")
+        "-n is 'two'; it must be a whole number"
     """
-    if isinstance(error, (GossipError, OSError)):
-        return True
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return bool(frames) and frames[-1][0].f_globals.get("__name__", "").startswith("gossipdp.")
+    lines = [line.strip("╭╮╰╯│ ") for line in box.strip().splitlines()[1:]]
+    paragraphs = re.split(r" ?[─-]{3,} ?", " ".join(line for line in lines if line).strip("─- "))
+    text = paragraphs[0].partition(" Got errors:")[0].rstrip(".")
+    if number := _NO_NUMBER.fullmatch(text):
+        kind = "a number" if re.search("float|FLOAT", text) else "a whole number"
+        return f"{number['option']} is {number['value']!r}; it must be {kind}"
+    if choice := _NO_CHOICE.fullmatch(text):
+        known = re.findall(r"'([^']*)'", choice["known"])
+        return f"{choice['option']} is {choice['value']!r}; {_likely(choice['value'], known)}"
+    text = text[:1].lower() + text[1:]
+    for paragraph in paragraphs[1:]:
+        what, _, proposed = paragraph.partition(": ")
+        if what == "Available subcommands":
+            word = text.partition(": ")[2].partition(",")[0]
+            return f"there is no {word!r}; {_likely(word, proposed.split(', '))}"
+        if what == "Perhaps you meant":
+            return f"{text}; do you mean {proposed.split()[0].rstrip(',')}?"
+    return text
+
+
+def _likely(word: str, known: Sequence[str]) -> str:
+    """A proposal in place of a word that is not known."""
+    likely = difflib.get_close_matches(word, known, 1)
+    return f"do you mean {likely[0]}?" if likely else f"choose one of {', '.join(known)}"
 
 
 if __name__ == "__main__":

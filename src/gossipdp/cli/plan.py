@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gossipdp.cli.option_checks import check_number, check_output
+from gossipdp.cli.option_checks import check_output
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gossipdp.graph import Plan
 
 DEFAULT_GRAPH = "ring"
-DEFAULT_NOISE = "momentum"
+WRITTEN = ("chi1", "chi2", "eta", "alpha_tilde", "exchanges_per_unit_time")
 
 
 @dataclass(frozen=True)
@@ -80,59 +80,44 @@ NETWORK_OPTIONS = (
 
 
 def run(arguments: PlanArguments) -> int:
-    """Print the tables and write the JSON file; returns the exit status, 2 for bad input."""
+    """Print the tables and write the JSON file; raises ValueError or OSError for bad input."""
     if "numpy" not in sys.modules:
         # Many small matrices: on a busy machine the threads of a BLAS cost up to 20 times the work.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     from rich.console import Console
 
-    try:
-        _check(arguments)
-        graph = _graph(arguments)
-        from gossipdp.graph import plan
+    check_output("--json", arguments.json)
+    given = [name for name in NETWORK_OPTIONS if getattr(arguments, name) is not None]
+    if arguments.noise is not None and not given:
+        raise ValueError(f"--noise {arguments.noise} needs a network: add --step-ms 100")
+    for name, example in (("step_ms", "--step-ms 100"), ("link_mbps", "--link-mbps 1000")):
+        if given and getattr(arguments, name) is None:
+            option = given[0].replace("_", "-")
+            raise ValueError(f"--{option} plans a run on a network: add {example}")
+    graph = _graph(arguments)
+    from gossipdp.graph import plan
 
-        with Console(stderr=True).status("eigenvalues, resistances and what else is asked for"):
-            planned = plan(graph, arguments.comm_rate)
-            network = _network_plan(graph, arguments)
-    except (ValueError, OSError) as error:
-        return _complain(error)
+    network: NetworkPlan | None = None
+    with Console(stderr=True).status("eigenvalues, resistances and what else is asked for"):
+        planned = plan(graph, arguments.comm_rate)
+        if given:
+            from gossipdp.cli.plan_network import network_plan
+
+            network = network_plan(graph, arguments)
     console = Console()
     console.print(_table(planned))
     console.print(_verdict(planned), highlight=False)
+    written: dict[str, Any] = {name: getattr(planned, name) for name in WRITTEN}
+    written["edges"] = planned.num_edges
     if network is not None:
         console.print()
         console.print(network.table())
         for remark in network.remarks():
             console.print(remark, highlight=False, markup=False)
+        written["network"] = network.as_json()
     if arguments.json is not None:
-        written = _as_json(planned)
-        if network is not None:
-            written["network"] = network.as_json()
-        try:
-            arguments.json.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
-        except OSError as error:
-            return _complain(error)
+        arguments.json.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
     return 0
-
-
-def _complain(error: Exception) -> int:
-    sys.stderr.write(f"gossipdp: error: {error}\n")
-    return 2
-
-
-def _check(arguments: PlanArguments) -> None:
-    check_output("--json", arguments.json)
-    given = [name for name in NETWORK_OPTIONS if getattr(arguments, name) is not None]
-    if arguments.noise is not None and not given:
-        raise ValueError(f"--noise {arguments.noise} needs a network: add --step-ms 100")
-    if given:
-        for name, example in (("step_ms", "--step-ms 100"), ("link_mbps", "--link-mbps 1000")):
-            if getattr(arguments, name) is None:
-                option = given[0].replace("_", "-")
-                raise ValueError(f"--{option} plans a run on a network: add {example}")
-        for name in ("step_ms", "link_mbps"):
-            check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), is_positive=True)
-        check_number("--latency-ms", arguments.latency_ms or 0.0)
 
 
 def _graph(arguments: PlanArguments) -> nx.Graph[int]:
@@ -156,42 +141,6 @@ def _graph(arguments: PlanArguments) -> nx.Graph[int]:
     if arguments.workers is None:
         raise ValueError("the number of workers is missing: pass --workers, such as --workers 64")
     return build_graph(arguments.graph, arguments.workers, seed=arguments.seed)
-
-
-def _network_plan(graph: nx.Graph[int], arguments: PlanArguments) -> NetworkPlan | None:
-    """The model on a network; None where no network is given."""
-    if arguments.step_ms is None or arguments.link_mbps is None:
-        return None
-    from gossipdp.cli.plan_network import model_bytes, network_plan
-    from gossipdp.graph.network_plan import LATENCY_S, TrainingConditions
-
-    latency_ms = arguments.latency_ms
-    conditions = TrainingConditions(
-        model_bytes=model_bytes(arguments.parameters, arguments.model_mb),
-        step_s=arguments.step_ms / 1e3,
-        bytes_per_s=arguments.link_mbps * 1e6 / 8,
-        latency_s=LATENCY_S if latency_ms is None else latency_ms / 1e3,
-        step_spread=arguments.step_spread or 0.0,
-    )
-    return network_plan(
-        graph,
-        None if arguments.edge_list is not None else arguments.graph,
-        conditions,
-        comm_rate=arguments.comm_rate,
-        noise=arguments.noise or DEFAULT_NOISE,
-        seed=arguments.seed,
-    )
-
-
-def _as_json(plan: Plan) -> dict[str, Any]:
-    return {
-        "chi1": plan.chi1,
-        "chi2": plan.chi2,
-        "eta": plan.eta,
-        "alpha_tilde": plan.alpha_tilde,
-        "exchanges_per_unit_time": plan.exchanges_per_unit_time,
-        "edges": plan.num_edges,
-    }
 
 
 def _table(plan: Plan) -> Table:

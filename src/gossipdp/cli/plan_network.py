@@ -5,27 +5,29 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import networkx as nx
+import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from gossipdp.cli.option_checks import check_number
 from gossipdp.graph.constants import Constants
-from gossipdp.graph.network_plan import (
-    CANDIDATES,
-    CLOSE_ENOUGH,
-    GraphPrediction,
-    TrainingConditions,
-    candidates,
-    predict,
-    recommended,
-)
-from gossipdp.graph.stationary import NOISE_MODELS
-from gossipdp.graph.topology import build_graph
-from gossipdp.simulate.engine import Engine
-from gossipdp.simulate.network import Network, make_workers
-from gossipdp.simulate.traffic import Conditions
+from gossipdp.graph.network_plan import LATENCY_S, check_step_spread
+from gossipdp.graph.stationary import NOISE_MODELS, GradientNoise, stationary_distance
+from gossipdp.graph.topology import build_graph, torus_shape
+from gossipdp.simulate.network import Conditions, Network, make_workers
+
+if TYPE_CHECKING:
+    from gossipdp.cli.plan import PlanArguments
+
+DEFAULT_NOISE = "momentum"
+CANDIDATES = ("ring", "exponential", "torus", "complete")
+
+CLOSE_ENOUGH = 1.1
+"""Among graphs whose consensus distance is within this factor of the least, the one with the
+fewest edges is preferred: fewer connections, and exchanges on shorter paths."""
 
 SIMULATED_WORKERS = 16
 """Larger graphs are simulated with as many workers of the same kind: what share of the exchanges
@@ -54,6 +56,149 @@ NOISE_WORDS = {
 
 
 @dataclass(frozen=True)
+class TrainingConditions:
+    """A model and the machines and links it trains on, the same for every worker.
+
+    A worker takes part in one exchange at a time, so that its bandwidth does not depend on its
+    degree; both directions carry data at once.
+    """
+
+    model_bytes: float
+    """Of the parameters that an exchange or an all-reduce moves."""
+
+    step_s: float
+    """Mean duration of a gradient step."""
+
+    bytes_per_s: float
+    """Of a worker's link, in each direction."""
+
+    latency_s: float = LATENCY_S
+    step_spread: float = 0.0
+    """Standard deviation of the logarithm of step times, drawn anew in every step; at most 3."""
+
+    @classmethod
+    def of(cls, arguments: PlanArguments) -> TrainingConditions:
+        """Those that the options say."""
+        assert arguments.step_ms is not None
+        assert arguments.link_mbps is not None
+        latency_ms, spread = arguments.latency_ms, arguments.step_spread or 0.0
+        check_step_spread("--step-spread", spread)
+        latency_s = LATENCY_S
+        if latency_ms is not None:
+            latency_s = check_number("--latency-ms", latency_ms) / 1e3
+        return cls(
+            model_bytes=model_bytes(arguments.parameters, arguments.model_mb),
+            step_s=check_number("--step-ms", arguments.step_ms, is_positive=True) / 1e3,
+            bytes_per_s=check_number("--link-mbps", arguments.link_mbps, is_positive=True) * 125e3,
+            latency_s=latency_s,
+            step_spread=spread,
+        )
+
+    @property
+    def exchange_s(self) -> float:
+        """How long an exchange takes once both ends agree: model_bytes/bytes_per_s + latency."""
+        return self.model_bytes / self.bytes_per_s + self.latency_s
+
+    def all_reduce_s(self, num_workers: int) -> float:
+        """Ring all-reduce: 2(n-1)/n model_bytes/bytes_per_s + 2(n-1) latency."""
+        hops = 2.0 * (num_workers - 1)
+        return hops / num_workers * self.model_bytes / self.bytes_per_s + hops * self.latency_s
+
+    def slowest_step_s(self, num_workers: int) -> float:
+        """Mean of the longest of n lognormal step times: what a barrier waits for.
+
+        E max = int F^-1(u) n u^(n-1) du, here over the normal z = Phi^-1(u), with F^-1(u) =
+        step_s exp(sigma z - sigma^2/2).
+        """
+        if self.step_spread == 0.0 or num_workers == 1:
+            return self.step_s
+        from scipy.special import log_ndtr
+
+        sigma = self.step_spread
+        z = np.linspace(-9.0, 9.0 + sigma, 20_001)
+        log_weight = (num_workers - 1) * log_ndtr(z) - 0.5 * z**2 - 0.5 * sigma**2 + sigma * z
+        density = num_workers * np.exp(log_weight) / math.sqrt(2.0 * math.pi)
+        return self.step_s * float(density.sum()) * float(z[1] - z[0])
+
+
+@dataclass(frozen=True)
+class GraphPrediction:
+    """A graph under stated conditions, at the comm rate that it achieves."""
+
+    name: str
+    num_edges: int
+    nominal_comm_rate: float
+    """Mean exchanges per worker per gradient step that the rates ask for; on graphs of unequal
+    degrees less than the budget."""
+
+    achieved_comm_rate: float
+    """Those that take place."""
+
+    consensus_distance: float
+    """Stationary, of A2CiD2 with the paper's constants, all rates lessened alike."""
+
+    worker_bytes_per_s: float
+    """That a worker sends on average, and as much that it receives."""
+
+    link_bytes_per_s: float
+    """Each way on a link between two neighbours, on average over links."""
+
+
+def predict(
+    name: str,
+    constants: Constants,
+    conditions: TrainingConditions,
+    noise: GradientNoise,
+    *,
+    served_share: float,
+) -> GraphPrediction:
+    """What a graph makes of a network on which a share of the exchanges asked for take place.
+
+    Raises:
+        ValueError: ``served_share`` is not positive, or there is no edge.
+    """
+    num_workers, num_edges = len(constants.workers), len(constants.edges)
+    if not (math.isfinite(served_share) and served_share > 0 and num_edges):
+        raise ValueError(f"{name}: no exchanges take place, so that workers never agree")
+    rates = tuple(served_share * rate for rate in constants.rates)
+    served = Constants(constants.workers, constants.edges, rates)
+    achieved = 2.0 * served.exchanges_per_unit_time / num_workers
+    per_worker = achieved / conditions.step_s * conditions.model_bytes
+    return GraphPrediction(
+        name=name,
+        num_edges=num_edges,
+        nominal_comm_rate=achieved / served_share,
+        achieved_comm_rate=achieved,
+        consensus_distance=stationary_distance(served, noise),
+        worker_bytes_per_s=per_worker,
+        link_bytes_per_s=per_worker * num_workers / (2 * num_edges),
+    )
+
+
+def candidates(num_workers: int) -> dict[str, nx.Graph[int]]:
+    """Those of `CANDIDATES` that exist for n workers and are not another of them."""
+    names = [name for name in CANDIDATES if name != "torus" or torus_shape(num_workers)[0] > 1]
+    found: dict[str, nx.Graph[int]] = {}
+    for name in names:
+        graph = build_graph(name, num_workers)
+        if all(set(graph.edges) != set(other.edges) for other in found.values()):
+            found[name] = graph
+    return found
+
+
+def recommended(predictions: list[GraphPrediction]) -> GraphPrediction:
+    """The graph that serves best.
+
+    Gradients wait on no graph, so that all train equally long; what differs is how far apart
+    workers drift. The least consensus distance wins, but graphs within `CLOSE_ENOUGH` of it are
+    as good, and of these the one with the fewest edges is taken.
+    """
+    least = min(prediction.consensus_distance for prediction in predictions)
+    close = [each for each in predictions if each.consensus_distance <= CLOSE_ENOUGH * least]
+    return min(close, key=lambda each: (each.num_edges, each.consensus_distance))
+
+
+@dataclass(frozen=True)
 class NetworkPlan:
     """A model on a network."""
 
@@ -65,44 +210,29 @@ class NetworkPlan:
 
     best: GraphPrediction
 
-    @property
-    def training_s(self) -> float:
-        """Of `PLANNED_STEPS` gradient steps a worker; they wait for nobody."""
-        return PLANNED_STEPS * self.conditions.step_s
-
-    @property
-    def all_reduce_s(self) -> float:
-        """The same with a barrier and an all-reduce after every step, nothing overlapped."""
-        return PLANNED_STEPS * self.conditions.synchronous_step_s(self.num_workers)
-
-    @property
-    def all_reduce_overlapped_s(self) -> float:
-        """The least that all-reduce can take, all of it overlapped with computing."""
-        conditions = self.conditions
-        slowest_s = conditions.slowest_step_s(self.num_workers)
-        return PLANNED_STEPS * max(slowest_s, conditions.all_reduce_s(self.num_workers))
-
     def as_json(self) -> dict[str, Any]:
         """Everything that is printed, in bytes and seconds."""
+        conditions = self.conditions
+        slowest_s = conditions.slowest_step_s(self.num_workers)
+        all_reduce_s = conditions.all_reduce_s(self.num_workers)
         return {
             "noise": self.noise,
-            "conditions": asdict(self.conditions),
-            "exchange_s": self.conditions.exchange_s,
+            "conditions": asdict(conditions),
+            "exchange_s": conditions.exchange_s,
             "steps": PLANNED_STEPS,
-            "training_s": self.training_s,
-            "all_reduce_s": self.all_reduce_s,
-            "all_reduce_overlapped_s": self.all_reduce_overlapped_s,
+            # Gradient steps wait for nobody.
+            "training_s": PLANNED_STEPS * conditions.step_s,
+            # A barrier and an all-reduce after every step: nothing overlapped, then all of it.
+            "all_reduce_s": PLANNED_STEPS * (slowest_s + all_reduce_s),
+            "all_reduce_overlapped_s": PLANNED_STEPS * max(slowest_s, all_reduce_s),
             "graphs": [asdict(prediction) for prediction in self.predictions],
             "recommended": self.best.name,
         }
 
     def table(self) -> Table:
         """A row for each graph."""
-        title = (
-            f"{self.num_workers} workers, {self.conditions.model_bytes / 1e6:,.4g} MB: "
-            f"{NOISE_WORDS[self.noise]}"
-        )
-        shown = Table(title=Text(title), title_justify="left")
+        size = f"{self.num_workers} workers, {self.conditions.model_bytes / 1e6:,.4g} MB"
+        shown = Table(title=Text(f"{size}: {NOISE_WORDS[self.noise]}"), title_justify="left")
         shown.add_column("graph", no_wrap=True)
         for heading in (
             "edges",
@@ -125,12 +255,13 @@ class NetworkPlan:
 
     def remarks(self) -> list[str]:
         """Times beside all-reduce, the graph to take, and what was assumed."""
-        conditions, own = self.conditions, self.predictions[0]
-        num_workers = self.num_workers
+        conditions, own, num_workers = self.conditions, self.predictions[0], self.num_workers
+        found = self.as_json()
         lines = [
-            f"{PLANNED_STEPS:,d} gradient steps a worker: {self.training_s:,.4g} s, since they "
-            f"wait for nobody. With ring all-reduce: {self.all_reduce_s:,.4g} s if nothing of it "
-            f"overlaps with computing, at least {self.all_reduce_overlapped_s:,.4g} s if all of it "
+            f"{PLANNED_STEPS:,d} gradient steps a worker: {found['training_s']:,.4g} s, since they "
+            f"wait for nobody. With ring all-reduce: {found['all_reduce_s']:,.4g} s if nothing of "
+            "it overlaps with computing, at least "
+            f"{found['all_reduce_overlapped_s']:,.4g} s if all of it "
             f"does. Each step waits for the slowest of {num_workers}, "
             f"{1e3 * conditions.slowest_step_s(num_workers):,.4g} ms; the all-reduce takes "
             f"{1e3 * conditions.all_reduce_s(num_workers):,.4g} ms. Frameworks lie "
@@ -139,7 +270,7 @@ class NetworkPlan:
             "received. Achieved comm rates are simulated with the real protocol"
             + (
                 f" on graphs of {SIMULATED_WORKERS} workers of the same kind."
-                if self.num_workers > SIMULATED_WORKERS
+                if num_workers > SIMULATED_WORKERS
                 else "."
             ),
             f"Of {', '.join(CANDIDATES)}: {self.best.name} serves best. All train equally long; it "
@@ -159,9 +290,7 @@ def model_bytes(parameters: str | None, model_mb: float | None) -> float:
     if (parameters is None) == (model_mb is None):
         raise ValueError("the size of the model: pass one of --parameters and --model-mb")
     if model_mb is not None:
-        if not (math.isfinite(model_mb) and model_mb > 0):
-            raise ValueError(f"--model-mb {model_mb} must be a positive number of megabytes")
-        return model_mb * 1e6
+        return check_number("--model-mb", model_mb, is_positive=True) * 1e6
     assert parameters is not None
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}.get(parameters[-1:].upper())
     try:
@@ -176,39 +305,27 @@ def model_bytes(parameters: str | None, model_mb: float | None) -> float:
     return 4.0 * count
 
 
-def network_plan(
-    graph: nx.Graph[int],
-    name: str | None,
-    conditions: TrainingConditions,
-    *,
-    comm_rate: float,
-    noise: str,
-    seed: int,
-) -> NetworkPlan:
-    """Predict ``graph``, ``name`` being None for one read from a file, and the candidates."""
-    num_workers = len(graph)
-    if num_workers < 2:
-        raise ValueError("--step-ms: one worker has nobody to exchange with, pass 2 or more")
-    if num_workers > MAX_WORKERS:
+def network_plan(graph: nx.Graph[int], arguments: PlanArguments) -> NetworkPlan:
+    """Predict ``graph`` under the conditions that the options say, and the candidates."""
+    num_workers, seed, comm_rate = len(graph), arguments.seed, arguments.comm_rate
+    if not 2 <= num_workers <= MAX_WORKERS:
         raise ValueError(
-            f"--step-ms: {num_workers} workers are too many to work out exactly: pass at most "
-            f"{MAX_WORKERS}"
+            f"--step-ms with {num_workers} workers: one has nobody to exchange with, and many are "
+            f"too many to work out exactly; pass 2 or more, and at most {MAX_WORKERS}"
         )
+    conditions = TrainingConditions.of(arguments)
+    noise = arguments.noise or DEFAULT_NOISE
     chosen = candidates(num_workers)
-    graphs = {name or "edge list": graph} | chosen
+    is_read = arguments.edge_list is not None
     predictions = []
-    for kind, each in graphs.items():
+    for kind, each in ({"edge list" if is_read else arguments.graph: graph} | chosen).items():
         simulated = each
-        if num_workers > SIMULATED_WORKERS and not (each is graph and name is None):
+        if num_workers > SIMULATED_WORKERS and not (each is graph and is_read):
             simulated = build_graph(kind, SIMULATED_WORKERS, seed=seed)
+        share = served_share(simulated, conditions, comm_rate, seed)
+        constants = Constants.of(each, comm_rate)
         predictions.append(
-            predict(
-                kind,
-                Constants.of(each, comm_rate),
-                conditions,
-                NOISE_MODELS[noise],
-                served_share=served_share(simulated, conditions, comm_rate, seed),
-            )
+            predict(kind, constants, conditions, NOISE_MODELS[noise], served_share=share)
         )
     best = recommended([each for each in predictions if each.name in chosen])
     return NetworkPlan(noise, conditions, num_workers, tuple(predictions), best)
@@ -233,7 +350,6 @@ def served_share(
     # Any byte is life on a real link, but here data arrive whole: silence must be longer.
     workers = make_workers(constants, seed=seed, timeout_s=20.0 * (step_s + exchange_s))
     network = Network(
-        Engine(),
         workers,
         constants.edges,
         Conditions(

@@ -143,22 +143,16 @@ def run(arguments: RunArguments) -> int:
     check_platform()
     # What can be wrong is told before a port is taken.
     num_workers = _num_workers(arguments)
-    if num_workers < 1:
-        raise ValueError(f"-n is {num_workers}; start at least one worker")
-    if arguments.max_restarts < 0:
-        raise ValueError(f"--max-restarts is {arguments.max_restarts}; it must be 0 or more")
-    script = _script(arguments)
-    tls = _tls_variables(arguments)
-    log_dir = {"GOSSIPDP_LOG_DIR": str(arguments.log_dir.absolute())} if arguments.log_dir else {}
-    team = _team(arguments, tls)
-    given = {**os.environ, **_common_variables(arguments, num_workers)}
-    given |= {**tls, **log_dir, **_status_variables(arguments)}
+    script, tls = _script(arguments), _tls_variables(arguments)
+    secret = read_secret(arguments.secret_file)
+    given = {**os.environ, **_common_variables(arguments), **tls}
+    team = _team(arguments, num_workers, tls, secret)
+    others_may_join = not team.join and team.first_rank == 0 and bool(secret or tls)
     num_restarts = 0
     some_go_on = False
 
     def start(local_rank: int, own: Mapping[str, str]) -> ScriptWorker:
-        rank = team.rank(local_rank)
-        label = own.get("RANK") or shown_rank(-1 - local_rank if rank is None else rank)
+        label = own.get("RANK") or shown_rank(-1 - local_rank)
         inherited = {name: value for name, value in given.items() if name not in NOT_INHERITED}
         return ScriptWorker([sys.executable, "-u", *script], {**inherited, **own}, label)
 
@@ -172,24 +166,25 @@ def run(arguments: RunArguments) -> int:
             then = f"it is started again in {failure.restart_in_s:.1f} s ({count})"
         _tell(f"worker {shown_rank(failure.rank)} {failure.ending.reason}; {then}")
 
-    supervisor = Supervisor(
-        team,
-        start,
-        max_restarts=arguments.max_restarts,
-        on_failure=tell,
-        on_addresses=(lambda addresses: None) if team.rank(0) else _JoinLine(arguments),
-    )
+    def look() -> None:
+        nonlocal others_may_join
+        if others_may_join and supervisor.addresses:
+            others_may_join = False
+            _tell(_join_line(arguments, supervisor.addresses[min(supervisor.addresses)]))
+
+    supervisor = Supervisor(team, start, max_restarts=arguments.max_restarts, on_failure=tell)
     if not team.told:
         noun = "worker" if num_workers == 1 else "workers"
         _tell(f"starting {num_workers} {noun}; importing torch takes some seconds")
     code = 1
     try:
-        ended_by = supervisor.run()
+        ended_by = supervisor.run(look)
         code = (1 if supervisor.failures else 0) if ended_by is None else 128 + ended_by
         if supervisor.failures:
             _tell(f"what failed:\n{describe(supervisor.failures)}")
     finally:  # however it ends: others may wait for this one's end
-        _leave(team, supervisor.addresses, wait=code == 1 and some_go_on)
+        if team.told.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            _leave(team, supervisor.addresses, wait=code == 1 and some_go_on)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -203,8 +198,6 @@ def _leave(team: "Team", addresses: Mapping[int, tuple[str, int]], *, wait: bool
     """Under torchrun, which ends everybody when one fails: tell the others, or wait for them."""
     from gossipdp.launcher.store import leave_together
 
-    if team.told.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
     assert team.store is not None
     assert team.first_rank is not None
     prefix, rank, size = team.key_prefix, team.first_rank, team.world_size
@@ -214,73 +207,62 @@ def _leave(team: "Team", addresses: Mapping[int, tuple[str, int]], *, wait: bool
         _tell(f"not waiting for the end of workers {ranks}: nothing is heard of them")
 
 
-class _JoinLine:
-    """Says once how to add workers, where others can know the secret."""
+def _join_line(arguments: RunArguments, address: tuple[str, int]) -> str:
+    """How to add a worker to the run, by the address of one that takes part."""
+    from gossipdp.launcher.environment import show_address
 
-    def __init__(self, arguments: RunArguments) -> None:
-        self._file = arguments.secret_file
-        self._tls = "".join(
-            f" --{name.replace('_', '-')} {path}"
-            for name in ("tls", "tls_cert", "tls_key", "tls_ca")
-            if (path := getattr(arguments, name)) is not None
-        )
-        self._log_dir = f" --log-dir {arguments.log_dir}" if arguments.log_dir else ""
-        can_join = bool(self._tls) or read_secret(self._file) is not None
-        self._is_due = can_join and arguments.join is None
-
-    def __call__(self, addresses: Mapping[int, tuple[str, int]]) -> None:
-        from gossipdp.launcher.environment import show_address
-
-        if not self._is_due or not addresses:
-            return
-        self._is_due = False
-        where = show_address(*addresses[min(addresses)])
-        secret = f" --secret-file {self._file}" if self._file is not None else ""
-        options = f"{where}{secret}{self._tls}{self._log_dir}"
-        _tell(f"to add a worker: gossipdp run --join {options} SCRIPT")
-
-
-def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun, srun or an indexed Job started this process and says its rank.
-
-    Example:
-        >>> is_launched({"RANK": "1"}), is_launched({"SLURM_PROCID": "0"})
-        (True, False)
-    """
-    return "RANK" in with_launcher(variables)
+    words = ["to add a worker: gossipdp run --join", show_address(*address)]
+    for option in ("secret_file", "tls", "tls_cert", "tls_key", "tls_ca", "log_dir"):
+        value = getattr(arguments, option)
+        words += [] if value is None else [f"--{option.replace('_', '-')} {value}"]
+    return " ".join([*words, "SCRIPT"])
 
 
 def _num_workers(arguments: RunArguments) -> int:
-    if arguments.workers is not None:
-        return arguments.workers
-    if arguments.join is None and not is_launched():
-        raise ValueError("-n (--workers) is missing; say how many workers to start")
-    return 1
+    number = arguments.workers
+    if number is None:
+        if arguments.join is None and "RANK" not in with_launcher(os.environ):
+            raise ValueError("-n (--workers) is missing; say how many workers to start")
+        return 1
+    if number < 1:
+        raise ValueError(f"-n is {number}; start at least one worker")
+    return number
 
 
-def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, str]:
+def _common_variables(arguments: RunArguments) -> dict[str, str]:
     """What is the same for all workers here: their share of the cores, and where they listen."""
     from gossipdp.launcher.environment import Environment
     from gossipdp.launcher.local import num_threads
 
-    num_local = num_workers
+    if arguments.max_restarts < 0:
+        raise ValueError(f"--max-restarts is {arguments.max_restarts}; it must be 0 or more")
+    num_local = arguments.workers or 1
     if arguments.workers is None and arguments.join is None:  # the launcher has others here
         num_local = Environment.read().local_world_size or 1
     variables = {"OMP_NUM_THREADS": str(num_threads(num_local))}
     if arguments.host is not None and (arguments.workers is None or arguments.rendezvous):
         variables["GOSSIPDP_HOST"] = arguments.host
+    if arguments.log_dir is not None:
+        variables["GOSSIPDP_LOG_DIR"] = str(arguments.log_dir.absolute())
+    port = arguments.status_port
+    if port is not None:
+        if not 0 <= port < 65536:
+            raise ValueError(f"--status-port is {port}; it must be in 0..65535")
+        variables["GOSSIPDP_STATUS_PORT"] = str(port)
+    if arguments.status_host is not None:
+        variables["GOSSIPDP_STATUS_HOST"] = arguments.status_host
     return variables
 
 
-def _team(arguments: RunArguments, tls: Mapping[str, str]) -> "Team":
+def _team(
+    arguments: RunArguments, num_local: int, tls: Mapping[str, str], secret: str | None
+) -> "Team":
     """Whom the workers meet: one another here, those on other hosts, or a run that goes on."""
-    from gossipdp.launcher.environment import Environment, read_addresses, tls_from
+    from gossipdp.launcher.environment import read_addresses, tls_from
     from gossipdp.launcher.rendezvous import is_loopback
     from gossipdp.launcher.team import Team, ask_run_id
     from gossipdp.links.tls import Tls
 
-    secret = read_secret(arguments.secret_file)
-    num_local = _num_workers(arguments)
     several = arguments.nnodes != 1 or arguments.rendezvous is not None
     if arguments.join is not None:
         if several or arguments.port:
@@ -296,14 +278,14 @@ def _team(arguments: RunArguments, tls: Mapping[str, str]) -> "Team":
                 "run was given it, or --tls"
             )
         run_id = ask_run_id(addresses, Tls(files) if files else None)
-        return Team.joining(num_local, addresses, run_id, secret)
+        return Team(num_local, run_id=run_id, secret=secret, join=addresses)
     if arguments.workers is None:
         if several or arguments.node_rank or arguments.port:
             raise ValueError(
                 "--nnodes, --node-rank, --rendezvous and --port need -n; without it the launcher "
                 "of this process says the rank and where the workers meet"
             )
-        return Team.launched(Environment.read(), secret)
+        return Team.launched(os.environ, secret)
     if not several:
         if arguments.node_rank:
             raise ValueError("--node-rank without --nnodes; say how many hosts there are")
@@ -362,17 +344,6 @@ def read_secret(path: Path | None) -> str | None:
     if secret is not None:
         check_secret(secret.encode(), name)
     return secret
-
-
-def _status_variables(arguments: RunArguments) -> dict[str, str]:
-    """What tells the workers where to show their status."""
-    port = arguments.status_port
-    if port is not None and not 0 <= port < 65536:
-        raise ValueError(f"--status-port is {port}; it must be in 0..65535")
-    variables = {} if port is None else {"GOSSIPDP_STATUS_PORT": str(port)}
-    if arguments.status_host is not None:
-        variables["GOSSIPDP_STATUS_HOST"] = arguments.status_host
-    return variables
 
 
 def _tls_variables(arguments: RunArguments) -> dict[str, str]:

@@ -6,28 +6,57 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from tyro.conf import OmitArgPrefixes, UseAppendAction
+from tyro.conf import UseAppendAction
 
 from gossipdp.cli.option_checks import check_output
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from gossipdp.cli.simulate_scenarios import Study
-    from gossipdp.simulate.study import Ensemble
 
 FILE_WIDTH = 140
 """Of the table where it does not go to a terminal, so that its cells stay whole."""
 
-FidelityName = Literal["ideal", "links"]
-OptimizerName = Literal["sgd", "adamw"]
-
 
 @dataclass(frozen=True)
-class ComputeOptions:
-    """How long gradient steps take."""
+class SimulateArguments:
+    """Simulate runs on a virtual clock. It helps you choose a graph, a comm rate, a method."""
+
+    graph: str = "ring"
+    """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi;
+    several with commas."""
+
+    workers: int = 16
+    """Number of workers."""
+
+    methods: str = "a2cid2,gossip"
+    """With commas: a2cid2, gossip, none, released (asynchronous), allreduce, dpsgd,
+    dpsgd-chebyshev (synchronous)."""
+
+    workload: str = "consensus"
+    """consensus (random vectors that only agree), quadratic, digits, digits-convolutional, or
+    module:function for a torch module of your own."""
+
+    comm_rate: str = "1"
+    """Exchanges per worker per gradient step; several with commas."""
+
+    fidelity: Literal["ideal", "links"] = "ideal"
+    """ideal: the paper's model; exchanges happen at random and take no time. links: the real
+    protocol; messages and exchanges take time."""
+
+    steps: float | None = None
+    """Length of the run, in gradient steps of an ordinary worker. The default is 100; for consensus
+    it is as long as the workers need to agree."""
+
+    seeds: str = "3"
+    """How many runs of each kind, or a list of their seeds such as 0,1,2."""
+
+    graph_seed: int = 0
+    """The seed of the random graphs."""
+
+    eta_factor: float = 1.0
+    """Multiplies the mixing speed eta of a2cid2."""
+
+    alpha_tilde_factor: float = 1.0
+    """Multiplies alpha_tilde - 1/2 of a2cid2."""
 
     step_ms: float | None = None
     """Mean duration of a gradient step, in milliseconds; by default 100."""
@@ -43,11 +72,6 @@ class ComputeOptions:
     slow_worker: UseAppendAction[tuple[str, ...]] = ()
     """Make a worker slower: RANK:FACTOR. 2:4 makes worker 2 four times slower. Separate several
     with commas, or repeat the option."""
-
-
-@dataclass(frozen=True)
-class NetworkOptions:
-    """What links are like: for --fidelity links, and for the synchronous methods."""
 
     latency_ms: float | None = None
     """How long a message travels, in milliseconds; by default 0.5."""
@@ -69,12 +93,7 @@ class NetworkOptions:
     neighbour_policy: str | None = None
     """How a worker chooses whom to ask: fresh (the default), poisson, available or scheduled."""
 
-
-@dataclass(frozen=True)
-class TaskOptions:
-    """What the workers minimise, and how. Each workload has its own defaults."""
-
-    optimizer: OptimizerName | None = None
+    optimizer: Literal["sgd", "adamw"] | None = None
     """sgd or adamw."""
 
     learning_rate: float | None = None
@@ -111,53 +130,6 @@ class TaskOptions:
     """digits: draw each worker's shares of the classes from a Dirichlet distribution with this
     parameter. With 0.1 most workers see few classes; with 100 all see about the same."""
 
-
-@dataclass(frozen=True)
-class SimulateArguments:
-    """Simulate runs on a virtual clock. It helps you choose a graph, a comm rate, a method."""
-
-    graph: str = "ring"
-    """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi;
-    several with commas."""
-
-    workers: int = 16
-    """Number of workers."""
-
-    methods: str = "a2cid2,gossip"
-    """With commas: a2cid2, gossip, none, released (asynchronous), allreduce, dpsgd,
-    dpsgd-chebyshev (synchronous)."""
-
-    workload: str = "consensus"
-    """consensus (random vectors that only agree), quadratic, digits, digits-convolutional, or
-    module:function for a torch module of your own."""
-
-    comm_rate: str = "1"
-    """Exchanges per worker per gradient step; several with commas."""
-
-    fidelity: FidelityName = "ideal"
-    """ideal: the paper's model; exchanges happen at random and take no time. links: the real
-    protocol; messages and exchanges take time."""
-
-    steps: float | None = None
-    """Length of the run, in gradient steps of an ordinary worker. The default is 100; for consensus
-    it is as long as the workers need to agree."""
-
-    seeds: str = "3"
-    """How many runs of each kind, or a list of their seeds such as 0,1,2."""
-
-    graph_seed: int = 0
-    """The seed of the random graphs."""
-
-    eta_factor: float = 1.0
-    """Multiplies the mixing speed eta of a2cid2."""
-
-    alpha_tilde_factor: float = 1.0
-    """Multiplies alpha_tilde - 1/2 of a2cid2."""
-
-    compute: OmitArgPrefixes[ComputeOptions] = ComputeOptions()
-    network: OmitArgPrefixes[NetworkOptions] = NetworkOptions()
-    task: OmitArgPrefixes[TaskOptions] = TaskOptions()
-
     json: Path | None = None
     """Also write the results to this file."""
 
@@ -177,23 +149,27 @@ def run(arguments: SimulateArguments) -> int:
 
     Raises ValueError for bad input, before anything is simulated or written.
     """
-    from gossipdp.cli.simulate_scenarios import make_study
+    from gossipdp.cli.simulate_study import make_study
 
     study = make_study(arguments)
-    figure = arguments.figure or _default_figure(arguments)
-    _check_files(arguments, figure)
+    figure = _check_files(arguments)
 
     from rich.console import Console
 
-    from gossipdp.cli.simulate_results import notes, table
+    from gossipdp.cli.simulate_results import as_json, notes, table
     from gossipdp.progress import ProgressView
+    from gossipdp.report.simulation_figures import draw_simulation, draw_timeline
     from gossipdp.simulate.study import simulate_all
 
     console = Console()
     if not console.is_terminal:
         console = Console(width=FILE_WIDTH)
-    for line in study.opening():
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    def say(*lines: str) -> None:
+        for line in lines:
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    say(*study.opening())
     jobs = study.jobs()
     timeline_jobs = study.timeline_jobs() if arguments.timeline else []
     with ProgressView("simulating", console=console) as view:
@@ -202,57 +178,31 @@ def run(arguments: SimulateArguments) -> int:
         )
     ensembles = study.ensembles(traces[: len(jobs)])
     console.print(table(study, ensembles))
-    for line in notes(study, ensembles):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
-    _write(console, arguments, study, ensembles, figure)
-    if arguments.timeline:
-        from gossipdp.report.simulation_figures import draw_timeline
-
-        path = timeline_file(figure)
-        draw_timeline(traces[len(jobs) :], path, title=study.timeline_title())
-        console.print(f"timeline: {path}", highlight=False, soft_wrap=True, markup=False)
-    return 0
-
-
-def timeline_file(figure: Path) -> Path:
-    """Where the timeline goes: beside the figure."""
-    return figure.with_name(f"{figure.stem}-timeline{figure.suffix}")
-
-
-def _write(
-    console: Console,
-    arguments: SimulateArguments,
-    study: Study,
-    ensembles: list[Ensemble],
-    figure: Path,
-) -> None:
-    from gossipdp.cli.simulate_results import as_json
-    from gossipdp.report.simulation_figures import draw_simulation
-
-    files = {}
+    say(*notes(study, ensembles))
     if arguments.json is not None:
         text = json.dumps(as_json(study, ensembles), indent=1, allow_nan=False)
         arguments.json.write_text(text + "\n", "utf-8")
-        files["results"] = arguments.json
+        say(f"results: {arguments.json}")
     figure.parent.mkdir(parents=True, exist_ok=True)
     draw_simulation(ensembles, figure, title=study.title())
-    files["figure"] = figure
-    for name, path in files.items():
-        console.print(f"{name}: {path}", highlight=False, soft_wrap=True, markup=False)
+    say(f"figure: {figure}")
+    if arguments.timeline:
+        path = figure.with_name(f"{figure.stem}-timeline{figure.suffix}")
+        draw_timeline(traces[len(jobs) :], path, title=study.timeline_title())
+        say(f"timeline: {path}")
+    return 0
 
 
-def _default_figure(arguments: SimulateArguments) -> Path:
+def _check_files(arguments: SimulateArguments) -> Path:
+    """The figure; raises ValueError where a file cannot be written, and makes nothing."""
     parts = [arguments.workload, arguments.graph, str(arguments.workers)]
     name = "-".join("".join(c if c.isalnum() else "-" for c in part) for part in parts)
-    return Path("runs", f"simulate-{name}", "figure.png")
-
-
-def _check_files(arguments: SimulateArguments, figure: Path) -> None:
-    """Raise ValueError where a file cannot be written; makes nothing."""
+    figure = arguments.figure or Path("runs", f"simulate-{name}", "figure.png")
     check_output("--json", arguments.json)
     check_output("--figure", arguments.figure)
-    if arguments.figure is not None and arguments.figure.suffix != ".png":
-        raise ValueError(f"--figure {arguments.figure}: it is a PNG; let its name end in .png")
+    if figure.suffix != ".png":
+        raise ValueError(f"--figure {figure}: it is a PNG; let its name end in .png")
     there = next(parent for parent in figure.absolute().parents if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"{figure} cannot be written under {there}: pass --figure PATH")
+    return figure

@@ -8,51 +8,52 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 import gossipdp
+from gossipdp.cli.simulate_study import Study
 from gossipdp.simulate.study import SYNCHRONOUS, Ensemble, Estimate
-from gossipdp.simulate.trace import TAIL_LOWEST, Record
+from gossipdp.simulate.trace import TAIL_LOWEST, Record, Trace
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from gossipdp.cli.simulate import SimulateArguments
-    from gossipdp.cli.simulate_scenarios import Study
 
 MEANING_OF_SPREAD = "sample standard deviation over seeds; 0 for one seed"
+OUTPUT_OPTIONS = ("json", "figure", "timeline", "processes")
+
+
+def _decay(ensemble: Ensemble) -> Estimate:
+    return ensemble.over_seeds(Trace.decay_per_exchange)
+
+
+def _exchanges_per_worker(ensemble: Ensemble) -> Estimate:
+    return ensemble.over_seeds(lambda trace: 2.0 * trace.records[-1].exchanges / trace.num_workers)
 
 
 def table(study: Study, ensembles: Sequence[Ensemble]) -> Table:
     """A row for each ensemble, with what it ended at."""
-    from rich.table import Table
-
-    columns = ["", "consensus distance"]
-    if study.is_consensus:
-        columns.append("decay per exchange")
-    else:
-        columns.insert(1, "final loss")
-        if (metric_name := study.cases[0].scenario.objective.metric_name) is not None:
-            columns.insert(2, metric_name.replace("_", " "))
-    columns += ["exchanges per worker", "gradient steps", "idle", "time (s)"]
+    has_gradients, metric_name = study.objective.has_gradients, study.objective.metric_name
     result = Table()
-    for column in columns:
-        result.add_column(column, justify="right" if column else "left", overflow="fold")
-    for ensemble in ensembles:
-        slowest, fastest = ensemble.gradient_steps
+    for number, ensemble in enumerate(ensembles):
+        slowest, fastest = (f"{steps:,.0f}" for steps in ensemble.gradient_steps)
         distance = ensemble.last("consensus_distance")
-        cells = {
-            "": ensemble.label,
-            "final loss": _text(ensemble.last("loss")),
-            "consensus distance": _text(distance, digits=3, spread=not study.is_consensus),
-            "decay per exchange": _text(ensemble.decay_per_exchange),
-            "exchanges per worker": f"{ensemble.exchanges_per_worker.mean:,.1f}",
-            "gradient steps": f"{slowest:,.0f} to {fastest:,.0f}"
-            if round(slowest) < round(fastest)
-            else f"{slowest:,.0f}",
+        cells = {"": ensemble.label}
+        if has_gradients:
+            cells["final loss"] = _text(ensemble.last("loss"))
+            if metric_name is not None:
+                cells[metric_name.replace("_", " ")] = _text(ensemble.last("metric"))
+        cells["consensus distance"] = _text(distance, digits=3, spread=has_gradients)
+        if not has_gradients:
+            cells["decay per exchange"] = _text(_decay(ensemble))
+        cells |= {
+            "exchanges per worker": f"{_exchanges_per_worker(ensemble).mean:,.1f}",
+            "gradient steps": slowest if slowest == fastest else f"{slowest} to {fastest}",
             "idle": f"{ensemble.last('idle_share').mean:.1%}",
             "time (s)": f"{ensemble.last('time_s').mean:,.1f}",
         }
-        metric = _text(ensemble.last("metric"))
-        result.add_row(*(cells.get(column, metric) for column in columns))
+        for column in cells if number == 0 else ():
+            result.add_column(column, justify="right" if column else "left", overflow="fold")
+        result.add_row(*cells.values())
     return result
 
 
@@ -66,11 +67,18 @@ def _text(estimate: Estimate, digits: int = 4, *, spread: bool = True) -> str:
 def notes(study: Study, ensembles: Sequence[Ensemble]) -> list[str]:
     """What the table leaves open: its spread, what is missing in it, how quick it was."""
     lines = []
+    has_gradients = study.objective.has_gradients
     if len(study.seeds) > 1:
         lines.append(f"mean ± standard deviation over {len(study.seeds)} seeds")
-    if study.is_consensus and study.arguments.workers > 1:  # one worker has nobody to agree with
-        lines += _decay_notes(study, ensembles)
-    lines += _divergence_notes(study, ensembles)
+    diverged = [each.label for each in ensembles if _has_diverged(study, each)]
+    if not has_gradients and study.arguments.workers > 1:  # one worker has nobody to agree with
+        for ensemble in ensembles:
+            if ensemble.label not in diverged:
+                lines += _decay_notes(ensemble)
+        lines += _speed_ups(study, ensembles)
+    if diverged:
+        cause = "--learning-rate" if has_gradients else "--alpha-tilde-factor"
+        lines.append(f"diverged: {', '.join(diverged)}; try a lower {cause} or --eta-factor")
     synchronous = [method for method in study.methods if method in SYNCHRONOUS]
     if synchronous and study.arguments.fidelity == "ideal":
         links = study.cases[0].scenario.links.every
@@ -79,42 +87,31 @@ def notes(study: Study, ensembles: Sequence[Ensemble]) -> list[str]:
             f"at fidelity ideal links cost only {' and '.join(synchronous)} time, at a latency of "
             f"{links.latency_s * 1e3:g} ms{speed}; to compare times pass --fidelity links"
         )
-    traces = [trace for ensemble in ensembles for trace in ensemble.traces]
-    num_events, wall_s = sum(trace.num_events for trace in traces), sum(t.wall_s for t in traces)
-    line = f"{num_events:,} events in {wall_s:.1f} s of computing: {num_events / wall_s:,.0f}/s"
-    exchanging = {trace.arithmetic for trace in traces if trace.method != "none"}
-    if exchanging:
-        line += f"; exchanges computed by {' and '.join(sorted(exchanging))}"
-    lines.append(line)
-    return lines
+    num_events, wall_s = _effort(ensembles)
+    speed = f"{num_events / wall_s:,.0f}/s"
+    return [*lines, f"{num_events:,} events in {wall_s:.1f} s of computing: {speed}"]
 
 
-def _decay_notes(study: Study, ensembles: Sequence[Ensemble]) -> list[str]:
+def _decay_notes(ensemble: Ensemble) -> list[str]:
+    share, decay = ensemble.lowest_share, _decay(ensemble).mean
+    fell = f"{ensemble.label}: the consensus distance fell to {share:.2g} of its first value"
+    if share <= TAIL_LOWEST:
+        agree = f"{ensemble.label}: the workers agree after a few exchanges at once"
+        return [agree] if math.isnan(decay) else []
+    if ensemble.method == "none":
+        return [f"{ensemble.label}: workers that exchange nothing never agree"]
+    if math.isnan(decay):
+        return [f"{fell}, too little for its decay: give more --steps"]
+    return [
+        f"{fell}, not to {TAIL_LOWEST:g}: its decay may still be that of faster modes; give more "
+        "--steps"
+    ]
+
+
+def _speed_ups(study: Study, ensembles: Sequence[Ensemble]) -> list[str]:
     lines = []
-    for ensemble in ensembles:
-        if _has_diverged(study, ensemble):
-            continue
-        share = ensemble.lowest_share
-        decay = ensemble.decay_per_exchange.mean
-        fell = f"{ensemble.label}: the consensus distance fell to {share:.2g} of its first value"
-        if share <= TAIL_LOWEST:
-            if math.isnan(decay):
-                lines.append(f"{ensemble.label}: the workers agree after a few exchanges at once")
-        elif ensemble.method == "none":
-            lines.append(f"{ensemble.label}: workers that exchange nothing never agree")
-        elif math.isnan(decay):
-            lines.append(f"{fell}, too little for its decay: give more --steps")
-        else:
-            lines.append(
-                f"{fell}, not to {TAIL_LOWEST:g}: its decay may still be that of faster modes; "
-                "give more --steps"
-            )
     for number, case in enumerate(study.cases):
-        decays = {
-            ensemble.method: ensemble.decay_per_exchange.mean
-            for ensemble in ensembles
-            if ensemble.case == number
-        }
+        decays = {each.method: _decay(each).mean for each in ensembles if each.case == number}
         ratio = decays.get("a2cid2", math.nan) / decays.get("gossip", math.nan)
         if math.isfinite(ratio):
             where = f"{case.name.format(method='').strip()}: " if case.name else ""
@@ -125,19 +122,18 @@ def _decay_notes(study: Study, ensembles: Sequence[Ensemble]) -> list[str]:
     return lines
 
 
-def _divergence_notes(study: Study, ensembles: Sequence[Ensemble]) -> list[str]:
-    diverged = [ensemble.label for ensemble in ensembles if _has_diverged(study, ensemble)]
-    if not diverged:
-        return []
-    cause = "--alpha-tilde-factor" if study.is_consensus else "--learning-rate"
-    return [f"diverged: {', '.join(diverged)}; try a lower {cause} or --eta-factor"]
-
-
 def _has_diverged(study: Study, ensemble: Ensemble) -> bool:
-    distance = ensemble.last("consensus_distance").mean
+    distances = ensemble.mean("consensus_distance")
+    last = ensemble.last("consensus_distance").mean
     # Exchanges alone bring workers together: what grows under them is not over yet.
-    has_grown = study.is_consensus and distance > 2 * ensemble.mean("consensus_distance")[0]
-    return has_grown or not math.isfinite(distance)
+    has_grown = not study.objective.has_gradients and last > 2 * distances[0]
+    return bool(has_grown) or not math.isfinite(last)
+
+
+def _effort(ensembles: Sequence[Ensemble]) -> tuple[int, float]:
+    """Events of all traces, and the seconds that they took."""
+    traces = [trace for ensemble in ensembles for trace in ensemble.traces]
+    return sum(trace.num_events for trace in traces), sum(trace.wall_s for trace in traces)
 
 
 def as_json(study: Study, ensembles: Sequence[Ensemble]) -> dict[str, Any]:
@@ -160,7 +156,7 @@ def as_json(study: Study, ensembles: Sequence[Ensemble]) -> dict[str, Any]:
     written |= {
         "seeds": study.seeds,
         "spread": MEANING_OF_SPREAD,
-        "metric_name": study.cases[0].scenario.objective.metric_name,
+        "metric_name": study.objective.metric_name,
         "configuration": configuration(study.arguments),
         "command": command(study.arguments),
         "version": gossipdp.__version__,
@@ -176,28 +172,25 @@ def _method_as_json(study: Study, ensemble: Ensemble) -> dict[str, Any]:
             series[name] = ensemble.mean(name).tolist()
             series[f"{name}_spread"] = ensemble.spread(name).tolist()
     figures = {
-        "achieved_comm_rate": ensemble.achieved_comm_rate,
-        "exchanges_per_worker": ensemble.exchanges_per_worker,
+        "achieved_comm_rate": ensemble.over_seeds(lambda trace: trace.achieved_comm_rate),
+        "exchanges_per_worker": _exchanges_per_worker(ensemble),
     }
-    if study.is_consensus:
-        figures = {"decay_per_exchange": ensemble.decay_per_exchange, **figures}
+    if not study.objective.has_gradients:
+        figures = {"decay_per_exchange": _decay(ensemble), **figures}
+        series["lowest_share"] = ensemble.lowest_share
     for name, estimate in figures.items():
         series |= {
             name: estimate.mean,
             f"{name}_spread": estimate.spread,
             f"{name}_by_seed": list(estimate.by_seed),
         }
-    if study.is_consensus:
-        series["lowest_share"] = ensemble.lowest_share
     slowest, fastest = ensemble.gradient_steps
-    num_events = sum(trace.num_events for trace in ensemble.traces)
-    wall_s = sum(trace.wall_s for trace in ensemble.traces)
+    num_events, wall_s = _effort([ensemble])
     return series | {
         "gradient_steps_of_slowest_worker": slowest,
         "gradient_steps_of_fastest_worker": fastest,
         "events": num_events,
         "events_per_s": num_events / wall_s,
-        "arithmetic": ensemble.traces[0].arithmetic,
         "digests": [trace.digest() for trace in ensemble.traces],
     }
 
@@ -207,18 +200,12 @@ def _without_nan(value: Any) -> Any:
         return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_without_nan(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def configuration(arguments: SimulateArguments) -> dict[str, Any]:
     """What was asked for, option by option, without where to write and how to compute it."""
-    asked = asdict(arguments)
-    for group in ("compute", "network", "task"):
-        asked |= asked.pop(group)
-    for option in ("json", "figure", "timeline", "processes"):
-        del asked[option]
+    asked = {name: value for name, value in asdict(arguments).items() if name not in OUTPUT_OPTIONS}
     return asked | {"step_times": asked["step_times"] and str(asked["step_times"])}
 
 

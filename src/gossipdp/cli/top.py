@@ -5,20 +5,25 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated
 
+import msgspec
 import tyro
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from rich.console import Console, Group
-
-    from gossipdp.observe.board import JobStatus, StatusBoard
-    from gossipdp.observe.client import Answer
+from gossipdp.launcher.environment import read_addresses, show_address
+from gossipdp.links.strangers import printable
+from gossipdp.observe.board import JobStatus, JobWorker, LinkStatus, StatusBoard
+from gossipdp.observe.client import Answer, StatusPoll
 
 # How long nobody may answer, at the beginning or later.
 PATIENCE_S = 10.0
-# Of one look; who answers later is shown with the next.
+# Of one look; later answers are shown with the next.
 WAIT_FOR_ANSWERS_S = 0.5
 
 
@@ -45,10 +50,6 @@ class TopArguments:
 
 def run(arguments: TopArguments) -> int:
     """Look until the run is over or Ctrl+C; 1 where nobody answers."""
-    from gossipdp.launcher.environment import read_addresses, show_address
-    from gossipdp.observe.board import StatusBoard
-    from gossipdp.observe.client import StatusPoll
-
     if not arguments.interval >= 0.1:
         raise ValueError(f"--interval is {arguments.interval}; it must be at least 0.1 s")
     given = [show_address(*each) for each in read_addresses("the address", arguments.address)]
@@ -65,7 +66,7 @@ class Top:
         arguments: what to show.
         board: knows whom to ask.
         ask: gives the answers that have come within a time; see ``StatusPoll.answers``.
-        clock, sleep: for tests.
+        console, clock, sleep: for tests.
     """
 
     def __init__(
@@ -78,8 +79,6 @@ class Top:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        from rich.console import Console
-
         self._arguments = arguments
         self._board = board
         self._ask = ask
@@ -110,83 +109,238 @@ class Top:
         self._sleep(self._arguments.interval)
         job = self._look()
         assert job is not None, "somebody has answered"
-        if self._arguments.json:
-            self._show_line(job)
-        else:
-            self._console.print(self._drawn(job, height=None))
+        self._print(job)
         return 0
 
     def _live(self) -> int:
-        from rich.live import Live
-        from rich.text import Text
-
-        began_s = self._clock()
         # On a dumb terminal, which cannot go back, Live would show the end alone.
         can_redraw = self._console.is_terminal and not self._console.is_dumb_terminal
-        is_drawing = can_redraw and not self._arguments.json
         live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
+        is_drawing = can_redraw and not self._arguments.json
         if is_drawing:
             live.start()
         try:
-            while True:
-                looked_s = self._clock()
-                job = self._look()
-                if job is None:
-                    if looked_s - began_s >= PATIENCE_S:
-                        break
-                    if is_drawing:
-                        waiting = f"waiting for a worker at {self._arguments.address}"
-                        live.update(Text(waiting), refresh=True)
-                elif self._arguments.json:
-                    self._show_line(job)
-                elif is_drawing:
-                    live.update(self._drawn(job, height=self._console.height - 1), refresh=True)
-                else:
-                    self._console.print(self._drawn(job, height=None), "")
-                if job is not None and job.num_answering == 0 and _has_ended(job):
-                    break
-                self._sleep(max(0.0, looked_s + self._arguments.interval - self._clock()))
+            has_ended = self._watch(live if is_drawing else None)
         finally:
             live.stop()
-        is_over = job is not None and job.is_over
-        return self._tell("the run has ended", 0) if is_over else self._tell_nobody()
+        return _tell("the run has ended", 0) if has_ended else self._tell_nobody()
 
-    def _drawn(self, job: JobStatus, *, height: int | None) -> Group:
-        from gossipdp.cli.top_screen import draw
+    def _watch(self, live: Live | None) -> bool:
+        """Show one look after the other until nobody answers; whether the run has ended then."""
+        console, began_s = self._console, self._clock()
+        while True:
+            looked_s = self._clock()
+            job = self._look()
+            if live is not None:
+                waiting = Text(f"waiting for a worker at {self._arguments.address}")
+                shown = draw(job, console.width, console.height - 1) if job else waiting
+                live.update(shown, refresh=True)
+            elif job is not None:
+                self._print(job, "")
+            if job is None:
+                if looked_s - began_s >= PATIENCE_S:
+                    return False
+            elif job.num_answering == 0 and (job.is_over or job.heard_ago_s >= PATIENCE_S):
+                return job.is_over
+            self._sleep(max(0.0, looked_s + self._arguments.interval - self._clock()))
 
-        is_stale = job.num_answering == 0
-        return draw(job, width=self._console.width, height=height, is_stale=is_stale)
-
-    def _show_line(self, job: JobStatus) -> None:
-        import msgspec
-
-        sys.stdout.write(msgspec.json.encode(job).decode() + "\n")
-        sys.stdout.flush()
+    def _print(self, job: JobStatus, *more: str) -> None:
+        if self._arguments.json:
+            sys.stdout.write(msgspec.json.encode(job).decode() + "\n")
+            sys.stdout.flush()
+        else:
+            self._console.print(draw(job, self._console.width, None), *more)
 
     def _tell_nobody(self) -> int:
-        failures = "; ".join(
-            f"{address}: {failure}" for address, failure in self._board.failures.items()
-        )
+        failures = "; ".join(f"{name}: {failure}" for name, failure in self._board.failures.items())
         if self._board.has_answers:
-            return self._tell(
+            return _tell(
                 f"no worker answers any more ({failures}): the run has ended, or its workers "
                 "cannot be reached from here",
                 1,
             )
-        return self._tell(
+        return _tell(
             f"no worker answers ({failures or self._arguments.address}); give the status port of "
-            "one that runs: gossipdp run --status-port PORT, or "
-            "Monitor(status_port=...)",
+            "one that runs: gossipdp run --status-port PORT, or Monitor(status_port=...)",
             1,
         )
 
-    def _tell(self, text: str, code: int) -> int:
-        from gossipdp.links.strangers import printable
 
-        sys.stderr.write(f"gossipdp: {printable(text, 4000)}\n")
-        return code
+def _tell(text: str, code: int) -> int:
+    sys.stderr.write(f"gossipdp: {printable(text, 4000)}\n")
+    return code
 
 
-def _has_ended(job: JobStatus) -> bool:
-    """Whether to wait no longer for an answer."""
-    return job.is_over or job.heard_ago_s >= PATIENCE_S
+# The screen: a head, the workers, the links, what was noticed last. States without a style are
+# drawn in the terminal's own colour.
+STYLES = {
+    "dead": "bold red",
+    "cut off": "bold red",
+    "silent": "red",
+    "no answer": "yellow",
+    "slow": "yellow",
+    "idle": "yellow",
+    "joining": "cyan",
+    "averaging": "green",
+    "left": "dim",
+}
+WELL = ("training", "averaging", "left")
+NOTICED = {
+    "dead": "was found dead",
+    "stopped": "fell silent",
+    "rejoined": "is back",
+    "joined": "joined",
+}
+MAX_LINKS, MAX_NOTICES = 8, 5
+# The head of the page, the gap, the table's heading, and a line for workers that do not fit.
+OTHER_LINES = 7
+GAP = 2  # between columns
+LEFT_OUT_FIRST = ("where", "waited", "sent", "distance", "links", "exchanges")
+TEXTS = ("worker", "state", "links", "where", "link")
+
+
+def draw(job: JobStatus, width: int, height: int | None) -> Group:
+    """The page; ``height`` in lines, None: all there is."""
+    # The links that are down, then those whose exchanges take longest.
+    order = sorted(job.links, key=lambda each: (each.is_up, -(each.exchange_seconds or 0.0)))
+    links = order[:MAX_LINKS]
+    notices = job.notices[-MAX_NOTICES:]
+    is_stale = job.num_answering == 0
+    max_workers = len(job.workers)
+    if height is not None:
+        others = OTHER_LINES + (1 + len(notices) if notices else 0) + (2 if is_stale else 0)
+        if others + 3 + len(links) + len(job.workers) > height:  # links go before workers do
+            links = []
+        max_workers = max(3, height - others - (3 + len(links) if links else 0))
+    parts: list[RenderableType] = [_head(job), _progress(job), Text("")]
+    parts += _workers(job.workers, width, max_workers)
+    if links:
+        others = len(job.links) - len(links)
+        more = [f"and {others} more"] if others else []
+        styles = [None if link.is_up else "red" for link in links]
+        parts += [Text(""), _table([_link(link) for link in links], styles), *more]
+    if notices:
+        parts.append(Text(""))
+    for each in notices:
+        what = NOTICED.get(each.kind, printable(each.kind))
+        style = STYLES.get({"stopped": "silent"}.get(each.kind, each.kind), "")
+        parts.append(Text(f"{_duration(each.ago_s)} ago: worker {each.rank} {what}", style=style))
+    if is_stale:
+        silence = f"no worker answers since {_duration(job.heard_ago_s)}"
+        parts += [Text(""), Text(silence, style="bold red")]
+    return Group(*parts)
+
+
+def _head(job: JobStatus) -> Text:
+    order = ["training", "averaging", "left", "joining", *STYLES]
+    states = sorted((worker.state for worker in job.workers), key=order.index)
+    graph = f" on {printable(job.graph)}, comm rate {job.comm_rate:g}" if job.graph else ""
+    text = Text(f"run {printable(job.run_id)[:12]}: {printable(job.method)}{graph}\n")
+    return text.append(f"{len(states)} workers: {_counted(states)}", style="bold")
+
+
+def _counted(states: Sequence[str]) -> str:
+    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+
+
+def _progress(job: JobStatus) -> RenderableType:
+    facts = [f"{_show(job.samples_per_second, ',.0f')} samples/s", f"loss {_show(job.loss, '.4f')}"]
+    if job.edge_distance is not None:
+        facts.append(f"distance {job.edge_distance:.2g}")
+    if not job.budget_samples:
+        return Text(" · ".join([f"{job.samples:,} samples", *facts]))
+    share = min(1.0, job.samples / job.budget_samples)
+    left = job.budget_samples - job.samples
+    if left > 0 and job.samples_per_second:
+        facts.append(f"{_duration(left / job.samples_per_second)} left")
+    text = " · ".join([f"{job.samples:,} of {job.budget_samples:,} samples", *facts])
+    bar = Table.grid(padding=(0, 1), expand=True)
+    bar.add_column(ratio=1)
+    bar.add_row(ProgressBar(total=1.0, completed=share), f"{share:.0%}")
+    return Group(Text(text, no_wrap=True, overflow="ellipsis"), bar)
+
+
+def _workers(workers: Sequence[JobWorker], width: int, max_workers: int) -> list[RenderableType]:
+    """The table; where not all fit, those come first that something is the matter with."""
+    shown = list(workers)
+    if len(workers) > max_workers:
+        ill_first = sorted(workers, key=lambda each: (each.state in WELL, each.rank))
+        shown = sorted(ill_first[: max_workers - 1], key=lambda each: each.rank)
+    rows = [_worker(each) for each in shown]
+    for heading in LEFT_OUT_FIRST:
+        widths = [max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]]
+        if sum(widths) + GAP * (len(widths) - 1) > width:
+            for row in rows:
+                del row[heading]
+    table = _table(rows, [STYLES.get(each.state) for each in shown])
+    hidden = [each.state for each in workers if each not in shown]
+    if not hidden:
+        return [table]
+    return [table, Text(f"and {len(hidden)} more: {_counted(hidden)}", style="dim")]
+
+
+def _table(rows: Sequence[Mapping[str, str]], styles: Sequence[str | None]) -> Table:
+    table = Table(box=None, padding=(0, GAP, 0, 0), header_style="bold", pad_edge=False)
+    for heading in rows[0]:
+        table.add_column(heading, justify="left" if heading in TEXTS else "right", no_wrap=True)
+    for row, style in zip(rows, styles, strict=True):
+        table.add_row(*map(Text, row.values()), style=style)  # no markup: hosts may have "["
+    return table
+
+
+def _worker(worker: JobWorker) -> dict[str, str]:
+    state = worker.state
+    if state == "slow" and worker.step_factor is not None:
+        state = f"slow {worker.step_factor:.1f}x"
+    elif state == "idle" and worker.since_step_s is not None:
+        state = f"idle {_duration(worker.since_step_s)}"
+    linked = worker.neighbours
+    links = "-" if linked is None else " ".join(map(str, linked)) or "none"
+    place = f"{printable(worker.host)} ({worker.process_id})" if worker.host else "-"
+    return {
+        "worker": str(worker.rank),
+        "state": f"{state}, life {worker.incarnation + 1}" if worker.incarnation else state,
+        "steps": f"{worker.gradient_steps:,}",
+        "step": _milliseconds(worker.step_seconds),
+        "samples/s": _show(worker.samples_per_second, ",.0f"),
+        "loss": _show(worker.loss, ".4f"),
+        "distance": _show(worker.edge_distance, ".2g"),
+        "exchanges": _show(worker.exchanges, ",.0f"),
+        "rate": _show(worker.achieved_comm_rate, ".2f"),
+        "sent": _megabytes(worker.bytes_sent_per_second),
+        "waited": "-" if worker.waited_seconds is None else _duration(worker.waited_seconds),
+        "links": f"{len(linked)} workers" if linked and len(linked) > 4 else links,
+        "where": f"{place} {printable(worker.status_address)}".strip(),
+    }
+
+
+def _link(link: LinkStatus) -> dict[str, str]:
+    return {
+        "link": f"{link.ranks[0]} – {link.ranks[1]}",
+        "state": "up" if link.is_up else "down",
+        "exchanges": f"{link.exchanges:,}",
+        "exchange": _milliseconds(link.exchange_seconds),
+        "throughput": _megabytes(link.bytes_per_second),
+    }
+
+
+def _show(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    if seconds is not None and seconds >= 1:
+        return f"{seconds:.2f} s"
+    return "-" if seconds is None else f"{1000 * seconds:.1f} ms"
+
+
+def _megabytes(per_second: float | None) -> str:
+    return "-" if per_second is None else f"{per_second / 1e6:.1f} MB/s"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"

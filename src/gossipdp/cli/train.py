@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
-from gossipdp.tasks.options import BytesGptOptions, Cifar10Options, ImageNetOptions
+from gossipdp.tasks.options import BytesGptOptions, Cifar10Options, ImageNetOptions, check_numbers
 
-OPTIONS = (Cifar10Options, ImageNetOptions, BytesGptOptions)
-RECIPES = tuple(kind.recipe for kind in OPTIONS)
-
-
-def _any_recipe() -> Any:
-    union: Any = None
-    for kind in OPTIONS:
-        option = _annotated[kind, tyro.conf.subcommand(kind.recipe)]
-        union = option if union is None else union | option
-    return union
-
-
-_annotated: Any = Annotated  # to mypy, a class in a variable is no type
-_Recipe: Any = _annotated[_any_recipe(), tyro.conf.arg(name="")]
+Recipe = (
+    Annotated[Cifar10Options, tyro.conf.subcommand("cifar10")]
+    | Annotated[ImageNetOptions, tyro.conf.subcommand("imagenet")]
+    | Annotated[BytesGptOptions, tyro.conf.subcommand("bytes-gpt")]
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +26,7 @@ class TrainArguments:
     workers, and --workers says nothing.
     """
 
-    recipe: _Recipe
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
 
     workers: int = 4
     """Worker processes."""
@@ -52,12 +43,17 @@ def run(arguments: TrainArguments) -> int:
 
     Raises ValueError or FileNotFoundError for bad input and missing data, before any worker starts.
     """
-    check(arguments)
+    check_numbers(arguments, workers=1, max_restarts=0)
+
+    from gossipdp.graph import build_graph
+
+    options = arguments.recipe
+    build_graph(options.graph, arguments.workers, seed=options.seed)
 
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         from gossipdp.tasks.training import train
 
-        train(arguments.recipe)
+        train(options)
         return 0
 
     from gossipdp.launcher.local import launch, start_fork_server
@@ -68,7 +64,6 @@ def run(arguments: TrainArguments) -> int:
     from gossipdp.tasks.training import train
     from gossipdp.tasks.workload import worker_device
 
-    options = arguments.recipe
     worker_device(options.device)
     make_recipe(replace(options, device="cpu"))  # opens the data
     launch(
@@ -79,16 +74,3 @@ def run(arguments: TrainArguments) -> int:
         max_restarts=arguments.max_restarts,
     )
     return 0
-
-
-def check(arguments: TrainArguments) -> None:
-    """Raise ValueError for what cannot be meant; quick, without torch."""
-    if arguments.workers < 1:
-        raise ValueError(f"--workers is {arguments.workers}; it must be at least 1")
-    if arguments.max_restarts < 0:
-        raise ValueError(f"--max-restarts is {arguments.max_restarts}; it must be at least 0")
-
-    from gossipdp.graph import build_graph
-
-    options = arguments.recipe
-    build_graph(options.graph, arguments.workers, seed=options.seed)

@@ -22,10 +22,9 @@ from gossipdp.gossip.live_average import LiveAverages
 from gossipdp.gossip.published import Publisher
 from gossipdp.gossip.transfer import TransferMessage, Transfers
 from gossipdp.launcher.reports import Report, send_report
-from gossipdp.links.dialer import Dialer
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Refusal
-from gossipdp.links.link import Link, LinkHandler, Transport
+from gossipdp.links.link import Dialer, Link, LinkHandler, Transport
 from gossipdp.protocol.actions import (
     Begin,
     Reach,

@@ -94,20 +94,11 @@ def _has_begun(meeting: Any) -> bool:
         return True
 
 
-class _HostedMeeting:
-    """The actor that keeps the :class:`Meeting`, on the address of the node where it runs."""
+class _HostedMeeting(Meeting):
+    """The actor that keeps it, on the address of the node where it runs."""
 
     def __init__(self, num_workers: int) -> None:
-        self._meeting = Meeting(num_workers, ray.util.get_node_ip_address())
-
-    def variables(self, rank: int) -> dict[str, str]:
-        return self._meeting.variables(rank)
-
-    def has_begun(self) -> bool:
-        return self._meeting.has_begun()
-
-    def note_addresses(self, addresses: Mapping[int, tuple[str, int]]) -> None:
-        self._meeting.note_addresses(addresses)
+        super().__init__(num_workers, ray.util.get_node_ip_address())
 
 
 class _Worker:

@@ -6,14 +6,12 @@ Knows nothing of Ray, which keeps it as an actor of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import final
 
 from gossipdp.errors import RendezvousError
 from gossipdp.launcher.environment import identity_variables, join_variables
 from gossipdp.launcher.team import Team
 
 
-@final
 class Meeting:
     """Hosts the store of one run, and remembers the latest addresses.
 
@@ -23,12 +21,6 @@ class Meeting:
 
     Raises:
         RendezvousError: the address is not of this machine.
-
-    Example:
-        >>> meeting = Meeting(2, "127.0.0.1")
-        >>> meeting.variables(1)["RANK"], meeting.has_begun()
-        ('1', False)
-        >>> meeting.close()
     """
 
     def __init__(self, num_workers: int, host: str) -> None:

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from gossipdp.errors import RendezvousError
 from gossipdp.launcher.clusters import visible_and_hidden, with_launcher
@@ -183,10 +184,7 @@ class Environment:
             RendezvousError: the name does not resolve, or no interface leads there.
         """
         if self.host:
-            try:
-                return str(socket.getaddrinfo(self.host, 9, type=socket.SOCK_DGRAM)[0][4][0])
-            except OSError as error:
-                raise RendezvousError(_unreachable("GOSSIPDP_HOST", self.host, error)) from error
+            return str(_resolve("GOSSIPDP_HOST", self.host)[1][0])
         return self._routed_host()
 
     def announced_host(self, bound: str) -> str:
@@ -204,13 +202,13 @@ class Environment:
         name, target = "MASTER_ADDR", self.store_host or "127.0.0.1"
         if self.join and not self.store_host:
             name, target = "GOSSIPDP_JOIN", self.join[0][0]
-        try:
-            family, _, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        family, address = _resolve(name, target)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
                 probe.connect(address)  # sends nothing; picks the route
-                host = str(probe.getsockname()[0])
-        except OSError as error:
-            raise RendezvousError(_unreachable(name, target, error)) from error
+            except OSError as error:
+                raise _unreachable(name, target, error) from error
+            host = str(probe.getsockname()[0])
         elsewhere = self.local_world_size is not None and self.local_world_size < self.world_size
         if elsewhere and ipaddress.ip_address(host).is_loopback:
             logger.warning(
@@ -234,8 +232,19 @@ def _check_complete(variables: Mapping[str, str]) -> None:
         )
 
 
-def _unreachable(name: str, target: str, error: OSError) -> str:
-    return f"cannot reach {name} {target!r} ({error}); check the name and the network"
+def _resolve(name: str, host: str) -> tuple[int, Any]:
+    """The family and the address of a host that ``name`` names."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise _unreachable(name, host, error) from error
+    return family, address
+
+
+def _unreachable(name: str, host: str, error: OSError) -> RendezvousError:
+    return RendezvousError(
+        f"cannot reach {name} {host!r} ({error}); check the name and the network"
+    )
 
 
 def key_prefix(run_id: str | None, restart_count: int) -> str:
@@ -273,19 +282,14 @@ def check_private(name: str, path: Path) -> None:
 
 def tls_from(variables: Mapping[str, str]) -> TlsFiles | None:
     """The TLS files that ``variables`` name; raises ValueError where they name only some."""
-    return tls_files(
-        variables.get("GOSSIPDP_TLS_CERT"),
-        variables.get("GOSSIPDP_TLS_KEY"),
-        variables.get("GOSSIPDP_TLS_CA"),
-    )
+    return tls_files(*(variables.get(f"GOSSIPDP_TLS_{kind}") for kind in ("CERT", "KEY", "CA")))
 
 
 def tls_variables(files: TlsFiles) -> dict[str, str]:
     """The variables that :func:`tls_from` reads."""
     return {
-        "GOSSIPDP_TLS_CERT": str(files.cert.absolute()),
-        "GOSSIPDP_TLS_KEY": str(files.key.absolute()),
-        "GOSSIPDP_TLS_CA": str(files.ca.absolute()),
+        f"GOSSIPDP_TLS_{kind}": str(path.absolute())
+        for kind, path in (("CERT", files.cert), ("KEY", files.key), ("CA", files.ca))
     }
 
 
@@ -318,39 +322,6 @@ def read_addresses(name: str, text: str) -> tuple[tuple[str, int], ...]:
 def show_address(host: str, port: int) -> str:
     """The text that :func:`read_addresses` reads."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def worker_variables(
-    rank: int,
-    num_workers: int,
-    *,
-    host: str,
-    port: int,
-    run_id: str | None,
-    secret: str | None,
-    local_rank: int | None = None,
-    local_world_size: int | None = None,
-    node_rank: int = 0,
-    round_number: int = 0,
-) -> dict[str, str]:
-    """The variables of one of ``num_workers`` workers: what :meth:`Environment.read` reads.
-
-    Those without our name are torchrun's; ``host`` and ``port`` are the store's. By default all
-    workers are on this machine. Without ``run_id`` and ``secret`` worker 0 makes them.
-    """
-    variables = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank if local_rank is None else local_rank),
-        "WORLD_SIZE": str(num_workers),
-        "LOCAL_WORLD_SIZE": str(local_world_size or num_workers),
-        "GROUP_RANK": str(node_rank),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": str(round_number),
-        "TORCHELASTIC_RUN_ID": run_id or "default",
-    }
-    return variables | identity_variables(run_id, secret)
 
 
 def identity_variables(run_id: str | None, secret: str | None) -> dict[str, str]:

@@ -96,11 +96,16 @@ def launch(
     check_platform()
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; launch at least one")
-    payload = _pickled_call(function, args)
     if max_restarts < 0:
         raise ValueError(f"max_restarts is {max_restarts}; it must be 0 or more")
+    try:
+        payload = pickled((function, tuple(args)))
+    except Exception as error:
+        raise ValueError(
+            f"launch cannot send {function!r} and its arguments to the workers: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     start_fork_server()
-    team = Team.on_one_host(world_size)
 
     def start(rank: int, own: Mapping[str, str]) -> ForkedWorker:
         variables = {**os.environ, **own, **(environment or {})}
@@ -108,7 +113,7 @@ def launch(
         return ForkedWorker(rank, payload, variables, cores, num_threads(world_size))
 
     supervisor = Supervisor(
-        team,
+        Team.on_one_host(world_size),
         start,
         max_restarts=max_restarts,
         on_failure=lambda failure, others_go_on: on_failure(failure) if on_failure else None,
@@ -133,7 +138,7 @@ def launch(
     if supervisor.failures:
         raise WorkerFailedError(describe(supervisor.failures))
     workers = [supervisor.workers[rank] for rank in range(world_size)]
-    return [worker.result() for worker in workers if isinstance(worker, ForkedWorker)]
+    return [worker.result for worker in workers if isinstance(worker, ForkedWorker)]
 
 
 def start_fork_server(also: Sequence[str] = ()) -> None:
@@ -174,16 +179,6 @@ def _cores(rank: int, num_workers: int) -> set[int]:
     return set(cores[rank * share : (rank + 1) * share])
 
 
-def _pickled_call(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    try:
-        return pickled((function, tuple(args)))
-    except Exception as error:
-        raise ValueError(
-            f"launch cannot send {function!r} and its arguments to the workers: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
 def pickled(value: Any) -> bytes:
     """By value what is defined in a notebook or in __main__, which a worker cannot import."""
     import joblib
@@ -201,6 +196,9 @@ class ForkedWorker(WorkerProcess):
         variables: its whole environment.
         cores: those it may run on; None for all.
         num_threads: with which it computes.
+
+    Attributes:
+        result: what the function returned, after an ending without failure.
     """
 
     def __init__(
@@ -212,6 +210,7 @@ class ForkedWorker(WorkerProcess):
         num_threads: int,
     ) -> None:
         super().__init__()
+        self.result: Any = None
         self._received = bytearray()
         self._is_open = True
         self._reader, writer = multiprocessing.Pipe(duplex=False)
@@ -225,31 +224,20 @@ class ForkedWorker(WorkerProcess):
         )
         with writer, self.reports.sender:
             self._process.start()
-
-    @property
-    def pid(self) -> int:
-        """See the base class."""
-        assert self._process.pid is not None
-        return self._process.pid
+        self.pid = self._process.pid or 0
 
     def waits_for(self) -> list[object]:
-        """See the base class."""
         pipe = [self._reader] if self._is_open else []
         return [self._process.sentinel, self.reports.receiver, *pipe]
 
-    def take_in(self) -> None:
-        """See the base class: what has arrived of the result."""
+    def poll(self) -> Ending | None:
+        code = self._process.exitcode
         # A loader process forked by the worker may hold the pipe open: its end is not awaited.
         with suppress(BlockingIOError):
             while self._is_open:
                 data = os.read(self._reader.fileno(), 1 << 20)
                 self._received += data
                 self._is_open = bool(data)
-
-    def ending(self) -> Ending | None:
-        """See the base class."""
-        code = self._process.exitcode
-        self.take_in()
         if code is None:
             return None
         if self._received[:1] == ERROR:
@@ -258,22 +246,19 @@ class ForkedWorker(WorkerProcess):
         if code != 0:
             return Ending(exit_reason(code))
         try:
-            self._result = pickle.loads(self._received[1:])
+            self.result = pickle.loads(self._received[1:])
         except Exception as error:
             return Ending(f"ended without a readable result ({type(error).__name__}: {error})")
         return Ending()
 
-    def result(self) -> Any:
-        """What the function returned, after an ending without failure."""
-        return self._result
-
     def close(self) -> None:
-        """See the base class; a second call does nothing."""
+        """Let go of it; a second call does nothing."""
         if not self._reader.closed:
             super().close()
             self._reader.close()
-            self._process.join()
-            self._process.close()
+            self._process.join(0)
+            if self._process.exitcode is not None:  # else the kernel does not let go of it
+                self._process.close()
 
 
 def work(

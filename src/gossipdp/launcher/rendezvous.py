@@ -20,7 +20,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,8 +34,9 @@ from gossipdp.launcher.store import (
     CLOSE_AFTER_S,
     MAX_RUN_ID,
     connect,
-    notice_key,
+    have_begun,
     proof_of,
+    put_notice,
     read_notice,
     ready_key,
 )
@@ -48,7 +50,6 @@ logger = logging.getLogger("gossipdp")
 # Rendezvous of this process so far: every worker makes its models in the same order, so the
 # number tells the first model's keys from the second's.
 _numbers = itertools.count()
-
 
 # What is read from the store: a model of 100,000 tensors has about 8 MiB of names and shapes.
 MAX_VALUE_BYTES, MAX_TENSORS_BYTES = 1 << 16, 1 << 24
@@ -85,13 +86,15 @@ class Settings(msgspec.Struct, frozen=True):
                 if name == "start":
                     return f"this worker starts {here}, and worker 0 starts {there}"
                 return f"{name} is {here!r} here and {there!r} on worker 0"
-        for index, (here, there) in enumerate(
-            itertools.zip_longest(self.tensors, reference.tensors)
-        ):
-            if here != there:
+        pairs = itertools.zip_longest(self.tensors, reference.tensors)
+        for index, (one, other) in enumerate(pairs):
+            if one != other:
+                shown = [
+                    f"{each[0]} of shape {each[1]}" if each else "none" for each in (one, other)
+                ]
                 return (
-                    f"the models differ, first in tensor {index}: {_tensor(here)} here and "
-                    f"{_tensor(there)} on worker 0"
+                    f"the models differ, first in tensor {index}: {shown[0]} here and {shown[1]} "
+                    "on worker 0"
                 )
         return None
 
@@ -100,21 +103,19 @@ def _digest(values: list[str] | list[tuple[int, ...]]) -> str:
     return hashlib.sha256(msgspec.json.encode(values)).hexdigest()[:16]
 
 
-def _tensor(tensor: tuple[str, tuple[int, ...]] | None) -> str:
-    return "none" if tensor is None else f"{tensor[0]} of shape {tensor[1]}"
-
-
 class _Reference(msgspec.Struct, frozen=True):
-    """What worker 0 publishes; its settings' tensors lie apart."""
+    """What worker 0 publishes; its settings' tensors lie apart.
+
+    ``terms`` are compared word by word. One of ``secret``, made for this run, and ``proof`` that
+    worker 0 was given one; or neither, where TLS is used.
+    """
 
     run_id: str
-    world_size: int
+    terms: dict[str, str]
     model: str
     settings: Settings
-    # One of these: a secret made for this run, or the proof that worker 0 has one; or TLS is used.
     secret: str | None
     proof: str | None
-    has_tls: bool = False
 
     def __post_init__(self) -> None:
         """Check the id; msgspec turns the ValueError into its ValidationError."""
@@ -123,26 +124,22 @@ class _Reference(msgspec.Struct, frozen=True):
 
 
 class _Arrival(msgspec.Struct, frozen=True):
-    """What every worker publishes: where it listens, or why it left."""
+    """Where a worker listens, as it publishes."""
 
-    host: str = ""
-    port: int = 0
-    refused: str = ""
+    host: str
+    port: int
 
     def __post_init__(self) -> None:
         """Check the address; msgspec turns the ValueError into its ValidationError."""
-        if not self.refused:
-            ipaddress.ip_address(self.host)
-            if not 0 <= self.port < 65536:
-                raise ValueError(f"port {self.port} is not in 0..65535")
+        ipaddress.ip_address(self.host)
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port {self.port} is not in 0..65535")
 
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
     """The outcome of a rendezvous: (host, port) by rank, the run's id and secret."""
 
-    rank: int
-    world_size: int
     addresses: Mapping[int, tuple[str, int]]
     run_id: str
     secret: bytes = dataclasses.field(repr=False)
@@ -170,10 +167,8 @@ class Rendezvous:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.environment = environment
-        self._store = store
-        self._timeout_s = timeout_s
-        self._number = number
+        self._environment, self._store = environment, store
+        self._timeout_s, self._number = timeout_s, number
         self._prefix = f"{environment.key_prefix}{number}/"
         self._clock, self._sleep = clock, sleep
         self._closing = threading.Event()
@@ -200,7 +195,7 @@ class Rendezvous:
     @property
     def joins(self) -> bool:
         """Whether this worker comes into a run that goes on: it asks others, and does not meet."""
-        return self.environment.is_joining and self._number == 0
+        return self._environment.is_joining and self._number == 0
 
     def meet(
         self, address: tuple[str, int], settings: Settings, secret: bytes | None = None
@@ -217,47 +212,36 @@ class Rendezvous:
                 its rank.
             RendezvousError: some worker did not arrive in time or was refused, or the store went.
         """
-        rank, world_size = self.environment.rank, self.environment.world_size
+        environment = self._environment
         if secret is not None:
             check_secret(secret)
-        secret = secret or self.environment.secret
+        secret = secret or environment.secret
+        where = f"the store at {environment.store_host}:{environment.store_port}"
         try:
             if self._store is None:
                 reference = self._reference(settings, secret)
                 arrivals = {0: _Arrival(*address)}
             else:
                 reference = self._agree(self._store, settings, secret)
-                self._publish(self._store, f"worker/{rank}", _Arrival(*address))
-                arrivals = self._gather(self._store)
-        except (RefusedError, RendezvousError):
-            raise
+                arrivals = self._gather(self._store, _Arrival(*address), secret)
         except msgspec.MsgspecError as error:
             raise RendezvousError(
-                f"the store at {self.environment.store_host}:{self.environment.store_port} holds "
-                f"something else under this run's keys ({printable(str(error))}); give the run "
-                "another port"
+                f"{where} holds something else under this run's keys ({printable(str(error))}); "
+                "give the run another port"
             ) from error
         except RuntimeError as error:  # TCPStore's errors, all of them
+            if isinstance(error, (RefusedError, RendezvousError)):
+                raise
             raise RendezvousError(
-                f"worker {rank} lost the store at {self.environment.store_host}:"
-                f"{self.environment.store_port} while the workers met "
+                f"worker {environment.rank} lost {where} while the workers met "
                 f"({str(error).splitlines()[0]}); whoever hosts it has ended"
             ) from error
-        meeting = Meeting(
-            rank=rank,
-            world_size=world_size,
-            addresses={other: (arrival.host, arrival.port) for other, arrival in arrivals.items()},
-            run_id=reference.run_id,
-            secret=secret or (reference.secret or "").encode(),
-        )
+        addresses = {rank: (arrival.host, arrival.port) for rank, arrival in arrivals.items()}
+        made = (reference.secret or "").encode()
+        meeting = Meeting(addresses, reference.run_id, secret or made)
         if self._number == 0:  # a worker that comes back joins the run of the first model
-            send_report(
-                Report(
-                    addresses=dict(meeting.addresses),
-                    run_id=meeting.run_id,
-                    secret=meeting.secret.decode() or None,
-                )
-            )
+            told = meeting.secret.decode() or None
+            send_report(Report(addresses=addresses, run_id=meeting.run_id, secret=told))
         return meeting
 
     def mark_ready(self, rank: int | None = None) -> None:
@@ -270,11 +254,12 @@ class Rendezvous:
         send_report(Report(begins=True, rank=rank if self.joins else None))
         if self._store is None:
             return
+        environment = self._environment
         try:
-            self._store.set(ready_key(self.environment.key_prefix, self.environment.rank), "1")
+            self._store.set(ready_key(environment.key_prefix, environment.rank), "1")
         except RuntimeError:
             logger.warning("the store went away before this worker began; training goes on")
-        if self.environment.hosts_store and self._closer is None:
+        if environment.hosts_store and self._closer is None:
             self._closer = threading.Thread(
                 target=self._close_store_soon, name="gossipdp store", daemon=True
             )
@@ -289,43 +274,38 @@ class Rendezvous:
 
     def _close_store_soon(self) -> None:
         """End the store that this worker hosts: nobody needs it once all train."""
-        store = self._store
-        if store is None:
-            return
-        ranks = range(self.environment.world_size)
-        missing = [ready_key(self.environment.key_prefix, rank) for rank in ranks]
-        try:
-            while missing and not self._closing.wait(CHECK_EVERY_S):
-                missing = [key for key in missing if not store.check([key])]
-        except RuntimeError:  # it is gone already
-            pass
+        store, environment = self._store, self._environment
+        with suppress(RuntimeError):  # it is gone already
+            while store is not None and not self._closing.wait(CHECK_EVERY_S):
+                if have_begun(store, environment.key_prefix, environment.world_size):
+                    break
         self._closing.wait(CLOSE_AFTER_S)
         self._store = None
 
     def _agree(self, store: "Store", settings: Settings, secret: bytes | None) -> _Reference:
-        rank = self.environment.rank
+        rank = self._environment.rank
         if store.add(f"{self._prefix}arrivals/{rank}", 1) > 1:
             raise RefusedError(
                 f"another worker already has RANK {rank}; give each worker its own, 0 to "
-                f"{self.environment.world_size - 1}, and each run its own store or GOSSIPDP_RUN_ID"
+                f"{self._environment.world_size - 1}, and each run its own store or GOSSIPDP_RUN_ID"
             )
         if rank == 0:
-            reference: _Reference = self._reference(settings, secret)
+            reference = self._reference(settings, secret)
             store.set(f"{self._prefix}tensors", msgspec.json.encode(settings.tensors).decode())
             self._publish(store, "reference", reference)
             return reference
-        self._wait(store, {0: "reference"})
-        reference = self._take(store, "reference", _Reference)
-        refused = self._difference(store, settings, secret, reference)
+        self._wait(store, ["reference"], secret)
+        found: _Reference = self._take(store, "reference", _Reference)
+        refused = self._difference(store, settings, secret, found)
         if refused is not None:
-            self._publish(store, f"worker/{rank}", _Arrival(refused=refused))
-            raise RefusedError(
-                f"worker {rank} cannot join: {printable(refused)}; start all workers alike"
-            )
-        return reference
+            refused = printable(refused, 1000)
+            told = f"worker {rank} was refused: {refused}"
+            put_notice(store, self._environment.key_prefix, told, secret)
+            raise RefusedError(f"worker {rank} cannot join: {refused}; start all workers alike")
+        return found
 
     def _reference(self, settings: Settings, secret: bytes | None) -> _Reference:
-        environment = self.environment
+        environment = self._environment
         run_id = environment.run_id
         if not environment.unique_run_id:
             run_id = f"{run_id}-{secrets.token_hex(4)}"
@@ -334,102 +314,75 @@ class Rendezvous:
         made = None
         if secret is None and environment.tls is None:  # with TLS, its key is membership
             made = secrets.token_hex(16)
-            if self._store is not None:
-                self._warn_of_open_secret()
+            host = environment.store_host
+            if self._store is not None and host is not None and not is_loopback(host):
+                logger.warning(
+                    "no secret is given, so whoever reaches the store at %s:%d can read the one "
+                    "that worker 0 made, and take part in this run: set GOSSIPDP_SECRET to the "
+                    "same long random text on all workers, or use TLS (gossipdp tls-init)",
+                    host,
+                    environment.store_port,
+                )
         return _Reference(
             run_id=run_id,
-            world_size=environment.world_size,
+            terms=self._terms(secret),
             model=settings.model,
             settings=msgspec.structs.replace(settings, tensors=()),
             secret=made,
             proof=None if secret is None else proof_of(secret, run_id),
-            has_tls=environment.tls is not None,
         )
 
-    def _warn_of_open_secret(self) -> None:
-        """Worker 0 made a secret, and the others get it through the store."""
-        environment = self.environment
-        assert environment.store_host is not None
-        if not is_loopback(environment.store_host):
-            logger.warning(
-                "no secret is given, so whoever reaches the store at %s:%d can read the one that "
-                "worker 0 made, and take part in this run: set GOSSIPDP_SECRET to the same long "
-                "random text on all workers, or use TLS (gossipdp tls-init)",
-                environment.store_host,
-                environment.store_port,
-            )
+    def _terms(self, secret: bytes | None) -> dict[str, str]:
+        return {
+            "WORLD_SIZE": str(self._environment.world_size),
+            "TLS": "not used" if self._environment.tls is None else "used",
+            "GOSSIPDP_SECRET": "not set" if secret is None else "set",
+        }
 
     def _difference(
         self, store: "Store", settings: Settings, secret: bytes | None, reference: _Reference
     ) -> str | None:
-        here = self.environment.world_size
-        if here != reference.world_size:
-            return f"WORLD_SIZE is {here} here and {reference.world_size} on worker 0"
-        has_tls = self.environment.tls is not None
-        if has_tls != reference.has_tls:
-            return f"TLS is {'on' if has_tls else 'off'} here and not so on worker 0"
-        if secret is None and reference.proof is not None:
-            return "GOSSIPDP_SECRET is set on worker 0 but not here"
-        if secret is not None and reference.proof is None:
-            return "GOSSIPDP_SECRET is set here but not on worker 0"
-        if secret is not None and reference.proof is not None:
-            own = proof_of(secret, reference.run_id)
-            if not hmac.compare_digest(own, reference.proof):
-                return "the secret differs from worker 0's"
+        for name, here in self._terms(secret).items():
+            there = reference.terms.get(name)
+            if here != there:
+                return f"{name} is {here} here and {there} on worker 0"
+        if secret is not None and not hmac.compare_digest(
+            proof_of(secret, reference.run_id).encode(), (reference.proof or "").encode()
+        ):
+            return "the secret differs from worker 0's"
         tensors = settings.tensors
         if settings.model != reference.model:
             tensors = self._take(store, "tensors", Tensors, MAX_TENSORS_BYTES)
-        theirs = msgspec.structs.replace(reference.settings, tensors=tensors)
-        return settings.difference(theirs)
+        return settings.difference(msgspec.structs.replace(reference.settings, tensors=tensors))
 
-    def _gather(self, store: "Store") -> dict[int, _Arrival]:
-        keys = {rank: f"worker/{rank}" for rank in range(self.environment.world_size)}
-        arrivals: dict[int, _Arrival] = {}
+    def _gather(
+        self, store: "Store", arrival: _Arrival, secret: bytes | None
+    ) -> dict[int, _Arrival]:
+        self._publish(store, f"worker/{self._environment.rank}", arrival)
+        keys = [f"worker/{rank}" for rank in range(self._environment.world_size)]
+        self._wait(store, keys, secret)
+        return {rank: self._take(store, key, _Arrival) for rank, key in enumerate(keys)}
 
-        def note(ranks: Iterable[int]) -> None:
-            for rank in ranks:
-                arrivals[rank] = self._take(store, keys[rank], _Arrival)
-                if arrivals[rank].refused:
-                    raise RendezvousError(
-                        f"worker {rank} was refused: {printable(arrivals[rank].refused)}; "
-                        "start all workers alike"
-                    )
-
-        self._wait(store, keys, note)
-        return dict(sorted(arrivals.items()))
-
-    def _wait(
-        self,
-        store: "Store",
-        keys: Mapping[int, str],
-        note: Callable[[Iterable[int]], None] = lambda ranks: None,
-    ) -> None:
-        """Poll until every worker of ``keys`` has set its key; ``note`` gets each rank once.
+    def _wait(self, store: "Store", keys: list[str], secret: bytes | None) -> None:
+        """Poll until all keys are set; RendezvousError where somebody says that the run has ended.
 
         Polled in Python, because the store's own wait cannot be interrupted by Ctrl+C.
         """
         deadline = self._clock() + self._timeout_s
-        missing = dict(keys)
         pause_s = 0.01
-        while True:
-            arrived = [rank for rank, key in missing.items() if store.check([self._prefix + key])]
-            for rank in arrived:
-                del missing[rank]
-            note(arrived)
-            if not missing:
-                return
-            self._heed_notice(store)
+        while not store.check([self._prefix + key for key in keys]):
+            told = read_notice(store, self._environment.key_prefix, secret)
+            if told is not None:
+                raise RendezvousError(f"the run ended before it began: {told}")
             if self._clock() >= deadline:
                 raise self._absence(store)
             self._sleep(pause_s)
             pause_s = min(0.1, pause_s * 1.5)
 
     def _absence(self, store: "Store") -> RendezvousError:
-        present: list[int] = []
-        absent: list[int] = []
-        for rank in range(self.environment.world_size):
-            here = store.check([f"{self._prefix}arrivals/{rank}"])
-            (present if here else absent).append(rank)
+        ranks = range(self._environment.world_size)
+        present = [rank for rank in ranks if store.check([f"{self._prefix}arrivals/{rank}"])]
+        absent = [str(rank) for rank in ranks if rank not in present]
         if not absent:
             return RendezvousError(
                 f"all workers arrived but did not finish meeting within {self._timeout_s:g} s; "
@@ -437,19 +390,10 @@ class Rendezvous:
             )
         noun = "worker" if len(absent) == 1 else "workers"
         return RendezvousError(
-            f"{noun} {_join(absent)} did not arrive within {self._timeout_s:g} s; present: "
-            f"{_join(present)}; check that every worker was started, that it runs the same script, "
-            "and its output; a slow start needs a longer start_timeout_s"
+            f"{noun} {', '.join(absent)} did not arrive within {self._timeout_s:g} s; present: "
+            f"{', '.join(map(str, present))}; check that every worker was started, that it runs "
+            "the same script, and its output; a slow start needs a longer start_timeout_s"
         )
-
-    def _heed_notice(self, store: "Store") -> None:
-        """Raise RendezvousError where the run has ended on another host before it began."""
-        prefix = self.environment.key_prefix
-        if not store.check([notice_key(prefix)]):
-            return
-        text = read_notice(prefix, store.get(notice_key(prefix)), self.environment.secret)
-        if text is not None:
-            raise RendezvousError(f"the run ended on another host before it began: {text}")
 
     def _take(
         self, store: "Store", key: str, kind: type[Any], max_bytes: int = MAX_VALUE_BYTES
@@ -475,7 +419,3 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return all(ipaddress.ip_address(str(each)).is_loopback for each in found)
-
-
-def _join(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -4,19 +4,17 @@ import ctypes
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import IO, BinaryIO, final
 
 from gossipdp.launcher.reports import report_variables
 from gossipdp.launcher.supervisor import Ending, WorkerProcess, exit_reason
 
 PR_SET_PDEATHSIG = 1
-RELAYED = "GOSSIPDP_RELAYED"
 # One read, and the longest line that is passed on whole.
 MAX_LINE_BYTES = 1 << 16
 # The most that a pipe holds on Linux, unless root made it larger.
@@ -28,7 +26,10 @@ TAIL_LINES = 60
 class ScriptWorker(WorkerProcess):
     """A worker started as a program; each line of its output is passed on after "[rank] ".
 
-    When this process dies, however it does, the kernel sends the worker SIGTERM (Linux).
+    When this process dies, however it does, the kernel sends the worker SIGTERM (Linux). It also
+    closes our ends of the pipes, up to milliseconds before: a worker that prints in between, or
+    until its last checkpoint, would get BrokenPipeError and lose that checkpoint. So the worker
+    holds reading ends of its own, and what nobody reads any more stays in the pipe.
 
     Args:
         command: the program and its words.
@@ -47,69 +48,56 @@ class ScriptWorker(WorkerProcess):
         errors: BinaryIO | None = None,
     ) -> None:
         super().__init__()
-        pipes = [*os.pipe(), *os.pipe()]
-        output_end, output_start, errors_end, errors_start = pipes
-        with self.reports.sender as sender:
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    env={
-                        **variables,
-                        **report_variables(sender),
-                        **relay_variables(output_start, errors_start),
-                    },
-                    stdin=subprocess.DEVNULL,
-                    stdout=output_start,
-                    stderr=errors_start,
-                    process_group=0,  # Ctrl+C reaches the supervisor alone, which passes it on once
-                    pass_fds=[sender.fileno()],
-                    preexec_fn=end_with(os.getpid()),  # noqa: PLW1509 (see there)
-                )
-            except BaseException:
-                self.reports.close()
-                os.close(output_end)
-                os.close(errors_end)
-                raise
-            finally:
-                os.close(output_start)
-                os.close(errors_start)
-        output_pipe, errors_pipe = os.fdopen(output_end, "rb", 0), os.fdopen(errors_end, "rb", 0)
-        self._output = Relay(output_pipe, output or sys.stdout.buffer, label)
-        self._errors = Relay(errors_pipe, errors or sys.stderr.buffer, label)
-
-    @property
-    def pid(self) -> int:
-        """See the base class."""
-        return self._process.pid
+        sender = self.reports.sender
+        # What is ours stays open if all goes well, what is the worker's never does.
+        with ExitStack() as ours, ExitStack() as theirs:
+            ours.callback(self.reports.close)
+            theirs.callback(sender.close)
+            relays, starts = [], []
+            for target in (output or sys.stdout.buffer, errors or sys.stderr.buffer):
+                end, start = os.pipe()
+                theirs.callback(os.close, start)
+                pipe = ours.enter_context(os.fdopen(end, "rb", 0))
+                relays.append(Relay(pipe, target, label))
+                starts.append(start)
+            held = [relay.pipe.fileno() for relay in relays] if sys.platform == "linux" else []
+            self._process = subprocess.Popen(
+                command,
+                env={**variables, **report_variables(sender)},
+                stdin=subprocess.DEVNULL,
+                stdout=starts[0],
+                stderr=starts[1],
+                process_group=0,  # Ctrl+C reaches the supervisor alone, which passes it on once
+                pass_fds=[sender.fileno(), *held],
+                preexec_fn=_end_with(os.getpid()),  # noqa: PLW1509 (see there)
+            )
+            ours.pop_all()
+        self.pid = self._process.pid
+        self._relays = relays
 
     def waits_for(self) -> list[object]:
-        """See the base class."""
-        relays = (self._output, self._errors)
-        return [relay.pipe for relay in relays if relay.is_open] + [self.reports.receiver]
-
-    def take_in(self) -> None:
-        """See the base class."""
-        self._output.take_in()
-        self._errors.take_in()
+        return [relay.pipe for relay in self._relays if relay.is_open] + [self.reports.receiver]
 
     def show_rank(self, rank: int) -> None:
-        """See the base class."""
-        self._output.label = self._errors.label = str(rank)
+        for relay in self._relays:
+            relay.label = str(rank)
 
-    def ending(self) -> Ending | None:
-        """See the base class; also takes in the last of its output."""
+    def poll(self) -> Ending | None:
         code = self._process.poll()
+        for relay in self._relays:
+            if code is None:
+                relay.take_in()
+            else:
+                relay.drain()
         if code is None:
             return None
-        self._output.drain()
-        self._errors.drain()
-        return Ending(exit_reason(code), error_tail(self._errors.tail) if code else "")
+        return Ending(exit_reason(code), error_tail(self._relays[1].tail) if code else "")
 
     def close(self) -> None:
-        """See the base class; something that the worker started may still hold its output."""
+        """Let go of it; something that the worker started may still hold its output."""
         super().close()
-        self._output.pipe.close()
-        self._errors.pipe.close()
+        for relay in self._relays:
+            relay.pipe.close()
 
 
 @final
@@ -169,7 +157,7 @@ class Relay:
 
 
 def error_tail(lines: Sequence[str]) -> str:
-    r"""The last traceback in ``lines`` with what caused it, or the last 20 lines.
+    r"""The last traceback in ``lines``, or the last 20 lines.
 
     Example:
         >>> error_tail(["step 1", "Traceback (most recent call last):", "ValueError: no"])
@@ -177,54 +165,11 @@ def error_tail(lines: Sequence[str]) -> str:
     """
     # torch.distributed writes "[rank2]: " before each line: identical errors would differ.
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in lines]
-    start = None
-    for index, line in enumerate(lines):
-        if line.startswith("Traceback (most recent call last):"):
-            chained = any("the above exception" in text for text in lines[index - 3 : index])
-            start = start if start is not None and chained else index
-    return "\n".join(lines[-20:] if start is None else lines[start:])
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
+    return "\n".join(lines[starts[-1] if starts else -20 :])
 
 
-def relay_variables(output: int, errors: int) -> dict[str, str]:
-    """Tell a worker which pipes its supervisor, this process, reads; see :class:`HeldOutput`."""
-    inodes = [str(os.fstat(number).st_ino) for number in (output, errors)]
-    return {RELAYED: ":".join((str(os.getpid()), *inodes))}
-
-
-@final
-class HeldOutput:
-    """A worker's own reading ends of the pipes that its supervisor reads.
-
-    When ``gossipdp run`` is killed, the kernel closes its ends of the pipes and sends the workers
-    SIGTERM, the one up to milliseconds before the other. A worker that prints in between, or
-    between the signal and its last checkpoint, would get BrokenPipeError and lose that checkpoint.
-    So a worker that has something left to do holds reading ends as well: what nobody reads any
-    more stays in the pipe, and no write fails.
-
-    It holds only pipes to its own supervisor, whose death brings SIGTERM, so a writer never waits
-    for long at a pipe that is full. In a program that the worker started, and on any other pipe,
-    nothing is held, and a reader that leaves is noticed as ever.
-    """
-
-    def __init__(self, variables: Mapping[str, str] = os.environ) -> None:
-        self._ends: list[int] = []
-        supervisor, *inodes = variables.get(RELAYED, "").split(":")
-        if supervisor != str(os.getppid()):
-            return
-        for number in (1, 2):
-            with suppress(OSError):  # closed, or no /proc
-                status = os.fstat(number)
-                if stat.S_ISFIFO(status.st_mode) and str(status.st_ino) in inodes:
-                    path = f"/proc/self/fd/{number}"
-                    self._ends.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-
-    def close(self) -> None:
-        """Let go; a second call does nothing."""
-        while self._ends:
-            os.close(self._ends.pop())
-
-
-def end_with(parent_pid: int) -> Callable[[], None] | None:
+def _end_with(parent_pid: int) -> Callable[[], None] | None:
     """What a new child does before its program starts: ask for SIGTERM at the parent's death.
 
     For ``preexec_fn``. It imports nothing and takes no lock of Python's, so it is safe also where

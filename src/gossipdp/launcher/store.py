@@ -48,21 +48,9 @@ def ready_key(prefix: str, rank: int) -> str:
     return f"{prefix}ready/{rank}"
 
 
-class Notice(msgspec.Struct, frozen=True):
-    """Why the run ended on one host before it began; ``proof`` shows that a member says so."""
-
-    text: str
-    proof: str
-
-
-def notice_key(prefix: str) -> str:
-    """The key of the notice that the run ended before it began."""
-    return f"{prefix}failed"
-
-
-def proof_of(secret: bytes, text: str) -> str:
-    """Shows that whoever wrote ``text`` knows the secret."""
-    return hmac.new(secret, f"gossipdp rendezvous {text}".encode(), hashlib.sha256).hexdigest()
+def have_begun(store: "Store", prefix: str, world_size: int) -> bool:
+    """Whether all workers of the run have met and train."""
+    return store.check([ready_key(prefix, rank) for rank in range(world_size)])
 
 
 class HostedStore:
@@ -94,17 +82,18 @@ class HostedStore:
                 ) from error
             raise RendezvousError(f"cannot listen on {host} port {port}: {error}") from error
         self.host, self.port = self._listener.getsockname()[:2]
-        self._missing: list[str] = []
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
-        # Guards _store, _listener and _missing, which the thread and its owner use. It is never
-        # held while torch is imported.
+        # Guards what follows, and _listener, which the thread and its owner use. It is never held
+        # while torch is imported.
         self._lock = threading.Lock()
         self._store: Store | None = None
+        self._expected = ("", 0)
+        self._all_begun = False
 
     def open_in_background(self, prefix: str, world_size: int) -> None:
         """Begin to answer; ``prefix`` and ``world_size`` say which keys the workers set."""
-        self._missing = [ready_key(prefix, rank) for rank in range(world_size)]
+        self._expected = (prefix, world_size)
         # A daemon, since an import cannot be interrupted and the end of a run does not wait for it.
         self._thread = threading.Thread(target=self._run, name="gossipdp store", daemon=True)
         self._thread.start()
@@ -112,9 +101,9 @@ class HostedStore:
     def have_all_begun(self) -> bool:
         """Whether all workers of the run have met and train."""
         with self._lock:
-            if self._store is not None:
-                self._missing = [key for key in self._missing if not self._store.check([key])]
-            return self._thread is not None and not self._missing
+            if self._store is not None and not self._all_begun:
+                self._all_begun = have_begun(self._store, *self._expected)
+            return self._all_begun
 
     def close(self) -> None:
         """Stop answering and free the port; a second call does nothing."""
@@ -126,13 +115,11 @@ class HostedStore:
     def _run(self) -> None:
         try:
             self._open()
-            if ipaddress.ip_address(self.host).is_loopback:
-                return
-            while not self.have_all_begun():
-                if self._closing.wait(CHECK_EVERY_S):
-                    return
-            self._closing.wait(CLOSE_AFTER_S)
-            self._end()
+            if not ipaddress.ip_address(self.host).is_loopback:
+                while not self._closing.is_set() and not self.have_all_begun():
+                    self._closing.wait(CHECK_EVERY_S)
+                self._closing.wait(CLOSE_AFTER_S)
+                self._end()
         except Exception:
             logger.exception("the store at %s:%d does not work", self.host, self.port)
             self._end()  # workers see it and say so
@@ -174,50 +161,41 @@ def connect(environment: Environment, timeout_s: float) -> "Store":
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     assert environment.store_host is not None
-    hosts_it = environment.hosts_store
-    where = f"{environment.store_host}:{environment.store_port}"
+    address, hosts_it = (environment.store_host, environment.store_port), environment.hosts_store
     deadline = time.monotonic() + timeout_s
-    if not hosts_it:
-        _wait_for_listener(environment, deadline, where, timeout_s)
+    error: OSError | None = None
+    # TCPStore's own attempt cannot be interrupted and logs a C++ trace for every failure.
+    while not hosts_it:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            host = "the launcher" if environment.agent_store else "worker 0"
+            detail = os.strerror(error.errno) if error is not None and error.errno else "no answer"
+            raise RendezvousError(
+                f"worker {environment.rank} could not reach the store at {address[0]}:{address[1]} "
+                f"within {timeout_s:g} s ({detail}); {host} hosts it: check that it runs, and "
+                "MASTER_ADDR and MASTER_PORT"
+            )
+        try:
+            socket.create_connection(address, min(left_s, CONNECT_S)).close()
+            break
+        except OSError as failed:
+            error = failed
+            time.sleep(min(0.1, left_s))
     try:
         return TCPStore(
-            environment.store_host,
-            environment.store_port,
+            *address,
             is_master=hosts_it,
             wait_for_workers=False,
             # Shares the server with the user's own init_process_group in this process.
             multi_tenant=not environment.agent_store,
             timeout=timedelta(seconds=max(1.0, deadline - time.monotonic())),
         )
-    except RuntimeError as error:
-        what = "host" if hosts_it else "use"
+    except RuntimeError as failed:
         raise RendezvousError(
-            f"cannot {what} the store at {where}: {str(error).splitlines()[0]} "
-            "(check MASTER_ADDR and MASTER_PORT, and that no other program uses the port)"
-        ) from error
-
-
-def _wait_for_listener(
-    environment: Environment, deadline: float, where: str, timeout_s: float
-) -> None:
-    # TCPStore's own attempt cannot be interrupted and logs a C++ trace for every failure.
-    assert environment.store_host is not None
-    error: OSError | None = None
-    while (left_s := deadline - time.monotonic()) > 0:
-        try:
-            socket.create_connection(
-                (environment.store_host, environment.store_port), min(left_s, CONNECT_S)
-            ).close()
-            return
-        except OSError as failed:
-            error = failed
-            time.sleep(min(0.1, left_s))
-    host = "the launcher" if environment.agent_store else "worker 0"
-    detail = os.strerror(error.errno) if error is not None and error.errno else "no answer"
-    raise RendezvousError(
-        f"worker {environment.rank} could not reach the store at {where} within {timeout_s:g} s "
-        f"({detail}); {host} hosts it: check that it runs, and MASTER_ADDR and MASTER_PORT"
-    )
+            f"cannot {'host' if hosts_it else 'use'} the store at {address[0]}:{address[1]}: "
+            f"{str(failed).splitlines()[0]} (check MASTER_ADDR and MASTER_PORT, and that no other "
+            "program uses the port)"
+        ) from failed
 
 
 def reach(address: tuple[str, int]) -> "Store":
@@ -229,19 +207,36 @@ def reach(address: tuple[str, int]) -> "Store":
     return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def put_notice(address: tuple[str, int], prefix: str, text: str, secret: str | None) -> None:
-    """Tell workers who still wait at the store that the run has ended on this host."""
+class Notice(msgspec.Struct, frozen=True):
+    """Why the run ended before it began; ``proof`` shows that a member says so."""
+
+    text: str
+    proof: str
+
+
+def notice_key(prefix: str) -> str:
+    """The key of the notice that the run ended before it began."""
+    return f"{prefix}failed"
+
+
+def proof_of(secret: bytes, text: str) -> str:
+    """Shows that whoever wrote ``text`` knows the secret."""
+    return hmac.new(secret, f"gossipdp rendezvous {text}".encode(), hashlib.sha256).hexdigest()
+
+
+def put_notice(store: "Store", prefix: str, text: str, secret: bytes | None) -> None:
+    """Tell workers who wait at the store that the run has ended."""
     text = printable(text, MAX_TEXT)
-    proof = proof_of(secret.encode(), prefix + text) if secret else ""
-    with suppress(OSError, RuntimeError):  # whoever waited there finds the store gone, too
-        notice = msgspec.json.encode(Notice(text, proof)).decode()
-        reach(address).set(notice_key(prefix), notice)
+    proof = proof_of(secret, prefix + text) if secret else ""
+    store.set(notice_key(prefix), msgspec.json.encode(Notice(text, proof)).decode())
 
 
-def read_notice(prefix: str, value: bytes, secret: bytes | None) -> str | None:
-    """What a notice says; None where it is none, or not by one who knows the secret."""
+def read_notice(store: "Store", prefix: str, secret: bytes | None) -> str | None:
+    """Why the run has ended; None where nobody says so, or not one who knows the secret."""
+    if not store.check([notice_key(prefix)]):
+        return None
     try:
-        notice = msgspec.json.decode(value, type=Notice)
+        notice = msgspec.json.decode(store.get(notice_key(prefix)), type=Notice)
     except msgspec.MsgspecError:
         return None
     if secret is not None and not hmac.compare_digest(
@@ -249,6 +244,30 @@ def read_notice(prefix: str, value: bytes, secret: bytes | None) -> str | None:
     ):
         return None
     return printable(notice.text, MAX_TEXT)
+
+
+def tell_host_0(
+    address: tuple[str, int], prefix: str, text: str, secret: bytes | None, timeout_s: float
+) -> None:
+    """Put a notice into the store of host 0, for those who wait there, or soon will.
+
+    Host 0 may not have started yet, and its store answers only once it has imported ``torch``: so
+    this tries again until ``timeout_s`` have passed, or a store that was there has gone.
+    """
+    deadline = time.monotonic() + timeout_s
+    was_there = False
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(address, CONNECT_S).close()
+        except OSError:
+            if was_there:
+                return
+        else:
+            was_there = True
+            with suppress(OSError, RuntimeError):
+                put_notice(reach(address), prefix, text, secret)
+                return
+        time.sleep(CHECK_EVERY_S / 2)
 
 
 def leave_together(
@@ -277,7 +296,7 @@ def leave_together(
     """
     others = [other for other in range(world_size) if other != rank]
     heard_at = dict.fromkeys(others, time.monotonic())
-    try:
+    with suppress(OSError, RuntimeError):  # torchrun has ended, and with it everybody
         store = reach(store_address)
         store.set(f"{prefix}ended/{rank}", "1")
         while wait:
@@ -287,16 +306,14 @@ def leave_together(
             if all(now - heard_at[each] > LOST_AFTER_S for each in others):
                 return others
             time.sleep(CHECK_EVERY_S)
-    except (OSError, RuntimeError):  # torchrun has ended, and with it everybody
-        pass
     return []
 
 
 def _listens(address: tuple[str, int] | None) -> bool:
+    if address is None:
+        return False
     try:
-        if address is not None:
-            socket.create_connection(address, 1.0).close()
-            return True
+        socket.create_connection(address, 1.0).close()
     except OSError:
-        pass
-    return False
+        return False
+    return True

@@ -3,14 +3,11 @@
 torchrun ends all workers when one dies; here the others go on, and the dead one may be started
 again. How a worker is started is the caller's: a script (:mod:`.scripts`) or a function
 (:mod:`.local`). Everything happens in the calling thread, in :meth:`Supervisor.step`.
-
-    Supervisor → WorkerProcess (ScriptWorker, ForkedWorker): its end, its reports, its signals
-               → Restarts: how often and how soon
-               → Team: what a worker is told about the run
 """
 
 import abc
 import dataclasses
+import logging
 import multiprocessing.connection
 import os
 import signal
@@ -18,11 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import final
 
 from gossipdp.launcher.environment import identity_variables, join_variables
 from gossipdp.launcher.reports import ReportChannel
-from gossipdp.launcher.team import Team
+from gossipdp.launcher.team import NOTICE_S, Team
+
+logger = logging.getLogger("gossipdp")
 
 # The longest time that one step waits for something to happen.
 POLL_S = 0.1
@@ -47,11 +45,6 @@ class Ending:
     reason: str = ""
     details: str = ""
 
-    @property
-    def failed(self) -> bool:
-        """Whether it ended with an error."""
-        return bool(self.reason)
-
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
@@ -69,25 +62,18 @@ class Failure:
 class WorkerProcess(abc.ABC):
     """A process that leads its own process group, so that what it started ends with it."""
 
+    pid: int
+
     def __init__(self) -> None:
         self.reports = ReportChannel()
-
-    @property
-    @abc.abstractmethod
-    def pid(self) -> int:
-        """Of the process."""
 
     @abc.abstractmethod
     def waits_for(self) -> Sequence[object]:
         """Descriptors and the like, one of which is readable when something happened."""
 
     @abc.abstractmethod
-    def take_in(self) -> None:
-        """Take what has arrived from it. Never blocks."""
-
-    @abc.abstractmethod
-    def ending(self) -> Ending | None:
-        """How it ended; None while it runs. Never blocks."""
+    def poll(self) -> Ending | None:
+        """Take in what has arrived, and say how it ended; None while it runs. Never blocks."""
 
     def show_rank(self, rank: int) -> None:  # noqa: B027 (only some show it)
         """Name it by this rank from now on."""
@@ -96,13 +82,11 @@ class WorkerProcess(abc.ABC):
         """Let go of a process that has ended."""
         self.reports.close()
 
-    @final
     def send(self, number: int) -> None:
-        """Send the process a signal, while :meth:`ending` has not yet said that it is gone."""
+        """Send the process a signal, while :meth:`poll` has not yet said that it is gone."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
-    @final
     def kill_group(self) -> None:
         """Send SIGKILL to everything in its process group, also after it has ended itself."""
         # On macOS a group of zombies answers EPERM.
@@ -146,52 +130,17 @@ def describe(failures: Sequence[Failure]) -> str:
     return "\n\n".join(paragraphs)
 
 
-class Restarts:
-    """The budget of one run, and each worker's back-off.
+@dataclasses.dataclass
+class _Lives:
+    """What is known of one worker over all its lives; ``due`` while it waits for the next one."""
 
-    The k-th restart in a row of a worker whose lives were all short comes min(0.1·2^(k−1), 10)
-    seconds after its death. The budget is for all workers together, as torchrun's
-    ``--max-restarts`` is for the whole job.
-
-    Raises:
-        ValueError: ``max_restarts`` is negative.
-
-    Example:
-        >>> restarts = Restarts(2)
-        >>> restarts.started(3, 0.0)
-        >>> restarts.due_after_death(3, 5.0)
-        5.1
-        >>> restarts.count(3), restarts.num_left
-        (1, 1)
-    """
-
-    def __init__(self, max_restarts: int) -> None:
-        if max_restarts < 0:
-            raise ValueError(f"--max-restarts is {max_restarts}; it must be 0 or more")
-        self.num_left = max_restarts
-        self._counts: dict[int, int] = {}
-        self._in_a_row: dict[int, int] = {}
-        self._started_at: dict[int, float] = {}
-
-    def count(self, worker: int) -> int:
-        """How many times this worker has been, or is about to be, started again."""
-        return self._counts.get(worker, 0)
-
-    def started(self, worker: int, now: float) -> None:
-        """A life of this worker begins."""
-        self._started_at[worker] = now
-
-    def due_after_death(self, worker: int, now: float) -> float | None:
-        """When to start it again, for which one restart is taken; None if none is left."""
-        if self.num_left == 0:
-            return None
-        self.num_left -= 1
-        self._counts[worker] = self.count(worker) + 1
-        lived_s = now - self._started_at.get(worker, now)
-        in_a_row = 0 if lived_s >= LONG_LIFE_S else self._in_a_row.get(worker, 0)
-        self._in_a_row[worker] = in_a_row + 1
-        # 2**7 · 0.1 exceeds the cap; a larger power would only overflow one day.
-        return now + min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(in_a_row, 7))
+    rank: int
+    started_at: float = 0.0
+    has_begun: bool = False
+    num_restarts: int = 0
+    num_short: int = 0
+    due: float | None = None
+    failure: Failure | None = None
 
 
 class Supervisor:
@@ -199,7 +148,8 @@ class Supervisor:
 
     A failure before all of them train ends the others, who would wait for it in vain; after that
     the others go on. A worker that is ended by us is no failure. While restarts are left, a worker
-    that fails after that is started again, and joins the others by the addresses that they report.
+    that fails after that is started again, and joins the others by the addresses that they report;
+    the k-th restart in a row after a short life comes min(0.1·2^(k−1), 10) seconds after its death.
     When none of them is left to join, all start anew together, as under torchrun; but not once a
     worker has ended well, since then the run is over.
 
@@ -208,18 +158,14 @@ class Supervisor:
         start: starts the worker of a local rank with these variables.
         max_restarts: how many restarts, of all workers together.
         on_failure: called once for each failure, with whether the others go on.
-        on_addresses: called with the workers' addresses, (host, port) by rank, when they change.
         clock: seconds, monotonic.
 
     Attributes:
         running: the workers that run, by local rank.
         workers: the last life of each.
         failures: of those who were not started again after it.
-        addresses: of the live workers, as they told.
+        addresses: of the live workers, as they told; (host, port) by rank, the latest last.
         begun: whether all workers here train, as far as anyone had to ask.
-
-    Raises:
-        ValueError: fewer than no restarts.
     """
 
     def __init__(
@@ -229,21 +175,21 @@ class Supervisor:
         *,
         max_restarts: int = 0,
         on_failure: Callable[[Failure, bool], None] = lambda failure, others_go_on: None,
-        on_addresses: Callable[[Mapping[int, tuple[str, int]]], None] = lambda addresses: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._restarts = Restarts(max_restarts)
         self._team, self._start_worker, self._clock = team, start, clock
-        self._on_failure, self._on_addresses = on_failure, on_addresses
+        self._num_restarts_left, self._on_failure = max_restarts, on_failure
         self.running: dict[int, WorkerProcess] = {}
         self.workers: dict[int, WorkerProcess] = {}
         self.failures: list[Failure] = []
         self.addresses: dict[int, tuple[str, int]] = {}
         self.begun = False
         self._identity = (team.run_id, team.secret)
-        self._reported_begin: set[int] = set()
-        self._given_ranks: dict[int, int] = {}
-        self._waiting: dict[int, tuple[float, Failure]] = {}  # the next life is due then
+        first = team.first_rank
+        self._lives = [
+            _Lives(-1 - local_rank if first is None else first + local_rank)
+            for local_rank in range(team.num_local)
+        ]
         self._one_ended_well = False
         self._end_at: float | None = None
         self._kill_at: float | None = None
@@ -281,6 +227,14 @@ class Supervisor:
                         self.kill()
                 for worker in self.workers.values():
                     worker.close()
+                if not self._team.others_told(1.0):
+                    logger.warning(
+                        "waiting until the other hosts know that the run has ended before it "
+                        "began, at most %.0f s; Ctrl+C ends the wait",
+                        NOTICE_S,
+                    )
+                while not self._team.others_told(0.1) and len(caught) == heeded:
+                    pass
                 self._team.close()
         return caught[0] if caught else None
 
@@ -290,17 +244,20 @@ class Supervisor:
         Returns:
             Whether anyone runs or is to run.
         """
-        if self._waiting:
-            due = min(at for at, _ in self._waiting.values())
-            timeout_s = min(timeout_s, max(0.0, due - self._clock()))
+        dues = [lives.due for lives in self._lives if lives.due is not None]
+        if dues:
+            timeout_s = min(timeout_s, max(0.0, min(dues) - self._clock()))
         things = [thing for worker in self.running.values() for thing in worker.waits_for()]
-        multiprocessing.connection.wait(things, timeout_s)  # type: ignore[arg-type]
-        for worker in self.running.values():
-            worker.take_in()
+        try:
+            multiprocessing.connection.wait(things, timeout_s)  # type: ignore[arg-type]
+        except OSError:
+            # poll(2) takes no more descriptors than the process may have, and somebody may have
+            # lowered that number. The wait only makes us quick: all are looked at in any case.
+            time.sleep(min(timeout_s, POLL_S))
         self._take_reports()
         now = self._clock()
         for local_rank, worker in list(self.running.items()):
-            ending = worker.ending()
+            ending = worker.poll()
             if ending is not None:
                 self._ended(local_rank, ending, now)
         if not self.ending:
@@ -311,7 +268,7 @@ class Supervisor:
             self.kill()
             if now >= self._kill_at + UNKILLABLE_S:
                 self.running.clear()
-        return bool(self.running or self._waiting)
+        return bool(self.running) or any(lives.due is not None for lives in self._lives)
 
     def end(self, number: int) -> None:
         """Send all workers a signal, and SIGKILL if they outlive it by PATIENCE_S.
@@ -319,7 +276,7 @@ class Supervisor:
         Called again, SIGKILL follows at once. Nobody is started again after it.
         """
         # Under another launcher that one ends the others.
-        if not self._team.told and not self.begun and not self._all_here_train():
+        if not self._team.told and not self._have_all_begun():
             self._team.tell_failed("it was interrupted there")
         if self.ending:
             self.kill()
@@ -338,105 +295,101 @@ class Supervisor:
             worker.send(signal.SIGKILL)  # it may not yet have made its group
 
     def _start(self, local_rank: int, variables: Mapping[str, str]) -> None:
+        self._lives[local_rank].started_at = self._clock()
         worker = self._start_worker(local_rank, variables)
         self.workers[local_rank] = self.running[local_rank] = worker
-        self._restarts.started(local_rank, self._clock())
-
-    def _rank(self, local_rank: int) -> int:
-        own = self._team.rank(local_rank)
-        return self._given_ranks.get(local_rank, -1 - local_rank) if own is None else own
 
     def _take_reports(self) -> None:
         """Note what the workers say: who trains, where all are, which rank a joiner was given."""
         for local_rank, worker in self.workers.items():
+            lives = self._lives[local_rank]
             for report in worker.reports.take():
-                if report.begins:
-                    self._reported_begin.add(local_rank)
+                lives.has_begun |= bool(report.begins)
                 if report.rank is not None:
-                    self._given_ranks[local_rank] = report.rank
+                    lives.rank = report.rank
                     worker.show_rank(report.rank)
                 if report.run_id is not None:
                     self._identity = (report.run_id, report.secret or self._identity[1])
-                if report.addresses is not None:
-                    for rank, address in report.addresses.items():
-                        self.addresses.pop(rank, None)  # the latest come last
-                        self.addresses[rank] = address
-                    self._on_addresses(self.addresses)
+                for rank, address in (report.addresses or {}).items():
+                    self.addresses.pop(rank, None)  # the latest come last
+                    self.addresses[rank] = address
 
-    def _all_here_train(self) -> bool:
+    def _have_all_begun(self) -> bool:
         self._take_reports()
-        return len(self._reported_begin) == self._team.num_local
+        self.begun = self.begun or all(lives.has_begun for lives in self._lives)
+        return self.begun
 
     def _ended(self, local_rank: int, ending: Ending, now: float) -> None:
         worker = self.running.pop(local_rank)
-        if self.ending or ending.failed:
+        if self.ending or ending.reason:
             worker.kill_group()  # what it started and left behind, such as loader processes
-        if self.ending:
-            return
-        if not ending.failed:
+        if not self.ending and ending.reason:
+            self._fail(local_rank, ending, now)
+        elif not self.ending:
             self._one_ended_well = True
-            return
-        self._fail(local_rank, ending, now)
 
     def _fail(self, local_rank: int, ending: Ending, now: float) -> None:
         """A life of this worker failed, or could not begin."""
-        self.begun = self.begun or self._all_here_train()
-        due = self._restarts.due_after_death(local_rank, now) if self.begun else None
-        rank = self._rank(local_rank)
-        failure = Failure(rank, ending, None if due is None else due - now)
-        if due is None:
-            self.failures.append(failure)
+        lives = self._lives[local_rank]
+        failure = Failure(lives.rank, ending)
+        if self._have_all_begun() and self._num_restarts_left > 0:
+            self._num_restarts_left -= 1
+            if now - lives.started_at >= LONG_LIFE_S:
+                lives.num_short = 0
+            # 2**7 · 0.1 exceeds the cap; a larger power would only overflow one day.
+            delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(lives.num_short, 7))
+            lives.num_short += 1
+            lives.num_restarts += 1
+            lives.due, lives.failure = now + delay_s, failure
+            failure = dataclasses.replace(failure, restart_in_s=delay_s)
         else:
-            self._waiting[local_rank] = (due, failure)
+            self.failures.append(failure)
         self._on_failure(failure, self.begun)
         if not self.begun and self._end_at is None:
             self._end_at = now + GRACE_S
-            self._team.tell_failed(f"worker {shown_rank(rank)} {ending.reason}")
+            self._team.tell_failed(f"worker {shown_rank(lives.rank)} {ending.reason}")
 
     def _restart(self, now: float) -> None:
         """Start those who are due, or all anew, or see that it is of no use any more."""
-        due = sorted(worker for worker, (at, _) in self._waiting.items() if at <= now)
+        waiting = [each for each, lives in enumerate(self._lives) if lives.due is not None]
+        due = [each for each in waiting if (self._lives[each].due or 0.0) <= now]
         anew = not self.running and not self._team.others_elsewhere
-        if anew and self._waiting:
-            if self._one_ended_well or len(self._waiting) < self._team.num_local:
-                self._give_up_waiting()
-                return
-            if due:
-                due = sorted(self._waiting)
-                self.begun = False
-                self._reported_begin.clear()
-                self.addresses.clear()
-                self._team.begin_anew()
+        if anew and (self._one_ended_well or len(waiting) < self._team.num_local):
+            self._give_up_waiting()
+            return
+        if anew and due:
+            due = waiting
+            self.begun = False
+            self.addresses.clear()
+            for lives in self._lives:
+                lives.has_begun = False
+            self._team.begin_anew()
         for local_rank in due:
-            del self._waiting[local_rank]
+            self._lives[local_rank].due = self._lives[local_rank].failure = None
             self.workers[local_rank].close()
             try:
                 self._start(local_rank, self._next_life(local_rank, anew=anew))
             except Exception as error:  # no process or descriptor left: the others are healthy
-                self._restarts.started(local_rank, now)
                 reason = f"could not be started ({type(error).__name__}: {error})"
                 self._fail(local_rank, Ending(reason), now)
 
     def _next_life(self, local_rank: int, *, anew: bool) -> dict[str, str]:
         """The variables of a worker that is started again."""
-        own, count = self._team.variables(local_rank), self._restarts.count(local_rank)
+        lives = self._lives[local_rank]
+        own = self._team.variables(local_rank)
         if anew:
-            return {**own, "GOSSIPDP_RESTARTS": str(count)}
-        rank = self._rank(local_rank)
-        if rank >= 0:
-            own["RANK"] = str(rank)
-        others = [self.addresses[each] for each in reversed(self.addresses) if each != rank]
-        return {
-            **own,
-            **identity_variables(*self._identity),
-            **join_variables(others or self._team.join, count),
-        }
+            return {**own, "GOSSIPDP_RESTARTS": str(lives.num_restarts)}
+        if lives.rank >= 0:
+            own["RANK"] = str(lives.rank)
+        others = [self.addresses[each] for each in reversed(self.addresses) if each != lives.rank]
+        joins = join_variables(others or self._team.join, lives.num_restarts)
+        return own | identity_variables(*self._identity) | joins
 
     def _give_up_waiting(self) -> None:
-        self.failures += [
-            dataclasses.replace(failure, restart_in_s=None) for _, failure in self._waiting.values()
-        ]
-        self._waiting.clear()
+        for lives in self._lives:
+            if lives.failure is not None:
+                self.failures.append(lives.failure)
+            lives.due = lives.failure = None
 
 
 @contextmanager

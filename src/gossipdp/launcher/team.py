@@ -8,31 +8,43 @@ import time
 from collections.abc import Mapping, Sequence
 
 from gossipdp.errors import RefusedError, RendezvousError
+from gossipdp.launcher.clusters import with_launcher
 from gossipdp.launcher.environment import (
     Environment,
     identity_variables,
     join_variables,
     key_prefix,
     show_address,
-    worker_variables,
 )
-from gossipdp.launcher.store import MAX_RUN_ID, HostedStore, put_notice
+from gossipdp.launcher.store import MAX_RUN_ID, HostedStore, tell_host_0
 from gossipdp.links.handshake import Handshake, HandshakeError, Identity
 from gossipdp.links.strangers import printable
 from gossipdp.links.tls import Tls
 
-# How long the end of a run that failed before it began waits until the others are told: it is the
-# import of torch that may take so long, on a busy machine.
+# How long the end of a run that failed before it began waits until the others are told: host 0 may
+# not have started yet, and on a busy machine the import of torch takes long, here and there.
 NOTICE_S = 60.0
-# The id of no run, by which a caller asks for one.
-NO_RUN = ""
+# What another launcher says of our one worker, by torchrun's names; not which host this is, which
+# Slurm counts in its own way.
+TOLD = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RUN_ID",
+)
+# Belongs to no run, so that whoever it greets says which one is meant.
+NOBODY = Identity(0, 0, 0, "", "", "", "", "", "")
 
 
 @dataclasses.dataclass
 class Team:
     """The workers of one supervisor, and the run they belong to.
 
-    Make it by :meth:`on_one_host`, :meth:`on_several_hosts`, :meth:`joining` or :meth:`launched`.
+    For workers that join a run make it directly, with ``join`` and without a store.
 
     Attributes:
         num_local: workers here.
@@ -47,8 +59,8 @@ class Team:
     """
 
     num_local: int
-    world_size: int
-    first_rank: int | None = 0
+    world_size: int = 0
+    first_rank: int | None = None
     store: tuple[str, int] | None = None
     hosted: HostedStore | None = None
     run_id: str | None = None
@@ -67,15 +79,9 @@ class Team:
         Raises:
             RendezvousError: the port is in use, or the address is not of this machine.
         """
-        hosted = HostedStore(host, port)
-        return cls(
-            num_workers,
-            num_workers,
-            store=(hosted.host, hosted.port),
-            hosted=hosted,
-            run_id=secrets.token_hex(8),
-            secret=secret or secrets.token_hex(16),
-        )
+        team = cls.on_several_hosts(num_workers, 1, 0, (host, port), secret)
+        team.run_id, team.secret = secrets.token_hex(8), secret or secrets.token_hex(16)
+        return team
 
     @classmethod
     def on_several_hosts(
@@ -110,40 +116,14 @@ class Team:
         )
 
     @classmethod
-    def joining(
-        cls,
-        num_workers: int,
-        addresses: tuple[tuple[str, int], ...],
-        run_id: str,
-        secret: str | None,
-    ) -> "Team":
-        """Workers that join a run which goes on, each by any of these addresses.
+    def launched(cls, variables: Mapping[str, str], secret: str | None) -> "Team":
+        """The one worker that torchrun, srun or an indexed Job told this process about.
 
-        They need the run's secret, or its TLS files.
+        Raises:
+            ValueError: see :meth:`Environment.read`.
         """
-        if not addresses:
-            raise RendezvousError("no address to join")
-        return cls(num_workers, 0, None, run_id=run_id, secret=secret, join=addresses)
-
-    @classmethod
-    def launched(cls, environment: Environment, secret: str | None) -> "Team":
-        """The one worker that torchrun, srun or an indexed Job told this process about."""
+        given, environment = with_launcher(variables), Environment.read(variables)
         assert environment.store_host is not None
-        told = worker_variables(
-            environment.rank,
-            environment.world_size,
-            host=environment.store_host,
-            port=environment.store_port,
-            run_id=None,
-            secret=None,
-            local_rank=environment.local_rank,
-            local_world_size=environment.local_world_size,
-        )
-        told["TORCHELASTIC_RUN_ID"] = environment.run_id
-        told["TORCHELASTIC_USE_AGENT_STORE"] = str(environment.agent_store)
-        if environment.local_world_size is None:
-            del told["LOCAL_WORLD_SIZE"]
-        del told["GROUP_RANK"]  # which host this is, nobody has told
         return cls(
             1,
             environment.world_size,
@@ -151,7 +131,7 @@ class Team:
             store=(environment.store_host, environment.store_port),
             run_id=environment.run_id if environment.unique_run_id else None,
             secret=secret,
-            told=told,
+            told={name: given[name] for name in TOLD if name in given},
             num_rounds=environment.restart_count,
         )
 
@@ -160,38 +140,32 @@ class Team:
         """Whether workers of this run may live on other hosts."""
         return self.world_size != self.num_local
 
-    def rank(self, local_rank: int) -> int | None:
-        """The rank in the run; None for one that is given its rank by a live worker."""
-        return None if self.first_rank is None else self.first_rank + local_rank
-
-    def variables(self, local_rank: int) -> dict[str, str]:
-        """The variables of the worker of this local rank."""
-        identity = identity_variables(self.run_id, self.secret)
-        if self.join:
-            local = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.num_local)}
-            return {**local, **identity, **join_variables(self.join, 0)}
-        if self.told:
-            return {**self.told, "TORCHELASTIC_RESTART_COUNT": str(self.num_rounds), **identity}
-        assert self.store is not None
-        assert self.first_rank is not None
-        return worker_variables(
-            self.first_rank + local_rank,
-            self.world_size,
-            host=self.store[0],
-            port=self.store[1],
-            run_id=self.run_id,
-            secret=self.secret,
-            local_rank=local_rank,
-            local_world_size=self.num_local,
-            node_rank=self.first_rank // self.num_local,
-            round_number=self.num_rounds,
-        )
-
     @property
     def key_prefix(self) -> str:
         """What our keys in the store begin with."""
-        run_id = self.run_id or self.told.get("TORCHELASTIC_RUN_ID")
-        return key_prefix(run_id, self.num_rounds)
+        return key_prefix(self.run_id or self.told.get("TORCHELASTIC_RUN_ID"), self.num_rounds)
+
+    def variables(self, local_rank: int) -> dict[str, str]:
+        """The variables of the worker of this local rank: what :meth:`Environment.read` reads."""
+        own = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.num_local)}
+        own |= identity_variables(self.run_id, self.secret)
+        if self.join:
+            return own | join_variables(self.join, 0)
+        if self.told:
+            own = {**self.told, **identity_variables(self.run_id, self.secret)}
+        else:
+            assert self.store is not None
+            assert self.first_rank is not None
+            own |= {
+                "RANK": str(self.first_rank + local_rank),
+                "WORLD_SIZE": str(self.world_size),
+                "GROUP_RANK": str(self.first_rank // self.num_local),
+                "MASTER_ADDR": self.store[0],
+                "MASTER_PORT": str(self.store[1]),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RUN_ID": self.run_id or "default",
+            }
+        return own | {"TORCHELASTIC_RESTART_COUNT": str(self.num_rounds)}
 
     def open(self) -> None:
         """Begin to answer, in a thread: ``torch`` is imported."""
@@ -199,9 +173,7 @@ class Team:
             self.hosted.open_in_background(self.key_prefix, self.world_size)
 
     def close(self) -> None:
-        """Let go of the store, once the others have been told what is to be told."""
-        if self._notice is not None:
-            self._notice.join(NOTICE_S)
+        """Let go of the store."""
         if self.hosted is not None:
             self.hosted.close()
 
@@ -212,7 +184,7 @@ class Team:
         if self.hosted is not None:
             self.hosted.close()
             self.hosted = HostedStore(self.hosted.host, self.hosted.port)
-            self.hosted.open_in_background(self.key_prefix, self.world_size)
+            self.open()
 
     def tell_failed(self, reason: str) -> None:
         """Let workers on other hosts, who wait for ours, know that the run ends here.
@@ -221,13 +193,20 @@ class Team:
         """
         if not self.others_elsewhere or self.store is None or self._notice is not None:
             return
+        secret = self.secret.encode() if self.secret else None
         self._notice = threading.Thread(
-            target=put_notice,
-            args=(self.store, self.key_prefix, reason, self.secret),
+            target=tell_host_0,
+            args=(self.store, self.key_prefix, reason, secret, NOTICE_S),
             name="gossipdp notice",
             daemon=True,
         )
         self._notice.start()
+
+    def others_told(self, timeout_s: float) -> bool:
+        """Whether the others have been told what is to be told; waits at most so long for it."""
+        if self._notice is not None:
+            self._notice.join(timeout_s)
+        return self._notice is None or not self._notice.is_alive()
 
 
 def ask_run_id(
@@ -267,14 +246,12 @@ def _ask(address: tuple[str, int], tls: Tls | None, deadline: float) -> str:
             raise TimeoutError("did not answer in time")
         return left
 
-    nobody = Identity(0, 0, 0, NO_RUN, "", "", "", "", "")
     # The secret is never used: no proof is made before the answer.
-    handshake = Handshake(nobody, b"unused", dialler=True)
-    plain = socket.create_connection(address, left_s())
-    connection: socket.socket = plain
+    handshake = Handshake(NOBODY, b"unused", dialler=True)
+    connection: socket.socket = socket.create_connection(address, left_s())
     try:
         if tls is not None:
-            stream = tls.wrap(plain, server_side=False)
+            stream = tls.wrap(connection, server_side=False)
             connection = stream.connection  # it owns the descriptor from here on
             connection.settimeout(left_s())
             stream.do_handshake()
@@ -292,9 +269,8 @@ def _ask(address: tuple[str, int], tls: Tls | None, deadline: float) -> str:
     if refusal is None:
         raise HandshakeError("it did not say which run it belongs to")
     if refusal.field != "run_id":
-        raise RefusedError(
-            f"the worker at {show_address(*address)} refuses: {printable(str(refusal))}"
-        )
+        who = show_address(*address)
+        raise RefusedError(f"the worker at {who} refuses: {printable(str(refusal))}")
     if not refusal.ours.isprintable() or len(refusal.ours) > MAX_RUN_ID:
         raise HandshakeError("it gave no usable run id")
     return refusal.ours

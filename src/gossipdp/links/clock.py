@@ -13,18 +13,12 @@ from pathlib import Path
 
 
 def since_boot_s() -> float:
-    """Return the seconds since this machine was started, those in suspend included.
-
-    It is ``time.clock_gettime(time.CLOCK_BOOTTIME)``, which never goes back.
-    """
+    """Return the seconds since this machine was started, those in suspend included."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def boot_id() -> str:
-    """Return what tells this start of this machine from all others; empty where nobody says it.
-
-    Times of :func:`since_boot_s` from processes with the same can be compared.
-    """
+    """Return what tells this start of this machine from all others; empty where nobody says it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except OSError:

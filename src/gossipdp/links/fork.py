@@ -14,6 +14,7 @@ child takes no lock, it only lets go of the guard that its parent took for it.
 """
 
 import abc
+import contextlib
 import os
 import threading
 import weakref
@@ -40,10 +41,8 @@ def register(owner: DescriptorOwner) -> None:
 
 def close_descriptor(number: int) -> None:
     """Close a descriptor by number; one that is not open is no error."""
-    try:
+    with contextlib.suppress(OSError):
         os.close(number)
-    except OSError:
-        pass
 
 
 def _after_fork_in_child() -> None:

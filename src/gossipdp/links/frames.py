@@ -13,7 +13,7 @@ Where ``segment`` is not 0, no payload follows: the ``length`` bytes lie at ``of
 segment of the sender's memory (:mod:`.shared_memory`), to be read in place. ``read`` says, in
 every frame, how many such chunks of the other direction have been read on this link, modulo 2**32;
 an ACKNOWLEDGEMENT says nothing else. SEGMENT_READY says that the receiver's ``segment`` is mapped.
-MEMORY_SOCKET says where its sender takes segments (:mod:`.shared_offers`): a name and a token.
+MEMORY_SOCKET says where its sender takes segments: a name and a token.
 
 :func:`parse_header` checks all of it, with the bound on ``length``, before the caller allocates
 or reads anything else.
@@ -39,10 +39,9 @@ MEMORY_SOCKET_BYTES = NAME_BYTES + TOKEN_BYTES
 # Of a chunk in its segment, so that it can be read as numbers of any type.
 SEGMENT_ALIGNMENT_BYTES = 64
 
-_PREFIX = struct.Struct("<4sBBH8sIII")
 _KEY = struct.Struct("<IIQI")
-_OFFSET = struct.Struct("<Q")
-HEADER_BYTES = _PREFIX.size + _KEY.size + _OFFSET.size
+_HEADER = struct.Struct("<4sBBH8sIII20sQ")
+HEADER_BYTES = _HEADER.size
 
 
 class FrameError(ValueError):
@@ -86,14 +85,9 @@ class ChunkKey:
 
 
 class Header(NamedTuple):
-    """A checked frame header. ``key`` is None exactly for frames that are not chunks.
-
-    ``num_read``: chunks that the sender of the frame has read in place. ``segment`` and
-    ``offset``: where the payload lies; ``segment`` 0: behind the header.
-    """
+    """A checked frame header. ``key`` is None exactly for frames that are not chunks."""
 
     frame_type: FrameType
-    sequence: int
     length: int
     key: ChunkKey | None
     num_read: int = 0
@@ -108,6 +102,11 @@ SHARED_TYPES = (FrameType.EXCHANGE_CHUNK, FrameType.EXCHANGE_REPEAT)
 # Frames that are a header and nothing else.
 BARE_TYPES = (FrameType.SEGMENT_READY, FrameType.ACKNOWLEDGEMENT)
 KEYLESS_TYPES = (FrameType.CONTROL, FrameType.MEMORY_SOCKET, *BARE_TYPES)
+_LENGTHS = {
+    FrameType.CONTROL: (1, MAX_CONTROL_BYTES),
+    FrameType.MEMORY_SOCKET: (MEMORY_SOCKET_BYTES, MEMORY_SOCKET_BYTES),
+    **dict.fromkeys(BARE_TYPES, (0, 0)),
+}
 
 
 def run_tag(run_id: str) -> bytes:
@@ -117,27 +116,10 @@ def run_tag(run_id: str) -> bytes:
 
 def check_length(frame_type: FrameType, length: int) -> None:
     """Raise :class:`FrameError` unless a frame of this type may carry ``length`` bytes."""
-    if frame_type in BARE_TYPES:
-        if length:
-            raise FrameError(f"{frame_type.name} frame of {length} bytes; it carries none")
-        return
-    if frame_type is FrameType.MEMORY_SOCKET:
-        if length != MEMORY_SOCKET_BYTES:
-            raise FrameError(f"MEMORY_SOCKET frame of {length} bytes, not {MEMORY_SOCKET_BYTES}")
-        return
-    bound = MAX_CONTROL_BYTES if frame_type is FrameType.CONTROL else MAX_CHUNK_BYTES
-    if not 0 < length <= bound:
-        raise FrameError(f"{frame_type.name} frame of {length} bytes; 1 to {bound} are allowed")
-
-
-def check_place(frame_type: FrameType, segment: int, offset: int) -> None:
-    """Raise :class:`FrameError` unless a frame of this type may name this place."""
-    named = segment != 0
-    if frame_type in SHARED_TYPES:
-        if offset % SEGMENT_ALIGNMENT_BYTES or (offset and not named):
-            raise FrameError(f"a chunk at {offset} of segment {segment}")
-    elif named != (frame_type is FrameType.SEGMENT_READY) or offset:
-        raise FrameError(f"{frame_type.name} frame that names {offset} of segment {segment}")
+    least, most = _LENGTHS.get(frame_type, (1, MAX_CHUNK_BYTES))
+    if not least <= length <= most:
+        text = f"{least} to {most} are allowed"
+        raise FrameError(f"{frame_type.name} frame of {length} bytes; {text}")
 
 
 def pack_key(key: ChunkKey) -> bytes:
@@ -159,16 +141,12 @@ def pack_header(
     segment: int = 0,
     offset: int = 0,
 ) -> bytes:
-    """A header of ``HEADER_BYTES`` bytes.
-
-    ``tag`` from :func:`run_tag`; ``packed_key`` from :func:`pack_key`, None exactly for frames
-    that are not chunks; the others as in :class:`Header`.
-    """
+    """A header of ``HEADER_BYTES`` bytes; ``packed_key`` is None for frames that are no chunks."""
     assert len(tag) == RUN_TAG_BYTES
     assert (frame_type in KEYLESS_TYPES) == (packed_key is None)
     check_length(frame_type, length)
-    check_place(frame_type, segment, offset)
-    prefix = _PREFIX.pack(
+    _check_place(frame_type, segment, offset)
+    return _HEADER.pack(
         MAGIC,
         VERSION,
         frame_type,
@@ -177,8 +155,9 @@ def pack_header(
         sequence % SEQUENCE_MODULUS,
         length,
         num_read % SEQUENCE_MODULUS,
+        packed_key or _NO_KEY,
+        offset,
     )
-    return prefix + (packed_key or _NO_KEY) + _OFFSET.pack(offset)
 
 
 def parse_header(data: bytes | bytearray | memoryview, tag: bytes, sequence: int) -> Header:
@@ -191,8 +170,8 @@ def parse_header(data: bytes | bytearray | memoryview, tag: bytes, sequence: int
     """
     if len(data) != HEADER_BYTES:
         raise FrameError(f"a header has {HEADER_BYTES} bytes, not {len(data)}")
-    magic, version, number, segment, its_tag, its_sequence, length, num_read = _PREFIX.unpack_from(
-        data
+    magic, version, number, segment, its_tag, its_sequence, length, num_read, packed_key, offset = (
+        _HEADER.unpack(data)
     )
     if magic != MAGIC:
         raise FrameError(f"frame starts with {magic!r}, not {MAGIC!r}")
@@ -206,11 +185,20 @@ def parse_header(data: bytes | bytearray | memoryview, tag: bytes, sequence: int
     if its_sequence != sequence % SEQUENCE_MODULUS:
         raise FrameError(f"frame {its_sequence} came where {sequence % SEQUENCE_MODULUS} was due")
     check_length(frame_type, length)
-    (offset,) = _OFFSET.unpack_from(data, _PREFIX.size + _KEY.size)
-    check_place(frame_type, segment, offset)
+    _check_place(frame_type, segment, offset)
     key = None
     if frame_type not in KEYLESS_TYPES:
-        key = ChunkKey(*_KEY.unpack_from(data, _PREFIX.size))
-    elif bytes(data[_PREFIX.size : _PREFIX.size + _KEY.size]) != _NO_KEY:
+        key = ChunkKey(*_KEY.unpack(packed_key))
+    elif packed_key != _NO_KEY:
         raise FrameError(f"{frame_type.name.lower().replace('_', ' ')} frame with a chunk key")
-    return Header(frame_type, its_sequence, length, key, num_read, segment, offset)
+    return Header(frame_type, length, key, num_read, segment, offset)
+
+
+def _check_place(frame_type: FrameType, segment: int, offset: int) -> None:
+    """Only these chunks lie in a segment, aligned; only SEGMENT_READY names one besides."""
+    if frame_type in SHARED_TYPES:
+        is_good = offset % SEGMENT_ALIGNMENT_BYTES == 0 and (segment != 0 or offset == 0)
+    else:
+        is_good = offset == 0 and (segment != 0) == (frame_type is FrameType.SEGMENT_READY)
+    if not is_good:
+        raise FrameError(f"{frame_type.name} frame that names {offset} of segment {segment}")

@@ -52,11 +52,10 @@ _TLS_HELLO = b"\x16\x03"
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A worker's hello.
+    """A worker's hello: who it is, where it listens (a numeric ``host``), and what it runs.
 
-    ``rank``, ``incarnation`` and ``process_id`` say who; ``host`` (a numeric address) and ``port``
-    where it listens; the remaining fields what it runs, each a short string that a refusal can
-    show: ``model`` the fingerprint of names, shapes and order, ``graph`` a digest.
+    The last are short strings that a refusal can show: ``model`` the fingerprint of names, shapes
+    and order, ``graph`` a digest.
 
     ``incarnation`` is the one with which the process began, and stays when the process goes on as
     a new life after it was taken for dead: it orders processes of one rank, of which a later one
@@ -77,7 +76,6 @@ class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     port: int = 0
 
     def __post_init__(self) -> None:
-        """Check every field; msgspec turns the ValueError into its ValidationError."""
         for name, bound in (
             ("rank", LAST_VISITOR_RANK if self.is_visitor else MAX_RANK),
             ("incarnation", MAX_INCARNATION),
@@ -114,7 +112,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 class Refusal:
     """Why one worker turned another away: ``field`` differs; ``ours`` is the refuser's value.
 
-    ``str()`` of it is the text for :class:`~gossipdp.errors.RefusedError`.
+    ``str()`` of it is the text for :class:`.RefusedError`.
     """
 
     field: str
@@ -123,30 +121,23 @@ class Refusal:
 
     def __str__(self) -> str:
         """A sentence for the user of the refused worker."""
-        match self.field:
-            case "secret":
-                return (
-                    "the secrets differ; give all workers of a run the same GOSSIPDP_SECRET, "
-                    "or start them with one launcher"
-                )
-            case "tls":
-                return (
-                    f"TLS is {self.ours} at the other worker and {self.theirs} here; give all "
-                    "workers the same tls_cert and tls_key, or none"
-                )
-            case "rank":
-                return f"the worker at that address has rank {self.ours}, not {self.theirs}"
-            case "own_rank":
-                return f"both workers claim rank {self.ours}; every worker needs its own RANK"
-            case "incarnation":
-                return (
-                    f"a newer incarnation ({self.ours}) of this worker is connected; "
-                    f"this one is {self.theirs}"
-                )
         label, ours, theirs = self.field.replace("_", " "), self.ours, self.theirs
+        if self.field in _SENTENCES:
+            return _SENTENCES[self.field].format(ours=ours, theirs=theirs)
         if self.field == "model":
             label, ours, theirs = _differing_parts(ours, theirs)
         return f"{label} differs: the other worker has {ours!r}, this one {theirs!r}"
+
+
+_SENTENCES = {
+    "secret": "the secrets differ; give all workers of a run the same GOSSIPDP_SECRET, "
+    "or start them with one launcher",
+    "tls": "TLS is {ours} at the other worker and {theirs} here; give all workers the same "
+    "tls_cert and tls_key, or none",
+    "rank": "the worker at that address has rank {ours}, not {theirs}",
+    "own_rank": "both workers claim rank {ours}; every worker needs its own RANK",
+    "incarnation": "a newer incarnation ({ours}) of this worker is connected; this one is {theirs}",
+}
 
 
 def _differing_parts(ours: str, theirs: str) -> tuple[str, str, str]:
@@ -213,13 +204,10 @@ class Handshake:
     Args:
         identity: what this worker says of itself.
         secret: shared by all workers of the run, not empty; None inside TLS.
-        dialler: whether this side dialled.
-        wanted_rank: whom the dialler wants to reach; None: whoever is there.
+        wanted_rank: whom the dialler wants to reach; None: whoever is there, or an acceptor.
         nonce: 32 fresh random bytes; given by tests alone.
 
     Attributes:
-        dialler, wanted_rank: as given.
-        stage: how far it is.
         peer: what the other side says of itself, from DECIDING (acceptor) or DONE (dialler) on.
         refusal: why it ended, at stage REFUSED.
     """
@@ -242,14 +230,13 @@ class Handshake:
         self.stage = Stage.OPENED if dialler else Stage.OPENING
         self._identity = identity
         self._secret = secret
-        self._nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
+        self._nonce = nonce or secrets.token_bytes(NONCE_BYTES)
         self._peer_nonce = b""
-        self._hello: _Hello | None = None
+        self._hello = _Hello(identity, wanted_rank, self._nonce)  # an acceptor's is the dialler's
         self._body_bytes: int | None = None
         self._buffer = bytearray()
         self._output = bytearray()
         if dialler:
-            self._hello = _Hello(identity, wanted_rank, self._nonce)
             self._send(self._hello)
 
     @property
@@ -267,25 +254,21 @@ class Handshake:
         return output
 
     def receive(self, data: bytes) -> None:
-        """Take up to ``num_wanted`` bytes from the other side.
-
-        Raises:
-            HandshakeError: They are not what must come next. The connection is to be closed.
-        """
+        """Take up to ``num_wanted`` bytes; HandshakeError: they are not what must come next."""
         assert len(data) <= self.num_wanted
         self._buffer += data
         if self.num_wanted:
             return
+        whole, self._buffer = self._buffer, bytearray()
         if self._body_bytes is None:
-            self._take_prefix()
+            self._take_prefix(whole)
             return
+        self._body_bytes = None
         try:
-            message = _decoder.decode(self._buffer)
+            message = _decoder.decode(whole)
         except (msgspec.MsgspecError, ValueError) as error:
             # ValueError: msgspec lets the UnicodeDecodeError of a text that is not UTF-8 through.
             raise HandshakeError(f"malformed handshake message: {error}") from None
-        self._buffer.clear()
-        self._body_bytes = None
         self._take_message(message)
 
     def welcome(self) -> None:
@@ -295,51 +278,55 @@ class Handshake:
         self._send(_Welcome(self._identity, self._prove("acceptor", self._identity.rank)))
 
     def refuse(self, refusal: Refusal) -> None:
-        """End without a link; an acceptor tells the dialler why."""
-        proof = b""
-        if self.stage is Stage.DECIDING:  # to a member
-            assert self._hello is not None
-            proof = self._prove("refusal", self._hello.wanted_rank)
-        self.stage = Stage.REFUSED
-        self.refusal = refusal
+        """End without a link; an acceptor tells the dialler why, and proves it to a member."""
+        is_member = self.stage is Stage.DECIDING
+        self.stage, self.refusal = Stage.REFUSED, refusal
+        self._output.clear()
         if not self.dialler:
+            proof = self._prove("refusal", self._hello.wanted_rank) if is_member else b""
             self._send(_Refused(refusal.field, refusal.ours, refusal.theirs, proof))
 
-    def _take_prefix(self) -> None:
-        magic, version, length = _PREFIX.unpack(self._buffer)
-        self._buffer.clear()
+    def _take_prefix(self, data: bytearray) -> None:
+        magic, version, length = _PREFIX.unpack(data)
         if magic.startswith(_TLS_HELLO) and self.stage is Stage.OPENING:
             self.refuse(Refusal("tls", "off", "on"))
-            return
-        if magic != MAGIC:
+        elif magic != MAGIC:
             raise HandshakeError(f"connection starts with {bytes(magic)!r}, not {MAGIC!r}")
-        if version != VERSION:
+        elif version != VERSION:
             # An acceptor answers in its own version, so the dialler finds the difference here.
             ours, theirs = (version, VERSION) if self.dialler else (VERSION, version)
             self.refuse(Refusal("protocol_version", str(ours), str(theirs)))
-            return
-        if not 0 < length <= MAX_MESSAGE_BYTES:
+        elif not 0 < length <= MAX_MESSAGE_BYTES:
             raise HandshakeError(f"handshake message of {length} bytes")
-        self._body_bytes = length
+        else:
+            self._body_bytes = length
 
     def _take_message(self, message: _Message) -> None:
+        is_plain = self._secret is not None
         match self.stage, message:
             case Stage.OPENING, _Hello():
-                self._take_hello(message)
+                self._take_nonce(message.nonce)
+                self._hello = message
+                ours, theirs = self._identity.run_id, message.identity.run_id
+                if ours != theirs:
+                    self.refuse(Refusal("run_id", ours, theirs))
+                elif is_plain:
+                    self.stage = Stage.CHALLENGED
+                    self._send(_Challenge(self._nonce))
+                else:
+                    self._decide()
             case Stage.CHALLENGED, _Proof():
-                assert self._hello is not None
-                due = self._prove("dialler", self._hello.wanted_rank)
-                if hmac.compare_digest(due, message.proof):
+                if self._is_proof(message.proof, "dialler", self._hello.wanted_rank):
                     self._decide()
                 else:
                     self.refuse(Refusal("secret"))
-            case Stage.OPENED, _Challenge() if self._secret is not None:
+            case Stage.OPENED, _Challenge() if is_plain:
                 self._take_nonce(message.nonce)
                 self.stage = Stage.PROVED
                 self._send(_Proof(self._prove("dialler", self.wanted_rank)))
             case Stage.PROVED, _Welcome():
                 self._take_welcome(message)
-            case Stage.OPENED, _Welcome() if self._secret is None:
+            case Stage.OPENED, _Welcome() if not is_plain:
                 self._take_welcome(message)
             case ((Stage.OPENED | Stage.PROVED), _Refused()):
                 self._take_refused(message)
@@ -353,21 +340,8 @@ class Handshake:
             raise HandshakeError(f"nonce of {len(nonce)} bytes, not {NONCE_BYTES}")
         self._peer_nonce = nonce
 
-    def _take_hello(self, hello: _Hello) -> None:
-        self._take_nonce(hello.nonce)
-        self._hello = hello
-        mine = self._identity
-        if hello.identity.run_id != mine.run_id:
-            self.refuse(Refusal("run_id", mine.run_id, hello.identity.run_id))
-        elif self._secret is None:
-            self._decide()
-        else:
-            self.stage = Stage.CHALLENGED
-            self._send(_Challenge(self._nonce))
-
     def _decide(self) -> None:
-        """The dialler is a member: welcome it, unless what it runs or wants does not fit."""
-        assert self._hello is not None
+        """The dialler is a member: leave it to the caller, unless what it runs does not fit."""
         mine, peer, wanted = self._identity, self._hello.identity, self._hello.wanted_rank
         self.peer = peer
         self.stage = Stage.DECIDING
@@ -381,21 +355,23 @@ class Handshake:
 
     def _take_welcome(self, welcome: _Welcome) -> None:
         peer = welcome.identity
-        if not hmac.compare_digest(self._prove("acceptor", peer.rank), welcome.proof):
+        if not self._is_proof(welcome.proof, "acceptor", peer.rank):
             self.refuse(Refusal("secret"))
-            return
-        if self.wanted_rank not in (None, peer.rank):
+        elif self.wanted_rank not in (None, peer.rank):
             raise HandshakeError(f"rank {peer.rank} answered where {self.wanted_rank} was wanted")
-        self.peer = peer
-        self.stage = Stage.DONE
+        else:
+            self.peer = peer
+            self.stage = Stage.DONE
 
-    def _take_refused(self, refused: _Refused) -> None:
-        due = self._prove("refusal", self.wanted_rank)
-        if refused.field not in _UNPROVED_FIELDS and not hmac.compare_digest(due, refused.proof):
-            field = printable(refused.field, MAX_TEXT)
-            raise HandshakeError(f"refused for {field!r} without proof of the secret")
-        texts = (refused.field, refused.ours, refused.theirs)
-        self.refuse(Refusal(*(printable(text, MAX_TEXT) for text in texts)))
+    def _take_refused(self, said: _Refused) -> None:
+        texts = [printable(text, MAX_TEXT) for text in (said.field, said.ours, said.theirs)]
+        is_proved = self._is_proof(said.proof, "refusal", self.wanted_rank)
+        if said.field not in _UNPROVED_FIELDS and not is_proved:
+            raise HandshakeError(f"refused for {texts[0]!r} without proof of the secret")
+        self.refuse(Refusal(*texts))
+
+    def _is_proof(self, proof: bytes, direction: str, acceptor_rank: int | None) -> bool:
+        return hmac.compare_digest(self._prove(direction, acceptor_rank), proof)
 
     def _prove(self, direction: str, acceptor_rank: int | None) -> bytes:
         """The HMAC over direction, run id, both nonces and both ranks; empty inside TLS.
@@ -404,7 +380,6 @@ class Handshake:
         """
         if self._secret is None:
             return b""
-        assert self._hello is not None
         nonces = (self._nonce, self._peer_nonce)
         if not self.dialler:
             nonces = nonces[::-1]

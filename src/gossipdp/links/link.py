@@ -1,6 +1,6 @@
-"""The seam between the gossip thread and whatever carries its bytes.
+"""The seam between the gossip thread and whatever carries its bytes; and when to dial whom.
 
-A transport (:mod:`~gossipdp.links.tcp`) makes links and calls one :class:`LinkHandler`.
+A :class:`Transport` (:mod:`.tcp`) makes links and calls one :class:`LinkHandler`.
 Guarantees, which the conformance suite in ``tests/unit/links`` checks:
 
 - Handler methods are called only from inside the transport's ``poll()``, one at a time, and never
@@ -18,10 +18,22 @@ Guarantees, which the conformance suite in ``tests/unit/links`` checks:
 """
 
 import abc
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from random import Random
 from typing import final
 
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Identity, Refusal
+
+FIRST_RETRY_S = 0.05
+LONGEST_RETRY_S = 10.0
+# Of two workers that want the same link the lower rank dials at once and the higher one waits
+# this long for it: dialling from both sides works, but costs a link. After the loss of a link less
+# long: if the peer was killed, its address refuses connections, and that is how it is noticed.
+GRACE_S = 1.0
+GRACE_AFTER_LOSS_S = 0.2
 
 
 class Link(abc.ABC):
@@ -34,15 +46,14 @@ class Link(abc.ABC):
         bytes_sent, bytes_received: over the network, headers included.
         shared_bytes_sent, shared_bytes_received: of chunks that were read in place instead.
         last_heard_s: when the last byte arrived, by the transport's clock, in seconds.
+        is_shared: whether the peer reads exchange chunks in what ``allocate`` gives now.
     """
 
     peer_identity: Identity
     closed = False
     queued_bytes = 0
-    bytes_sent = 0
-    bytes_received = 0
-    shared_bytes_sent = 0
-    shared_bytes_received = 0
+    bytes_sent = bytes_received = 0
+    shared_bytes_sent = shared_bytes_received = 0
     last_heard_s = 0.0
 
     @property
@@ -59,7 +70,6 @@ class Link(abc.ABC):
 
     @property
     def is_shared(self) -> bool:
-        """Whether the peer reads exchange chunks in what ``allocate`` gives now, without a copy."""
         return False
 
     @property
@@ -69,7 +79,7 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def queued_of(self, *frame_types: FrameType) -> int:
-        """Those of them that have one of these types; one of the types read in place means both."""
+        """Those of them that have one of these types."""
 
     @abc.abstractmethod
     def send_control(self, data: bytes) -> None:
@@ -80,14 +90,12 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def send_chunk(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
-        """Queue a chunk. ``payload`` (contiguous) is not copied.
+        """Queue a chunk. ``payload`` (contiguous) is not copied. On a closed link it does nothing.
 
         It must stay unchanged until the chunk has left, that is, until ``queued_chunks`` no
-        longer counts it; chunks leave in the order in which they were queued. On a closed link it
-        does nothing.
-
-        A payload from :meth:`.Transport.allocate` may be read by the peer where it lies: see
-        :attr:`is_shared`. Such a chunk has left when the peer has read it.
+        longer counts it; chunks leave in the order in which they were queued. One whose payload is
+        from :meth:`Transport.allocate`, on a link that ``is_shared``, has left when the peer has
+        read it there.
         """
 
     @abc.abstractmethod
@@ -100,7 +108,7 @@ class Link(abc.ABC):
 
 
 class LinkHandler(abc.ABC):
-    """What a transport tells; see the module for when and in which order."""
+    """Is told what happens; see the module for when and in which order."""
 
     @abc.abstractmethod
     def link_up(self, link: Link) -> None:
@@ -131,9 +139,8 @@ class LinkHandler(abc.ABC):
     ) -> None:
         """A chunk arrived whole: ``payload`` is the buffer from ``chunk_buffer``, now filled.
 
-        None: it was dropped, as ``chunk_buffer`` wished. An exchange chunk may be passed where
-        the peer holds it instead. That is valid until this method returns, and a write there
-        would end the process.
+        None: it was dropped. An exchange chunk may be passed where the peer holds it instead. That
+        is valid until this method returns, and a write there would end the process.
         """
 
     @abc.abstractmethod
@@ -155,10 +162,7 @@ class LinkHandler(abc.ABC):
 
 
 class Transport(abc.ABC):
-    """Makes links and drives one :class:`~gossipdp.links.link.LinkHandler`.
-
-    Used from one thread, except :meth:`wake`.
-    """
+    """Makes links and drives one :class:`LinkHandler`; for one thread, except :meth:`wake`."""
 
     @abc.abstractmethod
     def allocate(self, num_bytes: int) -> memoryview:
@@ -168,7 +172,7 @@ class Transport(abc.ABC):
         before, unless the peer of a link that broke may still be reading that: then it is fresh,
         and what was given before stays as it is for as long as somebody reads it.
 
-        Where peers can read it in place (:attr:`.Link.is_shared`) its chunks are not copied.
+        Where peers can read it in place (``Link.is_shared``) its chunks are not copied.
         """
 
     @abc.abstractmethod
@@ -195,3 +199,64 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Close everything, without telling the handler; control frames leave where they can."""
+
+
+@dataclass
+class _Wish:
+    due_s: float  # infinite while a dial is under way
+    retry_s: float = FIRST_RETRY_S
+
+
+class Dialer:
+    """Which peers to dial now: pure bookkeeping of wanted links.
+
+    A wanted peer without a link is dialled, and dialled again with a back-off that doubles up to
+    ``LONGEST_RETRY_S`` (and a jitter, so that many workers do not knock together) for as long as
+    it is wanted: partitions heal, and the dead may come back at the same address.
+    """
+
+    def __init__(self, rank: int, random: Random) -> None:
+        self._rank = rank
+        self._random = random
+        self._wishes: dict[int, _Wish] = {}
+        self._linked: set[int] = set()
+
+    def want(self, peers: Iterable[int], now_s: float, *, at_once: bool = False) -> None:
+        """Add peers to those wanted."""
+        for peer in peers:
+            grace_s = 0.0 if at_once or self._rank < peer else GRACE_S
+            wish = self._wishes.setdefault(peer, _Wish(now_s + grace_s))
+            if at_once and wish.due_s < math.inf:
+                wish.due_s = min(wish.due_s, now_s)
+
+    def linked(self, peer: int) -> None:
+        """A link to ``peer`` is up."""
+        self._linked.add(peer)
+
+    def unlinked(self, peer: int, now_s: float) -> None:
+        """The link to ``peer`` went down."""
+        self._linked.discard(peer)
+        if peer in self._wishes:
+            self._wishes[peer] = _Wish(now_s + (0.0 if self._rank < peer else GRACE_AFTER_LOSS_S))
+
+    def failed(self, peer: int, now_s: float) -> None:
+        """A dial came to nothing."""
+        wish = self._wishes.get(peer)
+        if wish is not None and peer not in self._linked:
+            wish.due_s = now_s + wish.retry_s * self._random.uniform(0.8, 1.2)
+            wish.retry_s = min(LONGEST_RETRY_S, 2.0 * wish.retry_s)
+
+    def due(self, addresses: Mapping[int, tuple[str, int]], now_s: float) -> list[int]:
+        """Return the peers to dial now; each then waits for ``linked`` or ``failed``."""
+        due = [peer for peer, wish in self._open(addresses) if wish.due_s <= now_s]
+        for peer in due:
+            self._wishes[peer].due_s = math.inf
+        return due
+
+    def next_due_s(self, addresses: Mapping[int, tuple[str, int]]) -> float:
+        """When :meth:`due` will next have something to say, if nothing happens before."""
+        return min((wish.due_s for _, wish in self._open(addresses)), default=math.inf)
+
+    def _open(self, addresses: Mapping[int, tuple[str, int]]) -> list[tuple[int, _Wish]]:
+        wanted = self._wishes.items()
+        return [each for each in wanted if each[0] not in self._linked and each[0] in addresses]

@@ -1,9 +1,16 @@
-"""Memory that another process of this host reads in place: sealed memfds and their mappings.
+"""Memory that another process of this host reads in place, and how it gets there.
 
-A :class:`SharedSegment` is a worker's own: it writes there what it sends, and passes the descriptor
-to its peers (:mod:`.shared_offers`). It has no name in any file system and ends with the last
-process that has it mapped or open, so that nothing is left after ``kill -9`` of all workers. Its
-size is sealed, so a peer's read cannot run into a hole, and so is writing by anybody else.
+A :class:`SharedSegment` is a worker's own sealed memfd: it writes there what it sends. It has no
+name in any file system and ends with the last process that has it mapped or open, so that nothing
+is left after ``kill -9`` of all workers. Its size is sealed, so a peer's read cannot run into a
+hole, and so is writing by anybody else.
+
+Every worker that has a segment listens on an abstract Unix socket of a random name, its
+:class:`MemorySocket`. It tells a peer the name and a random token of their link over that link
+itself. To offer its segment, a worker connects to the peer's socket, sends one packet, the
+segment's descriptor with it, and closes. That is all: the answer comes over the link. A connection
+that is refused says that the peer is not in the same network namespace, so "the same host" is
+proved and never guessed from names.
 
 Guarantees:
 
@@ -12,6 +19,10 @@ Guarantees:
 - A forked child has neither the mapping (``MADV_DONTFORK``) nor, once :mod:`.fork` has closed it,
   the descriptor. So its copies of these objects are not to be looked at; that they are collected
   there does no harm.
+- Each end looks at the other's user id, for which the kernel vouches: a process of another user
+  gets nothing and is not read. One of the same user could read a worker's memory anyway.
+- Nothing here waits: a peer whose queue is full is not offered anything, and its link stays as it
+  is.
 """
 
 from __future__ import annotations
@@ -21,33 +32,39 @@ import errno
 import fcntl
 import mmap
 import os
-from collections import deque
+import secrets
+import select
+import socket
+import struct
+from collections.abc import Collection, Iterator
 from typing import Any, final
 
 from gossipdp.links import fork
-from gossipdp.links.frames import MAX_SEGMENT, SEQUENCE_MODULUS, FrameError, Header
+from gossipdp.links.frames import MAX_SEGMENT, NAME_BYTES, TOKEN_BYTES, FrameError, Header
+from gossipdp.links.strangers import OnceLog
 
 # A bound on what is mapped for a peer; slots are a few chunks.
 MAX_SEGMENT_BYTES = 1 << 30
 # A peer passes another segment only when one that had mapped the last is gone.
 MAX_SEGMENTS = 2
+# All workers of a host may offer at once.
+BACKLOG = 1024
+# Connections of this user's processes that have not said anything yet; the oldest goes first.
+MAX_STRANGERS = 64
 
+_EVENTS = select.EPOLLIN | select.EPOLLET
+_OFFER = struct.Struct(f"<8s{TOKEN_BYTES}sIQ")
+_MAGIC = b"GDPMEM2\0"
+_CREDENTIALS = struct.Struct("3i")
 # <linux/fcntl.h>; Python names it only since 3.13. Linux 5.1.
 _F_SEAL_FUTURE_WRITE = 0x0010
-_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_DONTFORK = 10
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -66,10 +83,10 @@ class _Mapping:
         with fork.descriptors_guard:  # no fork between the two
             address = _libc.mmap(None, num_bytes, protection, mmap.MAP_SHARED, descriptor, 0)
             if address == _MAP_FAILED:
-                raise _error("mmap")
+                raise OSError(ctypes.get_errno(), f"mmap: {os.strerror(ctypes.get_errno())}")
             self.address = address
             if _libc.madvise(address, num_bytes, _MADV_DONTFORK):
-                raise _error("madvise")
+                raise OSError(ctypes.get_errno(), f"madvise: {os.strerror(ctypes.get_errno())}")
 
     def __del__(self) -> None:
         """Unmap, but not in a forked child: what it has at that address is something else."""
@@ -84,26 +101,12 @@ class _Mapping:
         return memoryview(room).cast("B")
 
 
-def _error(call: str) -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, f"{call}: {os.strerror(number)}")
-
-
 @final
 class SharedSegment(fork.DescriptorOwner):
-    """A worker's own memory, which it writes and its peers read.
+    """A worker's own ``memory``, page-aligned, which it writes and its peers read.
 
-    Args:
-        num_bytes: how much; all of it is allocated at once.
-        number: names it among the segments of this worker, 1 to 65535.
-
-    Attributes:
-        memory: the bytes, at the start of a page.
-        descriptor: what a peer maps; valid while the segment lives.
-
-    Raises:
-        OSError: The system has no memfd that can be sealed so, or not that much memory;
-            or the numbers are used up.
+    ``number``, 1 to 65535, names it among the segments of this worker. Raises OSError where the
+    system has no memfd that can be sealed so, or not that much memory.
     """
 
     def __init__(self, num_bytes: int, number: int) -> None:
@@ -119,11 +122,7 @@ class SharedSegment(fork.DescriptorOwner):
         # At once, so that too little memory is an error here and no signal later.
         os.posix_fallocate(self.descriptor, 0, num_bytes)
         self.memory = _Mapping(self.descriptor, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE).view()
-        fcntl.fcntl(
-            self.descriptor,
-            fcntl.F_ADD_SEALS,
-            _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL,
-        )
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
 
     def offset_of(self, payload: memoryview) -> int | None:
         """Where in this segment ``payload`` lies; None: elsewhere."""
@@ -132,7 +131,6 @@ class SharedSegment(fork.DescriptorOwner):
         return address_of(payload) - address_of(self.memory)
 
     def close_in_child(self) -> None:
-        """See :class:`~gossipdp.links.fork.DescriptorOwner`."""
         fork.close_descriptor(self.descriptor)
         self.descriptor = -1
 
@@ -140,19 +138,20 @@ class SharedSegment(fork.DescriptorOwner):
         """Close the descriptor; the memory lives as long as somebody looks at it."""
         with fork.descriptors_guard:
             if self.descriptor >= 0:
-                fork.close_descriptor(self.descriptor)
-                self.descriptor = -1
+                self.close_in_child()
+
+
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a contiguous, writable ``view`` begin in this process."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def map_peers_segment(descriptor: int, num_bytes: int) -> memoryview:
     """Map a peer's segment for reading; the descriptor may be closed afterwards.
 
     The view calls itself writable, since neither torch nor numba likes one that is not; whoever
-    writes there all the same is ended by the system.
-
-    Raises:
-        OSError: It cannot be mapped.
-        ValueError: It is not what a peer of ours passes: its size is another or not sealed.
+    writes there all the same is ended by the system. Raises ValueError for what no peer of ours
+    passes: another size, or one that is not sealed.
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -166,98 +165,15 @@ def map_peers_segment(descriptor: int, num_bytes: int) -> memoryview:
     return _Mapping(descriptor, num_bytes, mmap.PROT_READ).view()
 
 
-def address_of(view: memoryview) -> int:
-    """Where the bytes of a contiguous, writable ``view`` begin in this process."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
 @final
-class SharedChunks:
-    """One link's account of the chunks that are read in place, both directions.
-
-    A chunk in the sender's segment goes out as a header alone, once the peer has said that it has
-    that segment mapped. It has left only when the peer has said that it read it: every frame
-    carries the number of chunks that its sender has read so far. Order is kept: a chunk that went
-    out as bytes has left only when all before it have, so a sender may tell from the number of
-    chunks queued which of its slots are free.
-
-    Attributes:
-        offered: number of the last segment of ours that the peer was offered; 0: none.
-        ready: number of the last segment of ours that the peer has mapped; 0: none.
-    """
+class PeerSegments:
+    """The segments of one peer that are mapped here."""
 
     def __init__(self) -> None:
-        self.offered = 0
-        self.ready = 0
-        self._sent: deque[bool] = deque()  # of each chunk that has not left: whether it is shared
-        self._num_shared_sent = 0
-        self._num_confirmed = 0
-        self._num_read = 0
-        self._num_said = 0
         self._segments: dict[int, memoryview] = {}
 
-    # Chunks of ours.
-
-    @property
-    def num_unread(self) -> int:
-        """Chunks that went out and have not left: shared ones, and bytes behind them."""
-        return len(self._sent)
-
-    @property
-    def is_in_doubt(self) -> bool:
-        """Whether the peer may be reading our memory."""
-        return bool(self._sent)
-
-    def sent(self) -> None:
-        """The header of a shared chunk was laid out."""
-        self._sent.append(True)
-        self._num_shared_sent += 1
-
-    def sent_as_bytes(self) -> None:
-        """The last byte of another chunk was handed over."""
-        if self._sent:
-            self._sent.append(False)
-
-    def confirm(self, num_read: int) -> bool:
-        """The peer says how many it has read, modulo 2**32; whether it is more than before.
-
-        Raises:
-            FrameError: That many were not sent.
-        """
-        news = (num_read - self._num_confirmed) % SEQUENCE_MODULUS
-        if news > self._num_shared_sent - self._num_confirmed:
-            raise FrameError(f"{news} chunks acknowledged, {self.num_unread} unread")
-        self._num_confirmed += news
-        for _ in range(news):
-            self._sent.popleft()
-            while self._sent and not self._sent[0]:
-                self._sent.popleft()
-        return news > 0
-
-    def confirm_segment(self, number: int) -> None:
-        """The peer says that it has mapped segment ``number``.
-
-        Raises:
-            FrameError: It was not offered.
-        """
-        if not self.ready < number <= self.offered:
-            raise FrameError(f"segment {number} is mapped; the last offered is {self.offered}")
-        self.ready = number
-
-    # Chunks of the peer.
-
-    @property
-    def owes(self) -> bool:
-        """Whether the peer does not know yet of all that was read."""
-        return self._num_read != self._num_said
-
-    def say(self) -> int:
-        """How many were read, to be told in the next header."""
-        self._num_said = self._num_read
-        return self._num_read
-
-    def map(self, number: int, memory: memoryview) -> bool:
-        """Take a segment of the peer, mapped; False: an old one."""
+    def add(self, number: int, memory: memoryview) -> bool:
+        """Take a segment; False: an old one."""
         if number <= max(self._segments, default=0):
             return False
         self._segments[number] = memory
@@ -266,23 +182,141 @@ class SharedChunks:
         return True
 
     def find(self, frame: Header) -> memoryview:
-        """The memory that ``frame`` speaks of. Chunks come in order, so older segments may go.
-
-        Raises:
-            FrameError: It is not in a segment that was offered.
-        """
+        """The memory that ``frame`` speaks of. Chunks come in order, so older segments may go."""
         memory = self._segments.get(frame.segment)
         if memory is None or frame.offset + frame.length > len(memory):
             raise FrameError(f"{frame.length} bytes at {frame.offset} of segment {frame.segment}")
-        for number in [number for number in self._segments if number < frame.segment]:
-            del self._segments[number]
+        while min(self._segments) < frame.segment:
+            del self._segments[min(self._segments)]
         return memory[frame.offset : frame.offset + frame.length]
 
-    def read(self) -> None:
-        """A chunk was read, or is not wanted; nobody looks at it any more."""
-        self._num_read += 1
-
-    def end(self) -> None:
-        """Let go of the peer's memory; what is being read holds it so long."""
+    def clear(self) -> None:
         self._segments.clear()
-        self._sent.clear()
+
+
+def offer(segment: SharedSegment, memory_socket: bytes) -> bool:
+    """Offer ``segment`` to the peer that told its ``memory_socket``; whether it is on this host.
+
+    Raises OSError where its socket did not take it, or belongs to another user.
+    """
+    name, token = memory_socket[:NAME_BYTES], memory_socket[NAME_BYTES:]
+    packet = _OFFER.pack(_MAGIC, token, segment.number, len(segment.memory))
+    with fork.descriptors_guard, _socket() as connection:
+        try:
+            connection.connect(_address(name))
+        except OSError as error:
+            # No such socket, or a system without any.
+            if error.errno in (errno.ECONNREFUSED, errno.ENOENT):
+                return False
+            raise
+        if _user_of(connection) != os.geteuid():
+            raise PermissionError(errno.EPERM, "it runs as another user")
+        socket.send_fds(connection, [packet], [segment.descriptor])
+    return True
+
+
+@final
+class MemorySocket:
+    """Where one worker takes its peers' segments; its owner sees to forks.
+
+    ``epoll`` watches every socket for :meth:`take`, edge-triggered. ``sockets`` are all that it has
+    open: the listening one, then those of strangers, the oldest first.
+    """
+
+    def __init__(self, log: OnceLog, epoll: select.epoll) -> None:
+        self.name = secrets.token_bytes(NAME_BYTES)
+        self._log = log
+        self._epoll = epoll
+        with fork.descriptors_guard:
+            listener = _socket()
+            try:
+                listener.bind(_address(self.name))
+                listener.listen(BACKLOG)
+                epoll.register(listener, _EVENTS)
+            except OSError:
+                listener.close()
+                raise
+            self.sockets = [listener]
+
+    def take(self, tokens: Collection[bytes]) -> Iterator[tuple[bytes, int, memoryview]]:
+        """What has come for links with these tokens: token, number and memory of each segment."""
+        for connection in self._connections():
+            try:
+                offered = self._receive(connection, tokens)
+            except BlockingIOError:
+                if len(self.sockets) > 1 + MAX_STRANGERS:
+                    self._drop(self.sockets[1])
+                continue
+            except (OSError, ValueError) as error:
+                self._warn("dropped a connection to the memory socket", error)
+                offered = None
+            self._drop(connection)
+            if offered is not None:
+                yield offered
+
+    def _connections(self) -> Iterator[socket.socket]:
+        """Those that have said nothing yet, then those that wait to be taken in."""
+        yield from self.sockets[1:]
+        for _ in range(BACKLOG):
+            with fork.descriptors_guard:
+                try:
+                    connection = self.sockets[0].accept()[0]
+                except BlockingIOError:
+                    return
+                except ConnectionError:
+                    continue
+                except OSError as error:  # no descriptor left: look again at the next event
+                    self._warn("cannot take what is offered", error)
+                    return
+                if _user_of(connection) != os.geteuid():
+                    connection.close()
+                    continue
+                connection.setblocking(False)
+                self.sockets.append(connection)
+                self._epoll.register(connection, _EVENTS)
+            yield connection
+
+    def _drop(self, connection: socket.socket) -> None:
+        with fork.descriptors_guard:
+            self.sockets.remove(connection)
+            self._epoll.unregister(connection)
+            connection.close()
+
+    def _receive(
+        self, connection: socket.socket, tokens: Collection[bytes]
+    ) -> tuple[bytes, int, memoryview] | None:
+        """What ``connection`` brings; None: for a link that is no more. ValueError: no offer."""
+        with fork.descriptors_guard:
+            packet, descriptors, flags, _ = socket.recv_fds(
+                connection, _OFFER.size, 1, socket.MSG_CMSG_CLOEXEC
+            )
+            try:
+                if len(packet) != _OFFER.size or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                    raise ValueError(f"a packet of {len(packet)} bytes is no offer")
+                magic, token, number, num_bytes = _OFFER.unpack(packet)
+                if magic != _MAGIC or len(descriptors) != 1 or not 0 < number <= MAX_SEGMENT:
+                    raise ValueError("a packet that is no offer")
+                if token not in tokens:
+                    return None
+                return token, number, map_peers_segment(descriptors[0], num_bytes)
+            finally:
+                for descriptor in descriptors:
+                    fork.close_descriptor(descriptor)
+
+    def _warn(self, what: str, why: object) -> None:
+        self._log.warn_once("memory", f"{what}: {why}", "%s: %s", what, why)
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+
+
+def _address(name: bytes) -> bytes:
+    return b"\0gossipdp-" + name.hex().encode()
+
+
+def _user_of(connection: socket.socket) -> int:
+    """The user id of the process at the other end, as the kernel saw it connect or listen."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user_id: int = _CREDENTIALS.unpack(data)[1]
+    return user_id

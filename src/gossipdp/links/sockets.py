@@ -25,7 +25,6 @@ BACKLOG = 128
 # Linux; Python's socket module does not name it. The kernel's own TCP keeps the pace.
 SO_MAX_PACING_RATE = 47
 MAX_PACE = 1e15
-_MAX_EMPTIED_BYTES = 16 << 20
 
 
 class Stream(abc.ABC):
@@ -38,55 +37,41 @@ class Stream(abc.ABC):
         connection: the socket itself; whoever closes it closes the stream.
         mixes_directions: whether reading may have to wait for room to write, or the other way
             round, so that any event is a reason to try both.
+        has_more: whether ``receive_into`` has something to say although it returned fewer bytes.
+        is_worn: whether its key has protected as much as it may: a new connection is due.
     """
 
     connection: socket.socket
     mixes_directions = False
-
-    @property
-    def has_more(self) -> bool:
-        """Whether ``receive_into`` has something to say although it returned fewer bytes."""
-        return False
-
-    @property
-    def is_worn(self) -> bool:
-        """Whether its key has protected as much as it may: a new connection is due."""
-        return False
+    has_more = False
+    is_worn = False
 
     @abc.abstractmethod
     def receive_into(self, rooms: Sequence[memoryview]) -> int:
         """Fill ``rooms``, one after the other; how many bytes came. 0: the peer has ended.
 
-        Raises:
-            BlockingIOError: Nothing has come yet.
-            OSError: The connection is lost.
+        Raises BlockingIOError where nothing has come yet, OSError where the connection is lost.
         """
 
     @abc.abstractmethod
     def send(self, parts: Sequence[bytes | memoryview]) -> int:
         """Hand ``parts`` to the kernel, one after the other; how many bytes it took.
 
-        What was not taken must come first, unchanged, in the next call.
-
-        Raises:
-            BlockingIOError: No room.
-            OSError: The connection is lost.
+        What was not taken must come first, unchanged, in the next call. Raises as above.
         """
 
 
 @final
 class PlainStream(Stream):
-    """The socket as it is."""
+    """The socket as it is; methods as of :class:`Stream`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
 
     def receive_into(self, rooms: Sequence[memoryview]) -> int:
-        """See :class:`Stream`."""
         return self.connection.recvmsg_into(rooms)[0]
 
     def send(self, parts: Sequence[bytes | memoryview]) -> int:
-        """See :class:`Stream`."""
         return self.connection.sendmsg(parts)
 
 
@@ -99,23 +84,17 @@ class Listener(socket.socket, fork.DescriptorOwner):
     """
 
     def close_in_child(self) -> None:
-        """See :class:`~gossipdp.links.fork.DescriptorOwner`."""
         fork.close_descriptor(self.detach())
 
 
 def listen(host: str, port: int) -> Listener:
-    """A non-blocking listening socket; port 0 takes a free one.
-
-    Raises:
-        RendezvousError: The port is in use, or the host is not an address of this machine.
-    """
+    """A non-blocking listening socket; port 0 takes a free one. RendezvousError: it cannot be."""
     listener = None
+    stream, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, *_, address = socket.getaddrinfo(host, port, type=stream, flags=passive)[0]
         with fork.descriptors_guard:
-            listener = Listener(family, kind | socket.SOCK_NONBLOCK)
+            listener = Listener(family, stream | socket.SOCK_NONBLOCK)
             fork.register(listener)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -147,11 +126,7 @@ def set_options(
 
 
 def pace(connection: socket.socket, max_bytes_per_s: float) -> None:
-    """Cap what the kernel sends on a TCP connection; a first burst of ten segments is not paced.
-
-    Raises:
-        OSError: The system has no such cap.
-    """
+    """Cap what the kernel sends on a TCP connection; a first burst of ten segments is not paced."""
     # As unsigned long: of an int Python packs 32 bits with sign, which end at 2 GB/s.
     wanted = struct.pack("@L", math.ceil(max_bytes_per_s))
     connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, wanted)
@@ -160,11 +135,7 @@ def pace(connection: socket.socket, max_bytes_per_s: float) -> None:
 
 
 def check_pacing(max_bytes_per_s: float) -> None:
-    """Say at once whether links of this machine can be capped so.
-
-    Raises:
-        ValueError: The number cannot be meant, or the system has no such cap.
-    """
+    """Raise ValueError where links of this machine cannot be capped so."""
     if not (math.isfinite(max_bytes_per_s) and 1 <= max_bytes_per_s <= MAX_PACE):
         raise ValueError(
             f"max_bytes_per_s must be None (no cap) or a number from 1 to {MAX_PACE:g}, "
@@ -183,11 +154,7 @@ def check_pacing(max_bytes_per_s: float) -> None:
 
 
 def is_connected(connection: socket.socket) -> bool:
-    """Whether a non-blocking ``connect`` has got through; False: not yet.
-
-    Raises:
-        OSError: It failed. ``ConnectionRefusedError``: nobody listens there.
-    """
+    """Whether a non-blocking ``connect`` has got through, not yet, or failed (OSError)."""
     code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if code:
         raise OSError(code, errno.errorcode.get(code, str(code)))
@@ -202,20 +169,14 @@ def is_connected(connection: socket.socket) -> bool:
     return True
 
 
-def empty(
-    connection: socket.socket, scratch: memoryview, max_bytes: int = _MAX_EMPTIED_BYTES
-) -> None:
+def empty(connection: socket.socket, scratch: memoryview, max_bytes: int = 16 << 20) -> None:
     """Drop what has arrived on a socket about to be closed.
 
     Closing with unread data resets the connection, and the reset overtakes what was just sent.
     """
-    dropped = 0
-    while dropped < max_bytes:
-        try:
-            # The plain method: what TLS would make of the bytes does not matter any more.
-            count = socket.socket.recv_into(connection, scratch)
-        except OSError:
-            return
-        if count == 0:
-            return
-        dropped += count
+    try:
+        # The plain method: what TLS would make of the bytes does not matter any more.
+        while max_bytes > 0 and (count := socket.socket.recv_into(connection, scratch)):
+            max_bytes -= count
+    except OSError:
+        pass

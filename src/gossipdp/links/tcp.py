@@ -1,14 +1,21 @@
 """The TCP transport: one non-blocking poll loop that owns all sockets of a worker.
 
 Used from one thread, except :meth:`TcpTransport.wake`. Everything that waits has a deadline, and
-every error of a socket ends that link or dial and nothing else.
+every error of a socket ends that link or dial and nothing else. A connection begins as an
+:class:`~.opening.Opening` and, once its handshake is done, becomes a :class:`~.tcp_link.TcpLink`.
 
-A connection begins as an :class:`~.openings.Opening` and, once its handshake is done, becomes a
-:class:`~.tcp_link.TcpLink`.
+What strangers can cause is bounded: the number of accepted connections, the time each may take,
+the bytes read of each, what is allocated for it and what is logged of it.
+
+Where both of two workers dial, the link dialled by the lower rank stays: the higher lets it replace
+its own and gives up its dial, and the lower turns a dial away while it holds its own link to the
+same process. Another process of the peer always replaces the old.
 """
 
+import errno
 import ipaddress
 import logging
+import math
 import mmap
 import os
 import select
@@ -17,23 +24,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import msgspec
 
-from gossipdp.links import fork, shared_offers, sockets
+from gossipdp.links import fork, sockets
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.frames import run_tag
-from gossipdp.links.handshake import Identity
+from gossipdp.links.handshake import Handshake, HandshakeError, Identity, Refusal
 from gossipdp.links.link import LinkHandler, Transport
-from gossipdp.links.openings import (
-    MAX_UNAUTHENTICATED,
-    DialEnded,
-    Opening,
-    Openings,
-)
-from gossipdp.links.shared_memory import SharedSegment
+from gossipdp.links.opening import Opening
+from gossipdp.links.shared_memory import MemorySocket, SharedSegment, offer
 from gossipdp.links.sockets import Listener, listen
 from gossipdp.links.strangers import OnceLog
 from gossipdp.links.tcp_link import LinkOwner, TcpLink
@@ -43,11 +46,16 @@ __all__ = ["TcpTransport", "listen"]
 
 SharedMemory = Literal["auto", "off"]
 
+HANDSHAKE_TIMEOUT_S = 5.0
+MAX_UNAUTHENTICATED = 64
+# What is read of a stranger that is turned away, so that it hears why before the reset.
+MAX_EMPTIED_BYTES = 64 << 10
 SCRATCH_BYTES = 256 << 10
-# How long the listener rests when the process has no descriptor left.
+# How long nobody is accepted when the process has no descriptor left.
 LISTENER_REST_S = 0.2
 
 _HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+_EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 
 @final
@@ -98,19 +106,23 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self.clock = clock
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.segment: SharedSegment | None = None
+        self._secret = secret if tls is None else None
+        self._tls = tls
+        self._max_unauthenticated = max_unauthenticated
+        self._max_bytes_per_s = max_bytes_per_s
         self._memory: memoryview | None = None
         self._num_segments = 0
         self._may_share = shared_memory == "auto" and max_bytes_per_s is None
-        self._offers: shared_offers.Offers | None = None
-        self._offers_due = False
+        self._memory_socket: MemorySocket | None = None
         self._polling = False
         self._links: dict[int, TcpLink] = {}
-        self._by_descriptor: dict[int, TcpLink] = {}
+        self._openings: dict[Opening, None] = {}  # the oldest first
+        self._by_descriptor: dict[int, TcpLink | Opening] = {}
         self._notices: deque[Callable[[], None]] = deque()
-        self._to_read: dict[TcpLink | Opening, None] = {}
-        self._to_write: dict[TcpLink, None] = {}
-        self._accept_due = False
-        self._listener_rests_until_s: float | None = None
+        self.to_read: dict[Any, None] = {}  # links and openings
+        self.to_write: dict[TcpLink, None] = {}
+        self._accept_due = self._segments_due = False
+        self._listener_rests_until_s = -math.inf
         self._log = OnceLog(logging.getLogger("gossipdp"))
         # Keeps close() in another thread from closing the descriptor, and the system from giving
         # its number away, between wake()'s test and its write. Re-entrant, so that a signal handler
@@ -119,78 +131,48 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self._listener = listener
         with fork.descriptors_guard:
             self._epoll = select.epoll()
-            self._openings = Openings(
-                self.identity,
-                secret,
-                tls,
-                links=self._links,
-                epoll=self._epoll,
-                clock=clock,
-                log=self._log,
-                max_accepted=max_unauthenticated,
-                max_bytes_per_s=max_bytes_per_s,
-            )
             self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             fork.register(self)
             self._closed = False
-        self._epoll.register(self._listener, select.EPOLLIN)
-        # Edge-triggered, so that the counter need not be read back.
-        self._epoll.register(self._wake_descriptor, select.EPOLLIN | select.EPOLLET)
+        # Edge-triggered too, so that the counter need not be read back, and a listener that cannot
+        # accept does not end every wait at once.
+        for source in (self._listener, self._wake_descriptor):
+            self._epoll.register(source, select.EPOLLIN | select.EPOLLET)
 
     @property
     def links(self) -> Mapping[int, TcpLink]:
         """The link to each peer that has one. ``link_up`` may still be on its way."""
         return MappingProxyType(self._links)
 
-    def allocate(self, num_bytes: int) -> memoryview:
-        """See :class:`Transport`."""
-        assert self._is_open()
-        if self._memory is not None and len(self._memory) == num_bytes:
-            return self._memory
-        self._memory = self._allocate_shared(num_bytes)
-        if self._memory is None:
-            private = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._memory = memoryview(private)
-        return self._memory
-
-    def dial(self, peer: int | None, host: str, port: int) -> None:
-        """See :class:`Transport`."""
-        assert self._is_open()
-        self._take(self._openings.dial(peer, host, port))
-
     def poll(self, timeout_s: float) -> None:
-        """See :class:`Transport`."""
-        assert self._is_open()
+        assert not self._closed
         assert not self._polling, "poll() called from a handler"
         self._polling = True
         try:
             if self._write(acknowledge=True) | self._tell():
                 timeout_s = 0.0  # the caller may have waited for just that
-            if not self._is_open():
-                return
-            self._collect_events(timeout_s)
-            if self._accept_due:
-                self._accept_due = False
-                self._accept()
-            if self._offers_due:
-                self._take_offers()
-            # A link may be there already, and its first frame: the other end was quick, or we slow.
-            self._tell()
-            if not self._is_open():
-                return
-            self._read()
-            if not self._is_open():
-                return
-            for ended in self._openings.expire():
-                self._take(ended)
-            # What is owed may yet ride on what the caller sends next.
-            self._write(acknowledge=False)
-            self._tell()
+            if self._is_open():
+                self._collect_events(timeout_s)
+                if self._accept_due and self.clock() >= self._listener_rests_until_s:
+                    self._accept()
+                if self._segments_due:
+                    self._segments_due = False
+                    self._take_segments()
+                # A link may be there already, and its first frame: the other end was quick, or we
+                # slow.
+                self._tell()
+            if self._is_open():
+                self._read()
+            if self._is_open():
+                self._expire()
+                # What is owed may yet ride on what the caller sends next.
+                self._write(acknowledge=False)
+                self._tell()
         finally:
             self._polling = False
 
     def wake(self) -> None:
-        """See :class:`Transport`.
+        """As of :class:`Transport`.
 
         A forked child, where another thread may have left the guard taken for ever, finds the
         transport closed before it gets there.
@@ -205,7 +187,6 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
                     pass  # the counter is full, so a wake-up is pending
 
     def close(self) -> None:
-        """See :class:`Transport`."""
         if self._closed:
             return
         for link in list(self._links.values()):
@@ -213,25 +194,20 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             sockets.empty(link.connection, self.scratch)
         with fork.descriptors_guard, self._wake_guard:
             self._closed = True
-            for connection in self._connections():
+            for connection in [*self._connections(), self._listener]:
                 connection.close()
-            self._listener.close()
-            if self._offers is not None:
-                self._offers.close()
             self._epoll.close()
             os.close(self._wake_descriptor)
         for link in list(self._links.values()):
             link.end("this worker closed its transport")
-        self._links.clear()
         self.segment = self._memory = None
-        self._openings.clear()
-        self._by_descriptor.clear()
-        self._to_read.clear()
-        self._to_write.clear()
+        for mine in (self._links, self._openings, self._by_descriptor, self.to_read):
+            mine.clear()
+        self.to_write.clear()
         self._notices.clear()
 
     def close_in_child(self) -> None:
-        """See :class:`~gossipdp.links.fork.DescriptorOwner`.
+        """As of :class:`.fork.DescriptorOwner`.
 
         Sockets are detached first: a socket object closed later, by the collector, must not close
         a number that the child has meanwhile given to a file of its own.
@@ -241,8 +217,6 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self._closed = True
         for connection in self._connections():
             fork.close_descriptor(connection.detach())
-        if self._offers is not None:
-            self._offers.close_in_child()
         self._epoll.close()
         fork.close_descriptor(self._wake_descriptor)
 
@@ -254,23 +228,14 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         return not self._closed
 
     def _connections(self) -> list[socket.socket]:
-        return [
-            *(link.connection for link in self._links.values()),
-            *(opening.connection for opening in self._openings),
-        ]
+        """All sockets but the listener, which sees to itself in a child."""
+        unix = self._memory_socket.sockets if self._memory_socket is not None else []
+        links = (link.connection for link in self._links.values())
+        return [*links, *(opening.connection for opening in self._openings), *unix]
 
-    # What links ask for.
-
-    def link_has_output(self, link: TcpLink) -> None:
-        """See :class:`LinkOwner`."""
-        self._to_write[link] = None
-
-    def link_has_input(self, link: TcpLink) -> None:
-        """See :class:`LinkOwner`."""
-        self._to_read[link] = None
+    # Links.
 
     def link_ended(self, link: TcpLink, reason: str, *, broken: bool, unread: bool) -> None:
-        """See :class:`LinkOwner`."""
         if unread:
             # The peer may be in the middle of a read, stopped there perhaps, and apply what it
             # reads when it goes on. So nothing is written there any more: the next exchange gets
@@ -281,61 +246,268 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         if broken:
             who = f"rank {link.peer} at {link.peer_identity.host}"
             self._log.warn_once("broken", who, "ended the link to %s: %s", who, reason)
-        self._to_read.pop(link, None)
-        self._to_write.pop(link, None)
-        self._by_descriptor.pop(link.connection.fileno(), None)
+        self.to_read.pop(link, None)
+        self.to_write.pop(link, None)
         with fork.descriptors_guard:
+            if self._links.get(link.peer) is link:
+                del self._links[link.peer]
+            self._close_connection(link.connection, link.connection.fileno())
+        self._notices.append(partial(self.handler.link_down, link, reason))
+
+    def _establish(self, opening: Opening) -> None:
+        """Make a link of an opening whose handshake is done; it replaces an older one."""
+        handshake = opening.handshake
+        peer, mine = handshake.peer, self.identity.rank
+        assert peer is not None
+        old = self._links.get(peer.rank)
+        if old is not None:
+            if peer.incarnation < old.peer_identity.incarnation:
+                self._release(opening)
+                return
+            old.end("replaced by a newer link")
+        if not handshake.dialler and peer.rank < mine:
+            for dial in self._dials_to(peer.rank):
+                self._release(dial)
+        assert opening.stream is not None
+        link = TcpLink(self, opening.stream, peer, mine if handshake.dialler else peer.rank)
+        # Listed as a link before it ceases to be listed as an opening, for a fork in between.
+        self._links[peer.rank] = link
+        del self._openings[opening]
+        self._by_descriptor[link.connection.fileno()] = link
+        self.to_read[link] = None
+        self._notices.append(partial(self.handler.link_up, link))
+        if self._memory_socket is not None:
+            link.invite(self._memory_socket.name)
+
+    # Openings.
+
+    def dial(self, peer: int | None, host: str, port: int) -> None:
+        assert not self._closed
+        if peer is not None and self._dials_to(peer):
+            return
+        opening = None
+        try:
+            # Numeric, as in every hello: looking a name up may block for seconds.
+            version = ipaddress.ip_address(host).version
+            if not 0 < port < 65536:
+                raise ValueError(f"port {port} is not in 1..65535")
+            family = socket.AF_INET if version == 4 else socket.AF_INET6
+            with fork.descriptors_guard:
+                connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+                opening = self._begin(connection, (host, port), dialler=True, wanted=peer)
+            code = connection.connect_ex((host, port))
+        except (ValueError, OSError) as error:  # such as an IPv6 address with a foreign zone
+            self._log.warn_once("dial", f"{host}:{port}", "cannot dial rank %s: %s", peer, error)
+            if opening is not None:
+                self._release(opening)
+            self._note_failure(peer, (host, port), False)
+            return
+        if code not in (0, errno.EINPROGRESS):
+            self._end(opening, code == errno.ECONNREFUSED)
+
+    def _note_failure(self, peer: int | None, address: tuple[str, int], refused: bool) -> None:
+        if peer not in self._links:
+            self._notices.append(partial(self.handler.dial_failed, peer, address, refused))
+
+    def _dials_to(self, peer: int) -> list[Opening]:
+        return [each for each in self._openings if each.handshake.wanted_rank == peer]
+
+    def _begin(
+        self,
+        connection: socket.socket,
+        there: tuple[str, int],
+        *,
+        dialler: bool,
+        wanted: int | None = None,
+    ) -> Opening:
+        """List a new socket, under the guard of :mod:`.fork`."""
+        handshake = Handshake(self.identity, self._secret, dialler=dialler, wanted_rank=wanted)
+        deadline_s = self.clock() + HANDSHAKE_TIMEOUT_S
+        opening = Opening(connection, handshake, there, deadline_s, self._tls)
+        try:
+            sockets.set_options(connection, there[0], self._max_bytes_per_s)
+            self._epoll.register(connection, _EDGE)
+        except OSError:
+            connection.close()
+            raise
+        self._by_descriptor[opening.descriptor] = opening
+        self._openings[opening] = None
+        return opening
+
+    def _accept(self) -> None:
+        try:
+            for _ in range(sockets.BACKLOG):
+                with fork.descriptors_guard:
+                    try:
+                        connection, address = self._listener.accept()
+                    except BlockingIOError:
+                        self._accept_due = False
+                        return
+                    except ConnectionError:
+                        continue  # it was gone before we looked
+                    opening = self._begin(connection, address[:2], dialler=False)
+                # What it has said by now counts when one must go.
+                self._advance(opening)
+                if len(self._accepted()) > self._max_unauthenticated:
+                    self._drop_one("too many unauthenticated connections")
+        except OSError as error:
+            # Out of descriptors or memory: free one, and look again a little later.
+            text = "cannot accept connections: %s"
+            self._log.warn_once("accept", str(error.errno), text, error.strerror)
+            self._listener_rests_until_s = self.clock() + LISTENER_REST_S
+            self._drop_one("no descriptor left")
+
+    def _accepted(self) -> list[Opening]:
+        return [opening for opening in self._openings if not opening.handshake.dialler]
+
+    def _drop_one(self, reason: str) -> None:
+        """Close one accepted opening, if there is any: of those that have shown least the oldest.
+
+        So a flood of connections that say nothing, or not the run's id, drives out none that do.
+        """
+        accepted = self._accepted()
+        if accepted:
+            self._abandon(min(accepted, key=lambda opening: opening.standing), reason)
+
+    def _expire(self) -> None:
+        """Give up the openings whose time is over; all have the same, so the oldest come first."""
+        now = self.clock()
+        for opening in list(self._openings):
+            if opening.deadline_s > now:
+                break
+            self._abandon(opening, f"no handshake within {HANDSHAKE_TIMEOUT_S:g} s")
+
+    def _advance(self, opening: Opening) -> None:
+        """Carry an opening as far as it goes without waiting."""
+        try:
+            opening.advance(self._decide)
+        except BlockingIOError:
+            pass
+        except (ConnectionError, EOFError) as error:  # as happens in a healthy run
+            self._end(opening, isinstance(error, ConnectionRefusedError))
+        except HandshakeError as error:
+            self._abandon(opening, str(error))
+        except OSError as error:
+            self._abandon(opening, error.strerror or str(error))
+        else:
+            if opening.handshake.refusal is None:
+                self._establish(opening)
+            else:
+                self._end(opening)
+
+    def _decide(self, handshake: Handshake) -> None:
+        """Acceptor: welcome a member, unless it is outdated or our own link takes precedence."""
+        peer, mine = handshake.peer, self.identity.rank
+        assert peer is not None
+        old = self._links.get(peer.rank)
+        if old is not None:
+            held = old.peer_identity
+            if peer.incarnation < held.incarnation:
+                incarnations = str(held.incarnation), str(peer.incarnation)
+                handshake.refuse(Refusal("incarnation", *incarnations))
+                return
+            same_life = (held.incarnation, held.process_id) == (peer.incarnation, peer.process_id)
+            if same_life and old.dialler == mine < peer.rank:
+                raise ConnectionAbortedError  # its dial comes to nothing, and it may try again
+        handshake.welcome()
+
+    def _abandon(self, opening: Opening, reason: str) -> None:
+        """End an opening for a reason that somebody may want to look into."""
+        who = opening.who
+        if opening.handshake.dialler:
+            rank = opening.handshake.wanted_rank
+            self._log.warn_once("dial", who, "dialling rank %s at %s: %s", rank, who, reason)
+        else:
+            self._log.warn_once("drop", who, "dropped %s: %s", who, reason)
+        self._end(opening)
+
+    def _end(self, opening: Opening, refused_connection: bool = False) -> None:
+        """End an opening that made no link; ``refused_connection``: nobody listens there."""
+        handshake, who, refusal = opening.handshake, opening.who, opening.handshake.refusal
+        peer = handshake.wanted_rank
+        if not handshake.dialler:
+            sockets.empty(opening.connection, self.scratch, MAX_EMPTIED_BYTES)
+        self._release(opening)
+        if not handshake.dialler:
+            if refusal is not None:
+                if handshake.peer is not None:
+                    who = f"rank {handshake.peer.rank} at {who}"
+                name = "TLS" if refusal.field == "tls" else refusal.field
+                values = (who, name, refusal.ours, refusal.theirs)
+                text = "refused %s: %s differs (ours %r, theirs %r)"
+                self._log.warn_once(refusal.field, who, text, *values)
+        elif refusal is not None:
+            text = "rank %s at %s refuses: %s"
+            self._log.warn_once(refusal.field, who, text, peer, who, refusal)
+            self._notices.append(partial(self.handler.refused, peer, refusal))
+        else:
+            self._note_failure(peer, opening.there, refused_connection)
+
+    def _release(self, opening: Opening) -> None:
+        """Forget an opening and close its socket, in one step for a fork."""
+        with fork.descriptors_guard:
+            del self._openings[opening]
+            self._close_connection(opening.connection, opening.descriptor)
+
+    def _close_connection(self, connection: socket.socket, descriptor: int) -> None:
+        del self._by_descriptor[descriptor]
+        if connection.fileno() >= 0:  # else lost on its way into TLS, and closed there
             # Unregistered by hand: a forked child that has not closed its copy yet keeps the
             # connection, and with it the registration, alive.
-            self._epoll.unregister(link.connection)
-            link.connection.close()
-        if self._links.get(link.peer) is link:
-            del self._links[link.peer]
-        self._notices.append(partial(self.handler.link_down, link, reason))
+            self._epoll.unregister(connection)
+            connection.close()
 
     # Memory that peers of this host read.
 
-    def _allocate_shared(self, num_bytes: int) -> memoryview | None:
-        """A fresh segment, offered to the peers of this host; None: none can be had."""
-        self.segment = None
-        if not self._may_share:
-            return None
+    def allocate(self, num_bytes: int) -> memoryview:
+        assert not self._closed
+        if self._memory is not None and len(self._memory) == num_bytes:
+            return self._memory
+        self.segment = self._make_segment(num_bytes) if self._may_share else None
+        if self.segment is not None:
+            self._memory = self.segment.memory
+            for link in self._links.values():
+                self.link_found_memory_socket(link)
+        else:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._memory = memoryview(mmap.mmap(-1, num_bytes, flags))
+        return self._memory
+
+    def _make_segment(self, num_bytes: int) -> SharedSegment | None:
+        """A fresh segment, for the peers of this host; None: none can be had."""
         try:
-            if self._offers is None:
-                self._offers = shared_offers.Offers(self._log, self._epoll)
+            if self._memory_socket is None:
+                self._memory_socket = MemorySocket(self._log, self._epoll)
                 for link in self._links.values():
-                    link.invite(self._offers.name)
-            self.segment = SharedSegment(num_bytes, self._num_segments + 1)
+                    link.invite(self._memory_socket.name)
+            segment = SharedSegment(num_bytes, self._num_segments + 1)
         except (OSError, AttributeError) as error:  # AttributeError: not on this system
             self._may_share = False
             text = "no memory is shared with workers of this host: %s"
             self._log.warn_once("memory", "none", text, error)
             return None
         self._num_segments += 1
-        for link in self._links.values():
-            self.link_found_memory_socket(link)
-        return self.segment.memory
+        return segment
 
     def link_found_memory_socket(self, link: TcpLink) -> None:
-        """See :class:`LinkOwner`: offer our segment to the peer, unless it has been."""
+        """Offer our segment to the peer, unless it has been."""
         segment = self.segment
-        if segment is None or not link.memory_socket or link.shared.offered == segment.number:
+        if segment is None or not link.memory_socket or link.offered == segment.number:
             return
         try:
-            if shared_offers.offer(segment, link.memory_socket):
-                link.shared.offered = segment.number
+            if offer(segment, link.memory_socket):
+                link.offered = segment.number
             else:
                 link.memory_socket = b""  # on another host
         except OSError as error:
             text = "cannot share memory with rank %s: %s"
             self._log.warn_once("memory", f"{link.peer}: {error}", text, link.peer, error)
 
-    def _take_offers(self) -> None:
-        assert self._offers is not None
-        by_token = {link.memory_token: link for link in self._links.values()}
-        for offer in self._offers.take(by_token):
-            by_token[offer.token].map(offer.number, offer.memory)
-        self._offers_due = False
+    def _take_segments(self) -> None:
+        if self._memory_socket is not None:
+            by_token = {link.memory_token: link for link in self._links.values()}
+            for token, number, memory in self._memory_socket.take(by_token):
+                by_token[token].map(number, memory)
 
     # A turn of the loop.
 
@@ -353,12 +525,12 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
 
     def _write(self, acknowledge: bool) -> bool:
         """Write on every link that has output and room. Whether there was one."""
-        had_output = any(link.has_output for link in self._to_write)
-        for link in list(self._to_write):
+        had_output = any(link.has_output for link in self.to_write)
+        for link in list(self.to_write):
             # Removed only afterwards: should the handler raise, the rest is written next time.
             link.write_some(acknowledge)
             if not (link.has_output or link.owes):
-                self._to_write.pop(link, None)
+                self.to_write.pop(link, None)
         return had_output
 
     def _collect_events(self, timeout_s: float) -> None:
@@ -367,95 +539,42 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         So an exception loses no edge, and a descriptor that is closed and given out again by a
         callback cannot receive an event of its former owner.
         """
-        now = self.clock()
-        if self._listener_rests_until_s is not None and now >= self._listener_rests_until_s:
-            self._listener_rests_until_s = None
-            self._epoll.register(self._listener, select.EPOLLIN)
-        for due_s in (self._listener_rests_until_s, self._openings.next_deadline_s()):
-            if due_s is not None:
-                timeout_s = min(timeout_s, due_s - now)
-        if self._to_read or self._to_write or self._accept_due or self._offers_due:
+        due_s = [opening.deadline_s for opening in islice(self._openings, 1)]  # the oldest
+        if self._accept_due:
+            due_s.append(self._listener_rests_until_s)
+        if due_s:
+            timeout_s = min(timeout_s, min(due_s) - self.clock())
+        if self.to_read or self.to_write or self._segments_due:
             timeout_s = 0.0
         for descriptor, mask in self._epoll.poll(max(0.0, timeout_s)):
-            if descriptor == self._listener.fileno():
-                self._accept_due = True
-            elif (link := self._by_descriptor.get(descriptor)) is not None:
-                link.hung_up = link.hung_up or bool(mask & _HUNG_UP)
-                either = link.stream.mixes_directions
+            source = self._by_descriptor.get(descriptor)
+            if isinstance(source, TcpLink):
+                source.hung_up = source.hung_up or bool(mask & _HUNG_UP)
+                either = source.stream.mixes_directions
                 if either or mask & (select.EPOLLIN | _HUNG_UP):
-                    link.can_read = True
-                    self._to_read[link] = None
+                    source.can_read = True
+                    self.to_read[source] = None
                 if either or mask & select.EPOLLOUT:
-                    link.can_write = True
-                    if link.has_output or link.owes:
-                        self._to_write[link] = None
-            elif (opening := self._openings.find(descriptor)) is not None:
-                self._to_read[opening] = None
-            elif self._offers is not None and self._offers.owns(descriptor):
-                self._offers_due = True
+                    source.can_write = True
+                    if source.has_output or source.owes:
+                        self.to_write[source] = None
+            elif source is not None:
+                self.to_read[source] = None
+            elif descriptor == self._listener.fileno():
+                self._accept_due = True
+            elif descriptor != self._wake_descriptor:
+                self._segments_due = True
 
     def _read(self) -> None:
-        for source in list(self._to_read):
-            if not self._is_open():
+        for source in list(self.to_read):
+            if self._closed:
                 return
             if isinstance(source, Opening):
-                self._to_read.pop(source, None)
-                self._take(self._openings.advance(source))
+                self.to_read.pop(source, None)
+                if source in self._openings:  # else closed since its event
+                    self._advance(source)
             else:
                 source.read_some()
                 if not source.has_input:
-                    self._to_read.pop(source, None)
+                    self.to_read.pop(source, None)
             self._tell()
-
-    def _accept(self) -> None:
-        try:
-            for _ in range(sockets.BACKLOG):
-                opening = self._openings.accept(self._listener)
-                if opening is None:
-                    return
-                # What it has said by now counts when one must go.
-                self._take(self._openings.advance(opening))
-                self._openings.limit()
-        except OSError as error:
-            # Out of descriptors or memory: free one, and look again a little later.
-            text = "cannot accept connections: %s"
-            self._log.warn_once("accept", str(error.errno), text, error.strerror)
-            self._epoll.unregister(self._listener)
-            self._listener_rests_until_s = self.clock() + LISTENER_REST_S
-            self._openings.drop_one("no descriptor left")
-
-    def _take(self, outcome: Opening | DialEnded | None) -> None:
-        """Go on with what became of an opening."""
-        if isinstance(outcome, Opening):
-            self._establish(outcome)
-        elif outcome is not None:
-            peer, address, refusal, refused_connection = outcome
-            if refusal is not None:
-                self._notices.append(partial(self.handler.refused, peer, refusal))
-            elif peer not in self._links:
-                failed = partial(self.handler.dial_failed, peer, address, refused_connection)
-                self._notices.append(failed)
-
-    def _establish(self, opening: Opening) -> None:
-        """Make a link of an opening whose handshake is done; it replaces an older one."""
-        handshake = opening.handshake
-        peer, mine = handshake.peer, self.identity.rank
-        assert peer is not None
-        old = self._links.get(peer.rank)
-        if old is not None:
-            if peer.incarnation < old.peer_identity.incarnation:
-                self._openings.release(opening)
-                return
-            old.end("replaced by a newer link")
-        if not handshake.dialler and peer.rank < mine:
-            self._openings.end_dials(peer.rank)
-        assert opening.stream is not None
-        link = TcpLink(self, opening.stream, peer, mine if handshake.dialler else peer.rank)
-        # Listed as a link before it ceases to be listed as an opening, for a fork in between.
-        self._links[peer.rank] = link
-        self._openings.forget(opening)
-        self._by_descriptor[link.connection.fileno()] = link
-        self._to_read[link] = None
-        self._notices.append(partial(self.handler.link_up, link))
-        if self._offers is not None:
-            link.invite(self._offers.name)

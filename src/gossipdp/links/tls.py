@@ -65,12 +65,8 @@ def tls_files(
         return TlsFiles(Path(cert), Path(key), Path(ca or cert))
     if not (cert or key or ca):
         return None
-    given = {"tls_cert": cert, "tls_key": key}
-    named = " and ".join(
-        f"{name} (--{name.replace('_', '-')}, GOSSIPDP_{name.upper()})"
-        for name, path in given.items()
-        if not path
-    )
+    missing = [name for name, path in (("cert", cert), ("key", key)) if not path]
+    named = " and ".join(f"tls_{it} (--tls-{it}, GOSSIPDP_TLS_{it.upper()})" for it in missing)
     raise ValueError(
         f"TLS needs a certificate and its key, or none: give {named}; "
         "`gossipdp tls-init DIR` makes both"
@@ -90,9 +86,8 @@ def make_tls_files(directory: str | os.PathLike[str]) -> TlsFiles:
         OSError: They cannot be written.
 
     Example:
-        >>> files = make_tls_files(getfixture("tmp_path"))
-        >>> files.cert.name, files.key.name, files.ca == files.cert
-        ('cert.pem', 'key.pem', True)
+        >>> make_tls_files(getfixture("tmp_path")).cert.name
+        'cert.pem'
     """
     # Here, since it takes a tenth of a second to import and nothing else needs it.
     from cryptography import x509
@@ -146,8 +141,14 @@ class Tls:
     """
 
     def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.time) -> None:
-        named = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.ca}
-        pem = {name: _read(name, path) for name, path in named.items()}
+        for name, path in (("cert", files.cert), ("key", files.key), ("ca", files.ca)):
+            try:
+                path.read_text("ascii")
+            except UnicodeDecodeError:
+                text = f"tls_{name} {path} is no PEM file; convert it with openssl"
+                raise ValueError(text) from None
+            except OSError as error:
+                raise ValueError(f"cannot read tls_{name} {path}: {error.strerror}") from None
         mode = files.key.stat().st_mode & 0o777
         if mode & 0o077:
             logger.warning(
@@ -156,17 +157,14 @@ class Tls:
                 files.key,
                 mode,
             )
-        self._server = _context(ssl.PROTOCOL_TLS_SERVER, files, pem["tls_ca"])
+        self._server = _context(ssl.PROTOCOL_TLS_SERVER, files)
         # No tickets: every link shows its certificate, and nothing unasked-for follows.
         self._server.num_tickets = 0
-        self._client = _context(ssl.PROTOCOL_TLS_CLIENT, files, pem["tls_ca"])
+        self._client = _context(ssl.PROTOCOL_TLS_CLIENT, files)
         left_s = self._meet_oneself(files) - clock()
         if left_s < WARN_BEFORE_EXPIRY_S:
-            logger.warning(
-                "the certificate %s expires in %.1f hours; links made after that are refused",
-                files.cert,
-                left_s / 3600,
-            )
+            text = "the certificate %s expires in %.1f hours; links made after that are refused"
+            logger.warning(text, files.cert, left_s / 3600)
 
     def wrap(self, connection: socket.socket, *, server_side: bool) -> TlsStream:
         """The stream over a connected socket, whose object is emptied; its handshake is due."""
@@ -211,50 +209,31 @@ class TlsStream(Stream):
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self.connection = self._secured = connection
         self.is_secured = False
-        self._num_records = 0
-        self._is_ended = False
+        self._num_records = 0  # sent, with a key of this end's own
         self._error: OSError | None = None
 
     def do_handshake(self) -> None:
-        """Go on with the TLS handshake.
-
-        Raises:
-            BlockingIOError: The peer is to speak first.
-            OSError: It failed.
-        """
+        """Go on with the TLS handshake; BlockingIOError: the peer is to speak first."""
         try:
             self._secured.do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
-        except ssl.SSLEOFError:
-            raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake") from None
         except OSError as error:
-            if error.errno == errno.ENOTCONN:
-                raise ConnectionResetError(errno.ECONNRESET, "gone before the handshake") from None
+            if isinstance(error, ssl.SSLEOFError) or error.errno == errno.ENOTCONN:
+                raise ConnectionResetError(errno.ECONNRESET, "gone in the handshake") from None
             raise _readable(error) from None
         self.is_secured = True
 
-    @property
-    def has_more(self) -> bool:
-        """See :class:`Stream`."""
-        return self._is_ended or self._error is not None
-
-    @property
-    def is_worn(self) -> bool:
-        """See :class:`Stream`. Each end counts what it sends, with a key of its own."""
-        return self._num_records >= MAX_RECORDS
-
     def receive_into(self, rooms: Sequence[memoryview]) -> int:
-        """See :class:`Stream`."""
         if self._error is not None:
             raise self._error
         total = 0
         try:
             for room in rooms:
                 rest = room
-                while rest and not self._is_ended:
+                while rest and not self.has_more:
                     count = self._secured.recv_into(rest)
-                    self._is_ended = count == 0
+                    self.has_more = count == 0  # the end, to be said once more
                     total += count
                     rest = rest[count:]
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -264,10 +243,11 @@ class TlsStream(Stream):
             if total == 0:
                 raise _readable(error) from None
             self._error = _readable(error)  # raised after what came before it
+            self.has_more = True
         return total
 
     def send(self, parts: Sequence[bytes | memoryview]) -> int:
-        """See :class:`Stream`. OpenSSL wants a call that found no room repeated as it was."""
+        # OpenSSL wants a call that found no room repeated as it was.
         total = 0
         try:
             for part in parts:
@@ -276,6 +256,7 @@ class TlsStream(Stream):
                     count = self._secured.send(view[start : start + SLICE_BYTES])
                     total += count
                     self._num_records += -(-count // RECORD_BYTES)
+                    self.is_worn = self._num_records >= MAX_RECORDS
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             if total == 0:
                 raise BlockingIOError from None
@@ -303,26 +284,19 @@ def explain(error: OSError) -> str:
 
 def _readable(error: OSError) -> OSError:
     """An error of OpenSSL as one whose ``strerror`` is a sentence; others as they are."""
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):  # found by writing
+        return BrokenPipeError(errno.EPIPE, "closed by the peer")
     return OSError(errno.EPROTO, explain(error)) if isinstance(error, ssl.SSLError) else error
 
 
-def _read(name: str, path: Path) -> str:
-    try:
-        return path.read_text("ascii")
-    except UnicodeDecodeError:
-        raise ValueError(f"{name} {path} is no PEM file; convert it with openssl") from None
-    except OSError as error:
-        raise ValueError(f"cannot read {name} {path}: {error.strerror}") from None
-
-
-def _context(protocol: int, files: TlsFiles, authority: str) -> ssl.SSLContext:
+def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
-        context.load_verify_locations(cadata=authority)
-    except (ssl.SSLError, ValueError):
+        context.load_verify_locations(files.ca)
+    except ssl.SSLError:
         raise ValueError(f"tls_ca {files.ca} holds no certificate in PEM form") from None
 
     def refuse_to_ask() -> str:
@@ -334,9 +308,8 @@ def _context(protocol: int, files: TlsFiles, authority: str) -> ssl.SSLContext:
     try:
         context.load_cert_chain(files.cert, files.key, password=refuse_to_ask)
     except ssl.SSLError as error:
+        fault = f"one of them is not usable PEM ({explain(error)})"
         if error.reason == "KEY_VALUES_MISMATCH":
             fault = "the key is not that of the certificate"
-        else:
-            fault = f"one of them is not usable PEM ({explain(error)})"
         raise ValueError(f"tls_cert {files.cert}, tls_key {files.key}: {fault}") from None
     return context

@@ -1,8 +1,8 @@
 """What several workers' answers say together of a job: who trains, how fast, who is slow or dead.
 
-A pure function of answers and times, but for the counts kept for speeds. Of each worker its own
-word counts while it answers; else what those say that do answer, the most advanced record of them
-(membership views converge, some sooner). What nobody says any more stays as it was last.
+A pure function of answers and times, but for the counts kept for speeds. While a worker answers,
+its own word counts; else the most advanced record of those that do answer (membership views
+converge, some sooner). What nobody says any more stays as it was last.
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, median
+from typing import Any
 
 import msgspec
 
-from gossipdp.observe.status import MemberStatus, NeighbourStatus, NoticeStatus, WorkerStatus
+from gossipdp.observe.status import (
+    IDLE_AFTER_S,
+    MemberStatus,
+    NeighbourStatus,
+    NoticeStatus,
+    WorkerStatus,
+)
 
 MAX_COUNTS = 512
 SLOW_FACTOR = 1.5
 """A worker whose gradient steps take longer than this times the median of the others' is slow."""
-IDLE_AFTER_S = 5.0
 IDLE_AFTER_STEPS = 10.0
 SPEED_OVER_S = 5.0
 SPEED_OVER_STEPS = 3.0
@@ -29,7 +36,19 @@ LONGEST_SPEED_OVER_S = 60.0
 SAME_EVENT_S = 3.0
 MAX_MEMBERS = 4096
 GONE = ("dead", "left")
-_ORDER = {"joining": 0, "training": 1, "done": 2, "left": 3, "dead": 4}
+_ORDER = ("joining", "training", "done", "left", "dead")
+# What a worker says of itself, shown as it is.
+OWN_WORD = (
+    "host",
+    "process_id",
+    "step_seconds",
+    "logged",
+    "edge_distance",
+    "exchanges",
+    "exchanges_failed",
+    "achieved_comm_rate",
+    "waited_seconds",
+)
 
 
 class JobWorker(msgspec.Struct, frozen=True):
@@ -37,13 +56,13 @@ class JobWorker(msgspec.Struct, frozen=True):
 
     Attributes:
         state: ``training``; ``slow``: its steps take over 1.5 times the median of the others';
-            ``idle``: no step for 5 s and for ten of its steps; ``averaging``: it has called
+            ``idle``: no step for 5 s and for ten steps; ``averaging``: it has called
             ``consolidate()``; ``joining``; ``left``: gone after the average; ``dead``; ``silent``:
             it does not answer, and others have not heard it for the time-out; ``cut off``: it
             answers, and others took it for dead; ``no answer``: it does not answer here, others
             hear it.
-        is_answering: whether it answered when it was asked last. Of one that does not, counts are
-            what others know, and the rest what it said last.
+        is_answering: whether it answered when it was asked last. Of one that does not, counts and
+            ``since_step_s`` are what others heard, and the rest what it said last.
         step_factor: its step's duration over the median of the others'.
         neighbours: of the graph, with whom it has a link; None where it is gone.
         The others: see :class:`~gossipdp.observe.status.WorkerStatus`; speeds are over the last
@@ -127,60 +146,48 @@ class JobStatus(msgspec.Struct, frozen=True):
 
 
 class Speeds:
-    """Remembers the latest counts of each key, and says how fast they grew.
+    """Remembers the latest values of counters, by key, and says how fast they grew.
 
     Example:
         >>> speeds = Speeds()
         >>> for at_s in range(4):
-        ...     speeds.note("one", at_s, samples=30 * at_s, bytes_sent=7 * at_s)
-        >>> speeds.since("one", 1.0)
-        (30.0, 7.0)
+        ...     speeds.note("bytes", at_s, 30 * at_s)
+        >>> speeds.since("bytes", 1.0)
+        30.0
     """
 
     def __init__(self) -> None:
-        # By key: (at_s, samples, bytes_sent).
-        self._counts: dict[Hashable, deque[tuple[float, int, int | None]]] = {}
+        self._counts: dict[Hashable, deque[tuple[float, int]]] = {}
 
-    def note(self, key: Hashable, at_s: float, samples: int, bytes_sent: int | None = None) -> None:
-        """What had been counted at a time; counts that fell are another process's, or link's."""
+    def note(self, key: Hashable, at_s: float, count: int | None) -> None:
+        """The count at a time; one that fell is another process's, or link's. None: unknown."""
         counts = self._counts.setdefault(key, deque(maxlen=MAX_COUNTS))
-        if counts and bytes_sent is not None:
-            _, samples_before, bytes_before = counts[-1]
-            if bytes_before is not None and (samples < samples_before or bytes_sent < bytes_before):
-                counts.clear()
-        counts.append((at_s, samples, bytes_sent))
+        if counts and (count is None or count < counts[-1][1]):
+            counts.clear()
+        if count is not None:
+            counts.append((at_s, count))
 
-    def since(self, key: Hashable, from_s: float) -> tuple[float | None, float | None]:
-        """Samples and bytes a second from a time on, or between the last two counts if later.
-
-        Bytes count as far back as they were known without a break.
-        """
+    def since(self, key: Hashable, from_s: float) -> float | None:
+        """Growth a second from a time on, or between the last two counts if that is later."""
         counts = list(self._counts.get(key, ()))
-        samples = _speed([(at_s, samples) for at_s, samples, _ in counts], from_s)
-        known: list[tuple[float, int]] = []
-        for at_s, _, bytes_sent in reversed(counts):
-            if bytes_sent is None:
-                break
-            known.append((at_s, bytes_sent))
-        return None if samples is None else max(0.0, samples), _speed(known[::-1], from_s)
-
-
-def _speed(counted: list[tuple[float, int]], from_s: float) -> float | None:
-    if len(counted) < 2:
-        return None
-    recent = [each for each in counted[:-1] if each[0] >= from_s]
-    (first_s, first), (last_s, last) = recent[0] if recent else counted[-2], counted[-1]
-    return (last - first) / (last_s - first_s) if last_s > first_s else None
+        if len(counts) < 2:
+            return None
+        recent = (each for each in counts[:-1] if each[0] >= from_s)
+        (first_s, first), (last_s, last) = next(recent, counts[-2]), counts[-1]
+        return (last - first) / (last_s - first_s) if last_s > first_s else None
 
 
 @dataclass
 class _Source:
-    """One address that is asked."""
+    """An address that is asked; failure: why it does not answer now."""
 
     status: WorkerStatus | None = None
     answered_s: float = -math.inf
-    is_answering: bool = False
     failure: str = ""
+
+    @property
+    def is_answering(self) -> bool:
+        return self.status is not None and not self.failure
 
 
 class StatusBoard:
@@ -193,13 +200,13 @@ class StatusBoard:
     def __init__(self, addresses: Iterable[str]) -> None:
         self._given = tuple(addresses)
         self._sources: dict[str, _Source] = {address: _Source() for address in self._given}
-        self._speeds = Speeds()  # by rank, and by link and direction
+        self._speeds = Speeds()
         self._run_id: str | None = None
 
     @property
     def has_answers(self) -> bool:
         """Whether anybody has ever answered."""
-        return any(source.status is not None for source in self._sources.values())
+        return self._run_id is not None
 
     @property
     def all_failed(self) -> bool:
@@ -217,7 +224,7 @@ class StatusBoard:
         """Whom to ask now: those given, and wherever a worker that may live shows its status."""
         wanted = dict.fromkeys(self._given)
         for member in self._members().values():
-            if member.status_address and member.state not in ("left", "dead"):
+            if member.status_address and member.state not in GONE:
                 wanted[member.status_address] = None
         return tuple(wanted)
 
@@ -226,29 +233,28 @@ class StatusBoard:
         for address, answer in answers.items():
             source = self._sources.setdefault(address, _Source())
             if isinstance(answer, Exception):
-                source.is_answering, source.failure = False, str(answer) or repr(answer)
+                source.failure = str(answer) or repr(answer)
                 continue
-            if self._run_id is None:
-                self._run_id = answer.run_id
+            self._run_id = self._run_id or answer.run_id
             if answer.run_id != self._run_id:
-                source.is_answering = False
                 source.failure = f"it is of another run, {answer.run_id}"
                 continue
-            source.status, source.answered_s = answer, now_s
-            source.is_answering, source.failure = True, ""
+            source.status, source.answered_s, source.failure = answer, now_s, ""
         if all(isinstance(answer, Exception) for answer in answers.values()):
             return  # nothing is known of how far they are now
         own = self._own()
         for rank, member in self._members().items():
-            status = own.get(rank)
-            if status is None:
-                self._speeds.note(rank, now_s, member.samples)
-                continue
-            is_answering = self._is_answering(status)
-            sent = status.bytes_sent + status.shared_bytes_sent if is_answering else None
-            self._speeds.note(rank, now_s, max(status.samples, member.samples), sent)
-            for each in status.neighbours:
-                self._speeds.note((rank, each.rank), now_s, 0, each.bytes_sent)
+            status, samples, sent = None, member.samples, None
+            if rank in own:
+                status = own[rank].status
+                assert status is not None
+                samples = max(samples, status.samples)
+                if own[rank].is_answering:
+                    sent = status.bytes_sent + status.shared_bytes_sent
+                for each in status.neighbours:
+                    self._speeds.note(("link", rank, each.rank), now_s, each.bytes_sent)
+            self._speeds.note(("samples", rank), now_s, samples)
+            self._speeds.note(("bytes", rank), now_s, sent)
 
     def job(self, now_s: float) -> JobStatus:
         """What is known now.
@@ -260,11 +266,11 @@ class StatusBoard:
         about = latest.status
         if about is None:
             raise ValueError("no worker has answered yet")
-        workers = self._marked(list(self._workers(now_s)))
+        workers = self._workers(now_s)
         present = [worker for worker in workers if worker.state not in GONE]
         losses = [each.loss for each in present if each.loss is not None]
         distances = [each.edge_distance for each in present if each.edge_distance is not None]
-        speeds = [worker.samples_per_second for worker in workers]
+        speeds = [each.samples_per_second for each in workers if each.samples_per_second]
         return JobStatus(
             run_id=about.run_id,
             method=about.method,
@@ -275,205 +281,185 @@ class StatusBoard:
             # Ranks whose lives are counted here, or what the best informed worker knows.
             samples=max(
                 sum(worker.samples for worker in workers),
-                *(s.status.run_samples for s in self._sources.values() if s.status is not None),
+                *(each.status.run_samples for each in self._sources.values() if each.status),
             ),
-            samples_per_second=sum(filter(None, speeds)) if any(speeds) else None,
+            samples_per_second=sum(speeds) if speeds else None,
             loss=fmean(losses) if losses else None,
             edge_distance=fmean(distances) if distances else None,
             heard_ago_s=now_s - latest.answered_s,
             num_answering=sum(worker.is_answering for worker in workers),
-            workers=tuple(workers),
-            links=tuple(self._links({each.rank for each in workers if each.state in GONE}, now_s)),
-            notices=tuple(self._notices(now_s)),
+            workers=workers,
+            links=self._links({each.rank for each in workers if each.state in GONE}, now_s),
+            notices=self._notices(now_s),
         )
 
     # Who is who.
 
-    def _answering(self) -> list[WorkerStatus]:
-        """Those that answer; once nobody does, all that ever did."""
+    def _told(self) -> Iterator[MemberStatus]:
+        """What those say of everybody that answer; once nobody does, all that ever did."""
         known = [source for source in self._sources.values() if source.status is not None]
-        sources = [source for source in known if source.is_answering] or known
-        return [source.status for source in sources if source.status is not None]
+        for source in [source for source in known if source.is_answering] or known:
+            assert source.status is not None
+            yield from source.status.members[:MAX_MEMBERS]
 
     def _members(self) -> dict[int, MemberStatus]:
         """The most advanced record of each worker, by rank."""
         members: dict[int, MemberStatus] = {}
-        for status in self._answering():
-            for member in status.members[:MAX_MEMBERS]:
-                known = members.get(member.rank)
-                if known is None or _order(member) > _order(known):
-                    members[member.rank] = member
+        for member in self._told():
+            known = members.get(member.rank)
+            if known is None or _order(member) > _order(known):
+                members[member.rank] = member
         return dict(sorted(members.items()))
 
-    def _own(self) -> dict[int, WorkerStatus]:
-        """Of each worker the last that it said itself, of its latest life."""
-        own: dict[int, WorkerStatus] = {}
+    def _own(self) -> dict[int, _Source]:
+        """Of each worker where it itself answered last, in its latest life."""
+        own: dict[int, _Source] = {}
         for source in sorted(self._sources.values(), key=lambda each: each.answered_s):
-            status = source.status
-            if status is None:
-                continue
-            known = own.get(status.rank)
-            if known is None or status.incarnation >= known.incarnation:
-                own[status.rank] = status
+            if source.status is not None:
+                known = own.get(source.status.rank, source).status
+                if known is None or source.status.incarnation >= known.incarnation:
+                    own[source.status.rank] = source
         return own
 
-    def _is_answering(self, status: WorkerStatus) -> bool:
-        return any(each.is_answering and each.status is status for each in self._sources.values())
-
-    def _workers(self, now_s: float) -> Iterator[JobWorker]:
-        own = self._own()
-        silent = {
-            each.rank for other in self._answering() for each in other.members if each.is_silent
+    def _workers(self, now_s: float) -> tuple[JobWorker, ...]:
+        own, told = self._own(), list(self._told())
+        silent = {each.rank for each in told if each.is_silent}
+        ages: dict[int, float] = {}
+        for each in told:
+            if each.since_step_s is not None:
+                ages[each.rank] = min(each.since_step_s, ages.get(each.rank, math.inf))
+        steps = {
+            rank: source.status.step_seconds
+            for rank, source in own.items()
+            if source.is_answering and source.status and source.status.step_seconds
         }
+        usual_s = median(steps.values()) if steps else 0.0
+        workers = []
         for rank, member in self._members().items():
-            status = own.get(rank)
-            is_answering = status is not None and self._is_answering(status)
+            source = own.get(rank, _Source())
+            status, is_answering = source.status, source.is_answering
             if status is not None and member.incarnation > status.incarnation and not is_answering:
                 status = None  # what a former life said
-            state = _state(member, status if is_answering else None, is_silent=rank in silent)
-            samples_per_second, bytes_per_second = self._speed(rank, status, now_s)
-            if state in GONE:
-                samples_per_second = bytes_per_second = None
-            if status is None:
-                yield JobWorker(
-                    rank=rank,
-                    incarnation=member.incarnation,
-                    state=state,
-                    is_answering=False,
-                    status_address=member.status_address,
-                    gradient_steps=member.gradient_steps,
-                    samples=member.samples,
-                    samples_per_second=samples_per_second,
-                )
-                continue
-            yield JobWorker(
-                rank=rank,
-                incarnation=max(member.incarnation, status.incarnation),
-                state=state,
-                is_answering=is_answering,
-                status_address=member.status_address,
-                host=status.host,
-                process_id=status.process_id,
-                gradient_steps=max(status.gradient_steps, member.gradient_steps),
-                samples=max(status.samples, member.samples),
-                step_seconds=status.step_seconds,
-                since_step_s=status.since_step_s,
-                samples_per_second=samples_per_second,
-                bytes_sent_per_second=bytes_per_second,
-                loss=status.logged.get("loss"),
-                logged=status.logged,
-                edge_distance=status.edge_distance,
-                exchanges=status.exchanges,
-                exchanges_failed=status.exchanges_failed,
-                achieved_comm_rate=status.achieved_comm_rate,
-                waited_seconds=status.waited_seconds,
-                neighbours=None
-                if state in GONE
-                else tuple(
-                    each.rank for each in status.neighbours if each.is_linked and each.is_neighbour
-                ),
+            step_s = (status.step_seconds if status else None) or 0.0
+            age_s = status.since_step_s if status and is_answering else ages.get(rank)
+            idle_after_s = max(IDLE_AFTER_S, IDLE_AFTER_STEPS * (step_s or usual_s))
+            state = _state(
+                member,
+                status if is_answering else None,
+                is_silent=rank in silent,
+                is_idle=age_s is not None and age_s > idle_after_s,
             )
-
-    def _marked(self, workers: list[JobWorker]) -> list[JobWorker]:
-        """With those that are slow marked, by the median of the others' steps."""
-        timed = {
-            worker.rank: worker.step_seconds
-            for worker in workers
-            if worker.is_answering and worker.state in ("training", "idle") and worker.step_seconds
-        }
-        marked = []
-        for worker in workers:
-            others = [seconds for rank, seconds in timed.items() if rank != worker.rank]
-            if worker.rank in timed and others:
-                factor = timed[worker.rank] / median(others)
-                is_slow = factor > SLOW_FACTOR and worker.state == "training"
-                worker = msgspec.structs.replace(
-                    worker, step_factor=factor, state="slow" if is_slow else worker.state
-                )
-            marked.append(worker)
-        return marked
-
-    def _speed(
-        self, rank: int, status: WorkerStatus | None, now_s: float
-    ) -> tuple[float | None, float | None]:
-        """Samples and bytes a second, over the last seconds, or some steps if that is longer."""
-        step_s = (status.step_seconds if status is not None else None) or 0.0
-        over_s = min(max(SPEED_OVER_S, SPEED_OVER_STEPS * step_s), LONGEST_SPEED_OVER_S)
-        return self._speeds.since(rank, now_s - over_s)
+            # Over some steps where that is longer.
+            over_s = min(max(SPEED_OVER_S, SPEED_OVER_STEPS * step_s), LONGEST_SPEED_OVER_S)
+            facts: dict[str, Any] = {
+                "rank": rank,
+                "incarnation": member.incarnation,
+                "state": state,
+                "is_answering": is_answering,
+                "status_address": member.status_address,
+                "gradient_steps": member.gradient_steps,
+                "samples": member.samples,
+                "since_step_s": age_s,
+            }
+            if status is not None:
+                facts |= {name: getattr(status, name) for name in OWN_WORD}
+                facts["loss"] = status.logged.get("loss")
+                for name in ("incarnation", "gradient_steps", "samples"):
+                    facts[name] = max(facts[name], getattr(status, name))
+            if state not in GONE:
+                speed = partial(self._speeds.since, from_s=now_s - over_s)
+                facts["samples_per_second"] = speed(("samples", rank))
+                if status is not None:
+                    facts["bytes_sent_per_second"] = speed(("bytes", rank))
+                    linked = (each for each in status.neighbours if each.is_linked)
+                    facts["neighbours"] = tuple(each.rank for each in linked if each.is_neighbour)
+            worker = JobWorker(**facts)
+            workers.append(_marked(worker, steps))
+        return tuple(workers)
 
     # Links, and what was noticed.
 
-    def _links(self, gone: set[int], now_s: float) -> Iterator[LinkStatus]:
+    def _links(self, gone: set[int], now_s: float) -> tuple[LinkStatus, ...]:
         """Every edge of which one end answers and none is gone, by what both ends say."""
         ends: dict[tuple[int, int], dict[int, NeighbourStatus]] = {}
-        for rank, status in self._own().items():
-            if self._is_answering(status):
-                for each in filter(_matters, status.neighbours):
-                    pair = (min(rank, each.rank), max(rank, each.rank))
-                    ends.setdefault(pair, {})[rank] = each
-        for pair, said in sorted(ends.items()):
-            if not gone.isdisjoint(pair):
-                continue
-            durations = [
-                each.exchange_seconds for each in said.values() if each.exchange_seconds is not None
-            ]
-            speeds = [
-                speed
-                for ends_of in (pair, pair[::-1])
-                if ends_of[0] in said
-                and (speed := self._speeds.since(ends_of, now_s - SPEED_OVER_S)[1]) is not None
-            ]
+        for rank, source in self._own().items():
+            if source.status is not None and source.is_answering and rank not in gone:
+                for each in source.status.neighbours:
+                    # A neighbour in the graph, or one that was, and whose link is still up.
+                    matters = each.is_neighbour or (each.is_linked and each.exchanges > 0)
+                    if matters and each.rank not in gone:
+                        pair = (min(rank, each.rank), max(rank, each.rank))
+                        ends.setdefault(pair, {})[rank] = each
+        links = []
+        for (one, other), said in sorted(ends.items()):
+            durations = [each.exchange_seconds for each in said.values() if each.exchange_seconds]
+            keys = (("link", one, other), ("link", other, one))
+            speeds = [self._speeds.since(key, now_s - SPEED_OVER_S) for key in keys]
+            known = [speed for speed in speeds if speed is not None]
             heard = [each.heard_ago_s for each in said.values() if each.heard_ago_s is not None]
-            yield LinkStatus(
-                ranks=pair,
-                is_up=all(each.is_linked for each in said.values()),
-                exchanges=max(each.exchanges for each in said.values()),
-                exchange_seconds=fmean(durations) if durations else None,
-                bytes_per_second=sum(speeds) if speeds else None,
-                heard_ago_s=max(heard, default=None),
+            links.append(
+                LinkStatus(
+                    ranks=(one, other),
+                    is_up=all(each.is_linked for each in said.values()),
+                    exchanges=max(each.exchanges for each in said.values()),
+                    exchange_seconds=fmean(durations) if durations else None,
+                    bytes_per_second=sum(known) if known else None,
+                    heard_ago_s=max(heard, default=None),
+                )
             )
+        return tuple(links)
 
-    def _notices(self, now_s: float) -> Iterator[NoticeStatus]:
+    def _notices(self, now_s: float) -> tuple[NoticeStatus, ...]:
         """Every event once, however many noticed it, oldest first."""
-        events: list[tuple[float, int, str]] = []
-        for source in self._sources.values():
-            if source.status is not None:
-                age_s = now_s - source.answered_s
-                for each in source.status.notices:
-                    events.append((age_s + each.ago_s, each.rank, each.kind))
+        events = sorted(
+            (now_s - source.answered_s + each.ago_s, each.rank, each.kind)
+            for source in self._sources.values()
+            if source.status is not None
+            for each in source.status.notices
+        )
         last: dict[tuple[int, str], float] = {}
-        for ago_s, rank, kind in sorted(events, reverse=True):
-            before_s = last.get((rank, kind))
-            if before_s is None or before_s - ago_s > SAME_EVENT_S:
-                yield NoticeStatus(rank=rank, kind=kind, ago_s=ago_s)
+        notices = []
+        for ago_s, rank, kind in reversed(events):
+            if last.get((rank, kind), math.inf) - ago_s > SAME_EVENT_S:
+                notices.append(NoticeStatus(rank, kind, ago_s))
             last[rank, kind] = ago_s
-
-
-def _matters(neighbour: NeighbourStatus) -> bool:
-    """Whether it is a neighbour in the graph, or was one and its link is still up."""
-    return neighbour.is_neighbour or (neighbour.is_linked and neighbour.exchanges > 0)
+        return tuple(notices)
 
 
 def _order(member: MemberStatus) -> tuple[int, int, int]:
-    return (member.incarnation, _ORDER[member.state], member.samples)
+    return (member.incarnation, _ORDER.index(member.state), member.samples)
 
 
-def _state(member: MemberStatus, status: WorkerStatus | None, *, is_silent: bool) -> str:
-    """One word for a worker; ``status``: what it says itself, if it answers."""
-    if status is not None:
-        is_given_up = member.state == "dead" and member.incarnation >= status.incarnation
-        if is_given_up:
+def _marked(worker: JobWorker, steps: Mapping[int, float]) -> JobWorker:
+    """With how its step compares with the others', by their median, and whether that is slow."""
+    others = [seconds for rank, seconds in steps.items() if rank != worker.rank]
+    if worker.rank not in steps or not others or worker.state not in ("training", "idle"):
+        return worker
+    factor = steps[worker.rank] / median(others)
+    is_slow = factor > SLOW_FACTOR and worker.state == "training"
+    return msgspec.structs.replace(
+        worker, step_factor=factor, state="slow" if is_slow else worker.state
+    )
+
+
+def _state(
+    member: MemberStatus, own: WorkerStatus | None, *, is_silent: bool, is_idle: bool
+) -> str:
+    """One word for a worker; ``own``: what it says itself, if it answers."""
+    if own is not None:
+        if member.state == "dead" and member.incarnation >= own.incarnation:
             return "cut off"  # it lives, and others take it for dead
-        if member.state == "joining" or status.state == "averaging":
-            return member.state if member.state == "joining" else "averaging"
-        idle_after_s = max(IDLE_AFTER_S, IDLE_AFTER_STEPS * (status.step_seconds or 0.0))
-        if status.since_step_s is not None and status.since_step_s > idle_after_s:
-            return "idle"
-        return "training"
+        if member.state == "joining":
+            return "joining"
+        if own.state == "averaging":
+            return "averaging"
+        return "idle" if is_idle else "training"
     if member.state in ("dead", "left", "joining"):
         return member.state
     if is_silent:
         return "silent"
+    if is_idle and member.state == "training":
+        return "idle"
     if member.status_address:
         return "no answer"
     return "averaging" if member.state == "done" else member.state

@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import TracebackType
 from typing import Self
 
 from gossipdp.launcher.environment import read_addresses, show_address
@@ -58,11 +57,8 @@ Answer = WorkerStatus | Exception
 class StatusPoll:
     """Asks a number of addresses again and again.
 
-    One that does not answer in time delays nobody: its answer, or that there is none, comes with a
-    later call.
-
-    Args:
-        ask: for tests.
+    An address that does not answer in time delays no other: its answer, or that there is none,
+    comes with a later call. ``ask``: for tests.
     """
 
     def __init__(self, ask: Callable[[str], WorkerStatus] = ask) -> None:
@@ -73,12 +69,7 @@ class StatusPoll:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def answers(self, addresses: Iterable[str], wait_s: float) -> dict[str, Answer]:
@@ -86,13 +77,11 @@ class StatusPoll:
         for address in addresses:
             if address not in self._open:
                 self._open[address] = self._pool.submit(self._ask, address)
-        wait(self._open.values(), wait_s)
         answers: dict[str, Answer] = {}
-        for address, future in list(self._open.items()):
-            if future.done():
-                del self._open[address]
-                try:
-                    answers[address] = future.result()
-                except (OSError, ValueError) as error:
-                    answers[address] = error
+        done = wait(self._open.values(), wait_s).done
+        for address in [each for each, future in self._open.items() if future in done]:
+            try:
+                answers[address] = self._open.pop(address).result()
+            except (OSError, ValueError) as error:
+                answers[address] = error
         return answers

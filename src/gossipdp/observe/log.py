@@ -1,11 +1,11 @@
 """The log of a run: one JSON-lines file per worker. Its lines, and reading them.
 
 A file starts with a ``start`` record. Then come pairs of a ``step`` and an ``exchange`` record,
-each with totals up to then. ``began`` stands where a process made its first gradient step,
-``notice`` where a worker noticed what befell another, ``values`` where the script logged something,
-``consolidating`` where the worker had nothing left to do but to wait for the others; ``end`` where
-it had the average. Time (``time_s``) is in seconds since the worker's first start, whose date is in
-``start``. The log of a worker that was started again goes on where it ended, with a ``start``
+each with totals up to then. ``began`` is written when a process makes its first gradient step,
+``notice`` when the worker notices what befell another, ``values`` when the script logs something,
+``consolidating`` when the worker has nothing left to do but to wait for the others, and ``end``
+when it has the average. Time (``time_s``) is in seconds since the worker's first start, whose date
+is in ``start``. The log of a worker that was started again goes on where it ended, with a ``start``
 record of the new process.
 """
 
@@ -32,8 +32,11 @@ def worker_file(directory: Path, rank: int) -> Path:
     return directory / f"worker-{rank}.jsonl"
 
 
+# The records.
+
+
 class KnownConfiguration(TypedDict, total=False):
-    """What readers of a log compute with, of all that a configuration may hold."""
+    """The part of a configuration that readers of a log compute with."""
 
     comm_rate: float
     parameters: int
@@ -80,9 +83,11 @@ class RecentExchange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExchangeRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="exchange"):
-    """What the exchanges of a worker came to so far; None: no exchange yet, or not measured.
+    """The exchanges of a worker so far; None: no exchange yet, or not measured.
 
     recent: the last exchanges since the record before, at most 16, the oldest first.
+    idle_s: which workers stand still, as far as this one has heard: the age of their last gradient
+        step where it exceeds 5 s; see :func:`~gossipdp.observe.status.idle_seconds`.
     """
 
     time_s: float
@@ -98,6 +103,17 @@ class ExchangeRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="exchang
     shared_bytes_sent: int = 0
     shared_bytes_received: int = 0
     recent: tuple[RecentExchange, ...] = ()
+    idle_s: dict[Rank, float] = {}
+
+    @property
+    def exchanges(self) -> int:
+        """Completed exchanges, initiated or answered."""
+        return self.exchanges_initiated + self.exchanges_answered
+
+    @property
+    def all_bytes_sent(self) -> int:
+        """Through sockets and through shared memory."""
+        return self.bytes_sent + self.shared_bytes_sent
 
 
 class ValuesRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="values"):
@@ -156,6 +172,9 @@ _decoder = msgspec.json.Decoder(Record)
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 
 
+# Reading.
+
+
 class RunLogTail:
     """Follows the log of one worker while it is written; the file need not exist yet."""
 
@@ -168,20 +187,22 @@ class RunLogTail:
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position)
-                content = file.read()
+                lines = whole_lines(file.read())
         except FileNotFoundError:
             return []
-        complete = content[: content.rfind(b"\n") + 1]
-        self._position += len(complete)
-        return [_decoder.decode(line) for line in complete.splitlines()]
+        self._position += sum(map(len, lines))
+        return [_decoder.decode(line) for line in lines]
 
 
 @dataclass(frozen=True)
 class WorkerLog:
-    """The records of one worker, by kind, in the order in which they were written."""
+    """The records of one worker, by kind, in the order in which they were written.
+
+    start: of the first process. last_s: of the last record that has a time. restart: of the last
+    process, where there was more than one.
+    """
 
     start: StartRecord
-    """Of the first process."""
     steps: tuple[StepRecord, ...]
     exchanges: tuple[ExchangeRecord, ...]
     end: EndRecord | None
@@ -190,9 +211,7 @@ class WorkerLog:
     values: tuple[ValuesRecord, ...] = ()
     consolidating: ConsolidatingRecord | None = None
     last_s: float = 0.0
-    """Of the last record that has a time."""
     restart: StartRecord | None = None
-    """Of the last process, where there was more than one."""
 
     @property
     def latest_start(self) -> StartRecord:
@@ -209,10 +228,7 @@ class WorkerLog:
 
     def last_values(self) -> dict[str, Value | None]:
         """The latest of each value that the script logged."""
-        latest: dict[str, Value | None] = {}
-        for record in self.values:
-            latest |= record.values
-        return latest
+        return {name: value for record in self.values for name, value in record.values.items()}
 
 
 @dataclass(frozen=True)
@@ -239,13 +255,8 @@ class RunLog:
 
     @property
     def num_ranks(self) -> int:
-        """How many workers the logs tell of, joiners too, be their own logs here or not."""
-        partners = (
-            rank
-            for worker in self.workers.values()
-            if worker.exchanges
-            for rank in worker.exchanges[-1].exchanges_by_neighbour
-        )
+        """How many workers the logs mention, joiners whose own logs are not here too."""
+        partners = (rank for pair in self.exchange_counts() for rank in pair)
         return max(self.num_workers, 1 + max(self.workers), 1 + max(partners, default=0))
 
     def exchange_counts(self) -> dict[tuple[int, int], int]:
@@ -269,8 +280,7 @@ class RunLog:
             ValueError: there are none, a line is no record, a configuration cannot be, or another
                 version wrote them.
         """
-        paths = sorted(directory.glob(FILE_PATTERN))
-        workers = [read_worker(path) for path in paths]
+        workers = [read_worker(path) for path in sorted(directory.glob(FILE_PATTERN))]
         by_rank = {worker.start.rank: worker for worker in workers if worker is not None}
         if not by_rank:
             raise ValueError(
@@ -286,8 +296,7 @@ def read_worker(path: Path) -> WorkerLog | None:
     Raises:
         ValueError: as :meth:`RunLog.read`.
     """
-    content = path.read_bytes()
-    lines = content[: content.rfind(b"\n") + 1].splitlines()
+    lines = whole_lines(path.read_bytes())
     if not lines:
         return None
     start = next(iter(_decode(path, lines[:1])))
@@ -313,17 +322,22 @@ def read_worker(path: Path) -> WorkerLog | None:
                 f"{path}, line {line} holds a configuration that cannot be: {error}"
             ) from error
     return WorkerLog(
-        start,
-        of(StepRecord),
-        of(ExchangeRecord),
-        ends[-1] if ends else None,
-        of(BeganRecord),
-        of(NoticeRecord),
-        of(ValuesRecord),
-        waits[-1] if waits else None,
-        max(0.0 if isinstance(record, StartRecord) else record.time_s for record in records),
-        starts[-1] if len(starts) > 1 else None,
+        start=start,
+        steps=of(StepRecord),
+        exchanges=of(ExchangeRecord),
+        end=ends[-1] if ends else None,
+        lives=of(BeganRecord),
+        notices=of(NoticeRecord),
+        values=of(ValuesRecord),
+        consolidating=waits[-1] if waits else None,
+        last_s=max(0.0 if isinstance(each, StartRecord) else each.time_s for each in records),
+        restart=starts[-1] if len(starts) > 1 else None,
     )
+
+
+def whole_lines(content: bytes) -> list[bytes]:
+    """Without a last one that is still being written, or whose writer was killed."""
+    return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
 
 
 def _decode(path: Path, lines: list[bytes]) -> Iterable[Record]:

@@ -11,8 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -31,6 +30,7 @@ from gossipdp.observe.log import (
     ValuesRecord,
     WorkerLog,
     read_worker,
+    whole_lines,
 )
 
 logger = logging.getLogger("gossipdp")
@@ -69,11 +69,6 @@ class RunLogWriter:
         goes_on: a former process of this worker may have written the log: where it took part in
             the same run, go on with its totals.
         resumes: go on also where that was another run, which this one resumes.
-
-    Example:
-        >>> with RunLogWriter(path) as log:  # doctest: +SKIP
-        ...     log.start(rank=0, num_workers=1, configuration={})
-        ...     log.record(gradient_steps=1, samples=8, loss=2.3, exchanges=exchanges)
     """
 
     def __init__(
@@ -93,7 +88,7 @@ class RunLogWriter:
         is_same_run = before is not None and before.latest_start.run_id == run_id
         self._before = before if resumes or is_same_run else None
         if self._before is not None:
-            _drop_cut_line(path)
+            os.truncate(path, sum(map(len, whole_lines(path.read_bytes()))))
         else:
             path.write_bytes(b"")
         self._path = path
@@ -104,54 +99,43 @@ class RunLogWriter:
         self._date = date
         self._boot_id = boot_id
         self._run_id = run_id
-        self._started = self._recorded = clock()
+        self.started_s = self._recorded_s = clock()
+        """The worker's first start, by ``clock``: the zero of all times in the records."""
         self._num_notices = 0
         self._is_failing = False
-        self._steps = self._samples = 0
         last = self._before.steps[-1] if self._before and self._before.steps else None
-        self._steps_before = last.gradient_steps if last else 0
-        self._samples_before = last.samples if last else 0
-
-    @property
-    def started_s(self) -> float:
-        """The worker's first start, by ``clock``: the zero of all times in the records."""
-        return self._started
+        self._steps_before = self._steps = last.gradient_steps if last else 0
+        self._samples_before = self._samples = last.samples if last else 0
 
     def wait_s(self) -> float:
         """How long until a pair of records is due; not positive where it is."""
-        interval_s = max(self._interval_s, GROWTH * (self._recorded - self._started))
-        return self._recorded + interval_s - self._clock()
+        interval_s = max(self._interval_s, GROWTH * (self._recorded_s - self.started_s))
+        return self._recorded_s + interval_s - self._clock()
 
     def start(self, *, rank: int, num_workers: int, configuration: Mapping[str, Any]) -> None:
         """Write a start record; time counts from here, or from the first process's start."""
-        self._started = self._recorded = self._clock()
+        now_s, date_s = self._clock(), self._date()
+        self.started_s = self._recorded_s = now_s
         if self._before is not None:
-            self._started -= self._elapsed_s(self._before)
+            first = self._before.start
+            # By the date only where the machine was started since. It may have been set back: time
+            # goes on from the last record at least.
+            is_same_boot = self._boot_id and self._boot_id == first.boot_id
+            elapsed_s = now_s - first.started_s if is_same_boot else date_s - first.started_at
+            self.started_s -= max(elapsed_s, self._before.last_s)
         self._write(
             StartRecord(
                 rank,
                 num_workers,
                 os.getpid(),
-                self._date(),
+                date_s,
                 dict(configuration),
-                self._recorded,
+                now_s,
                 FORMAT,
                 self._boot_id,
                 self._run_id,
             )
         )
-
-    def _elapsed_s(self, before: WorkerLog) -> float:
-        """Since the first process's start: by the date only where the machine was started since.
-
-        The date may have been set back: time goes on from the last record at least.
-        """
-        start = before.start
-        if self._boot_id and self._boot_id == start.boot_id:
-            elapsed_s = self._started - start.started_s
-        else:
-            elapsed_s = self._date() - start.started_at
-        return max(elapsed_s, before.last_s)
 
     def began(self, at_s: float | None = None) -> None:
         """Write that this process has made its first gradient step, now or at ``at_s``."""
@@ -174,16 +158,15 @@ class RunLogWriter:
             loss: mean since the record before; None where it is not known.
             exchanges: of this process so far; its ``time_s`` is set here.
         """
-        now = self._clock()
-        elapsed_s = max(now - self._recorded, 1e-9)
-        speed = (samples - self._samples) / elapsed_s
-        self._steps, self._samples, self._recorded = gradient_steps, samples, now
-        time_s = self._time(now)
-        self._write(StepRecord(time_s, *self._totals(), _finite(loss), round(speed, 3)))
-        exchanges = msgspec.structs.replace(exchanges, time_s=time_s)
+        now_s = self._clock()
+        total = self._samples_before + samples
+        speed = (total - self._samples) / max(now_s - self._recorded_s, 1e-9)
+        self._steps, self._samples = self._steps_before + gradient_steps, total
+        self._recorded_s, time_s = now_s, self._time(now_s)
+        self._write(StepRecord(time_s, self._steps, total, _finite(loss), round(speed, 3)))
         if self._before is not None and self._before.exchanges:
             exchanges = _sum(self._before.exchanges[-1], exchanges)
-        self._write(exchanges)
+        self._write(msgspec.structs.replace(exchanges, time_s=time_s))
 
     def values(self, values: Mapping[str, Value]) -> None:
         """Write what the script logged."""
@@ -191,39 +174,23 @@ class RunLogWriter:
             name: _finite(value) if isinstance(value, float) else value
             for name, value in values.items()
         }
-        self._write(ValuesRecord(self._time(self._clock()), self._totals()[0], finite))
+        self._write(ValuesRecord(self._time(), self._steps, finite))
 
     def consolidating(self) -> None:
         """Write that the worker waits for the others from here on."""
-        self._write(ConsolidatingRecord(self._time(self._clock())))
+        self._write(ConsolidatingRecord(self._time()))
 
     def end(self, *, consensus_distance: float, num_averaged: int | None = None) -> None:
         """Write the end record."""
-        time_s = self._time(self._clock())
         distance = _finite(consensus_distance)
-        self._write(EndRecord(time_s, *self._totals(), distance, num_averaged))
+        self._write(EndRecord(self._time(), self._steps, self._samples, distance, num_averaged))
 
     def close(self) -> None:
         """Close the file; a second call does nothing. What is written later opens it again."""
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _totals(self) -> tuple[int, int]:
-        """Gradient steps and samples, over all processes of this worker."""
-        return self._steps_before + self._steps, self._samples_before + self._samples
-
-    def _time(self, at_s: float) -> float:
-        return round(at_s - self._started, 4)
+    def _time(self, at_s: float | None = None) -> float:
+        return round((self._clock() if at_s is None else at_s) - self.started_s, 4)
 
     def _write(self, record: Record) -> None:
         # One write call a line: a reader sees a line whole or not yet.
@@ -267,21 +234,10 @@ def _log_before(path: Path) -> WorkerLog | None:
         return None
 
 
-def _drop_cut_line(path: Path) -> None:
-    """Cut the file after its last whole line: its writer was killed."""
-    content = path.read_bytes()
-    os.truncate(path, content.rfind(b"\n") + 1)
-
-
 def _sum(before: ExchangeRecord, record: ExchangeRecord) -> ExchangeRecord:
     """Totals over all processes of a worker."""
-    neighbours = before.exchanges_by_neighbour.keys() | record.exchanges_by_neighbour.keys()
-    return msgspec.structs.replace(
-        record,
-        exchanges_by_neighbour={
-            rank: before.exchanges_by_neighbour.get(rank, 0)
-            + record.exchanges_by_neighbour.get(rank, 0)
-            for rank in sorted(neighbours)
-        },
-        **{name: getattr(before, name) + getattr(record, name) for name in COUNTED},
-    )
+    then, now = before.exchanges_by_neighbour, record.exchanges_by_neighbour
+    ranks = sorted(then.keys() | now.keys())
+    by_neighbour = {rank: then.get(rank, 0) + now.get(rank, 0) for rank in ranks}
+    counts = {name: getattr(before, name) + getattr(record, name) for name in COUNTED}
+    return msgspec.structs.replace(record, exchanges_by_neighbour=by_neighbour, **counts)

@@ -6,7 +6,7 @@ Names follow its conventions: base units, ``_total`` for what only grows. Every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
@@ -27,25 +27,16 @@ _PLAIN = (
     ("step_seconds", "step_seconds", "Running median of a step's duration."),
     ("since_step_seconds", "since_step_s", "Time since the last gradient step."),
     ("waited_seconds_total", "waited_seconds", "Time that training waited for others."),
-    (
-        "achieved_comm_rate",
-        "achieved_comm_rate",
-        "Exchanges per gradient step: twice those that this worker asked for.",
-    ),
-    (
-        "exchanges_failed_total",
-        "exchanges_failed",
-        "Exchanges that were stopped before their end.",
-    ),
+    ("achieved_comm_rate", "achieved_comm_rate", "Exchanges asked for per gradient step, twice."),
+    ("exchanges_failed_total", "exchanges_failed", "Exchanges stopped before their end."),
     ("exchange_seconds_total", "exchange_seconds", "Time with an exchange under way."),
-    (
-        "edge_distance",
-        "edge_distance",
-        "Half the mean squared distance to the partner, last exchanges.",
-    ),
+    ("edge_distance", "edge_distance", "Half the mean squared distance to the last partners."),
     ("checkpoints_total", "checkpoints", "Checkpoints written."),
     ("checkpoints_failed_total", "checkpoints_failed", "Checkpoints that could not be written."),
 )
+
+# Of one metric: the labels, if any, but for the rank, and the value.
+_Samples = Iterable[tuple[dict[str, str], float | None]]
 
 
 def metrics_text(status: WorkerStatus) -> bytes:
@@ -71,96 +62,52 @@ class _Collector:
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
-        status = self._status
-        about = {
-            "run_id": status.run_id,
-            "method": status.method,
-            "graph": status.graph,
-            "comm_rate": f"{status.comm_rate:g}",
-            "host": status.host,
-            "state": status.state,
+        for name, text, samples in _metrics(self._status):
+            known = [(labels, value) for labels, value in samples if value is not None]
+            if not known:
+                continue
+            kind: Any = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            labels = ["rank", *known[0][0]]
+            metric = kind(f"gossipdp_{name.removesuffix('_total')}", text, labels=labels)
+            for values, value in known:
+                metric.add_metric([str(self._status.rank), *values.values()], value)
+            yield metric
+
+
+def _metrics(status: WorkerStatus) -> Iterator[tuple[str, str, _Samples]]:
+    """Name, help and samples."""
+    about = {name: getattr(status, name) for name in ("run_id", "method", "graph")}
+    about |= {"comm_rate": f"{status.comm_rate:g}", "host": status.host, "state": status.state}
+    yield "info", "What this worker runs; always 1.", [(about, 1)]
+    for name, attribute, text in _PLAIN:
+        yield name, text, [({}, getattr(status, attribute))]
+    roles = {"initiated": status.exchanges_initiated, "answered": status.exchanges_answered}
+    yield "exchanges_total", "Completed exchanges, by who asked for them.", _by("role", roles)
+    for direction in ("sent", "received"):
+        text = f"Bytes {direction}, by sockets and by shared memory."
+        counts = {
+            "network": getattr(status, f"bytes_{direction}"),
+            "shared_memory": getattr(status, f"shared_bytes_{direction}"),
         }
-        yield from self._family("info", "What this worker runs; always 1.", [(about, 1)])
-        for name, attribute, text in _PLAIN:
-            yield from self._family(name, text, [({}, getattr(status, attribute))])
-        yield from self._traffic()
-        yield from self._others()
-        yield from self._family(
-            "logged",
-            "What the script logged last.",
-            [({"name": name}, value) for name, value in status.logged.items()],
-        )
+        yield f"{direction}_bytes_total", text, _by("by", counts)
+    neighbours = status.neighbours
+    exchanged = {e.rank: e.exchanges for e in neighbours if e.is_neighbour or e.exchanges}
+    text = "Completed exchanges with a neighbour."
+    yield "neighbour_exchanges_total", text, _by("neighbour", exchanged)
+    durations = {each.rank: each.exchange_seconds for each in neighbours}
+    text = "Mean duration of the last exchanges with a neighbour."
+    yield "neighbour_exchange_seconds", text, _by("neighbour", durations)
+    links = {each.rank: each.is_linked for each in neighbours if each.is_neighbour}
+    text = "Whether there is a link to a neighbour of the graph."
+    yield "link_up", text, _by("neighbour", links)
+    states = [member.state for member in status.members]
+    numbers = {state: states.count(state) for state in get_args(MemberState)}
+    yield "members", "Workers known here, by state.", _by("state", numbers)
+    silent = sum(member.is_silent for member in status.members)
+    text = "Linked workers that have been silent for the time-out."
+    yield "members_silent", text, [({}, silent)]
+    yield "logged", "What the script logged last.", _by("name", status.logged)
 
-    def _traffic(self) -> Iterator[Metric]:
-        status = self._status
-        yield from self._family(
-            "exchanges_total",
-            "Completed exchanges, by who asked for them.",
-            [
-                ({"role": "initiated"}, status.exchanges_initiated),
-                ({"role": "answered"}, status.exchanges_answered),
-            ],
-        )
-        for direction in ("sent", "received"):
-            yield from self._family(
-                f"{direction}_bytes_total",
-                f"Bytes {direction}, by sockets and by shared memory.",
-                [
-                    ({"by": "network"}, getattr(status, f"bytes_{direction}")),
-                    ({"by": "shared_memory"}, getattr(status, f"shared_bytes_{direction}")),
-                ],
-            )
 
-    def _others(self) -> Iterator[Metric]:
-        neighbours, members = self._status.neighbours, self._status.members
-        yield from self._family(
-            "neighbour_exchanges_total",
-            "Completed exchanges with a neighbour.",
-            [
-                ({"neighbour": str(each.rank)}, each.exchanges)
-                for each in neighbours
-                if each.is_neighbour or each.exchanges
-            ],
-        )
-        yield from self._family(
-            "neighbour_exchange_seconds",
-            "Mean duration of the last exchanges with a neighbour.",
-            [({"neighbour": str(each.rank)}, each.exchange_seconds) for each in neighbours],
-        )
-        yield from self._family(
-            "link_up",
-            "Whether there is a link to a neighbour of the graph.",
-            [
-                ({"neighbour": str(each.rank)}, each.is_linked)
-                for each in neighbours
-                if each.is_neighbour
-            ],
-        )
-        yield from self._family(
-            "members",
-            "Workers known here, by state.",
-            [
-                ({"state": state}, sum(member.state == state for member in members))
-                for state in get_args(MemberState)
-            ],
-        )
-        silent = sum(member.is_silent for member in members)
-        yield from self._family(
-            "members_silent",
-            "Linked workers that have been silent for the time-out.",
-            [({}, silent)],
-        )
-
-    def _family(
-        self, name: str, text: str, samples: list[tuple[dict[str, str], float | None]]
-    ) -> Iterator[Metric]:
-        """The metric, without the samples that are not known; nothing where none is."""
-        known = [(labels, value) for labels, value in samples if value is not None]
-        if not known:
-            return
-        kind: Any = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        labels = ["rank", *known[0][0]]
-        metric = kind(f"gossipdp_{name.removesuffix('_total')}", text, labels=labels)
-        for values, value in known:
-            metric.add_metric([str(self._status.rank), *values.values()], value)
-        yield metric
+def _by(label: str, values: Any) -> _Samples:
+    return [({label: str(key)}, value) for key, value in values.items()]

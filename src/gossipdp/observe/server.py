@@ -204,7 +204,7 @@ class StatusServer(fork.DescriptorOwner):
         words = bytes(request.partition(b"\n")[0]).split()
         if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
             return _response("400 Bad Request", "this is HTTP/1.1: GET /status\n")
-        if self._is_loopback and not _is_local_name(_host_of(request)):
+        if self._is_loopback and not _is_local(request):
             # A page of the web whose name was made to lead here would have its own name there.
             return _response("403 Forbidden", "ask by an address, or as localhost\n")
         method, path = words[0], words[1].partition(b"?")[0].decode("latin-1")
@@ -215,43 +215,29 @@ class StatusServer(fork.DescriptorOwner):
         page = self._pages.get(path)
         if page is None:
             return _response("404 Not Found", f"there are {', '.join(self._pages)}\n")
-        try:
-            body = self._build(path, page)
-        except Exception as error:
-            self._once.warn_once(
-                "page", path, "the status port cannot show %s: %s: %s", path, type(error), error
-            )
-            return _response("500 Internal Server Error", "see the worker's log\n")
-        return _response("200 OK", body, page.content_type, has_body=method == b"GET")
-
-    def _build(self, path: str, page: Page) -> bytes:
         built_s, body = self._built.get(path, (None, b""))
         now_s = self._clock()
         if built_s is None or now_s >= built_s + REBUILD_S:
-            body = page.build()
+            try:
+                body = page.build()
+            except Exception as error:
+                told = "the status port cannot show %s: %s: %s"
+                self._once.warn_once("page", path, told, path, type(error), error)
+                return _response("500 Internal Server Error", "see the worker's log\n")
             self._built[path] = (now_s, body)
-        return body
+        return _response("200 OK", body, page.content_type, has_body=method == b"GET")
 
 
-def _host_of(request: bytearray) -> str:
-    """The name in the Host header without its port; empty where there is none."""
+def _is_local(request: bytearray) -> bool:
+    """Whether the Host header is an address or localhost; or there is none."""
     for line in bytes(request).splitlines()[1:]:
         name, _, value = line.partition(b":")
         if name.strip().lower() == b"host":
             try:
-                return urlsplit(f"//{value.strip().decode('latin-1')}").hostname or ""
+                host = urlsplit(f"//{value.strip().decode('latin-1')}").hostname
+                return host in (None, "localhost") or bool(ipaddress.ip_address(str(host)))
             except ValueError:
-                return "no host"
-    return ""
-
-
-def _is_local_name(host: str) -> bool:
-    if host in ("", "localhost"):
-        return True
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
+                return False
     return True
 
 

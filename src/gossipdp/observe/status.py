@@ -1,12 +1,13 @@
 """What a worker says of itself and of the others: the answer to ``GET /status``, as JSON.
 
-A worker knows of every other what is gossiped: whether it lives, how far it is, and where it shows
-its own status. So one answer names the whole job, and who wants more of a worker asks it. Numbers
-not known yet are null. Readers ignore what they do not know, so that fields may be added.
+A worker knows from gossip whether every other lives, how far it is, and where it shows its own
+status. So one answer names the whole job; for more about a worker, ask that worker. Numbers not
+known yet are null. Readers ignore fields that they do not know, so that some may be added.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -15,6 +16,8 @@ STATUS_PATH = "/status"
 METRICS_PATH = "/metrics"
 # Far more than a job of a thousand workers says.
 MAX_STATUS_BYTES = 4 << 20
+IDLE_AFTER_S = 5.0
+MAX_IDLE = 16
 
 MemberState: TypeAlias = Literal["joining", "training", "done", "left", "dead"]
 
@@ -24,8 +27,9 @@ class MemberStatus(msgspec.Struct, frozen=True):
 
     ``state``: ``done`` trains no more and waits for the others, ``left`` went after the final
     average. ``is_silent``: its link here is open, and nothing came for the time-out. ``samples``
-    and ``gradient_steps`` are over all its lives, as last heard. ``status_address``: HOST:PORT
-    where it shows its own status; empty: nowhere.
+    and ``gradient_steps`` are over all its lives, as last heard; ``since_step_s``: since they were
+    heard to grow, however often it beats. ``status_address``: HOST:PORT where it shows its own
+    status; empty: nowhere.
     """
 
     rank: int
@@ -35,6 +39,22 @@ class MemberStatus(msgspec.Struct, frozen=True):
     gradient_steps: int = 0
     samples: int = 0
     status_address: str = ""
+    since_step_s: float | None = None
+
+
+def idle_seconds(members: Iterable[MemberStatus]) -> dict[int, float]:
+    """By rank, how long those stand still that should train: at most 16, the longest.
+
+    So a worker is seen whose training loop hangs while its gossip thread beats.
+
+    Example:
+        >>> idle_seconds([MemberStatus(3, 0, "training", since_step_s=12.34)])
+        {3: 12.3}
+    """
+    training = (each for each in members if each.state == "training" and not each.is_silent)
+    ages = {each.rank: each.since_step_s or 0.0 for each in training}
+    longest = sorted(ages, key=lambda rank: -ages[rank])[:MAX_IDLE]
+    return {rank: round(ages[rank], 1) for rank in longest if ages[rank] > IDLE_AFTER_S}
 
 
 class NeighbourStatus(msgspec.Struct, frozen=True):

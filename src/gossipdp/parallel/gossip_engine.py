@@ -410,19 +410,20 @@ class GossipEngine(Engine):
 
     def view(self) -> RunView:
         """See :class:`Engine`; like :meth:`stats`, of one published value."""
-        published = self._loop.published
+        published, now_s = self._loop.published, self._loop.clock()
+        ages = {rank: max(0.0, now_s - at_s) for rank, at_s in published.stepped_s.items()}
         return RunView(
             run_id=self._arrival.run_id,
             graph=self._arrival.settings.graph.rpartition(" ")[0],
             incarnation=self._protocol.incarnation,
             is_averaging=self._is_consolidating,
-            members=show_members(published.members, published.silent, published.progress),
+            members=show_members(published.members, published.silent, published.progress, ages),
             neighbours=show_neighbours(
                 published.neighbours,
                 published.links,
                 published.exchanges_by_neighbour,
                 published.recent_exchanges,
-                self._loop.clock(),
+                now_s,
             ),
         )
 

@@ -25,6 +25,7 @@ from gossipdp.observe.log import (
     worker_file,
 )
 from gossipdp.observe.log_writer import RunLogWriter
+from gossipdp.observe.status import idle_seconds
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.stats import Consolidated, Stats
@@ -225,6 +226,7 @@ class RunLogging:
                     )
                     for one in recent
                 ),
+                idle_s=idle_seconds(self._engine.view().members),
             ),
         )
         self._write_values()

@@ -132,9 +132,12 @@ class RunView:
 
 
 def show_members(
-    members: Iterable[Member], silent: frozenset[int], counts: Mapping[int, tuple[int, int]]
+    members: Iterable[Member],
+    silent: frozenset[int],
+    counts: Mapping[int, tuple[int, int]],
+    ages: Mapping[int, float],
 ) -> tuple[MemberStatus, ...]:
-    """The membership; ``counts``: samples and gradient steps by rank."""
+    """The membership; by rank samples and gradient steps, and since when the steps last grew."""
     shown = []
     for member in members:
         samples, steps = counts.get(member.rank, (0, 0))
@@ -150,6 +153,7 @@ def show_members(
                 status_address=show_address(member.status_host, member.status_port)
                 if has_status
                 else "",
+                since_step_s=ages.get(member.rank),
             )
         )
     return tuple(shown)

@@ -5,8 +5,6 @@ import signal
 import threading
 from types import FrameType
 
-from gossipdp.launcher.scripts import HeldOutput
-
 
 class Termination:
     """Turns SIGTERM into a request for one more checkpoint; a time limit ends the process.
@@ -17,8 +15,7 @@ class Termination:
     between two steps, saves, and ends. A loop that does not get there in ``LONGEST_WAIT_S`` gets
     the signal again, which then raises SystemExit, wherever it is. A checkpoint that has begun
     takes the time that it takes. Further signals that others send meanwhile change nothing. A
-    handler that the user or a launcher installed is left alone. Meanwhile the loop may print
-    although the supervisor that would read it is dead (:class:`HeldOutput`).
+    handler that the user or a launcher installed is left alone.
 
     Only the main thread of a process may install it.
     """
@@ -33,9 +30,7 @@ class Termination:
             threading.current_thread() is threading.main_thread()
             and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         )
-        self._output: HeldOutput | None = None
         if self._is_installed:
-            self._output = HeldOutput()
             signal.signal(signal.SIGTERM, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -60,8 +55,6 @@ class Termination:
     def close(self) -> None:
         """Let SIGTERM end the process at once again."""
         self.begin()
-        if self._output is not None:
-            self._output.close()
         if self._is_installed and threading.current_thread() is threading.main_thread():
             self._is_installed = False
             if signal.getsignal(signal.SIGTERM) == self._handle:

@@ -2,7 +2,8 @@
 
 live          progress in the terminal while the workers train
 figures       loss, edge distance, who exchanged with whom, as a PNG
-page          a run as one page that opens offline: gossipdp report. From view (what the logs say,
-              on one clock), charts and timeline; page.html, page.css, page.js
+view          what the logs say, on one clock
+page          a run as one page that opens offline: gossipdp report. charts: its drawings;
+              page.html, charts.html: jinja templates; page.css, page.js
 tensorboard   scalars per worker, heat map, graph, where tensorboard is installed
 """

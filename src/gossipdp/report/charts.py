@@ -1,17 +1,37 @@
-"""The drawings of the page as SVG: scales and numbers, lines over time, one value a pair."""
+"""The drawings of the page: here are their numbers in pixels, and charts.html makes SVG of them."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import Any
 
-Points = list[tuple[float, float]]
+from gossipdp.report.view import Points, RunView, Span, merged
 
 COLOURS = 7
 """Workers told apart by colour, as page.css has them; more share a scale from blue to yellow."""
+
+WIDTH, HALF_WIDTH, HEIGHT = 760, 480, 250
+LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 40
+MOST_POINTS = 300
+LOG_FROM_RATIO = 20.0
+HEAT_SIZE, HEAT_MARGIN = 340, 34
+MOST_LABELLED, MOST_WRITTEN = 24, 8
+TIMELINE_TOP, MANY_WORKERS = 8, 16
+MOST_SPANS = 300
+MOST_DETAILED, DETAIL_EXCHANGES = 24, 40
+STATES = ("computing", "waiting", "idle", "away")
+EVENT_WORDS = {
+    "dead": "taken for dead",
+    "stopped": "silent for the time-out",
+    "rejoined": "takes part again",
+    "joined": "joined the run",
+    "restarted": "started again, first gradient step",
+}
+
+Drawing = dict[str, Any]
+Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -58,7 +78,7 @@ def number(value: float) -> str:
     value = round(value) if 1000 <= abs(value) < 9999.5 else float(f"{value:.3g}")
     for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
-            return f"{value / {'T': 1e12, 'G': 1e9, 'M': 1e6, 'k': 1e3}[letter]:.3g} {letter}"
+            return f"{value / (1e3 if letter == 'k' else limit):.3g} {letter}"
     return f"{value:.4g}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -80,59 +100,34 @@ def colour(index: int, count: int) -> str:
     return f"hsl({250 - 200 * share:.0f} 65% {45 + 10 * share:.0f}%)"
 
 
-def text(x: float, y: float, words: str, *, anchor: str = "start", kind: str = "label") -> str:
-    """A text element."""
-    return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
-
-
-def line(x1: float, y1: float, x2: float, y2: float, kind: str = "grid") -> str:
-    """A straight line."""
-    return f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" class="{kind}"/>'
-
-
 # Lines.
-
-WIDTH, HALF_WIDTH, HEIGHT = 760, 480, 250
-LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 40
-MOST_POINTS = 300
-LOG_FROM_RATIO = 20.0
 
 
 def line_chart(
     name: str,
     lines: Sequence[Points],
-    labels: Sequence[str],
+    ranks: Sequence[int],
     *,
     x_label: str,
     y_label: str,
     x_end: float,
-    marks: Sequence[tuple[float, float]] = (),
+    starts_of_pieces: Sequence[Sequence[float]],
+    mark: tuple[float, float] | None = None,
     mark_label: str = "",
     width: int = WIDTH,
     is_linear: bool = False,
-    starts_of_pieces: Sequence[Sequence[float]] = (),
-    show_x: Callable[[float], str] = number,
-    show_y: Callable[[float], str] = number,
-) -> str:
-    """A figure; the y scale is logarithmic where positive values differ by a factor of 20.
+) -> Drawing | None:
+    """A line a worker, from x = 0 to ``x_end``; None without values.
 
-    Args:
-        name: of the figure, for readers that do not see it.
-        lines: one per label; not finite values are left out, long ones thinned by means.
-        labels: who each line is.
-        x_label, y_label: of the axes.
-        x_end: to where the horizontal axis goes, from 0.
-        marks: single points besides the lines.
-        mark_label: what they are.
-        width: of the drawing; what is shown at half the width of the page is drawn narrower.
-        is_linear: whatever the values.
-        starts_of_pieces: for each line, at which x it does not go on from the point before.
-        show_x, show_y: how numbers are written.
+    The y scale is logarithmic where positive values differ by a factor of 20, unless ``is_linear``.
+    Values that are not finite are left out, and long lines thinned by means. ``starts_of_pieces``:
+    for each line, at which x it does not go on from the point before.
     """
-    thinned = [_thinned(_finite(each), x_end) for each in lines]
-    values = [y for each in [*thinned, list(marks)] for _, y in each]
+    thinned = [_thinned(each, x_end) for each in lines]
+    marks = [mark] if mark else []
+    values = [y for each in [*thinned, marks] for _, y in each]
     if not values:
-        return '<p class="nothing">No values.</p>'
+        return None
     positive = [value for value in values if value > 0]
     is_log = bool(positive) and not is_linear and max(positive) / min(positive) > LOG_FROM_RATIO
     if is_log:
@@ -141,87 +136,47 @@ def line_chart(
         low, high = min(0.0, *values), max(*values, 0.0) * 1.05 or 1.0
     x = Scale(0.0, x_end, LEFT, width - RIGHT)
     y = Scale(low, high, HEIGHT - BOTTOM, TOP, is_log)
-    parts = [
-        f'<svg viewBox="0 0 {width} {HEIGHT}" role="img" aria-label="{escape(name)}">',
-        *(
-            line(LEFT, y(tick), width - RIGHT, y(tick))
-            + text(LEFT - 6, y(tick) + 4, show_y(tick), anchor="end")
-            for tick in y.ticks()
-        ),
-        *(
-            text(x(tick), HEIGHT - BOTTOM + 16, show_x(tick), anchor="middle")
-            for tick in x.ticks(8)
-        ),
-        line(LEFT, HEIGHT - BOTTOM, width - RIGHT, HEIGHT - BOTTOM, "axis"),
-        text((LEFT + width - RIGHT) / 2, HEIGHT - 6, x_label, anchor="middle", kind="axis-label"),
-        f'<text class="axis-label" text-anchor="middle" transform="translate(13 '
-        f'{(TOP + HEIGHT - BOTTOM) / 2:g}) rotate(-90)">{escape(y_label)}</text>',
-    ]
-    shown = []
-    for index, each in enumerate(thinned):
-        starts = starts_of_pieces[index] if starts_of_pieces else ()
-        points = [(x(at), y(value), at, value) for at, value in each if not is_log or value > 0]
-        shown.append([[px, py, show_x(at), show_y(value)] for px, py, at, value in points])
-        if points:
-            stroke = colour(index, len(lines))
-            parts.append(
-                f'<path d="{_path(points, starts)}" class="series" style="stroke:{stroke}">'
-                f"<title>{escape(labels[index])}</title></path>"
+    labels = [f"worker {rank}" for rank in ranks]
+    colours = [colour(index, len(lines)) for index in range(len(lines))]
+    shown, series = [], []
+    for index, (each, starts) in enumerate(zip(thinned, starts_of_pieces, strict=True)):
+        points = [(at, value) for at, value in each if not is_log or value > 0]
+        shown.append([[x(at), y(value), number(at), number(value)] for at, value in points])
+        pieces: list[str] = []
+        before = -math.inf
+        for at, value in points:
+            is_new = not pieces or any(before < start <= at for start in starts)
+            # A point alone is a line of no length with round ends.
+            place = f"{x(at):g},{y(value):g}"
+            pieces.append(f"M{place}h0" if is_new else f"L{place}")
+            before = at
+        if pieces:
+            series.append(
+                {"path": "".join(pieces), "stroke": colours[index], "label": labels[index]}
             )
-    for at, value in marks:
-        if not is_log or value > 0:
-            px, py = x(at), y(value)
-            parts.append(
-                f'<path d="M{px:g},{py - 6:g}l6,6l-6,6l-6,-6z" class="mark">'
-                f"<title>{escape(mark_label)}: {escape(show_y(value))}</title></path>"
-            )
-    parts.append('<line class="cursor" y1="12" y2="210" x1="-9" x2="-9"/></svg>')
-    data = {
-        "labels": list(labels),
-        "colours": [colour(i, len(lines)) for i in range(len(lines))],
-        "lines": shown,
+    keys = zip(colours, labels, thinned, strict=True)
+    legend = [(stroke, label) for stroke, label, each in keys if each]
+    return {
+        "name": name,
+        "width": width,
+        "height": HEIGHT,
+        "x_label": x_label,
+        "y_label": y_label,
+        "x_ticks": [(x(tick), number(tick)) for tick in x.ticks(8)],
+        "y_ticks": [(y(tick), number(tick)) for tick in y.ticks()],
+        "series": series,
+        "marks": [
+            (x(at), y(value), number(value)) for at, value in marks if not is_log or value > 0
+        ],
+        "mark_label": mark_label,
+        "legend": legend if len(legend) <= 16 else [legend[0], ("", "…"), legend[-1]],
+        "data": {"labels": labels, "colours": colours, "lines": shown},
     }
-    legend = _legend(labels, thinned, mark_label if marks else "")
-    return f'<div class="chart lines">{"".join(parts)}{data_element(data)}</div>{legend}'
-
-
-def _path(points: Sequence[tuple[float, float, float, float]], starts: Sequence[float]) -> str:
-    """A line through (pixel x, pixel y, x, value), broken before each x of ``starts``."""
-    pieces = []
-    before: float | None = None
-    for px, py, at, _ in points:
-        is_new = before is None or any(before < start <= at for start in starts)
-        # A point alone is a line of no length with round ends.
-        pieces.append(f"M{px:g},{py:g}h0" if is_new else f"L{px:g},{py:g}")
-        before = at
-    return "".join(pieces)
-
-
-def _legend(labels: Sequence[str], lines: Sequence[Points], mark_label: str) -> str:
-    items = [
-        f'<li><i style="background:{colour(index, len(labels))}"></i>{escape(label)}</li>'
-        for index, label in enumerate(labels)
-        if lines[index]
-    ]
-    if len(items) > 16:
-        items = [items[0], "<li>…</li>", items[-1]]
-    if mark_label:
-        items.append(f'<li><i class="diamond"></i>{escape(mark_label)}</li>')
-    return f'<ul class="legend">{"".join(items)}</ul>'
-
-
-def data_element(data: object) -> str:
-    """What page.js reads; NaN is a ValueError."""
-    body = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return f'<script type="application/json">{body}</script>'
-
-
-def _finite(points: Points) -> Points:
-    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
 
 
 def _thinned(points: Points, x_end: float) -> Points:
-    """At most ``MOST_POINTS``: means of neighbours along x."""
+    """The finite ones, at most ``MOST_POINTS``: means of neighbours along x."""
+    points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     if len(points) <= MOST_POINTS or x_end <= 0:
         return points
     groups: dict[int, Points] = {}
@@ -235,56 +190,149 @@ def _thinned(points: Points, x_end: float) -> Points:
 
 # One value for every pair of workers.
 
-SIZE, MARGIN = 340, 34
-MOST_LABELLED, MOST_WRITTEN = 24, 8
-
 
 def heat_map(
     name: str,
     ranks: Sequence[int],
-    values: Mapping[tuple[int, int], float],
+    values: Mapping[Pair, float],
     *,
     show: Callable[[float], str],
-    tell: Callable[[tuple[int, int], float], str],
-) -> str:
-    """A figure, symmetric; pairs without a value stay empty.
+    tell: Callable[[Pair, float], str],
+) -> Drawing:
+    """``values`` by (lower rank, higher rank), none negative; pairs without one stay empty.
 
-    Args:
-        name: of the figure, for readers that do not see it.
-        ranks: the rows and columns.
-        values: by (lower rank, higher rank), none negative.
-        show: the text in a square, where there is room.
-        tell: the text that the pointer shows.
+    ``show`` gives the text in a square, where there is room, ``tell`` the one of the pointer.
     """
-    if not values:
-        return '<p class="nothing">No exchanges.</p>'
-    most = max(values.values()) or 1.0
-    cell = (SIZE - MARGIN) / len(ranks)
-    parts = [f'<svg viewBox="0 0 {SIZE} {SIZE}" role="img" aria-label="{escape(name)}">']
+    most = max(values.values(), default=0.0) or 1.0
+    size = (HEAT_SIZE - HEAT_MARGIN) / len(ranks)
+    places = [HEAT_MARGIN + index * size for index in range(len(ranks))]
+    cells = []
+    for one, y in zip(ranks, places, strict=True):
+        for other, x in zip(ranks, places, strict=True):
+            pair = (min(one, other), max(one, other))
+            kind = "self" if one == other else "" if pair in values else "none"
+            cell: Drawing = {"x": x, "y": y, "kind": kind, "text": ""}
+            if not kind:
+                value = values[pair]
+                share = value / most
+                cell |= {"opacity": 0.12 + 0.88 * share, "title": tell(pair, value)}
+                if len(ranks) <= MOST_WRITTEN:
+                    cell |= {"text": show(value), "is_strong": share > 0.45}
+            cells.append(cell)
     every = 1 if len(ranks) <= MOST_LABELLED else len(ranks) // 8
-    for index, rank in enumerate(ranks):
-        middle = MARGIN + (index + 0.5) * cell
-        if index % every == 0:
-            parts.append(text(middle, MARGIN - 8, str(rank), anchor="middle"))
-            parts.append(text(MARGIN - 8, middle + 4, str(rank), anchor="end"))
-    for row, one in enumerate(ranks):
-        for column, other in enumerate(ranks):
-            x, y = MARGIN + column * cell, MARGIN + row * cell
-            box = f'x="{x:.1f}" y="{y:.1f}" width="{cell:.1f}" height="{cell:.1f}"'
-            value = values.get((min(one, other), max(one, other))) if one != other else None
-            if value is None:
-                kind = "self" if one == other else "none"
-                parts.append(f'<rect {box} class="cell {kind}"/>')
-                continue
-            share = value / most
-            parts.append(
-                f'<rect {box} class="cell" fill-opacity="{0.12 + 0.88 * share:.2f}">'
-                f"<title>{escape(tell((min(one, other), max(one, other)), value))}</title></rect>"
+    labels = [(place + size / 2, rank) for place, rank in zip(places, ranks, strict=True)]
+    return {
+        "name": name,
+        "cell": size,
+        "cells": cells if values else [],
+        "labels": labels[::every],
+    }
+
+
+# Time.
+
+
+def _time_axis(x: Scale, rows: int, row: int) -> Drawing:
+    ticks = x.ticks(8)
+    spacing = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
+    digits = max(0, -math.floor(math.log10(spacing) + 1e-9))
+    return {
+        "row": row,
+        "height": TIMELINE_TOP + BOTTOM + row * rows,
+        "x_ticks": [
+            (x(tick), f"{tick:.{digits}f}" if x.high < 1e4 else number(tick)) for tick in ticks
+        ],
+    }
+
+
+def timeline(view: RunView) -> Drawing:
+    """What every worker did: a row a worker, the height of a colour is its share of the time."""
+    count = len(view.ranks)
+    row = 34 if count <= MANY_WORKERS else 14
+    x = Scale(0.0, view.duration_s, LEFT, WIDTH - RIGHT)
+    every = 1 if count <= 48 else count // 16
+    tops = {rank: TIMELINE_TOP + index * row for index, rank in enumerate(view.ranks)}
+    rows, shown = [], []
+    for index, (rank, top) in enumerate(tops.items()):
+        spans = merged(view.spans(rank), MOST_SPANS if count <= MANY_WORKERS else MOST_SPANS // 3)
+        label = str(rank) if index % every == 0 else ""
+        rows.append({"y": top + row / 2 + 3, "label": label, "paths": _row(spans, x, top, row)})
+        told = [[x(one.start_s), x(one.end_s), duration(one.start_s), _told(one)] for one in spans]
+        shown.append({"top": top, "height": row, "worker": rank, "spans": told})
+    flags = [
+        {
+            "x": x(event.time_s),
+            "y": tops[event.rank],
+            "kind": event.what,
+            "title": f"{event.time_s:.1f} s: worker {event.rank} "
+            f"{EVENT_WORDS.get(event.what, event.what)}",
+        }
+        for event in view.events()
+        if event.rank in tops
+    ]
+    return _time_axis(x, count, row) | {"rows": rows, "flags": flags, "data": {"rows": shown}}
+
+
+def _row(spans: Sequence[Span], x: Scale, top: float, row: float) -> dict[str, str]:
+    """Paths by state: stacked shares above, exchanges below."""
+    gap = 2 if row < 20 else 4
+    lane = (row - gap) * 0.28
+    main = row - gap - lane - 1
+    paths = dict.fromkeys((*STATES, "exchanging"), "")
+    for span in spans:
+        below = top + main
+        for state in paths:
+            if state == "exchanging":
+                below = top + main + 1 + lane
+            size = getattr(span, state) * (lane if state == "exchanging" else main)
+            if size > 0.05:
+                below -= size
+                left = x(span.start_s)
+                right = max(x(span.end_s), left + 0.2)
+                paths[state] += f"M{left:g},{below:.1f}H{right:g}v{size:.1f}H{left:g}z"
+    return {state: path for state, path in paths.items() if path}
+
+
+def _told(span: Span) -> str:
+    shares = [(getattr(span, state), state) for state in (*STATES, "exchanging")]
+    return ", ".join(f"{state} {share:.0%}" for share, state in shares if share >= 0.005)
+
+
+def closer_look(view: RunView) -> Drawing | None:
+    """Single exchanges in a short piece from the middle of the run; None without any."""
+    ranks, row = view.ranks[:MOST_DETAILED], 24
+    seen = [
+        (view.offsets[rank] + one.started_s, index, rank, one)
+        for index, rank in enumerate(ranks)
+        for record in view.workers[rank].exchanges
+        for one in record.recent
+    ]
+    times = sorted(at_s for at_s, *_ in seen)
+    if not times:
+        return None
+    most = min(len(times) - 1, DETAIL_EXCHANGES * len(ranks) // 2)
+    first = (len(times) - most) // 2
+    start_s, end_s = times[first], times[min(first + most, len(times) - 1)] + 0.01
+    x = Scale(start_s, end_s, LEFT, WIDTH - RIGHT)
+    tops = [TIMELINE_TOP + index * row for index in range(len(ranks))]
+    bars = []
+    for at_s, index, rank, one in seen:
+        if start_s <= at_s < end_s:
+            asks, answers = (rank, one.peer) if one.initiated else (one.peer, rank)
+            partner = view.ranks.index(one.peer) if one.peer in view.ranks else 0
+            bars.append(
+                {
+                    "x": x(at_s),
+                    "y": tops[index] + 4,
+                    "width": max(1.5, x(at_s + one.duration_s) - x(at_s)),
+                    "fill": colour(partner, len(view.ranks)),
+                    "title": f"worker {asks} asked worker {answers}: "
+                    f"{one.duration_s * 1e3:.2f} ms, from {at_s:.3f} s",
+                }
             )
-            if len(ranks) <= MOST_WRITTEN:
-                kind = "cell-text strong" if share > 0.45 else "cell-text"
-                written = text(
-                    x + cell / 2, y + cell / 2 + 4, show(value), anchor="middle", kind=kind
-                )
-                parts.append(written)
-    return f'<div class="chart heat">{"".join(parts)}</svg></div>'
+    labels = [(top, rank) for top, rank in zip(tops, ranks, strict=True)]
+    legend = [
+        (colour(index, len(view.ranks)), f"with worker {rank}")
+        for index, rank in enumerate(view.ranks[:8])
+    ]
+    return _time_axis(x, len(ranks), row) | {"labels": labels, "bars": bars, "legend": legend}

@@ -3,12 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from statistics import fmean
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console
 from rich.table import Table
 
 from gossipdp.links.clock import since_boot_s
@@ -22,8 +19,9 @@ from gossipdp.observe.log import (
     StepRecord,
     worker_file,
 )
+from gossipdp.progress import ProgressView
 
-LINE_INTERVAL_S = 5.0
+HEADINGS = ("worker", "state", "steps", "loss", "samples/s", "exchanges", "waited (s)")
 
 
 @dataclass
@@ -56,7 +54,7 @@ class WorkerProgress:
             self.loss = self.loss if record.loss is None else record.loss
             self.samples_per_second = record.samples_per_second
         elif isinstance(record, ExchangeRecord):
-            self.exchanges = record.exchanges_initiated + record.exchanges_answered
+            self.exchanges = record.exchanges
             self.waited_seconds = record.waited_seconds
         elif isinstance(record, BeganRecord):
             self.process_id = record.process_id
@@ -80,8 +78,8 @@ class WorkerProgress:
             self.state = "training"
 
 
-class LiveView:
-    """A table and a bar that redraw themselves in a terminal; a line now and then elsewhere.
+class LiveView(ProgressView):
+    """A bar under a table of the workers in a terminal; a line now and then elsewhere.
 
     Call ``poll`` a few times a second. It draws in the calling thread and starts none.
 
@@ -104,36 +102,7 @@ class LiveView:
         self._tails = [RunLogTail(worker_file(directory, rank)) for rank in range(num_workers)]
         self._budget_samples = budget_samples
         self._least_s = least_s
-        self._console = console
-        self._clock = clock
-        self._started = self._last_line = clock()
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("samples"),
-            TimeRemainingColumn(),
-            expand=True,
-            auto_refresh=False,
-        )
-        self._task = self._bar.add_task(self._phase(), total=budget_samples)
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-
-    def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._live.start()
-            self._live.update(self._render(), refresh=True)
-        else:
-            self._console.print(self._phase())
-        return self
-
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._live.stop()
+        super().__init__(self._phase(clock()), console=console, above=self._table, clock=clock)
 
     def poll(self) -> None:
         """Read what the workers logged since the last call and show it."""
@@ -145,26 +114,25 @@ class LiveView:
                     notices.append(record)
         for notice in sorted(notices, key=lambda notice: notice.at_s):
             self.workers[notice.rank].noticed(notice.what)
-        if self._console.is_terminal:
-            self._live.update(self._render(), refresh=True)
-        elif self._clock() - self._last_line >= LINE_INTERVAL_S:
-            self._last_line = self._clock()
-            self._console.print(self._line(), highlight=False, soft_wrap=True)
+        samples, budget = self._samples(), self._budget_samples
+        text = f"{min(samples, budget):,} of {budget:,} samples"  # the rest is in the table
+        text = text if self._console.is_terminal else self._text()
+        self.advance(min(1.0, samples / budget), text, self._phase(self._clock()))
 
-    def _phase(self) -> str:
-        num_workers = len(self.workers)
+    def _samples(self) -> int:
+        return sum(worker.samples for worker in self.workers)
+
+    def _phase(self, now_s: float) -> str:
         if not any(worker.gradient_steps for worker in self.workers):
-            return f"starting {num_workers} worker{'s' if num_workers > 1 else ''}"
+            return f"starting {len(self.workers)} worker{'s' if len(self.workers) > 1 else ''}"
         began = [worker.began_s for worker in self.workers if worker.began_s is not None]
-        is_long_enough = not began or self._clock() >= min(began) + self._least_s
-        samples = sum(worker.samples for worker in self.workers)
-        if samples >= self._budget_samples and is_long_enough:
-            return "evaluating and averaging"
-        return "training"
+        is_long_enough = not began or now_s >= min(began) + self._least_s
+        is_over = self._samples() >= self._budget_samples and is_long_enough
+        return "evaluating and averaging" if is_over else "training"
 
-    def _render(self) -> Group:
+    def _table(self) -> Table:
         table = Table(box=None, padding=(0, 2), header_style="bold")
-        for heading in ("worker", "state", "steps", "loss", "samples/s", "exchanges", "waited (s)"):
+        for heading in HEADINGS:
             table.add_column(heading, justify="right", min_width=8)
         for rank, worker in enumerate(self.workers):
             table.add_row(
@@ -177,29 +145,19 @@ class LiveView:
                 f"{worker.waited_seconds:.1f}",
                 style={"dead": "bold red", "silent": "yellow"}.get(worker.state),
             )
-        samples = sum(worker.samples for worker in self.workers)
-        self._bar.update(
-            self._task,
-            completed=min(samples, self._budget_samples),
-            description=self._phase(),
-        )
-        return Group(table, self._bar)
+        return table
 
-    def _line(self) -> str:
-        samples = sum(worker.samples for worker in self.workers)
+    def _text(self) -> str:
         losses = [worker.loss for worker in self.workers if worker.loss is not None]
         speed = sum(worker.samples_per_second for worker in self.workers)
         steps = [worker.gradient_steps for worker in self.workers]
-        exchanges = sum(worker.exchanges for worker in self.workers) // 2
-        mean_loss = f"{sum(losses) / len(losses):.4f}" if losses else "-"
-        absent = "".join(
-            f", worker {rank} is {worker.state}"
-            for rank, worker in enumerate(self.workers)
-            if worker.state in ("dead", "silent")
-        )
-        return (
-            f"{self._clock() - self._started:4.0f} s  {self._phase()}: "
-            f"{min(1.0, samples / self._budget_samples):4.0%} of the samples, loss {mean_loss}, "
-            f"{speed:,.0f} samples/s, steps {min(steps):,} to {max(steps):,}, "
-            f"{exchanges:,} exchanges{absent}"
-        )
+        facts = [
+            f"loss {fmean(losses):.4f}" if losses else "loss -",
+            f"{speed:,.0f} samples/s",
+            f"steps {min(steps):,} to {max(steps):,}",
+            f"{sum(worker.exchanges for worker in self.workers) // 2:,} exchanges",
+        ]
+        for rank, worker in enumerate(self.workers):
+            if worker.state in ("dead", "silent"):
+                facts.append(f"worker {rank} is {worker.state}")
+        return ", ".join(facts)

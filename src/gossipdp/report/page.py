@@ -1,26 +1,36 @@
 """A run as one HTML page that opens offline: everything inline, drawn as SVG from the logs.
 
-The words and the order of the page are in ``page.html``; here is what it shows.
+The words and the order of the page are in ``page.html``, the drawings in ``charts.html``; here is
+what they show.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from importlib import resources
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import gossipdp
 from gossipdp.observe.log import RunLog
-from gossipdp.report.charts import HALF_WIDTH, Points, duration, heat_map, line_chart, number
-from gossipdp.report.timeline import EVENT_WORDS, closer_look, timeline
-from gossipdp.report.view import Event, RunView
+from gossipdp.report.charts import (
+    EVENT_WORDS,
+    HALF_WIDTH,
+    Drawing,
+    Pair,
+    closer_look,
+    duration,
+    heat_map,
+    line_chart,
+    number,
+    timeline,
+)
+from gossipdp.report.view import Event, Points, RunView
 
 if TYPE_CHECKING:
-    import networkx as nx
-
-    from gossipdp.graph.constants import Constants
+    from gossipdp.graph.network_plan import Plan
 
 MOST_HEAT_WORKERS = 64
 SECTIONS = {
@@ -35,7 +45,7 @@ SECTIONS = {
     "configuration": "Configuration",
 }
 
-Pair = tuple[int, int]
+Row = tuple[object, ...]
 
 
 def render(run_log: RunLog, name: str) -> str:
@@ -43,19 +53,19 @@ def render(run_log: RunLog, name: str) -> str:
     import jinja2
     from markupsafe import Markup
 
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("gossipdp", "report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    # Of the numbers that page.js reads none is NaN.
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     files = resources.files("gossipdp.report")
     view = RunView(run_log)
     counts = run_log.exchange_counts()
-    constants = _constants(view)
-    shares = _planned_shares(constants) if constants else {}
-
-    def drawn(svg: str | None) -> Markup:
-        return Markup(svg or "")
-
-    page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
-        files.joinpath("page.html").read_text("utf-8")
-    )
-    return page.render(
+    planned = _planned(view)
+    distance = view.consensus_distance
+    return environment.get_template("page.html").render(
         name=name,
         version=gossipdp.__version__,
         style=Markup(files.joinpath("page.css").read_text("utf-8")),
@@ -63,24 +73,45 @@ def render(run_log: RunLog, name: str) -> str:
         sections=SECTIONS,
         subtitle=_subtitle(view),
         tiles=_tiles(view),
-        number=number,
         num_workers=run_log.num_ranks,
-        timeline=drawn(timeline(view)),
-        closer_look=drawn(closer_look(view)),
-        loss={key: drawn(chart) for key, chart in _loss(view).items()},
-        consensus=drawn(_consensus(view)),
-        exchanges={
-            key: drawn(each) if isinstance(each, str) else each
-            for key, each in _exchanges(view, counts, shares).items()
-        },
-        throughput=_throughput(view) | {"chart": drawn(_sending(view))},
+        timeline=timeline(view),
+        closer_look=closer_look(view),
+        loss=_loss(view),
+        consensus=_time_chart(
+            view,
+            "Edge distance against time",
+            view.over_time(lambda _, exchange: exchange.edge_distance),
+            y_label="edge distance",
+            mark=None if distance is None else (view.duration_s, distance),
+            mark_label="consensus distance at the end, exact",
+        ),
+        exchanges=_exchanges(view, counts, planned[1] if planned else {}),
+        bytes_per_exchange=number(view.bytes_per_exchange()),
+        sending=_time_chart(
+            view,
+            "Bytes sent a second against time",
+            view.sending(),
+            y_label="sent (B/s)",
+            is_linear=True,
+        ),
+        links=[
+            (
+                f"{pair[0]} – {pair[1]}",
+                speed.num_seen,
+                f"{speed.median_s * 1e3:.2f}",
+                f"{speed.bytes_per_s / 1e6:.1f}",
+            )
+            for pair, speed in sorted(
+                view.link_speeds().items(), key=lambda item: item[1].bytes_per_s
+            )
+        ],
         faults=_faults(view),
-        plan=_plan(view, counts, constants, shares),
+        plan=_plan(view, counts, *planned) if planned else None,
         workers=[_worker_row(view, rank) for rank in view.ranks],
         configuration=_configuration(view),
         logged=[
             (name.replace("_", " "), _shown(value))
-            for worker in run_log.workers.values()
+            for worker in view.workers.values()
             for name, value in worker.last_values().items()
         ],
     )
@@ -96,60 +127,43 @@ def _subtitle(view: RunView) -> str:
     return ", ".join(str(word) for word in words if word)
 
 
-def _tiles(view: RunView) -> list[dict[str, str]]:
-    """The figures at the top of the page."""
-    steps = sorted(view.gradient_steps.values())
-    achieved, asked = view.achieved_comm_rate, view.configuration.get("comm_rate")
+def _tiles(view: RunView) -> list[tuple[str, str, str]]:
+    """The figures at the top of the page: name, value, and a word on it."""
+    steps = sorted(step.gradient_steps for step in view.steps.values())
+    samples = sum(step.samples for step in view.steps.values())
     losses = [line[-1][1] for line in view.over_time(lambda step, _: step.loss) if line]
-    distance = view.consensus_distance
-    ended = sum(worker.end is not None for worker in view.log.workers.values())
-    speed = f"{number(view.samples / view.duration_s)} a second" if view.duration_s else ""
+    ended = sum(worker.end is not None for worker in view.workers.values())
+    come = f"{ended} of {len(view.ranks)} workers came to the end"
+    speed = f"{number(samples / view.duration_s)} a second" if view.duration_s else ""
+    range_of_steps = f"{number(steps[0])} to {number(steps[-1])} a worker" if steps else ""
+    loss = number(fmean(losses)) if losses else "not logged"
     tiles = [
-        (
-            "duration",
-            duration(view.duration_s),
-            f"{ended} of {len(view.ranks)} workers came to the end",
-        ),
-        ("samples", number(view.samples), speed),
-        (
-            "gradient steps",
-            number(sum(steps)),
-            f"{number(steps[0])} to {number(steps[-1])} a worker" if steps else "",
-        ),
-        (
-            "last loss",
-            number(fmean(losses)) if losses else "not logged",
-            "mean of the workers" if losses else "",
-        ),
+        ("duration", duration(view.duration_s), come),
+        ("samples", number(samples), speed),
+        ("gradient steps", number(sum(steps)), range_of_steps),
+        ("last loss", loss, "mean of the workers" if losses else ""),
     ]
     if view.gossips and view.log.num_ranks > 1:
-        tiles += [
-            ("exchanges", number(view.exchanges), f"{view.log.num_ranks} workers"),
-            (
-                "comm rate",
-                f"{achieved:.2f}" if achieved is not None else "–",
-                f"asked for {asked:g}" if asked is not None else "",
-            ),
-        ]
-    tiles.append(
-        (
-            "consensus distance",
-            number(distance) if distance is not None else "unknown",
-            "exact, at the end" if distance is not None else "no worker came to the end",
-        )
-    )
-    return [{"name": name, "value": value, "more": more} for name, value, more in tiles]
+        achieved, asked = view.achieved_comm_rate, view.configuration.get("comm_rate")
+        rate = f"{achieved:.2f}" if achieved is not None else "–"
+        asked_for = f"asked for {asked:g}" if asked is not None else ""
+        tiles.append(("exchanges", number(view.num_exchanges), f"{view.log.num_ranks} workers"))
+        tiles.append(("comm rate", rate, asked_for))
+    distance = view.consensus_distance
+    if distance is None:
+        return [*tiles, ("consensus distance", "unknown", "no worker came to the end")]
+    return [*tiles, ("consensus distance", number(distance), "exact, at the end")]
 
 
 # Charts.
 
 
-def _time_chart(view: RunView, name: str, lines: list[Points], **more: Any) -> str:
+def _time_chart(view: RunView, name: str, lines: list[Points], **more: Any) -> Drawing | None:
     """A line for each worker over the whole run's time; ``more`` as for ``line_chart``."""
     return line_chart(
         name,
         lines,
-        [f"worker {rank}" for rank in view.ranks],
+        view.ranks,
         x_label="time (s)",
         x_end=view.duration_s,
         starts_of_pieces=view.starts_of_pieces(lines),
@@ -157,44 +171,31 @@ def _time_chart(view: RunView, name: str, lines: list[Points], **more: Any) -> s
     )
 
 
-def _loss(view: RunView) -> dict[str, str]:
-    """The loss against time and against samples; empty where none was logged."""
+def _loss(view: RunView) -> tuple[Drawing | None, Drawing | None] | None:
+    """The loss against time and against samples; None where none was logged."""
     over_time = view.over_time(lambda step, _: step.loss)
     if not any(over_time):
-        return {}
+        return None
     samples_at = view.samples_at()
+    starts = view.starts_of_pieces(over_time)
     over_samples = line_chart(
         "Training loss against samples",
         [[(samples_at(time_s), loss) for time_s, loss in line] for line in over_time],
-        [f"worker {rank}" for rank in view.ranks],
+        view.ranks,
         x_label="samples, all workers together",
         y_label="training loss",
-        x_end=float(max(1, view.samples)),
-        starts_of_pieces=[
-            [samples_at(time_s) for time_s in starts] for starts in view.starts_of_pieces(over_time)
-        ],
+        x_end=float(max(1, samples_at(math.inf))),
+        starts_of_pieces=[[samples_at(time_s) for time_s in each] for each in starts],
         width=HALF_WIDTH,
     )
     name = "Training loss against time"
     drawn = _time_chart(view, name, over_time, y_label="training loss", width=HALF_WIDTH)
-    return {"over_time": drawn, "over_samples": over_samples}
-
-
-def _consensus(view: RunView) -> str:
-    distance = view.consensus_distance
-    return _time_chart(
-        view,
-        "Edge distance against time",
-        view.over_time(lambda _, exchange: exchange.edge_distance),
-        y_label="edge distance",
-        marks=[] if distance is None else [(view.duration_s, distance)],
-        mark_label="consensus distance at the end, exact",
-    )
+    return drawn, over_samples
 
 
 def _exchanges(
-    view: RunView, counts: dict[Pair, int], shares: dict[Pair, float]
-) -> dict[str, str | int]:
+    view: RunView, counts: Mapping[Pair, int], shares: Mapping[Pair, float]
+) -> dict[str, Any]:
     """Heat maps of pairs of workers; empty where nobody exchanged."""
     if not counts:
         return {}
@@ -219,7 +220,7 @@ def _exchanges(
         "counts": heat_map(
             "Completed exchanges by pair of workers",
             shown,
-            {pair: float(count) for pair, count in counts.items()},
+            counts,
             show=lambda value: f"{value:.0f}",
             tell=tell_count,
         ),
@@ -233,33 +234,12 @@ def _exchanges(
     }
 
 
-def _sending(view: RunView) -> str:
-    name = "Bytes sent a second against time"
-    return _time_chart(view, name, view.sending(), y_label="sent (B/s)", is_linear=True)
-
-
 # Words and tables.
-
-
-def _throughput(view: RunView) -> dict[str, Any]:
-    speeds = sorted(view.link_speeds().items(), key=lambda item: item[1].bytes_per_s)
-    return {
-        "bytes_per_exchange": view.bytes_per_exchange(),
-        "links": [
-            (
-                f"{pair[0]} – {pair[1]}",
-                speed.num_seen,
-                f"{speed.median_s * 1e3:.2f}",
-                f"{speed.bytes_per_s / 1e6:.1f}",
-            )
-            for pair, speed in speeds
-        ],
-    }
 
 
 def _faults(view: RunView) -> dict[str, Any]:
     """Deaths, stops and returns, and the workers without an end or a log."""
-    unended = [f"worker {rank}" for rank, worker in view.log.workers.items() if worker.end is None]
+    unended = [f"worker {rank}" for rank, worker in view.workers.items() if worker.end is None]
     missing = sorted(set(range(view.log.num_ranks)) - set(view.ranks))
     return {
         "events": [
@@ -271,46 +251,46 @@ def _faults(view: RunView) -> dict[str, Any]:
             )
             for event in view.events()
         ],
+        "standstills": [
+            (rank, duration(idle_s), ", ".join(map(str, witnesses)))
+            for rank, (idle_s, witnesses) in view.standstills().items()
+        ],
         "unended": ", ".join(unended),
         "missing": ", ".join(map(str, missing)),
     }
 
 
 def _witnesses(event: Event) -> str:
-    others = [rank for rank in event.witnesses if rank != event.rank]
+    others = [str(rank) for rank in event.witnesses if rank != event.rank]
     if not others:
         return "itself"
     spread_s = event.last_noticed_s - event.time_s
-    told = f"worker {', '.join(map(str, others))}"
+    told = f"worker {', '.join(others)}"
     return f"{told}, the last {duration(spread_s)} later" if spread_s > 0.01 else told
 
 
-def _worker_row(view: RunView, rank: int) -> tuple[object, ...]:
-    worker = view.log.workers[rank]
-    step = worker.steps[-1] if worker.steps else None
-    exchange = worker.exchanges[-1] if worker.exchanges else None
-    asked = f"{exchange.exchanges_initiated:,} + {exchange.exchanges_answered:,}" if exchange else 0
+def _worker_row(view: RunView, rank: int) -> Row:
+    worker, step, last = view.workers[rank], view.steps.get(rank), view.exchanges.get(rank)
     return (
         rank,
         worker.latest_start.configuration.get("host", ""),
         f"{step.gradient_steps:,}" if step else 0,
         f"{step.samples / step.time_s:,.0f}" if step and step.time_s else "–",
-        asked,
-        f"{exchange.exchanges_failed:,}" if exchange else 0,
-        f"{exchange.waited_seconds:.1f}" if exchange else 0,
+        f"{last.exchanges_initiated:,} + {last.exchanges_answered:,}" if last else 0,
+        f"{last.exchanges_failed:,}" if last else 0,
+        f"{last.waited_seconds:.1f}" if last else 0,
         len(worker.lives),
     )
 
 
-def _configuration(view: RunView) -> list[tuple[str, str]]:
+def _configuration(view: RunView) -> list[Row]:
     """How the wrapper was called."""
-    rows = []
+    all_of_them = [worker.latest_start.configuration for worker in view.workers.values()]
+    rows: list[Row] = []
     for name, value in view.configuration.items():
-        if name in ("edges", "host"):
-            continue
-        configurations = (each.latest_start.configuration for each in view.log.workers.values())
-        differs = any(each.get(name) != value for each in configurations)
-        rows.append((name.replace("_", " "), _shown(value) + (" (differs)" if differs else "")))
+        if name not in ("edges", "host"):
+            differs = any(each.get(name) != value for each in all_of_them)
+            rows.append((name.replace("_", " "), _shown(value) + (" (differs)" if differs else "")))
     return rows
 
 
@@ -323,69 +303,58 @@ def _shown(value: object) -> str:
 # The plan beside the run.
 
 
-def _graph(view: RunView) -> nx.Graph[int]:
+def _planned(view: RunView) -> tuple[Plan, dict[Pair, float]] | None:
+    """The plan, and the share of all exchanges that each link is to have: lambda_ij over their sum.
+
+    None without exchanges, or without a graph or comm rate in the log.
+    """
+    edges, comm_rate = view.configuration.get("edges"), view.configuration.get("comm_rate")
+    if not view.gossips or not edges or comm_rate is None:
+        return None
     import networkx as nx
+
+    from gossipdp.graph.constants import Constants
+    from gossipdp.graph.network_plan import plan
 
     graph: nx.Graph[int] = nx.Graph()
     graph.add_nodes_from(range(view.log.num_workers))
-    graph.add_edges_from(map(tuple, view.configuration["edges"]))
-    return graph
-
-
-def _constants(view: RunView) -> Constants | None:
-    """The constants of the run's graph; None without exchanges or without a graph in the log."""
-    comm_rate = view.configuration.get("comm_rate")
-    if not view.gossips or not view.configuration.get("edges") or comm_rate is None:
-        return None
-    from gossipdp.graph.constants import Constants
-
-    return Constants.of(_graph(view), comm_rate)
-
-
-def _planned_shares(constants: Constants) -> dict[Pair, float]:
-    """The share of all exchanges that each link is planned to have: lambda_ij over their sum."""
-    rates = {
-        (worker, neighbour): rate
+    graph.add_edges_from(map(tuple, edges))
+    constants = Constants.of(graph, comm_rate)
+    shares = {
+        (worker, neighbour): rate / constants.exchanges_per_unit_time
         for worker in constants.workers
         for neighbour, rate in constants.neighbours(worker).items()
         if worker < neighbour
     }
-    total = sum(rates.values())
-    return {pair: rate / total for pair, rate in rates.items()}
+    return plan(graph, comm_rate), shares
 
 
 def _plan(
-    view: RunView,
-    counts: dict[Pair, int],
-    constants: Constants | None,
-    shares: dict[Pair, float],
+    view: RunView, counts: Mapping[Pair, int], planned: Plan, shares: Mapping[Pair, float]
 ) -> dict[str, Any] | None:
-    """Rows of what the graph promised and what happened; None without a plan."""
+    """Rows of what the graph promised and what happened; None before the first step."""
     achieved = view.achieved_comm_rate
-    if constants is None or achieved is None:
+    if achieved is None:
         return None
-    from gossipdp.graph.network_plan import plan
-
-    planned = plan(_graph(view), view.configuration["comm_rate"])
     is_accelerated = view.configuration["method"] == "a2cid2"
     bound = planned.a2cid2_decay_bound if is_accelerated else planned.gossip_decay_bound
     half_life = math.log(2) / bound
-    per_worker_s = 2 * view.exchanges / len(view.ranks) / view.duration_s if view.duration_s else 0
-    steps = view.gradient_steps.values()
-    mean_steps = sum(steps) / max(1, len(steps))
+    per_worker = 2 * view.num_exchanges / len(view.ranks)
+    took = "no exchange"
+    if per_worker and view.duration_s:
+        took = f"{duration(half_life * view.duration_s / per_worker)} at the run's pace"
+    mean_steps = fmean(step.gradient_steps for step in view.steps.values())
     rows = [
         ("exchanges per worker per gradient step", f"{planned.comm_rate:g}", f"{achieved:.3g}"),
         (
             "exchanges in the whole network per gradient step of a mean worker",
             f"{planned.exchanges_per_unit_time:.3g}",
-            f"{view.exchanges / mean_steps:.3g}",
+            f"{view.num_exchanges / mean_steps:.3g}",
         ),
         (
             "time in which half of a disagreement is gone, at most, in exchanges per worker",
             f"{half_life:.2g}",
-            f"{duration(half_life / per_worker_s)} at the run's pace"
-            if per_worker_s
-            else "no exchange",
+            took,
         ),
         (
             "A2CiD2 mixes so many times faster than plain gossip",
@@ -405,7 +374,7 @@ def _plan(
             for word, pair in (("least", by_count[0]), ("most", by_count[-1]))
         ]
     told = (
-        f"χ₁ {number(constants.chi1)}, χ₂ {number(constants.chi2)}, η {number(constants.eta)}, "
-        f"α̃ {number(constants.alpha_tilde)}"
+        f"χ₁ {number(planned.chi1)}, χ₂ {number(planned.chi2)}, η {number(planned.eta)}, "
+        f"α̃ {number(planned.alpha_tilde)}"
     )
     return {"constants": told, "rows": rows}

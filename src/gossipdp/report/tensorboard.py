@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gossipdp.observe.log import RunLog, WorkerLog
+from gossipdp.observe.log import EndRecord, RunLog, StepRecord, Value, ValuesRecord, WorkerLog
 from gossipdp.report.figures import draw_exchanges, draw_graph, exchange_counts
 
 if TYPE_CHECKING:
@@ -48,28 +48,25 @@ def write_tensorboard(run_log: RunLog, directory: Path) -> None:
 
 
 def _write_worker(worker: WorkerLog, writer: "SummaryWriter") -> None:
-    def write(name: str, value: float | None, gradient_steps: int, time_s: float) -> None:
-        if value is not None:
-            writer.add_scalar(
-                name, value, gradient_steps, walltime=worker.start.started_at + time_s
-            )
-
+    moments: list[tuple[StepRecord | ValuesRecord | EndRecord, dict[str, Value | None]]] = []
     for step, exchange in worker.pairs():
-        at = (step.gradient_steps, step.time_s)
-        num_exchanges = exchange.exchanges_initiated + exchange.exchanges_answered
-        write("train/loss", step.loss, *at)
-        write("speed/samples_per_second", step.samples_per_second, *at)
-        write("speed/waited_seconds", exchange.waited_seconds, *at)
-        write("exchanges/completed", num_exchanges, *at)
-        write("exchanges/edge_distance", exchange.edge_distance, *at)
-        num_bytes = exchange.bytes_sent + exchange.shared_bytes_sent
-        write("exchanges/megabytes_sent", num_bytes / 1e6, *at)
+        values: dict[str, Value | None] = {
+            "train/loss": step.loss,
+            "speed/samples_per_second": step.samples_per_second,
+            "speed/waited_seconds": exchange.waited_seconds,
+            "exchanges/completed": exchange.exchanges,
+            "exchanges/edge_distance": exchange.edge_distance,
+            "exchanges/megabytes_sent": exchange.all_bytes_sent / 1e6,
+        }
+        moments.append((step, values))
     for record in worker.values:
-        for name, value in record.values.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                write(f"logged/{name}", value, record.gradient_steps, record.time_s)
+        moments.append((record, {f"logged/{name}": each for name, each in record.values.items()}))
     if worker.end is not None:
-        end = worker.end
-        write(
-            "exchanges/consensus_distance", end.consensus_distance, end.gradient_steps, end.time_s
+        moments.append(
+            (worker.end, {"exchanges/consensus_distance": worker.end.consensus_distance})
         )
+    for moment, values in moments:
+        walltime = worker.start.started_at + moment.time_s
+        for name, value in values.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                writer.add_scalar(name, value, moment.gradient_steps, walltime=walltime)

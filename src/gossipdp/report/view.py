@@ -8,17 +8,16 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 from statistics import median
 
 from gossipdp.observe.log import ExchangeRecord, RunLog, StepRecord, WorkerLog
 from gossipdp.observe.log_writer import GROWTH
-from gossipdp.report.charts import Points
+
+Points = list[tuple[float, float]]
 
 SAME_EVENT_S = 15.0
-
-
 LONGEST_SILENCE_S = 1.5
 LONGEST_STEP = 5.0
 """In medians: what takes longer is no gradient step, but a pause."""
@@ -60,23 +59,13 @@ class Span:
     away: float = 0.0
     exchanging: float = 0.0
 
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """In the order of the fields."""
-        return (self.computing, self.waiting, self.idle, self.away, self.exchanging)
-
-    def moved(self, by_s: float) -> Span:
-        """The same at another time."""
-        return replace(self, start_s=self.start_s + by_s, end_s=self.end_s + by_s)
-
 
 def spans_of(worker: WorkerLog) -> list[Span]:
     """What a worker did between its records, in its own time."""
-    spans = []
     waits_from_s = worker.consolidating.time_s if worker.consolidating else float("inf")
-    first_s = worker.lives[0].time_s if worker.lives else 0.0
-    spans.append(Span(0.0, first_s, idle=1.0))
-    before_s, exchanging_s, waited_s = first_s, 0.0, 0.0
+    before_s = worker.lives[0].time_s if worker.lives else 0.0
+    spans = [Span(0.0, before_s, idle=1.0)]
+    exchanging_s = waited_s = 0.0
     pairs = worker.pairs()
     still = _standing_still([step for step, _ in pairs])
     for index, (step, exchange) in enumerate(pairs):
@@ -88,18 +77,16 @@ def spans_of(worker: WorkerLog) -> list[Span]:
         length_s = now_s - before_s
         if length_s <= 0:
             continue
+        exchanging = min(1.0, max(0.0, (exchange.exchange_seconds - exchanging_s) / length_s))
+        waiting = min(1.0, max(0.0, (exchange.waited_seconds - waited_s) / length_s))
         if length_s > LONGEST_SILENCE_S + 4 * GROWTH * before_s:
             spans.append(Span(before_s, now_s, away=1.0))
+        elif before_s >= waits_from_s:
+            spans.append(Span(before_s, now_s, waiting=1.0, exchanging=exchanging))
         else:
-            exchanging = _share(exchange.exchange_seconds - exchanging_s, length_s)
-            waiting = _share(exchange.waited_seconds - waited_s, length_s)
-            if before_s >= waits_from_s:
-                spans.append(Span(before_s, now_s, waiting=1.0, exchanging=exchanging))
-            elif index in still:
-                idle = 1 - waiting
-                spans.append(Span(before_s, now_s, 0.0, waiting, idle, 0.0, exchanging))
-            else:
-                spans.append(Span(before_s, now_s, 1 - waiting, waiting, 0.0, 0.0, exchanging))
+            idle = 1.0 - waiting if index in still else 0.0
+            computing = 1.0 - waiting - idle
+            spans.append(Span(before_s, now_s, computing, waiting, idle, 0.0, exchanging))
         before_s = now_s
         exchanging_s, waited_s = exchange.exchange_seconds, exchange.waited_seconds
     if worker.end is not None and worker.end.time_s > before_s:
@@ -118,18 +105,16 @@ def merged(spans: list[Span], most: int) -> list[Span]:
     for span in spans:
         middle_s = (span.start_s + span.end_s) / 2 - spans[0].start_s
         groups[min(most - 1, int(middle_s / length_s))].append(span)
-    merged_spans = []
+    few = []
     for group in groups.values():
-        total_s = sum(span.end_s - span.start_s for span in group)
-        shares = [
-            sum(
-                share * (span.end_s - span.start_s) for share, span in zip(each, group, strict=True)
-            )
-            / total_s
-            for each in zip(*(span.shares for span in group), strict=True)
+        lengths = [span.end_s - span.start_s for span in group]
+        _, _, *shares = zip(*map(astuple, group), strict=True)
+        means = [
+            sum(share * length for share, length in zip(each, lengths, strict=True)) / sum(lengths)
+            for each in shares
         ]
-        merged_spans.append(Span(group[0].start_s, group[-1].end_s, *shares))
-    return merged_spans
+        few.append(Span(group[0].start_s, group[-1].end_s, *means))
+    return few
 
 
 def _standing_still(steps: Sequence[StepRecord]) -> set[int]:
@@ -151,75 +136,45 @@ def _standing_still(steps: Sequence[StepRecord]) -> set[int]:
     return still
 
 
-def _share(part_s: float, whole_s: float) -> float:
-    return min(1.0, max(0.0, part_s / whole_s))
-
-
 class RunView:
-    """The logs of a run, ready to be drawn; all times in seconds since its first worker started."""
+    """The logs of a run, ready to be drawn; all times in seconds since its first worker started.
+
+    steps, exchanges: the last records of each worker that has any, by rank.
+    """
 
     def __init__(self, run_log: RunLog) -> None:
         self.log = run_log
+        self.workers = run_log.workers
         self.ranks = list(run_log.workers)
         self.offsets = {
             rank: worker.start.started_at - run_log.started_at
-            for rank, worker in run_log.workers.items()
+            for rank, worker in self.workers.items()
         }
         self.duration_s = max(
-            self.offsets[rank] + worker.last_s for rank, worker in run_log.workers.items()
+            self.offsets[rank] + worker.last_s for rank, worker in self.workers.items()
         )
         self.configuration = run_log.latest_start.configuration
-
-    @property
-    def gossips(self) -> bool:
-        """Whether its workers exchanged in pairs."""
-        return self.configuration.get("method") in ("a2cid2", "gossip")
-
-    @property
-    def gap_s(self) -> float:
-        """Records further apart have a time between them of which nothing is known."""
-        return max(LONGEST_SILENCE_S + 4 * GROWTH * self.duration_s, self.duration_s / 100)
-
-    # Totals.
-
-    @property
-    def samples(self) -> int:
-        """Over all workers."""
-        return sum(last.samples for last in self._last_steps())
-
-    @property
-    def gradient_steps(self) -> dict[int, int]:
-        """Of each worker that made any."""
-        return {
-            rank: worker.steps[-1].gradient_steps
-            for rank, worker in self.log.workers.items()
-            if worker.steps
+        self.gossips = self.configuration.get("method") in ("a2cid2", "gossip")
+        self.steps = {rank: each.steps[-1] for rank, each in self.workers.items() if each.steps}
+        self.exchanges = {
+            rank: each.exchanges[-1] for rank, each in self.workers.items() if each.exchanges
         }
-
-    @property
-    def exchanges(self) -> int:
-        """Completed ones; each was initiated by one worker."""
-        return sum(
-            worker.exchanges[-1].exchanges_initiated
-            for worker in self.log.workers.values()
-            if worker.exchanges
-        )
+        # Completed ones; each was initiated by one worker.
+        self.num_exchanges = sum(last.exchanges_initiated for last in self.exchanges.values())
 
     @property
     def achieved_comm_rate(self) -> float | None:
         """2 * exchanges / all gradient steps; None without a step."""
-        steps = sum(self.gradient_steps.values())
-        return 2 * self.exchanges / steps if steps else None
+        steps = sum(step.gradient_steps for step in self.steps.values())
+        return 2 * self.num_exchanges / steps if steps else None
 
     @property
     def consensus_distance(self) -> float | None:
         """The exact one at the end, as most workers have it; None where nobody came to it."""
-        ends = [worker.end for worker in self.log.workers.values() if worker.end]
-        ends = [end for end in ends if end.consensus_distance is not None]
-        return max(ends, key=lambda end: end.num_averaged or 0).consensus_distance if ends else None
-
-    def _last_steps(self) -> list[StepRecord]:
-        return [worker.steps[-1] for worker in self.log.workers.values() if worker.steps]
+        ends = [worker.end for worker in self.workers.values() if worker.end]
+        exact = [end for end in ends if end.consensus_distance is not None]
+        most = max(exact, key=lambda end: end.num_averaged or 0, default=None)
+        return None if most is None else most.consensus_distance
 
     # Lines.
 
@@ -227,20 +182,20 @@ class RunView:
         self, value: Callable[[StepRecord, ExchangeRecord], float | None]
     ) -> list[Points]:
         """For each worker, in order of rank, the values that are not None."""
-        lines = []
-        for rank, worker in self.log.workers.items():
-            line = []
-            for step, exchange in worker.pairs():
-                number = value(step, exchange)
-                if number is not None:
-                    line.append((self.offsets[rank] + step.time_s, number))
-            lines.append(line)
-        return lines
+        return [
+            [
+                (self.offsets[rank] + step.time_s, number)
+                for step, exchange in worker.pairs()
+                if (number := value(step, exchange)) is not None
+            ]
+            for rank, worker in self.workers.items()
+        ]
 
     def starts_of_pieces(self, lines: Sequence[Points]) -> list[list[float]]:
         """Where each line over time goes on after a time of which nothing is known."""
+        gap_s = max(LONGEST_SILENCE_S + 4 * GROWTH * self.duration_s, self.duration_s / 100)
         return [
-            [after for (before, _), (after, _) in pairwise(line) if after - before > self.gap_s]
+            [after for (before, _), (after, _) in pairwise(line) if after - before > gap_s]
             for line in lines
         ]
 
@@ -249,38 +204,35 @@ class RunView:
         histories = [
             (
                 [self.offsets[rank] + step.time_s for step in worker.steps],
-                [step.samples for step in worker.steps],
+                [0, *(step.samples for step in worker.steps)],
             )
-            for rank, worker in self.log.workers.items()
+            for rank, worker in self.workers.items()
         ]
-
-        def total(time_s: float) -> int:
-            seen = 0
-            for times, samples in histories:
-                index = bisect.bisect_right(times, time_s)
-                seen += samples[index - 1] if index else 0
-            return seen
-
-        return total
+        return lambda time_s: sum(
+            samples[bisect.bisect_right(times, time_s)] for times, samples in histories
+        )
 
     def sending(self) -> list[Points]:
         """For each worker the bytes a second that left it, through sockets or shared memory."""
-        lines = []
-        for rank, worker in self.log.workers.items():
-            line = []
-            for before, after in pairwise(worker.exchanges):
-                if after.time_s > before.time_s:
-                    speed = (_sent(after) - _sent(before)) / (after.time_s - before.time_s)
-                    line.append((self.offsets[rank] + after.time_s, max(0.0, speed)))
-            lines.append(line)
-        return lines
+        return [
+            [
+                (
+                    self.offsets[rank] + after.time_s,
+                    max(0, after.all_bytes_sent - before.all_bytes_sent)
+                    / (after.time_s - before.time_s),
+                )
+                for before, after in pairwise(worker.exchanges)
+                if after.time_s > before.time_s
+            ]
+            for rank, worker in self.workers.items()
+        ]
 
     # Pairs of workers.
 
     def link_speeds(self) -> dict[tuple[int, int], LinkSpeed]:
         """By (lower rank, higher rank); bytes are those of a mean exchange in one direction."""
         durations: dict[tuple[int, int], list[float]] = defaultdict(list)
-        for rank, worker in self.log.workers.items():
+        for rank, worker in self.workers.items():
             for record in worker.exchanges:
                 for one in record.recent:
                     durations[min(rank, one.peer), max(rank, one.peer)].append(one.duration_s)
@@ -292,24 +244,25 @@ class RunView:
 
     def bytes_per_exchange(self) -> float:
         """What a worker sends in one exchange, in the mean, other messages included."""
-        sent = exchanges = 0
-        for worker in self.log.workers.values():
-            if worker.exchanges:
-                # What was sent before the first record was the start, not exchanges.
-                first, last = worker.exchanges[0], worker.exchanges[-1]
-                sent += _sent(last) - _sent(first)
-                exchanges += _exchanges(last) - _exchanges(first)
+        # What was sent before the first record was the start, not exchanges.
+        ends = [
+            (worker.exchanges[0], worker.exchanges[-1])
+            for worker in self.workers.values()
+            if worker.exchanges
+        ]
+        sent = sum(last.all_bytes_sent - first.all_bytes_sent for first, last in ends)
+        exchanges = sum(last.exchanges - first.exchanges for first, last in ends)
         return sent / exchanges if exchanges else 0.0
 
     # Time.
 
     def spans(self, rank: int) -> list[Span]:
         """What a worker did, from the start of the run to its end."""
-        worker, offset_s = self.log.workers[rank], self.offsets[rank]
-        spans = [
-            Span(0.0, offset_s, idle=1.0),
-            *(one.moved(offset_s) for one in spans_of(worker)),
-        ]
+        worker, offset_s = self.workers[rank], self.offsets[rank]
+        spans = [Span(0.0, offset_s, idle=1.0)]
+        for each in spans_of(worker):
+            start_s, end_s, *shares = astuple(each)
+            spans.append(Span(offset_s + start_s, offset_s + end_s, *shares))
         last_s = offset_s + worker.last_s
         over = {"idle": 1.0} if worker.end else {"away": 1.0}
         spans.append(Span(last_s, self.duration_s, **over))
@@ -317,33 +270,32 @@ class RunView:
 
     def events(self) -> list[Event]:
         """Deaths, stops, returns and joins, the earliest first."""
-        noticed: dict[tuple[int, str], list[tuple[float, int]]] = defaultdict(list)
+        noticed: dict[tuple[int, str], Points] = defaultdict(list)
         events = []
-        for witness, worker in self.log.workers.items():
+        for witness, worker in self.workers.items():
             for notice in worker.notices:
                 seen = (self.offsets[witness] + notice.time_s, witness)
                 noticed[notice.rank, notice.what].append(seen)
             for life in worker.lives[1:]:
                 events.append(Event(self.offsets[witness] + life.time_s, witness, "restarted"))
         for (rank, what), sightings in noticed.items():
-            group: list[tuple[float, int]] = []
+            groups: list[Points] = []
             for one in sorted(sightings):
-                if group and one[0] > group[0][0] + SAME_EVENT_S:
-                    events.append(_event(rank, what, group))
-                    group = []
-                group.append(one)
-            events.append(_event(rank, what, group))
+                if not groups or one[0] > groups[-1][0][0] + SAME_EVENT_S:
+                    groups.append([])
+                groups[-1].append(one)
+            for group in groups:
+                witnesses = tuple(sorted({int(witness) for _, witness in group}))
+                events.append(Event(group[0][0], rank, what, witnesses, group[-1][0]))
         return sorted(events, key=lambda event: (event.time_s, event.rank))
 
-
-def _event(rank: int, what: str, group: list[tuple[float, int]]) -> Event:
-    witnesses = tuple(sorted({witness for _, witness in group}))
-    return Event(group[0][0], rank, what, witnesses, group[-1][0])
-
-
-def _sent(record: ExchangeRecord) -> int:
-    return record.bytes_sent + record.shared_bytes_sent
-
-
-def _exchanges(record: ExchangeRecord) -> int:
-    return record.exchanges_initiated + record.exchanges_answered
+    def standstills(self) -> dict[int, tuple[float, list[int]]]:
+        """Who made no gradient step for how long at most, though it beat, and who saw that."""
+        longest: dict[int, tuple[float, list[int]]] = {}
+        for witness, worker in self.workers.items():
+            for record in worker.exchanges:
+                for rank, idle_s in record.idle_s.items():
+                    most_s, witnesses = longest.get(rank, (0.0, []))
+                    seen_by = witnesses if witness in witnesses else [*witnesses, witness]
+                    longest[rank] = (max(most_s, idle_s), seen_by)
+        return dict(sorted(longest.items()))

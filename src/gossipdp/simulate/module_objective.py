@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import cycle, islice
 from random import Random
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gossipdp.simulate.objectives import Evaluation, Gradients, GradientSource, Objective
 from gossipdp.tasks.digits import Digits, Network
@@ -49,9 +51,7 @@ class ModuleObjective(Objective):
             16 batches, drawn from the workers in turn.
         name: what to call it.
         metric_name: what ``evaluate`` puts into :attr:`Evaluation.metric`.
-        vectorized: True, by vmap (an error where it cannot); False, row by row; None, by vmap
-            where one attempt at the start succeeds.
-        max_rows: how many rows are computed together, at most.
+        max_rows: how many rows are computed together, at most; 1: row by row, without vmap.
 
     For runs in several processes the callables must be picklable, by cloudpickle at least.
 
@@ -75,7 +75,6 @@ class ModuleObjective(Objective):
         evaluate: Evaluate | None = None,
         name: str = "module",
         metric_name: str | None = None,
-        vectorized: bool | None = None,
         max_rows: int = 64,
     ) -> None:
         if max_rows < 1:
@@ -86,7 +85,6 @@ class ModuleObjective(Objective):
         self.loss = loss
         self.batches = batches
         self.judge = evaluate
-        self.vectorized = vectorized
         self.max_rows = max_rows
 
     @property
@@ -130,16 +128,14 @@ class RowLayout:
                 f"the module lies on {', '.join(sorted(devices))}; make it on the CPU, where "
                 "simulations run"
             )
-        self.trained = {name: tensor.shape for name, tensor in trained.items()}
-        self.buffers = {name: tensor.shape for name, tensor in buffers.items()}
+        self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self.buffers = list(buffers)
         self.num_trained = sum(tensor.numel() for tensor in trained.values())
 
     def read(self, model: nn.Module) -> Tensor:
         """The row of a module; (d,)."""
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        return torch.cat(
-            [tensors[name].detach().reshape(-1) for name in (*self.trained, *self.buffers)]
-        )
+        return torch.cat([tensors[name].detach().reshape(-1) for name in self.shapes])
 
     @torch.no_grad()
     def write(self, row: Tensor, model: nn.Module) -> None:
@@ -150,12 +146,14 @@ class RowLayout:
 
     def tensors(self, trained: Tensor, buffers: Tensor) -> dict[str, Tensor]:
         """The tensors of the two parts of a row, by name; views."""
-        found = {}
-        for part, shapes in ((trained, self.trained), (buffers, self.buffers)):
-            pieces = part.split([shape.numel() for shape in shapes.values()])  # type: ignore[no-untyped-call]
-            for (name, shape), piece in zip(shapes.items(), pieces, strict=True):
-                found[name] = piece.view(shape)
-        return found
+        lengths = [shape.numel() for shape in self.shapes.values()]
+        num_parameters = len(lengths) - len(self.buffers)
+        pieces = (
+            *trained.split(lengths[:num_parameters]),  # type: ignore[no-untyped-call]
+            *buffers.split(lengths[num_parameters:]),  # type: ignore[no-untyped-call]
+        )
+        named = zip(self.shapes.items(), pieces, strict=True)
+        return {name: piece.view(shape) for (name, shape), piece in named}
 
 
 class _LossOfModel(nn.Module):
@@ -172,28 +170,29 @@ class _LossOfModel(nn.Module):
 
 class _ModuleSource(GradientSource):
     def __init__(self, objective: ModuleObjective, num_workers: int, seed: int) -> None:
+        self._objective, self._num_workers, self._seed = objective, num_workers, seed
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self._model = objective.make_model()
         self._layout = RowLayout(self._model)
-        self._seed, self._max_rows = seed, objective.max_rows
         self._loss_of_model = _LossOfModel(self._model, objective.loss)
         self._integers = {
             f"model.{name}": buffer.clone()
             for name, buffer in self._model.named_buffers()
-            if name not in self._layout.buffers
+            if name not in self._layout.shapes
         }
         self._gradient = grad_and_value(self._loss, has_aux=True)
         self._together = vmap(self._gradient)
-        self._batches = [
-            _endless(objective.batches(rank, num_workers, seed), rank)
-            for rank in range(num_workers)
-        ]
+        self._batches = [self._batches_of(rank) for rank in range(num_workers)]
         self._steps = [0] * num_workers
         self.start = self._layout.read(self._model).expand(num_workers, -1).clone()
         self.num_trained = self._layout.num_trained
-        self._is_vectorized = self._can_vectorize(objective, num_workers)
-        self._judge = objective.judge or _MeanLoss(objective, num_workers, seed)
+        self._is_vectorized = objective.max_rows > 1 and self._can_vectorize()
+        self._judged: list[Any] = []
+        if objective.judge is None:
+            num_sources = min(num_workers, NUM_EVALUATION_BATCHES)
+            turns = cycle([self._batches_of(rank) for rank in range(num_sources)])
+            self._judged = [next(batches) for batches in islice(turns, NUM_EVALUATION_BATCHES)]
 
     def gradients(self, ranks: Sequence[int], x: Tensor) -> Gradients:
         batches, seeds = [], []
@@ -209,7 +208,24 @@ class _ModuleSource(GradientSource):
         self._layout.write(x, self._model)
         self._model.eval()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            return self._judge(self._model)
+            if self._objective.judge is not None:
+                return self._objective.judge(self._model)
+            losses = [float(self._objective.loss(self._model, batch)) for batch in self._judged]
+            return Evaluation(loss=sum(losses) / len(losses))
+
+    def _batches_of(self, rank: int) -> Iterator[Any]:
+        """A worker's batches from the first on, over and over again."""
+        batches = self._objective.batches(rank, self._num_workers, self._seed)
+        while True:
+            none = True
+            for batch in batches:
+                none = False
+                yield batch
+            if none:
+                raise ValueError(
+                    f"the batches of rank {rank} have come to an end: give an iterable that can be "
+                    "iterated again, such as a list or a DataLoader, with at least one batch"
+                )
 
     def _loss(self, trained: Tensor, buffers: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         """The loss of one row, and its new buffers: a pure function of tensors."""
@@ -226,17 +242,19 @@ class _ModuleSource(GradientSource):
         self._loss_of_model.train()
         by_shape: dict[Any, list[int]] = {}
         for place, batch in enumerate(batches):
-            by_shape.setdefault(_shape(batch), []).append(place)
+            shape = tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(batch))
+            by_shape.setdefault(shape, []).append(place)
+        most = self._objective.max_rows
         parts = [
-            places[begin : begin + self._max_rows]
+            places[begin : begin + most]
             for places in by_shape.values()
-            for begin in range(0, len(places), self._max_rows)
+            for begin in range(0, len(places), most)
         ]
         found = []
         for part in parts:
             rows = x if len(parts) == 1 else x.index_select(0, torch.tensor(part))
             trained, buffers = rows[:, : self.num_trained], rows[:, self.num_trained :]
-            stacked = _stack([batches[place] for place in part])
+            stacked = tree_map(_stack, *(batches[place] for place in part))
             values, (losses, after) = self._together(trained, buffers, stacked)
             found.append(Gradients(values, after.detach() - buffers, losses.detach()))
         if len(found) == 1:
@@ -262,89 +280,26 @@ class _ModuleSource(GradientSource):
                 losses.append(loss.detach())
         return Gradients(torch.stack(values), torch.stack(changes), torch.stack(losses))
 
-    def _can_vectorize(self, objective: ModuleObjective, num_workers: int) -> bool:
+    def _can_vectorize(self) -> bool:
         """Whether vmap can do it, tried out on a batch that training does not miss."""
-        if objective.vectorized is False:
-            return False
-        batch = next(_endless(objective.batches(0, num_workers, self._seed), 0))
+        batch = next(self._batches_of(0))
         row = self._layout.read(self._model)
         self._looped(row.unsqueeze(0), [batch], [0])  # an error in the model itself is its own
         try:
             self._vectorized(row.expand(2, -1), [batch, batch])
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            reason = str(error).splitlines()[0]
-            if objective.vectorized:
-                raise ValueError(
-                    f"the gradients of {objective.name} cannot be computed together by "
-                    f"torch.func.vmap ({reason}): leave vectorized at None or set it to False, "
-                    "which is slower"
-                ) from error
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             logger.warning(
                 "the gradients of %s are computed one worker at a time, which is slower, since "
                 "torch.func.vmap cannot: %s",
-                objective.name,
-                reason,
+                self._objective.name,
+                str(error).splitlines()[0],
             )
             return False
         return True
 
 
-class _MeanLoss:
-    """Evaluates on the first batches of the workers."""
-
-    def __init__(self, objective: ModuleObjective, num_workers: int, seed: int) -> None:
-        self._loss = objective.loss
-        num_sources = min(num_workers, NUM_EVALUATION_BATCHES)
-        sources = [
-            _endless(objective.batches(rank, num_workers, seed), rank)
-            for rank in range(num_sources)
-        ]
-        self._batches = [
-            next(sources[count % num_sources]) for count in range(NUM_EVALUATION_BATCHES)
-        ]
-
-    def __call__(self, model: nn.Module) -> Evaluation:
-        losses = [float(self._loss(model, batch)) for batch in self._batches]
-        return Evaluation(loss=sum(losses) / len(losses))
-
-
-def _endless(batches: Iterable[Any], rank: int) -> Iterator[Any]:
-    """Iterate over and over again."""
-    while True:
-        none = True
-        for batch in batches:
-            none = False
-            yield batch
-        if none:
-            raise ValueError(
-                f"the batches of rank {rank} have come to an end: give an iterable that can be "
-                "iterated again, such as a list or a DataLoader, with at least one batch"
-            )
-
-
-def _shape(batch: Any) -> Any:
-    """Something hashable that is the same for batches that can be stacked."""
-    if isinstance(batch, Tensor):
-        return batch.shape, batch.dtype
-    if isinstance(batch, Mapping):
-        return tuple((key, _shape(value)) for key, value in batch.items())
-    if isinstance(batch, (tuple, list)):
-        return tuple(_shape(value) for value in batch)
-    raise ValueError(
-        f"a batch holds a {type(batch).__name__}; it must be a tensor, or a tuple, list or dict "
-        "of tensors"
-    )
-
-
-def _stack(batches: Sequence[Any]) -> Any:
-    """Batches of one shape as one, with the rows in a new first dimension."""
-    first = batches[0]
-    if isinstance(first, Tensor):
-        return torch.stack(list(batches))
-    if isinstance(first, Mapping):
-        return {key: _stack([batch[key] for batch in batches]) for key in first}
-    stacked = [_stack(values) for values in zip(*batches, strict=True)]
-    return stacked if isinstance(first, list) else tuple(stacked)
+def _stack(*tensors: Tensor) -> Tensor:
+    return torch.stack(tensors)
 
 
 def digits_objective(
@@ -383,7 +338,6 @@ def digits_objective(
         evaluate=partial(_judge_digits, digits),
         name="digits" if is_perceptron else "digits-convolutional",
         metric_name=digits.metric_name,
-        vectorized=True,
         max_rows=64 if is_perceptron else CONVOLUTIONAL_ROWS,
     )
 

@@ -10,35 +10,40 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
 
-
-class RowSteps(ABC):
-    """The optimizer state of all workers in one run."""
-
-    @abstractmethod
-    def changes(
-        self, ranks: Sequence[int], x: Tensor, gradients: Tensor, factor: float | Tensor
-    ) -> Tensor:
-        """What one step of each of ``ranks`` adds to its row.
-
-        Args:
-            ranks: k distinct ranks.
-            x: their trained parameters; (k, d).
-            gradients: at ``x``; (k, d).
-            factor: multiplies the learning rate; a number, or one for each rank, (k, 1).
-        """
+RowState: TypeAlias = dict[str, Tensor]
+"""The optimizer state of all workers, a row each; under the names that torch.optim uses."""
 
 
 class RowOptimizer(ABC):
     """An optimizer with its settings; frozen and picklable."""
 
     @abstractmethod
-    def begin(self, start: Tensor) -> RowSteps:
+    def begin(self, start: Tensor) -> RowState:
         """Fresh state for workers whose trained parameters are ``start``, of shape (n, d)."""
+
+    @abstractmethod
+    def changes(
+        self,
+        state: RowState,
+        ranks: Sequence[int],
+        x: Tensor,
+        gradients: Tensor,
+        factor: float | Tensor,
+    ) -> Tensor:
+        """What one step of each of ``ranks`` adds to its row.
+
+        Args:
+            state: of all workers; the rows of ``ranks`` are updated.
+            ranks: k distinct ranks.
+            x: their trained parameters; (k, d).
+            gradients: at ``x``; (k, d).
+            factor: multiplies the learning rate; a number, or one for each rank, (k, 1).
+        """
 
 
 @final
@@ -60,26 +65,24 @@ class Sgd(RowOptimizer):
         _check("momentum", self.momentum, below=1.0)
         _check("weight_decay", self.weight_decay)
 
-    def begin(self, start: Tensor) -> RowSteps:
-        return _SgdSteps(self, start)
-
-
-class _SgdSteps(RowSteps):
-    def __init__(self, settings: Sgd, start: Tensor) -> None:
-        self._settings = settings
-        self._buffer = torch.zeros_like(start) if settings.momentum else None
+    def begin(self, start: Tensor) -> RowState:
+        return {"momentum_buffer": torch.zeros_like(start)} if self.momentum else {}
 
     def changes(
-        self, ranks: Sequence[int], x: Tensor, gradients: Tensor, factor: float | Tensor
+        self,
+        state: RowState,
+        ranks: Sequence[int],
+        x: Tensor,
+        gradients: Tensor,
+        factor: float | Tensor,
     ) -> Tensor:
-        settings = self._settings
-        if settings.weight_decay:
-            gradients = gradients + settings.weight_decay * x
-        if self._buffer is not None:
-            rows = torch.tensor(ranks)
-            gradients = settings.momentum * self._buffer.index_select(0, rows) + gradients
-            self._buffer.index_copy_(0, rows, gradients)
-        return gradients * (-settings.learning_rate * factor)
+        if self.weight_decay:
+            gradients = gradients + self.weight_decay * x
+        if self.momentum:
+            rows, buffer = torch.tensor(ranks), state["momentum_buffer"]
+            gradients = self.momentum * buffer.index_select(0, rows) + gradients
+            buffer.index_copy_(0, rows, gradients)
+        return gradients * (-self.learning_rate * factor)
 
 
 @final
@@ -99,32 +102,33 @@ class AdamW(RowOptimizer):
         _check("epsilon", self.epsilon)
         _check("weight_decay", self.weight_decay)
 
-    def begin(self, start: Tensor) -> RowSteps:
-        return _AdamWSteps(self, start)
-
-
-class _AdamWSteps(RowSteps):
-    def __init__(self, settings: AdamW, start: Tensor) -> None:
-        self._settings = settings
-        self._first = torch.zeros_like(start)
-        self._second = torch.zeros_like(start)
-        self._steps = torch.zeros(len(start), 1, dtype=torch.float64)
+    def begin(self, start: Tensor) -> RowState:
+        return {
+            "exp_avg": torch.zeros_like(start),
+            "exp_avg_sq": torch.zeros_like(start),
+            "step": torch.zeros(len(start), 1, dtype=torch.float64),
+        }
 
     def changes(
-        self, ranks: Sequence[int], x: Tensor, gradients: Tensor, factor: float | Tensor
+        self,
+        state: RowState,
+        ranks: Sequence[int],
+        x: Tensor,
+        gradients: Tensor,
+        factor: float | Tensor,
     ) -> Tensor:
-        settings, rows = self._settings, torch.tensor(ranks)
-        beta_1, beta_2 = settings.betas
-        steps = self._steps.index_select(0, rows) + 1
-        first = torch.lerp(gradients, self._first.index_select(0, rows), beta_1)
-        second = torch.lerp(gradients.square(), self._second.index_select(0, rows), beta_2)
-        for state, now in ((self._steps, steps), (self._first, first), (self._second, second)):
-            state.index_copy_(0, rows, now)
-        correction_1 = (1 - beta_1**steps).to(x.dtype)
-        correction_2 = (1 - beta_2**steps).to(x.dtype)
-        rate = factor * settings.learning_rate
-        scale = (second / correction_2).sqrt() + settings.epsilon
-        return -rate * (first / correction_1 / scale + settings.weight_decay * x)
+        rows, (beta_1, beta_2) = torch.tensor(ranks), self.betas
+        before = {name: values.index_select(0, rows) for name, values in state.items()}
+        step = before["step"] + 1
+        first = torch.lerp(gradients, before["exp_avg"], beta_1)
+        second = torch.lerp(gradients.square(), before["exp_avg_sq"], beta_2)
+        for name, now in (("step", step), ("exp_avg", first), ("exp_avg_sq", second)):
+            state[name].index_copy_(0, rows, now)
+        correction_1 = (1 - beta_1**step).to(x.dtype)
+        correction_2 = (1 - beta_2**step).to(x.dtype)
+        scale = (second / correction_2).sqrt() + self.epsilon
+        rate = factor * self.learning_rate
+        return -rate * (first / correction_1 / scale + self.weight_decay * x)
 
 
 def _check(name: str, value: float, *, below: float = math.inf) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gossipdp.dynamics import update
-from gossipdp.simulate.objectives import GradientSource
+from gossipdp.simulate.objectives import Gradients, GradientSource
 from gossipdp.simulate.optimizers import RowOptimizer
+from gossipdp.simulate.scenario import Scenario
 from gossipdp.tasks.workload import learning_rate_factor
 
 
@@ -34,14 +36,9 @@ class Population:
         self.theta = np.zeros(len(start))
         """The phase to which each row has been flowed."""
         # Where the sum of x + c/2 would be if gradient steps alone moved it.
-        self._expected_sum = self.x[:, :num_trained].sum(dim=0, dtype=torch.float64)
+        self.expected_sum = self.x[:, :num_trained].sum(dim=0, dtype=torch.float64)
         self.half_applied = torch.zeros(num_trained, dtype=torch.float64)
         """What exchanges that only one end has applied yet did to the sum of x + c/2."""
-
-    @property
-    def num_workers(self) -> int:
-        """Number of rows."""
-        return len(self.x)
 
     @property
     def trained(self) -> Tensor:
@@ -57,16 +54,6 @@ class Population:
             update.flow(self.x[rank, : self.num_trained], self.c[rank], s)
         self.theta[rank] = theta
 
-    def flow_all(self, theta: float) -> None:
-        """Flow every row up to the phase ``theta``."""
-        for rank in range(self.num_workers):
-            self.flow(rank, theta)
-
-    def flow_out(self, rank: int) -> None:
-        """Flow one row to where its flow ends: x += c/2, c = 0."""
-        if self.c is not None:
-            update.flow(self.x[rank, : self.num_trained], self.c[rank], 0.0)
-
     def apply(self, rank: int, mine: Tensor, peers: Tensor, alpha_tilde: float) -> None:
         """One end of an exchange, from the snapshots of both ends."""
         row, trained = self.x[rank], self.num_trained
@@ -75,36 +62,20 @@ class Population:
         if trained < len(row):
             update.exchange(row[trained:], None, mine[trained:], peers[trained:], 1.0, 0.5)
 
-    def take_over(self, rank: int, peer: int) -> None:
-        """Give one row x + c/2 of another, and no momentum; its change is no drift."""
-        row = self.x[peer].clone()
-        if self.c is not None:
-            row[: self.num_trained] += 0.5 * self.c[peer]
-        self.put(rank, row)
-
-    def put(self, rank: int, row: Tensor) -> None:
-        """Give one worker another row, and no momentum; its change is no drift."""
-        self._expected_sum -= self.x[rank, : self.num_trained].double()
-        if self.c is not None:
-            self._expected_sum -= 0.5 * self.c[rank].double()
-            self.c[rank].zero_()
-        self.x[rank].copy_(row)
-        self._expected_sum += row[: self.num_trained].double()
-
-    def step(self, ranks: list[int], changes: Tensor) -> None:
+    def step(self, ranks: Sequence[int], changes: Tensor) -> None:
         """Add what gradient steps changed: rows of (k, d)."""
         if len(ranks) == 1:  # as asynchronous workers step: no copy of the row
             self.x[ranks[0]].add_(changes[0])
-            self._expected_sum.add_(changes[0, : self.num_trained])
+            self.expected_sum.add_(changes[0, : self.num_trained])
         else:
             rows = torch.tensor(ranks)
             self.x.index_copy_(0, rows, self.x.index_select(0, rows) + changes)
-            self._expected_sum += changes[:, : self.num_trained].sum(dim=0, dtype=torch.float64)
+            self.expected_sum += changes[:, : self.num_trained].sum(dim=0, dtype=torch.float64)
 
     def consensus_distance(self) -> float:
         """(1/n) sum_i |x_i - mean|^2 over the trained columns."""
         centred = self.trained - self.trained.mean(dim=0)
-        return float(centred.square().sum()) / self.num_workers
+        return float(centred.square().sum()) / len(self.x)
 
     def mean(self) -> Tensor:
         """The mean row of x + c/2, where the flow ends; (d,)."""
@@ -119,7 +90,7 @@ class Population:
         The Euclidean norm of the difference; exchanges that both ends applied leave rounding
         errors only, and those that one end is still to apply (``half_applied``) do not count.
         """
-        expected = (self._expected_sum + self.half_applied) / self.num_workers
+        expected = (self.expected_sum + self.half_applied) / len(self.x)
         return float((self.mean()[: self.num_trained].double() - expected).norm())
 
 
@@ -134,56 +105,89 @@ class Training:
         source: the gradients, or None where workers take none (consensus): steps then only count.
         optimizer: how rows step.
         population: the rows.
+        decay_s: over how long the learning rate decays; None: it is constant.
     """
 
     def __init__(
-        self, source: GradientSource | None, optimizer: RowOptimizer, population: Population
+        self,
+        source: GradientSource | None,
+        optimizer: RowOptimizer,
+        population: Population,
+        *,
+        decay_s: float | None = None,
     ) -> None:
-        self.steps = [0] * population.num_workers
+        self.source = source
+        self.population = population
+        self.optimizer = optimizer
+        self.state = optimizer.begin(population.trained)
+        self.steps = [0] * len(population.x)
         """Gradient steps that each worker has ended."""
-        self._source = source
-        self._population = population
-        self._rows = optimizer.begin(population.trained)
+        self._decay_s = decay_s
         self._starts = torch.zeros_like(population.x)
-        self._factors = [1.0] * population.num_workers
+        self._factors = [1.0] * len(population.x)
         self._under_way: dict[int, None] = {}
         self._changes: dict[int, Tensor] = {}
         self._loss_sum, self._num_losses = 0.0, 0
 
-    def start_step(self, rank: int, progress: float | None = None) -> None:
-        """A worker begins a step at its current row; ``progress`` (0 to 1) sets the step's rate."""
-        if self._source is None:
-            return
-        self._starts[rank] = self._population.x[rank]
-        self._factors[rank] = 1.0 if progress is None else learning_rate_factor(progress)
-        self._under_way[rank] = None
+    @classmethod
+    def of(cls, scenario: Scenario, *, momentum: bool, starts_alike: bool = False) -> Training:
+        """The rows of a scenario and their training; all rows are rank 0's if they start alike."""
+        begun = scenario.objective.begin(scenario.num_workers, scenario.seed)
+        source = begun if scenario.objective.has_gradients else None
+        start = begun.start
+        if starts_alike and source is not None:
+            start = start[:1].expand_as(start)
+        population = Population(start, begun.num_trained, momentum=momentum)
+        decay_s = scenario.end_s if scenario.learning_rate_decay else None
+        return cls(source, scenario.optimizer, population, decay_s=decay_s)
+
+    def start_step(self, rank: int, now_s: float) -> None:
+        """A worker begins a step at its current row."""
+        if self.source is not None:
+            self._starts[rank] = self.population.x[rank]
+            self._factors[rank] = self.factor(now_s)
+            self._under_way[rank] = None
 
     def end_step(self, rank: int) -> None:
         """Apply the step that the worker began last."""
         self.steps[rank] += 1
-        if self._source is None:
+        if self.source is None:
             return
         if rank not in self._changes:
-            self._evaluate()
-        self._population.step([rank], self._changes.pop(rank))
+            ranks = sorted(self._under_way)
+            self._under_way.clear()
+            x = self._starts.index_select(0, torch.tensor(ranks))
+            factors = torch.tensor([self._factors[rank] for rank in ranks], dtype=x.dtype)
+            changes = self.changes(ranks, x, self.gradients(ranks, x), factors.unsqueeze(1))
+            self._changes.update(zip(ranks, torch.split(changes, 1), strict=True))
+        self.population.step([rank], self._changes.pop(rank))
+
+    def factor(self, now_s: float) -> float:
+        """What multiplies the learning rate of a step that starts now."""
+        if self._decay_s is None:
+            return 1.0
+        return learning_rate_factor(min(1.0, now_s / self._decay_s))
+
+    def gradients(self, ranks: Sequence[int], x: Tensor) -> Gradients:
+        """The next gradients of ``ranks`` at rows ``x``, whose losses count."""
+        assert self.source is not None
+        found = self.source.gradients(ranks, x)
+        self._loss_sum += float(found.losses.sum())
+        self._num_losses += len(ranks)
+        return found
+
+    def changes(
+        self, ranks: Sequence[int], x: Tensor, found: Gradients, factor: float | Tensor
+    ) -> Tensor:
+        """What the steps of ``ranks`` add to their rows; (k, d)."""
+        trained = x[:, : self.population.num_trained]
+        changes = self.optimizer.changes(self.state, ranks, trained, found.values, factor)
+        if found.buffer_changes.numel():
+            changes = torch.cat([changes, found.buffer_changes], dim=1)
+        return changes
 
     def take_loss(self) -> float:
         """The mean loss of the batches evaluated since the last call; NaN for none."""
         mean = self._loss_sum / self._num_losses if self._num_losses else math.nan
         self._loss_sum, self._num_losses = 0.0, 0
         return mean
-
-    def _evaluate(self) -> None:
-        assert self._source is not None
-        ranks = sorted(self._under_way)
-        self._under_way.clear()
-        x = self._starts.index_select(0, torch.tensor(ranks))
-        num_trained = self._population.num_trained
-        found = self._source.gradients(ranks, x)
-        factors = torch.tensor([self._factors[rank] for rank in ranks], dtype=x.dtype).unsqueeze(1)
-        changes = self._rows.changes(ranks, x[:, :num_trained], found.values, factors)
-        if found.buffer_changes.numel():
-            changes = torch.cat([changes, found.buffer_changes], dim=1)
-        self._changes.update(zip(ranks, torch.split(changes, 1), strict=True))
-        self._loss_sum += float(found.losses.sum())
-        self._num_losses += len(ranks)

@@ -82,27 +82,6 @@ class LognormalTime(ComputeTime):
 
 @final
 @dataclass(frozen=True)
-class SlowedTime(ComputeTime):
-    """Some ranks take ``factors[rank]`` times as long as ``base`` says."""
-
-    base: ComputeTime
-    factors: Mapping[int, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for rank, factor in self.factors.items():
-            _check_positive(f"the slow factor of rank {rank}", factor)
-
-    @property
-    def nominal_s(self) -> float:
-        return self.base.nominal_s
-
-    def begin(self, seed: int) -> StepTimes:
-        draw = self.base.begin(seed)
-        return lambda rank: draw(rank) * self.factors.get(rank, 1.0)
-
-
-@final
-@dataclass(frozen=True)
 class MeasuredTime(ComputeTime):
     """Steps drawn, with replacement, from measured times in seconds."""
 
@@ -121,6 +100,27 @@ class MeasuredTime(ComputeTime):
     def begin(self, seed: int) -> StepTimes:
         sources = _Sources(seed)
         return lambda rank: sources[rank].choice(self.times_s)
+
+
+@final
+@dataclass(frozen=True)
+class SlowedTime(ComputeTime):
+    """Some ranks take ``factors[rank]`` times as long as ``base`` says."""
+
+    base: ComputeTime
+    factors: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for rank, factor in self.factors.items():
+            _check_positive(f"the slow factor of rank {rank}", factor)
+
+    @property
+    def nominal_s(self) -> float:
+        return self.base.nominal_s
+
+    def begin(self, seed: int) -> StepTimes:
+        draw = self.base.begin(seed)
+        return lambda rank: draw(rank) * self.factors.get(rank, 1.0)
 
 
 class _Sources(dict[int, Random]):
@@ -286,6 +286,11 @@ class Scenario:
             raise ValueError(f"model_bytes is {self.model_bytes}; it must be positive")
         if self.fidelity not in ("ideal", "links"):
             raise ValueError(f"there is no fidelity {self.fidelity!r}; choose ideal or links")
+
+    @property
+    def end_s(self) -> float:
+        """When the run is over at the latest, in virtual seconds."""
+        return self.num_steps * self.compute_time.nominal_s
 
     def make_graph(self) -> nx.Graph[int]:
         """The graph, checked."""

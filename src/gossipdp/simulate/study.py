@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic, perf_counter
 from typing import NamedTuple, TypeVar
 
@@ -16,9 +17,13 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from gossipdp.simulate.ideal import run_ideal
 from gossipdp.simulate.links import run_links
-from gossipdp.simulate.mixing import mixing_matrix, second_eigenvalue
 from gossipdp.simulate.scenario import Scenario
-from gossipdp.simulate.synchronous import run_allreduce, run_dpsgd
+from gossipdp.simulate.synchronous import (
+    mixing_matrix,
+    run_allreduce,
+    run_dpsgd,
+    second_eigenvalue,
+)
 from gossipdp.simulate.trace import TAIL_LOWEST, Series, Trace, lowest_share
 
 Task = TypeVar("Task")
@@ -108,29 +113,21 @@ def steps_to_agree(scenario: Scenario, method: str) -> float:
 
     with a rate of 1 / (2 chi1) for gossip and eta for a2cid2, at the paper's constants, and for
     D-PSGD of -2 log(gamma) a round, accelerated 2 arccosh(1 / gamma), where gamma is the second
-    eigenvalue of its mixing matrix.
-
-    Args:
-        scenario: the run; its ``num_steps`` plays no part.
-        method: its method.
+    eigenvalue of its mixing matrix. The scenario's ``num_steps`` plays no part.
     """
     constants = scenario.make_constants()
     if method == "none" or not constants.edges:
         return STEPS_WITHOUT_AGREEMENT
+    gamma = 0.0
     if method in ("dpsgd", "dpsgd-chebyshev"):
         gamma = second_eigenvalue(mixing_matrix(scenario.make_graph()))
-        if gamma == 0.0:
-            rate = math.inf
-        elif method == "dpsgd":
-            rate = -2.0 * math.log(gamma)
-        else:
-            rate = 2.0 * math.acosh(1.0 / gamma)
-    elif method == "allreduce":
-        rate = math.inf
-    elif method == "gossip":
-        rate = 1.0 / (2.0 * constants.chi1)
-    else:
-        rate = constants.eta
+    if method in SYNCHRONOUS and gamma == 0.0:
+        return LEAST_STEPS
+    rate = {
+        "gossip": lambda: 1.0 / (2.0 * constants.chi1),
+        "dpsgd": lambda: -2.0 * math.log(gamma),
+        "dpsgd-chebyshev": lambda: 2.0 * math.acosh(1.0 / gamma),
+    }.get(method, lambda: constants.eta)()
     return max(LEAST_STEPS, math.ceil(MARGIN * math.log(2.0 / TAIL_LOWEST) / rate))
 
 
@@ -139,12 +136,10 @@ def affordable_steps(scenario: Scenario, method: str, *, values_per_worker: int)
     constants = scenario.make_constants()
     if method == "none" or not constants.edges:
         return math.inf
-    if method in SYNCHRONOUS:
-        most, exchanges_per_step = MOST_VALUES["rounds"], float(len(constants.edges))
-    else:
-        exchanges_per_step = constants.exchanges_per_unit_time
-        most = MOST_VALUES[scenario.fidelity]
-    return max(LEAST_STEPS, math.floor(most / (exchanges_per_step * max(values_per_worker, 64))))
+    is_synchronous = method in SYNCHRONOUS
+    most = MOST_VALUES["rounds" if is_synchronous else scenario.fidelity]
+    per_step = len(constants.edges) if is_synchronous else constants.exchanges_per_unit_time
+    return max(LEAST_STEPS, math.floor(most / (per_step * max(values_per_worker, 64))))
 
 
 # --- many runs -----------------------------------------------------------------------------
@@ -226,17 +221,16 @@ def run_all(
     left = sorted(range(len(tasks)), key=lambda place: costs[place])
     answers: dict[int, Answer] = {}
     done, total, began_s = 0.0, sum(costs), monotonic()
+
+    def advance(cost: float, share: float = 0.0) -> None:
+        on_progress(min(1.0, (done + share * cost) / total))
+
     with one_thread():
         while left and (num_processes == 1 or processes is None):
-            place = left[0]
-            cost, before = costs[place], done
-
-            def advance(share: float, cost: float = cost, before: float = before) -> None:
-                on_progress(min(1.0, (before + share * cost) / total))
-
-            answers[place] = function(tasks[left.pop(0)], advance)
-            done += cost
-            advance(1.0)
+            place = left.pop(0)
+            answers[place] = function(tasks[place], partial(advance, costs[place]))
+            done += costs[place]
+            advance(0.0)
             seconds_left = (monotonic() - began_s) * (total - done) / done
             if num_processes > 1 and seconds_left > WORTH_PROCESSES_S:
                 break
@@ -248,7 +242,7 @@ def run_all(
         for place, answer in pool(calls):
             answers[place] = answer
             done += costs[place]
-            on_progress(min(1.0, done / total))
+            advance(0.0)
     return [answers[place] for place in range(len(tasks))]
 
 
@@ -279,7 +273,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Ensemble:
-    """Traces that differ by their seeds alone.
+    """Traces of one method that differ by their seeds alone.
 
     Their time series are taken as far as all of them go: a run may end before others, once the
     workers agree.
@@ -293,10 +287,6 @@ class Ensemble:
     label: str
     traces: Sequence[Trace]
     case: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.traces:
-            raise ValueError(f"{self.label}: an ensemble needs at least one trace")
 
     @property
     def method(self) -> str:
@@ -320,26 +310,13 @@ class Ensemble:
             return np.zeros(column.shape[1])
         return np.asarray(column.std(axis=0, ddof=1))
 
+    def over_seeds(self, figure: Callable[[Trace], float]) -> Estimate:
+        """A figure of each trace."""
+        return Estimate.of([figure(trace) for trace in self.traces])
+
     def last(self, name: str) -> Estimate:
         """A column's value at the end of each run."""
-        return Estimate.of([float(getattr(trace.records[-1], name)) for trace in self.traces])
-
-    @property
-    def exchanges_per_worker(self) -> Estimate:
-        """Exchanges that a worker took part in, on average over the workers."""
-        return Estimate.of(
-            [2.0 * trace.records[-1].exchanges / trace.num_workers for trace in self.traces]
-        )
-
-    @property
-    def achieved_comm_rate(self) -> Estimate:
-        """Exchanges per worker per gradient step."""
-        return Estimate.of([trace.achieved_comm_rate for trace in self.traces])
-
-    @property
-    def decay_per_exchange(self) -> Estimate:
-        """See :func:`~gossipdp.simulate.trace.decay_per_exchange`."""
-        return Estimate.of([trace.decay_per_exchange() for trace in self.traces])
+        return self.over_seeds(lambda trace: float(getattr(trace.records[-1], name)))
 
     @property
     def lowest_share(self) -> float:

@@ -5,27 +5,122 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
+import networkx as nx
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from scipy import sparse
 
-from gossipdp.simulate.mixing import (
-    ChebyshevWeights,
-    FloatArray,
-    Mixer,
-    mixing_matrix,
-    multiplications_per_step,
-    second_eigenvalue,
-)
-from gossipdp.simulate.objectives import Gradients
-from gossipdp.simulate.population import Population
+from gossipdp.simulate.population import Training
 from gossipdp.simulate.scenario import Scenario
-from gossipdp.simulate.trace import Interval, Recorder, Trace
-from gossipdp.tasks.workload import learning_rate_factor
+from gossipdp.simulate.trace import Recorder, Trace
+
+FloatArray = NDArray[np.float64]
 
 CLOCK_TOLERANCE = 1e-9
 """Sums of step times may be off by this share: a round that ends when a record is due counts."""
+
+MAX_SPARSE_SHARE = 0.1
+"""Matrices with more entries than this share are multiplied as dense ones, which is quicker."""
+
+
+# --- mixing --------------------------------------------------------------------------------
+
+
+def mixing_matrix(graph: nx.Graph[int], *, lazy: bool = False) -> FloatArray:
+    """Metropolis-Hastings weights: symmetric, non-negative, rows and columns sum to one.
+
+        w_ij = 1 / (1 + max(deg_i, deg_j)) on edges,   w_ii = 1 - sum_j w_ij
+
+    Source: Xiao, Boyd, Kim, "Distributed average consensus with least-mean-square deviation",
+    2007. They need the degrees of neighbours only.
+
+    Args:
+        graph: ranks 0..n-1.
+        lazy: return (I + W) / 2, whose eigenvalues are not negative. On a complete graph W itself
+            is the mean: one round, and no rate to speak of.
+
+    Returns:
+        W; (n, n).
+    """
+    num_workers = len(graph)
+    matrix = np.zeros((num_workers, num_workers))
+    for i, j in graph.edges:
+        matrix[i, j] = matrix[j, i] = 1.0 / (1.0 + max(graph.degree[i], graph.degree[j]))
+    np.fill_diagonal(matrix, 1.0 - matrix.sum(axis=1))
+    if lazy:
+        matrix = 0.5 * (np.eye(num_workers) + matrix)
+    return matrix
+
+
+def second_eigenvalue(matrix: FloatArray) -> float:
+    """The second largest absolute eigenvalue: the factor by which a round shrinks disagreement."""
+    if len(matrix) == 1:
+        return 0.0
+    values = np.linalg.eigvalsh(matrix)
+    # The largest is one, of the constant vector. What rounding leaves of a zero is a zero.
+    gamma = max(abs(float(values[0])), abs(float(values[-2])))
+    return gamma if gamma > len(matrix) * np.finfo(np.float64).eps else 0.0
+
+
+def multiplications_per_step(gamma: float) -> int:
+    """K = ceil(1 / sqrt(1 - gamma)): Chebyshev multiplications for each gradient step.
+
+    After so many, disagreement is at most about half (1 / cosh(sqrt 2) = 0.46) of what it was,
+    whatever the graph. Source: Scaman et al. 2017, section 4.2, who take the floor.
+    """
+    return math.ceil(1.0 / math.sqrt(1.0 - gamma))
+
+
+class Mixing:
+    """Round after round of multiplications by W, plain or accelerated by Chebyshev.
+
+        x_1     = W x_0
+        x_{t+1} = (1 + omega_t) W x_t - omega_t x_{t-1}
+        1 + omega_1 = 1 / (1 - gamma^2 / 2),   1 + omega_t = 1 / (1 - gamma^2 (1 + omega_{t-1}) / 4)
+
+    so that x_t = T_t(W / gamma) / T_t(1 / gamma) x_0 with the Chebyshev polynomials T_t: of all
+    polynomials of degree t in W that keep the mean, the one whose largest value over the
+    eigenvalues [-gamma, gamma] is least. omega_t rises at once to
+
+        omega = (1 - sqrt(1 - gamma^2)) / (1 + sqrt(1 - gamma^2))
+
+    the constant weight of second-order gossip, and disagreement shrinks by sqrt(omega) a round:
+    a gap 1 - gamma of W becomes about sqrt(2 (1 - gamma)).
+
+    Source: Golub, Varga 1961; for gossip Arioli, Scott 2014, and Scaman et al. 2017 (algorithm 2).
+
+    Args:
+        matrix: W; (n, n).
+        gamma: its second largest absolute eigenvalue, 0 <= gamma < 1; 0 for no acceleration.
+    """
+
+    def __init__(self, matrix: FloatArray, gamma: float = 0.0) -> None:
+        is_sparse = np.count_nonzero(matrix) <= MAX_SPARSE_SHARE * matrix.size
+        self._matrix: Any = sparse.csr_array(matrix) if is_sparse else matrix
+        self._gamma = gamma
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin the recursion anew: the next multiplication is by W."""
+        self._omega = 0.0
+        self._before = np.zeros(0)
+
+    def multiply(self, rows: FloatArray) -> FloatArray:
+        """The next multiplication of rows of shape (n, d)."""
+        omega, before, self._before = self._omega, self._before, rows
+        mixed: FloatArray = self._matrix @ rows
+        if omega:
+            mixed *= 1.0 + omega
+            mixed -= omega * before
+        divisor = 4.0 if omega else 2.0
+        self._omega = 1.0 / (1.0 - self._gamma**2 * (1.0 + omega) / divisor) - 1.0
+        return mixed
+
+
+# --- rounds --------------------------------------------------------------------------------
 
 
 def run_allreduce(scenario: Scenario, on_progress: Callable[[float], None]) -> Trace:
@@ -46,7 +141,7 @@ def run_allreduce(scenario: Scenario, on_progress: Callable[[float], None]) -> T
 
     Without gradients (consensus) the rows themselves are averaged: one round, and they agree.
     """
-    return _AllReduceRun(scenario, on_progress).run()
+    return _AllReduce(scenario, "allreduce", on_progress).run()
 
 
 def run_dpsgd(
@@ -67,13 +162,11 @@ def run_dpsgd(
     all |E| edges as exchanges.
 
     With ``chebyshev`` each gradient step is followed by K multiplications by W, each with its own
-    exchanges and waiting: x <- P_K(W) x - update with the Chebyshev polynomial of
-    :class:`~gossipdp.simulate.mixing.ChebyshevWeights` and the K of
-    :func:`~gossipdp.simulate.mixing.multiplications_per_step`, as in multi-step dual accelerated
-    gossip (Scaman et al. 2017). P_K(W) is symmetric, keeps the mean, and contracts everything
-    else, so that this is as stable as D-PSGD. (The recursion running on across gradient steps is
-    not: it would add heavy-ball momentum omega to the mean, for which the learning rate is not
-    meant.)
+    exchanges and waiting: x <- P_K(W) x - update with the Chebyshev polynomial of :class:`Mixing`
+    and the K of :func:`multiplications_per_step`, as in multi-step dual accelerated gossip (Scaman
+    et al. 2017). P_K(W) is symmetric, keeps the mean, and contracts everything else, so that this
+    is as stable as D-PSGD. (The recursion running on across gradient steps is not: it would add
+    heavy-ball momentum omega to the mean, for which the learning rate is not meant.)
 
     Without gradients (consensus) every round is one multiplication, and the Chebyshev recursion
     runs on through all rounds.
@@ -81,195 +174,152 @@ def run_dpsgd(
     A record shows the last round that all workers have ended: a worker that is ahead of others
     waits in it.
     """
-    return _DecentralizedRun(scenario, on_progress, chebyshev=chebyshev).run()
+    return _Dpsgd(scenario, "dpsgd-chebyshev" if chebyshev else "dpsgd", on_progress).run()
 
 
-class _SynchronousRun(ABC):
+class _Rounds(ABC):
     """Round after round of all workers; the clock is a list of when each worker ended the last."""
 
     def __init__(
-        self, scenario: Scenario, on_progress: Callable[[float], None], method: str
+        self, scenario: Scenario, method: str, on_progress: Callable[[float], None]
     ) -> None:
-        self._scenario = scenario
-        self._graph = scenario.make_graph()
-        num_workers = scenario.num_workers
-        begun = scenario.objective.begin(num_workers, scenario.seed)
-        self._source = begun if scenario.objective.has_gradients else None
-        start = self._first_rows(begun.start)
-        self._population = Population(start, begun.num_trained, momentum=False)
-        self._recorder = Recorder(scenario, method, self._population, self._source, on_progress)
-        self._draw_step_s = scenario.compute_time.begin(scenario.seed)
-        row = begun.start[0]
+        self.scenario = scenario
+        self.ranks = range(scenario.num_workers)
+        self.training = Training.of(
+            scenario, momentum=False, starts_alike=isinstance(self, _AllReduce)
+        )
+        self.population = self.training.population
+        self.recorder = Recorder(scenario, method, self.training, on_progress)
+        row = self.population.x[0]
         model_bytes = scenario.model_bytes or float(row.numel() * row.element_size())
-        self._draw_transfer_s = scenario.links.begin(scenario.seed, model_bytes)
-        self._ranks = list(range(num_workers))
-        self._now_s = [0.0] * num_workers
-        self._idle_s = 0.0
-        self._num_rounds = 0
-        self._exchanges = [0] * num_workers
-        self._loss_sum, self._num_losses = 0.0, 0
+        self.draw_transfer_s = scenario.links.begin(scenario.seed, model_bytes)
+        self.edges: list[tuple[int, int]] = []
+        """Each once for every time that a round uses it."""
 
     def run(self) -> Trace:
-        goes_on = True
-        while goes_on:
-            before_s = self._now_s
-            computed_s = [now_s + self._draw_step_s(rank) for rank, now_s in enumerate(before_s)]
-            for rank, computed in enumerate(computed_s):
-                self._recorder.interval(Interval(rank, "computing", before_s[rank], computed))
-            ended_s = self._communicate(computed_s)
-            while goes_on and self._recorder.next_s < max(ended_s) * (1 - CLOCK_TOLERANCE):
-                goes_on = self._record()
+        draw_step_s = self.scenario.compute_time.begin(self.scenario.seed)
+        recorder, num_workers = self.recorder, len(self.ranks)
+        now_s, idle_s, num_rounds, goes_on = [0.0] * num_workers, 0.0, 0, True
+        while True:
+            computed_s = [begun_s + draw_step_s(rank) for rank, begun_s in enumerate(now_s)]
+            for rank in self.ranks:
+                recorder.interval(rank, "computing", now_s[rank], computed_s[rank])
+            ended_s = self.communicate(computed_s)
+            while goes_on and recorder.next_s < max(ended_s) * (1 - CLOCK_TOLERANCE):
+                total_s = math.fsum(now_s)
+                goes_on = recorder.record(
+                    exchanges=num_rounds * len(self.edges),
+                    gradient_steps=num_rounds * num_workers,
+                    idle_share=idle_s / total_s if total_s else 0.0,
+                )
             if not goes_on:
                 break
-            self._step(max(before_s))
-            self._num_rounds += 1
-            self._now_s = ended_s
-            self._idle_s += math.fsum(ended_s) - math.fsum(computed_s)
-        trace = self._recorder.trace
-        trace.worker_steps = [self._num_rounds] * len(self._ranks)
-        trace.worker_exchanges = list(self._exchanges)
-        trace.num_events = sum(trace.worker_steps) + sum(self._exchanges) // 2
+            if self.training.source is None:
+                self.agree()
+            else:
+                self.step(self.training.factor(max(now_s)))
+            idle_s += math.fsum(ended_s) - math.fsum(computed_s)
+            num_rounds, now_s = num_rounds + 1, ended_s
+        trace = recorder.trace
+        trace.worker_steps = [num_rounds] * num_workers
+        used = np.bincount(np.array(self.edges, dtype=int).ravel(), minlength=num_workers)
+        trace.worker_exchanges = (num_rounds * used).tolist()
+        trace.num_events = num_rounds * (num_workers + len(self.edges))
         return trace
 
     @abstractmethod
-    def _first_rows(self, start: Tensor) -> Tensor:
-        """Where the workers start."""
-
-    @abstractmethod
-    def _communicate(self, computed_s: list[float]) -> list[float]:
+    def communicate(self, computed_s: list[float]) -> list[float]:
         """When each worker ends the round, given when it has computed."""
 
     @abstractmethod
-    def _step(self, now_s: float) -> None:
-        """Change the rows as the round does, and count its exchanges."""
+    def step(self, factor: float) -> None:
+        """Change the rows as a round with gradients does."""
 
-    def _gradients(self) -> Gradients:
-        assert self._source is not None
-        found = self._source.gradients(self._ranks, self._population.x)
-        self._loss_sum += float(found.losses.sum())
-        self._num_losses += len(self._ranks)
-        return found
-
-    def _factor(self, now_s: float) -> float:
-        """The factor on the learning rate of a step that starts now."""
-        if not self._scenario.learning_rate_decay:
-            return 1.0
-        return learning_rate_factor(min(1.0, now_s / self._recorder.end_s))
-
-    def _record(self) -> bool:
-        total_s = math.fsum(self._now_s)
-        goes_on = self._recorder.record(
-            exchanges=sum(self._exchanges) // 2,
-            gradient_steps=self._num_rounds * len(self._ranks),
-            batch_loss=self._loss_sum / self._num_losses if self._num_losses else math.nan,
-            idle_share=self._idle_s / total_s if total_s else 0.0,
-        )
-        self._loss_sum, self._num_losses = 0.0, 0
-        return goes_on
+    @abstractmethod
+    def agree(self) -> None:
+        """Change the rows as a round without gradients does."""
 
 
-class _AllReduceRun(_SynchronousRun):
-    def __init__(self, scenario: Scenario, on_progress: Callable[[float], None]) -> None:
-        super().__init__(scenario, on_progress, "allreduce")
-        num_workers = scenario.num_workers
-        self._ring = [(rank, rank + 1) for rank in range(num_workers - 1)]
-        if num_workers > 2:
-            self._ring.append((num_workers - 1, 0))
-        self._optimizer = scenario.optimizer.begin(self._population.trained[:1])
+class _AllReduce(_Rounds):
+    def __init__(
+        self, scenario: Scenario, method: str, on_progress: Callable[[float], None]
+    ) -> None:
+        super().__init__(scenario, method, on_progress)
+        self.edges = [(rank, rank + 1) for rank in self.ranks[:-1]]
+        if len(self.ranks) > 2:
+            self.edges.append((len(self.ranks) - 1, 0))
 
-    def _first_rows(self, start: Tensor) -> Tensor:
-        if self._source is None:
-            return start
-        return start[:1].expand_as(start)
-
-    def _communicate(self, computed_s: list[float]) -> list[float]:
+    def communicate(self, computed_s: list[float]) -> list[float]:
         num_workers = len(computed_s)
         hops = 2 * (num_workers - 1)
         slowest_s = 0.0
-        for i, j in self._ring:
-            share_s = hops / num_workers * self._draw_transfer_s(i, j)
-            slowest_s = max(slowest_s, share_s + hops * self._scenario.links.latency_s(i, j))
+        for i, j in self.edges:
+            share_s = hops / num_workers * self.draw_transfer_s(i, j)
+            slowest_s = max(slowest_s, share_s + hops * self.scenario.links.latency_s(i, j))
         all_computed_s = max(computed_s)
         end_s = all_computed_s + slowest_s
         for rank, computed in enumerate(computed_s):
-            self._recorder.interval(Interval(rank, "waiting", computed, all_computed_s))
-            self._recorder.interval(Interval(rank, "exchanging", all_computed_s, end_s))
+            self.recorder.interval(rank, "waiting", computed, all_computed_s)
+            self.recorder.interval(rank, "exchanging", all_computed_s, end_s)
         return [end_s] * num_workers
 
-    def _step(self, now_s: float) -> None:
-        for edge in self._ring:
-            for rank in edge:
-                self._exchanges[rank] += 1
-        population = self._population
-        if self._source is None:
-            population.x.copy_(population.x.mean(dim=0).expand_as(population.x))
-            return
-        found = self._gradients()
+    def step(self, factor: float) -> None:
+        training, population = self.training, self.population
+        found = training.gradients(self.ranks, population.x)
         mean = found.values.mean(dim=0, keepdim=True)
-        change = self._optimizer.changes([0], population.trained[:1], mean, self._factor(now_s))
+        change = training.optimizer.changes(
+            training.state, [0], population.trained[:1], mean, factor
+        )
         changes = torch.cat([change.expand_as(found.values), found.buffer_changes], dim=1)
-        population.step(self._ranks, changes)
+        population.step(self.ranks, changes)
+
+    def agree(self) -> None:
+        rows = self.population.x
+        rows.copy_(rows.mean(dim=0).expand_as(rows))
 
 
-class _DecentralizedRun(_SynchronousRun):
+class _Dpsgd(_Rounds):
     def __init__(
-        self, scenario: Scenario, on_progress: Callable[[float], None], *, chebyshev: bool
+        self, scenario: Scenario, method: str, on_progress: Callable[[float], None]
     ) -> None:
-        super().__init__(scenario, on_progress, "dpsgd-chebyshev" if chebyshev else "dpsgd")
-        self._neighbours = [sorted(self._graph.neighbors(rank)) for rank in self._ranks]
-        matrix = mixing_matrix(self._graph)
-        self._gamma = second_eigenvalue(matrix) if chebyshev else 0.0
-        self._weights = ChebyshevWeights(self._gamma)
-        self._per_round = 1 if self._source is None else multiplications_per_step(self._gamma)
-        self._mixer = Mixer(matrix)
-        self._before = np.zeros(0)
-        self._optimizer = scenario.optimizer.begin(self._population.trained)
+        super().__init__(scenario, method, on_progress)
+        graph = scenario.make_graph()
+        matrix = mixing_matrix(graph)
+        gamma = second_eigenvalue(matrix) if method == "dpsgd-chebyshev" else 0.0
+        self.mixing = Mixing(matrix, gamma)
+        self.neighbours = [sorted(graph.neighbors(rank)) for rank in self.ranks]
+        trains = self.training.source is not None
+        self.per_round = multiplications_per_step(gamma) if trains else 1
+        self.edges = list(graph.edges) * self.per_round
 
-    def _first_rows(self, start: Tensor) -> Tensor:
-        return start
-
-    def _communicate(self, computed_s: list[float]) -> list[float]:
-        latency_s = self._scenario.links.latency_s
+    def communicate(self, computed_s: list[float]) -> list[float]:
+        latency_s, interval = self.scenario.links.latency_s, self.recorder.interval
         ready_s = computed_s
-        for _ in range(self._per_round):
+        for _ in range(self.per_round):
             sent_s = [
-                ready_s[rank] + sum(self._draw_transfer_s(rank, peer) for peer in peers)
-                for rank, peers in enumerate(self._neighbours)
+                ready_s[rank] + sum(self.draw_transfer_s(rank, peer) for peer in peers)
+                for rank, peers in enumerate(self.neighbours)
             ]
             ended_s = []
-            for rank, peers in enumerate(self._neighbours):
-                arrivals_s = (sent_s[peer] + latency_s(peer, rank) for peer in peers)
+            for rank, peers in enumerate(self.neighbours):
+                arrivals_s = [sent_s[peer] + latency_s(peer, rank) for peer in peers]
                 ended_s.append(max(sent_s[rank], *arrivals_s) if peers else sent_s[rank])
-                self._recorder.interval(Interval(rank, "exchanging", ready_s[rank], sent_s[rank]))
-                self._recorder.interval(Interval(rank, "waiting", sent_s[rank], ended_s[rank]))
+                interval(rank, "exchanging", ready_s[rank], sent_s[rank])
+                interval(rank, "waiting", sent_s[rank], ended_s[rank])
             ready_s = ended_s
         return ready_s
 
-    def _step(self, now_s: float) -> None:
-        for rank, peers in enumerate(self._neighbours):
-            self._exchanges[rank] += self._per_round * len(peers)
-        population = self._population
-        if self._source is None:
-            population.x = torch.from_numpy(self._mix(population.x.numpy()))
-            return
-        found = self._gradients()
-        change = self._optimizer.changes(
-            self._ranks, population.trained, found.values, self._factor(now_s)
-        )
+    def step(self, factor: float) -> None:
+        training, population = self.training, self.population
+        found = training.gradients(self.ranks, population.x)
+        changes = training.changes(self.ranks, population.x, found, factor)
         # In double precision, since rounded weights would not sum to one: that moves the mean.
         rows = population.x.double().numpy()
-        self._weights = ChebyshevWeights(self._gamma)
-        for _ in range(self._per_round):
-            rows = self._mix(rows)
+        self.mixing.restart()
+        for _ in range(self.per_round):
+            rows = self.mixing.multiply(rows)
         population.x.copy_(torch.from_numpy(rows))
-        population.step(self._ranks, torch.cat([change, found.buffer_changes], dim=1))
+        population.step(self.ranks, changes)
 
-    def _mix(self, rows: FloatArray) -> FloatArray:
-        """One multiplication of the rows by W."""
-        omega = self._weights.take()
-        mixed = self._mixer.multiply(rows)
-        if omega:
-            mixed *= 1.0 + omega
-            mixed -= omega * self._before
-        self._before = rows
-        return mixed
+    def agree(self) -> None:
+        self.population.x = torch.from_numpy(self.mixing.multiply(self.population.x.numpy()))

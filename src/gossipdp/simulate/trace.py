@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
-from gossipdp.simulate.objectives import Evaluation, GradientSource
-from gossipdp.simulate.population import Population
+from gossipdp.simulate.objectives import Evaluation
+from gossipdp.simulate.population import Training
 from gossipdp.simulate.scenario import Scenario
 
 Series: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -77,7 +77,6 @@ class Trace:
         num_events: events that the engine and the edges handled.
         num_messages: control messages sent, by type; empty where there are none.
         intervals: what each worker did when, if the scenario asks for it.
-        arithmetic: what computed the exchanges: "numba" or "torch".
         wall_s: how long the simulation itself took; not part of :meth:`digest`.
     """
 
@@ -91,7 +90,6 @@ class Trace:
     num_events: int = 0
     num_messages: dict[str, int] = field(default_factory=dict)
     intervals: list[Interval] = field(default_factory=list)
-    arithmetic: str = "torch"
     wall_s: float = 0.0
 
     def column(self, name: str) -> Series:
@@ -104,24 +102,13 @@ class Trace:
         last = self.records[-1]
         return 2 * last.exchanges / last.gradient_steps if last.gradient_steps else math.nan
 
-    @property
-    def events_per_s(self) -> float:
-        """Events handled per second of real time."""
-        return self.num_events / self.wall_s if self.wall_s > 0 else math.inf
-
     def digest(self) -> str:
         """A hash of all that the run did, but for how long it took: same seed, same digest."""
-        content = {
-            "method": self.method,
+        content = vars(self) | {
             # Bytes, since JSON and equality know no NaN.
             "records": np.array(self.records, dtype=np.float64).tobytes(),
-            "worker_steps": self.worker_steps,
-            "worker_exchanges": self.worker_exchanges,
-            "worker_requests": self.worker_requests,
-            "num_events": self.num_events,
             "num_messages": dict(sorted(self.num_messages.items())),
-            "intervals": self.intervals,
-            "arithmetic": self.arithmetic,
+            "wall_s": None,
         }
         return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
 
@@ -186,8 +173,7 @@ class Recorder:
     Args:
         scenario: how long the run is, how many records, and when to stop before.
         method: its method.
-        population: what is recorded.
-        source: judges the mean row; None where there are no gradients.
+        training: the rows that are recorded, and what judges their mean.
         on_progress: told the share of the run that is done, at each record.
     """
 
@@ -195,16 +181,12 @@ class Recorder:
         self,
         scenario: Scenario,
         method: str,
-        population: Population,
-        source: GradientSource | None,
+        training: Training,
         on_progress: Callable[[float], None],
     ) -> None:
         self.trace = Trace(method, scenario.num_workers, scenario.compute_time.nominal_s)
-        self.end_s = scenario.num_steps * scenario.compute_time.nominal_s
-        """When the run is over at the latest, in virtual seconds."""
         self._scenario = scenario
-        self._population = population
-        self._source = source
+        self._training = training
         self._on_progress = on_progress
 
     @property
@@ -213,43 +195,34 @@ class Recorder:
         made = len(self.trace.records)
         if made > self._scenario.num_records:
             return math.inf
-        return self.end_s * made / self._scenario.num_records
+        return self._scenario.end_s * made / self._scenario.num_records
 
-    def record(
-        self,
-        *,
-        exchanges: int,
-        gradient_steps: int,
-        batch_loss: float = math.nan,
-        idle_share: float = 0.0,
-    ) -> bool:
+    def record(self, *, exchanges: int, gradient_steps: int, idle_share: float = 0.0) -> bool:
         """Make the record that is due at :attr:`next_s`; return whether the run goes on."""
+        training, population = self._training, self._training.population
         judged = Evaluation(loss=math.nan)
-        if self._source is not None:
-            judged = self._source.evaluate(self._population.mean())
-        records = self.trace.records
-        time_s = self.next_s
+        if training.source is not None:
+            judged = training.source.evaluate(population.mean())
+        records, time_s = self.trace.records, self.next_s
         records.append(
             Record(
                 time_s=time_s,
                 loss=judged.loss,
-                batch_loss=batch_loss,
+                batch_loss=training.take_loss(),
                 metric=math.nan if judged.metric is None else judged.metric,
-                consensus_distance=self._population.consensus_distance(),
+                consensus_distance=population.consensus_distance(),
                 exchanges=exchanges,
                 gradient_steps=gradient_steps,
                 idle_share=idle_share,
-                drift=self._population.drift(),
+                drift=population.drift(),
             )
         )
-        self._on_progress(min(1.0, time_s / self.end_s))
         distance, first = records[-1].consensus_distance, records[0].consensus_distance
-        if distance < self._scenario.stop_below * first or not math.isfinite(distance):
-            self._on_progress(1.0)
-            return False
-        return len(records) <= self._scenario.num_records
+        is_over = distance < self._scenario.stop_below * first or not math.isfinite(distance)
+        self._on_progress(1.0 if is_over else min(1.0, time_s / self._scenario.end_s))
+        return not is_over and len(records) <= self._scenario.num_records
 
-    def interval(self, interval: Interval) -> None:
+    def interval(self, rank: int, activity: Activity, start_s: float, end_s: float) -> None:
         """Keep what a worker did, if the scenario asks for it."""
         if self._scenario.keep_timeline:
-            self.trace.intervals.append(interval)
+            self.trace.intervals.append(Interval(rank, activity, start_s, end_s))

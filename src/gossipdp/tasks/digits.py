@@ -2,7 +2,7 @@
 
 import math
 from functools import cache
-from typing import Literal, NamedTuple, TypeAlias, final
+from typing import Literal, TypeAlias, final
 
 import numpy as np
 import torch
@@ -35,34 +35,28 @@ class Digits(Workload[ImagesAndLabels]):
     """
 
     metric_name = "test_accuracy"
-    default_batch_size = 32
 
     def __init__(
         self,
         *,
         disjoint: bool = False,
-        batch_size: int | None = None,
+        batch_size: int = 32,
         network: Network = "convolutional",
         dirichlet_alpha: float | None = None,
     ) -> None:
-        super().__init__(disjoint=disjoint, batch_size=batch_size)
+        super().__init__(batch_size, disjoint=disjoint)
         if network not in ("convolutional", "perceptron"):
             raise ValueError(f"there is no network {network!r}; choose convolutional or perceptron")
-        if dirichlet_alpha is not None:
-            if disjoint:
-                raise ValueError(
-                    "disjoint data and dirichlet_alpha exclude each other; choose one of them"
-                )
-            if not (math.isfinite(dirichlet_alpha) and dirichlet_alpha > 0):
-                raise ValueError(
-                    f"dirichlet_alpha is {dirichlet_alpha}; it must be a positive number"
-                )
+        if dirichlet_alpha is not None and disjoint:
+            raise ValueError("disjoint data and dirichlet_alpha exclude each other; choose one")
+        if dirichlet_alpha is not None and not 0 < dirichlet_alpha < math.inf:
+            raise ValueError(f"dirichlet_alpha is {dirichlet_alpha}; it must be a positive number")
         self.network = network
         self.dirichlet_alpha = dirichlet_alpha
 
     @property
     def num_samples(self) -> int:
-        return len(_load().train[1])
+        return len(_load()[0][1])
 
     def make_model(self) -> nn.Module:
         if self.network == "perceptron":
@@ -84,7 +78,7 @@ class Digits(Workload[ImagesAndLabels]):
 
     def train_loader(self, rank: int, num_workers: int, seed: int) -> BatchLoader[ImagesAndLabels]:
         shuffle = worker_seed(rank, num_workers, seed)
-        images, labels = _load().train
+        images, labels = _load()[0]
         rows = torch.arange(len(labels))
         if self.disjoint:
             # The split follows from the seed alone: every worker computes the same one.
@@ -105,26 +99,20 @@ class Digits(Workload[ImagesAndLabels]):
 
     def evaluate(self, model: nn.Module) -> float:
         """Share of the 360 test images that are classified correctly."""
-        images, labels = _load().test
+        images, labels = _load()[1]
         with evaluating(model):
             return float((model(images).argmax(dim=1) == labels).double().mean())
 
     def training_loss(self, model: nn.Module) -> float:
         """Mean loss over the 1,437 training images."""
         with evaluating(model):
-            return float(self.loss(model, _load().train))
-
-
-class _Split(NamedTuple):
-    train: ImagesAndLabels
-    test: ImagesAndLabels
+            return float(self.loss(model, _load()[0]))
 
 
 @cache
-def _load() -> _Split:
-    """Every fifth image, taken in a fixed shuffle sorted by class, is a test image."""
-    # sklearn takes a second or two to import.
-    from sklearn.datasets import load_digits
+def _load() -> tuple[ImagesAndLabels, ImagesAndLabels]:
+    """Training and test images: every fifth of a fixed shuffle sorted by class is for the test."""
+    from sklearn.datasets import load_digits  # takes a second or two to import
 
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -133,7 +121,7 @@ def _load() -> _Split:
     order = order[torch.sort(labels[order], stable=True).indices]
     is_test = torch.arange(len(order)) % 5 == 0
     train, test = order[~is_test], order[is_test]
-    return _Split((images[train], labels[train]), (images[test], labels[test]))
+    return (images[train], labels[train]), (images[test], labels[test])
 
 
 def _dirichlet_rows(labels: Tensor, alpha: float, seed: int) -> Tensor:

@@ -5,19 +5,28 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
-
-from gossipdp.parallel.options import Checkpoints, Monitor
+from typing import ClassVar, Literal
 
 MethodName = Literal["a2cid2", "gossip", "allreduce", "none"]
 
 
+def check_numbers(options: object, **least: int) -> None:
+    """Raise ValueError for the first of these numbers that is too small, or a rate that is none."""
+    for name, bound in least.items():
+        number = getattr(options, name)
+        if number is not None and number < bound:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is {number}; it must be at least {bound}")
+    for name in ("comm_rate", "learning_rate"):
+        rate = getattr(options, name, 1.0)
+        if not (math.isfinite(rate) and rate > 0):
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is {rate}; it must be a positive number")
+
+
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of every recipe; construction checks them.
-
-    A script reads them by ``tyro.cli(Cifar10Options)``; ``gossipdp train`` has them too.
-    """
+    """Options of every recipe; construction checks them."""
 
     recipe: ClassVar[str]
 
@@ -60,44 +69,12 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first option that cannot be meant."""
-        if self.method not in get_args(MethodName):
-            known = ", ".join(get_args(MethodName))
-            raise ValueError(f"there is no method {self.method!r}; choose one of {known}")
-        for option, number, least in (
-            ("--epochs", self.epochs, 1),
-            ("--batch-size", self.batch_size, 1),
-            ("--seed", self.seed, 0),
-            ("--checkpoint-every", self.checkpoint_every, 1),
-        ):
-            if number is not None and number < least:
-                raise ValueError(f"{option} is {number}; it must be at least {least}")
-        if not (math.isfinite(self.comm_rate) and self.comm_rate > 0):
-            raise ValueError(f"--comm-rate is {self.comm_rate}; it must be a positive number")
-        if self.json is not None and not self.json.absolute().parent.is_dir():
-            raise ValueError(f"--json {self.json}: the directory to write it to does not exist")
+        check_numbers(self, epochs=1, batch_size=1, seed=0, checkpoint_every=1)
 
     @property
     def directory(self) -> Path:
         """Where the averaged model and the checkpoints go."""
-        name = f"{self.recipe}-{self.method}-{self.graph}"
-        return Path("runs", name) if self.output is None else self.output
-
-    def parallel(self) -> dict[str, Any]:
-        """The arguments of ``GossipDataParallel`` that follow from the options, but the budget."""
-        arguments: dict[str, Any] = {
-            "method": self.method,
-            "graph": self.graph,
-            "comm_rate": self.comm_rate,
-            "seed": self.seed,
-            "monitor": Monitor(log_dir=self.directory),
-        }
-        if self.checkpoint_every is not None or self.resume:
-            arguments["checkpoints"] = Checkpoints(
-                directory=self.directory / "checkpoints",
-                every_steps=self.checkpoint_every,
-                resume="auto" if self.resume else None,
-            )
-        return arguments
+        return self.output or Path("runs", f"{self.recipe}-{self.method}-{self.graph}")
 
 
 @dataclass(frozen=True)
@@ -110,11 +87,10 @@ class Cifar10Options(TrainOptions):
 
     recipe: ClassVar[str] = "cifar10"
 
-    data: Path | None = Path("data")
-    """The folder of cifar-10-binary.tar.gz or of cifar-10-batches-bin, or either itself."""
+    data: Path = Path("data")
+    """The folder cifar-10-batches-bin, or the one that holds it."""
 
     epochs: int = 100
-    """How often the workers together go through the training images."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +103,10 @@ class ImageNetOptions(TrainOptions):
 
     recipe: ClassVar[str] = "imagenet"
 
-    data: Path | None = Path("data")
+    data: Path = Path("data")
     """The folder that holds train/WNID/*.JPEG and val/WNID/*.JPEG."""
 
     epochs: int = 90
-    """How often the workers together go through the training images."""
 
     loader_processes: int = 4
     """Processes of each worker that read and decode images; 0: the worker itself does."""
@@ -139,8 +114,7 @@ class ImageNetOptions(TrainOptions):
     def __post_init__(self) -> None:
         """See :class:`TrainOptions`."""
         super().__post_init__()
-        if self.loader_processes < 0:
-            raise ValueError(f"--loader-processes is {self.loader_processes}; 0 is the least")
+        check_numbers(self, loader_processes=0)
 
 
 @dataclass(frozen=True)
@@ -155,9 +129,6 @@ class BytesGptOptions(TrainOptions):
 
     data: Path | None = None
     """A folder of text, or one file; by default Python's standard library."""
-
-    epochs: int = 1
-    """How often the workers together go through the text."""
 
     batch_size: int = 16
     """Windows of one gradient step of one worker."""
@@ -180,17 +151,8 @@ class BytesGptOptions(TrainOptions):
     def __post_init__(self) -> None:
         """See :class:`TrainOptions`."""
         super().__post_init__()
-        for option, number in (
-            ("--context", self.context),
-            ("--width", self.width),
-            ("--depth", self.depth),
-            ("--heads", self.heads),
-        ):
-            if number < 1:
-                raise ValueError(f"{option} is {number}; it must be at least 1")
+        check_numbers(self, context=1, width=1, depth=1, heads=1)
         if self.width % self.heads:
             raise ValueError(
                 f"--width {self.width} is not a multiple of --heads {self.heads}; change one"
             )
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise ValueError(f"--learning-rate is {self.learning_rate}; it must be positive")

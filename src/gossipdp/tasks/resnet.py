@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ def cifar_resnet18(num_classes: int = 10) -> ResNet:
     >>> cifar_resnet18()(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])
     """
-    return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, small_images=True)
+    return ResNet((2, 2, 2, 2), num_classes, small_images=True)
 
 
 def resnet50(num_classes: int = 1000) -> ResNet:
@@ -28,7 +28,7 @@ def resnet50(num_classes: int = 1000) -> ResNet:
     In its bottlenecks the 3 by 3 convolution has the stride, as in torchvision and in what Goyal et
     al. (arXiv 1706.02677) train; in the article of 2015 the first 1 by 1 convolution has it.
     """
-    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes)
+    return ResNet((3, 4, 6, 3), num_classes, bottleneck=True)
 
 
 @final
@@ -41,18 +41,18 @@ class ResNet(nn.Module):
     (Goyal et al., 2017, section 5.1). Otherwise the first steps at the paper's rate blow up.
 
     Args:
-        block: of which the four layers are made.
         depths: how many blocks each layer has.
         num_classes: how many logits.
+        bottleneck: the kind of blocks.
         small_images: a 3 by 3 stem of stride 1 without pooling, in place of 7 by 7 of stride 2.
     """
 
     def __init__(
         self,
-        block: type[BasicBlock] | type[Bottleneck],
         depths: tuple[int, int, int, int],
         num_classes: int,
         *,
+        bottleneck: bool = False,
         small_images: bool = False,
     ) -> None:
         super().__init__()
@@ -66,11 +66,12 @@ class ResNet(nn.Module):
         channels = 64
         layers: list[nn.Module] = []
         for number, depth in enumerate(depths):
-            width = 64 << number
             blocks: list[nn.Module] = []
             for index in range(depth):
-                blocks.append(block(channels, width, 2 if number and not index else 1))
-                channels = width * block.expansion
+                stride = 2 if number and not index else 1
+                block = Block(channels, 64 << number, stride, bottleneck=bottleneck)
+                blocks.append(block)
+                channels = block.num_outputs
             layers.append(nn.Sequential(*blocks))
         self.layer1, self.layer2, self.layer3, self.layer4 = layers
         self.avgpool = nn.AdaptiveAvgPool2d(1)
@@ -78,10 +79,6 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, BasicBlock):
-                nn.init.zeros_(module.bn2.weight)
-            elif isinstance(module, Bottleneck):
-                nn.init.zeros_(module.bn3.weight)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits, (batch, ``num_classes``)."""
@@ -92,58 +89,42 @@ class ResNet(nn.Module):
 
 
 @final
-class BasicBlock(nn.Module):
-    """Two 3 by 3 convolutions beside a shortcut; ``width`` channels come out."""
+class Block(nn.Module):
+    """Two 3 by 3 convolutions beside a shortcut; a bottleneck: 1 by 1, 3 by 3 and 1 by 1."""
 
-    expansion = 1
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
+    def __init__(self, channels: int, width: int, stride: int, *, bottleneck: bool) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
+        self.num_outputs = 4 * width if bottleneck else width
+        # Of each convolution: channels in and out, size and stride.
+        shapes = [(channels, width, 3, stride), (width, width, 3, 1)]
+        if bottleneck:
+            shapes = [
+                (channels, width, 1, 1),
+                (width, width, 3, stride),
+                (width, self.num_outputs, 1, 1),
+            ]
+        self.num_convolutions = len(shapes)
+        for number, (inputs, outputs, size, step) in enumerate(shapes, start=1):
+            convolution = nn.Conv2d(inputs, outputs, size, step, padding=size // 2, bias=False)
+            norm = nn.BatchNorm2d(outputs)
+            self.add_module(f"conv{number}", convolution)
+            self.add_module(f"bn{number}", norm)
+        nn.init.zeros_(norm.weight)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample = _shortcut(channels, width, stride)
+        self.downsample = None
+        if stride > 1 or channels != self.num_outputs:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(channels, self.num_outputs, 1, stride, bias=False),
+                nn.BatchNorm2d(self.num_outputs),
+            )
 
     def forward(self, features: Tensor) -> Tensor:
-        residual = self.relu(self.bn1(self.conv1(features)))
-        residual = self.bn2(self.conv2(residual))
+        residual = features
+        for number in range(1, self.num_convolutions + 1):
+            residual = self.get_submodule(f"conv{number}")(residual)
+            residual = self.get_submodule(f"bn{number}")(residual)
+            if number < self.num_convolutions:
+                residual = self.relu(residual)
         shortcut = features if self.downsample is None else self.downsample(features)
         result: Tensor = self.relu(residual + shortcut)
         return result
-
-
-@final
-class Bottleneck(nn.Module):
-    """1 by 1, 3 by 3 and 1 by 1 convolution beside a shortcut; four times ``width`` come out."""
-
-    expansion = 4
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, width * self.expansion, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(width * self.expansion)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = _shortcut(channels, width * self.expansion, stride)
-
-    def forward(self, features: Tensor) -> Tensor:
-        residual = self.relu(self.bn1(self.conv1(features)))
-        residual = self.relu(self.bn2(self.conv2(residual)))
-        residual = self.bn3(self.conv3(residual))
-        shortcut = features if self.downsample is None else self.downsample(features)
-        result: Tensor = self.relu(residual + shortcut)
-        return result
-
-
-def _shortcut(channels: int, width: int, stride: int) -> Any:
-    """What brings the shortcut to the shape of the residual; None where it has it already."""
-    if stride == 1 and channels == width:
-        return None
-    return nn.Sequential(
-        nn.Conv2d(channels, width, 1, stride=stride, bias=False), nn.BatchNorm2d(width)
-    )

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import sysconfig
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path, PurePosixPath
-from typing import ClassVar, Self, final
+from pathlib import Path
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -24,102 +19,62 @@ from gossipdp.tasks.workload import BatchLoader, Workload, evaluating, worker_se
 NUM_BYTES = 256
 WEIGHT_DECAY, BETAS = 0.1, (0.9, 0.95)
 
-LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
-"""Directories left out wherever they lie: test packages, and what is not the library itself."""
+NOT_THE_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+"""Directories of the standard library that are passed over: tests, and what others installed."""
 
-HELD_OUT_SHARE = 20
-"""One file in this many is held out for validation, chosen by the hash of its relative path."""
-
-NUM_PIECES = 200
-"""Of a text of few files, every twentieth of so many equal pieces is held out instead."""
+NUM_PIECES, HELD_OUT_SHARE = 200, 20
+"""Of so many equal pieces of the text every twentieth is held out."""
 
 
 class Gpt(Workload[Tensor]):
     """The next byte of a text; validation in bits per byte, lower is better.
 
-    text: read once and kept in memory.
-    context: bytes of a window; width, depth, heads: of the transformer.
-    learning_rate: peak rate of AdamW.
-    num_validation_windows: how many windows, evenly spaced over the held-out text, are evaluated.
-
+    With ``disjoint`` each worker has a stretch of the text of its own.
     Batches: (batch, context + 1), int64; the last byte of a window is the next one's first.
     """
 
     metric_name = "validation_bits_per_byte"
     higher_is_better = False
-    default_batch_size: ClassVar[int] = 16
+    num_validation_windows: ClassVar[int] = 4096
+    """How many windows, evenly spaced over the held-out text, are evaluated at most."""
 
-    def __init__(
-        self,
-        text: Text,
-        *,
-        disjoint: bool = False,
-        batch_size: int | None = None,
-        device: str = "cpu",
-        context: int = 256,
-        width: int = 256,
-        depth: int = 4,
-        heads: int = 8,
-        learning_rate: float = 1e-3,
-        num_validation_windows: int = 4096,
-    ) -> None:
-        super().__init__(disjoint=disjoint, batch_size=batch_size, device=device)
-        self.text = text
-        self.context = context
-        self._shape = (width, depth, heads)
-        self._learning_rate = learning_rate
-        self._num_validation_windows = num_validation_windows
-        self._num_samples = max(0, len(text.train()) - 1) // context
-        if self.num_samples < self.batch_size:
+    def __init__(self, options: BytesGptOptions, *, disjoint: bool = False) -> None:
+        super().__init__(options.batch_size, disjoint=disjoint, device=options.device)
+        self.options = options
+        self.train, self.validation = read_text(options.data)
+        self.check_one_batch()
+        if len(self.validation) <= options.context:
             raise ValueError(
-                f"the text: {self.num_samples} training samples are less than one batch of "
-                f"{self.batch_size}; choose a smaller --batch-size"
+                f"{len(self.validation)} bytes are held out, less than one window of "
+                f"--context {options.context}; give more text or a smaller --context"
             )
-        if len(text.validation()) <= context:
-            raise ValueError(
-                f"{len(text.validation())} bytes are held out, less than one window of "
-                f"--context {context}; give more text or a smaller --context"
-            )
-
-    @classmethod
-    def of(cls, options: BytesGptOptions) -> Self:
-        """As ``gossipdp train bytes-gpt`` trains it."""
-        return cls(
-            read_text(options.data),
-            batch_size=options.batch_size,
-            device=options.device,
-            context=options.context,
-            width=options.width,
-            depth=options.depth,
-            heads=options.heads,
-            learning_rate=options.learning_rate,
-        )
 
     @property
     def num_samples(self) -> int:
-        return self._num_samples
+        return max(0, len(self.train) - 1) // self.options.context
 
     def make_model(self) -> nn.Module:
-        width, depth, heads = self._shape
-        model = ByteTransformer(width=width, depth=depth, num_heads=heads, context=self.context)
-        return model.to(self.device)
+        return ByteTransformer(self.options).to(self.device)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         groups = parameter_groups(model, WEIGHT_DECAY)
-        return torch.optim.AdamW(groups, lr=self._learning_rate, betas=BETAS)
+        return torch.optim.AdamW(groups, lr=self.options.learning_rate, betas=BETAS)
 
     def train_loader(self, rank: int, num_workers: int, seed: int) -> BatchLoader[Tensor]:
         shuffle = worker_seed(rank, num_workers, seed)
-        tokens = self.text.train(self.text.shares(num_workers)[rank] if self.disjoint else None)
+        tokens = self.train.tensor_split(num_workers)[rank] if self.disjoint else self.train
         # Windows overlap by one byte: the last target of one is the first input of the next.
-        starts = torch.arange(0, len(tokens) - self.context, self.context)
-        offsets = torch.arange(self.context + 1)
+        starts = torch.arange(0, max(0, len(tokens) - self.options.context), self.options.context)
         return BatchLoader(
             starts,
             batch_size=self.batch_size,
             seed=shuffle,
-            gather=lambda chosen: tokens[chosen.unsqueeze(1) + offsets].long().to(self.device),
+            gather=lambda chosen: self._windows(tokens, chosen),
         )
+
+    def _windows(self, tokens: Tensor, starts: Tensor) -> Tensor:
+        offsets = torch.arange(self.options.context + 1)
+        return tokens[starts.unsqueeze(1) + offsets].long().to(self.device)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         """Mean cross-entropy of the next byte, in nats."""
@@ -128,15 +83,13 @@ class Gpt(Workload[Tensor]):
 
     def evaluate(self, model: nn.Module) -> float:
         """Mean cross-entropy in bits per byte over fixed, evenly spaced held-out windows."""
-        tokens = self.text.validation()
-        last_start = len(tokens) - self.context - 1
-        num_windows = min(self._num_validation_windows, last_start // self.context + 1)
-        starts = torch.linspace(0, last_start, num_windows).long()
+        last_start = len(self.validation) - self.options.context - 1
+        num_windows = min(self.num_validation_windows, last_start // self.options.context + 1)
         nats = 0.0
         with evaluating(model):
-            for chosen in torch.split(starts, 32):
-                windows = tokens[chosen.unsqueeze(1) + torch.arange(self.context + 1)].long()
-                nats += float(self.loss(model, windows.to(self.device))) * len(chosen)
+            for starts in torch.split(torch.linspace(0, last_start, num_windows).long(), 32):
+                windows = self._windows(self.validation, starts)
+                nats += float(self.loss(model, windows)) * len(starts)
         return nats / num_windows / math.log(2)
 
 
@@ -144,37 +97,26 @@ class Gpt(Workload[Tensor]):
 class PyStdlib(Gpt):
     """The smaller network of the demo, on the source of the running Python's standard library.
 
-    The text is real, large enough not to be memorised in a demo (about 10 MB), and on every
-    machine that runs Python. With ``disjoint`` the workers get different top-level packages and
-    modules, of about equal size, so their data is not identically distributed.
-
-    root: the directory of the text; None takes the standard library of the running Python.
-
     >>> stdlib = PyStdlib()
     >>> next(iter(stdlib.train_loader(rank=0, num_workers=4, seed=0))).shape
     torch.Size([8, 129])
     """
 
-    default_batch_size = 8
+    num_validation_windows = 256
 
     def __init__(
-        self,
-        *,
-        disjoint: bool = False,
-        batch_size: int | None = None,
-        root: Path | None = None,
+        self, *, disjoint: bool = False, batch_size: int = 8, data: Path | None = None
     ) -> None:
-        super().__init__(
-            read_python(root or Path(sysconfig.get_path("stdlib"))),
-            disjoint=disjoint,
+        options = BytesGptOptions(
+            data=data,
             batch_size=batch_size,
             context=128,
             width=128,
             depth=2,
             heads=4,
             learning_rate=3e-3,
-            num_validation_windows=256,
         )
+        super().__init__(options, disjoint=disjoint)
 
 
 @final
@@ -185,13 +127,12 @@ class ByteTransformer(nn.Module):
     names.
     """
 
-    def __init__(self, *, width: int, depth: int, num_heads: int, context: int) -> None:
+    def __init__(self, options: BytesGptOptions) -> None:
         super().__init__()
-        if width % num_heads:
-            raise ValueError(f"width {width} is not a multiple of num_heads {num_heads}")
+        width = options.width
         self.embedding = nn.Embedding(NUM_BYTES, width)
-        self.position = nn.Parameter(torch.empty(context, width))
-        self.blocks = nn.Sequential(*(_Block(width, num_heads) for _ in range(depth)))
+        self.position = nn.Parameter(torch.empty(options.context, width))
+        self.blocks = nn.Sequential(*(_Block(width, options.heads) for _ in range(options.depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, NUM_BYTES, bias=False)
         self.head.weight = self.embedding.weight
@@ -225,150 +166,52 @@ class _Block(nn.Module):
         return result
 
 
-# Text.
+def read_text(path: Path | None) -> tuple[Tensor, Tensor]:
+    """The training and the held-out bytes (1-D, uint8) of a folder or a file.
 
-
-@dataclass(frozen=True)
-class TextFile:
-    """One file: its path relative to the root, and its bytes."""
-
-    path: PurePosixPath
-    content: bytes
-
-    @property
-    def held_out(self) -> bool:
-        digest = hashlib.sha256(str(self.path).encode()).digest()
-        return int.from_bytes(digest[:8], "big") % HELD_OUT_SHARE == 0
-
-
-class Text:
-    """Files one after the other by path, a zero byte after each; some are held out."""
-
-    def __init__(self, root: Path, files: tuple[TextFile, ...]) -> None:
-        self.root = root
-        self.files = files
-
-    def validation(self) -> Tensor:
-        """The held-out files; 1-D, uint8."""
-        return _join(file for file in self.files if file.held_out)
-
-    def train(self, packages: Iterable[str] | None = None) -> Tensor:
-        """The training files of these top-level packages and modules, or of all; 1-D, uint8."""
-        chosen = None if packages is None else frozenset(packages)
-        return _join(
-            file
-            for file in self.files
-            if not file.held_out and (chosen is None or file.path.parts[0] in chosen)
-        )
-
-    def shares(self, num_workers: int) -> list[tuple[str, ...]]:
-        """Disjoint top-level packages and modules for each worker, of about equal size.
-
-        The largest goes first, each to the worker that has least so far.
-        """
-        num_bytes: dict[str, int] = defaultdict(int)
-        for file in self.files:
-            if not file.held_out:
-                num_bytes[file.path.parts[0]] += len(file.content)
-        if len(num_bytes) < num_workers:
-            raise ValueError(
-                f"{self.root} has {len(num_bytes)} top-level packages and modules, too few to "
-                f"give {num_workers} workers disjoint ones; use fewer workers"
-            )
-        shares: list[list[str]] = [[] for _ in range(num_workers)]
-        sizes = [0] * num_workers
-        for package in sorted(num_bytes, key=lambda package: (-num_bytes[package], package)):
-            smallest = min(range(num_workers), key=lambda rank: (sizes[rank], rank))
-            shares[smallest].append(package)
-            sizes[smallest] += num_bytes[package]
-        return [tuple(share) for share in shares]
-
-
-@final
-class PiecesOfText(Text):
-    """A text of any folder: of 200 equal pieces every twentieth is held out."""
-
-    def __init__(self, root: Path, files: tuple[TextFile, ...]) -> None:
-        super().__init__(root, files)
-        held_out = HELD_OUT_SHARE // 2
-        kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for number, piece in enumerate(_join(files).tensor_split(NUM_PIECES)):
-            kinds[number % HELD_OUT_SHARE == held_out].append(piece)
-        self._train, self._validation = torch.cat(kinds[0]), torch.cat(kinds[1])
-
-    def validation(self) -> Tensor:
-        """See :class:`Text`."""
-        return self._validation
-
-    def train(self, packages: Iterable[str] | None = None) -> Tensor:
-        """See :class:`Text`; it is not shared out by packages."""
-        assert packages is None
-        return self._train
-
-
-@cache
-def read_python(root: Path) -> Text:
-    """Read every ``*.py`` under root except what ``LEFT_OUT`` names; once per process."""
-    paths: list[Path] = []
-    for directory, subdirectories, names in os.walk(root):
-        # Pruned before they are entered: site-packages alone can be larger than the library.
-        subdirectories[:] = [name for name in subdirectories if name not in LEFT_OUT]
-        paths += [Path(directory, name) for name in names if name.endswith(".py")]
-    files = tuple(
-        TextFile(PurePosixPath(path.relative_to(root).as_posix()), path.read_bytes())
-        for path in sorted(paths)
-    )
-    if not any(file.held_out for file in files) or all(file.held_out for file in files):
-        raise ValueError(
-            f"{root} holds {len(files)} Python source files, too few to train on some and hold "
-            "others out; name a directory with more (Debian: apt install libpython3-stdlib)"
-        )
-    return Text(root, files)
-
-
-def read_text(path: Path | None) -> Text:
-    """The text of a folder and all folders in it, or of one file; None: of the standard library.
-
-    A file is text if it is UTF-8 without zero bytes; others are passed over, and so is what lies in
-    hidden folders.
+    Files follow one another in the order of their paths, a zero byte after each. What is not UTF-8
+    or has zero bytes is passed over, and so is what lies in hidden folders. None: the Python files
+    of the standard library, without its tests.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
         ValueError: there is no text, or too little to train on some and hold others out.
     """
-    if path is None:
-        return read_python(Path(sysconfig.get_path("stdlib")))
-    if not path.exists():
-        raise FileNotFoundError(f"there is no {path.absolute()}; name a folder of text with --data")
-    root = path.parent if path.is_file() else path
-    paths = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-    files = []
-    for each in paths:
-        relative = PurePosixPath(each.relative_to(root).as_posix())
-        if each != path and any(part[0] == "." for part in relative.parts):
-            continue
-        content = each.read_bytes()
-        if _is_text(content):
-            files.append(TextFile(relative, content))
-    num_bytes = sum(len(file.content) + 1 for file in files)
-    if num_bytes < NUM_PIECES:
-        raise ValueError(f"{path} holds {num_bytes} bytes of text; name a folder that has more")
-    return PiecesOfText(root, tuple(files))
+    root = Path(sysconfig.get_path("stdlib")) if path is None else path
+    if not root.exists():
+        raise FileNotFoundError(f"there is no {root.absolute()}; name a folder of text with --data")
+    paths = [root] if root.is_file() else []
+    for folder, subfolders, names in os.walk(root):
+        # Pruned before they are entered: site-packages alone can be larger than the library.
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if name[0] != "." and not (path is None and name in NOT_THE_LIBRARY)
+        ]
+        paths += [
+            Path(folder, name)
+            for name in names
+            if name[0] != "." and (path is not None or name.endswith(".py"))
+        ]
+    content = bytearray()
+    for each in sorted(paths):
+        one = each.read_bytes()
+        if _is_text(one):
+            content += one + b"\0"
+    if len(content) < NUM_PIECES:
+        raise ValueError(f"{root} holds {len(content)} bytes of text; name a folder that has more")
+    pieces = torch.frombuffer(content, dtype=torch.uint8).tensor_split(NUM_PIECES)
+    held_out = pieces[HELD_OUT_SHARE // 2 :: HELD_OUT_SHARE]
+    train = [
+        piece
+        for number, piece in enumerate(pieces)
+        if number % HELD_OUT_SHARE != HELD_OUT_SHARE // 2
+    ]
+    return torch.cat(train), torch.cat(held_out)
 
 
 def _is_text(content: bytes) -> bool:
-    if not content or b"\0" in content:
-        return False
     try:
-        content.decode()
+        return bool(content.decode()) and b"\0" not in content
     except UnicodeDecodeError:
         return False
-    return True
-
-
-def _join(files: Iterable[TextFile]) -> Tensor:
-    content = bytearray()
-    for file in files:
-        content += file.content
-        content.append(0)
-    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0).byte()

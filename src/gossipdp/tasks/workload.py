@@ -21,21 +21,18 @@ class Workload(ABC, Generic[Batch]):
 
     disjoint: False, each worker goes through the whole training set in its own seeded order;
         True, no two workers see the same training data.
-    batch_size: samples per gradient step of one worker; None takes the workload's own.
+    batch_size: samples per gradient step of one worker.
     device: where this worker computes.
     """
 
     metric_name: ClassVar[str]
     higher_is_better: ClassVar[bool] = True
-    default_batch_size: ClassVar[int]
 
-    def __init__(
-        self, *, disjoint: bool = False, batch_size: int | None = None, device: str = "cpu"
-    ) -> None:
-        if batch_size is not None and batch_size < 1:
+    def __init__(self, batch_size: int, *, disjoint: bool = False, device: str = "cpu") -> None:
+        if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
         self.disjoint = disjoint
-        self.batch_size = self.default_batch_size if batch_size is None else batch_size
+        self.batch_size = batch_size
         self.device = worker_device(device)
 
     @property
@@ -66,6 +63,14 @@ class Workload(ABC, Generic[Batch]):
     @abstractmethod
     def evaluate(self, model: nn.Module) -> float:
         """The metric on held-out data; the model's training mode is restored afterwards."""
+
+    def check_one_batch(self) -> None:
+        """Raise ValueError where the training data does not fill one batch."""
+        if self.num_samples < self.batch_size:
+            raise ValueError(
+                f"{self.num_samples} training samples are less than one batch of "
+                f"{self.batch_size}; choose a smaller --batch-size"
+            )
 
 
 class BatchLoader(Generic[Batch]):
@@ -104,11 +109,7 @@ class BatchLoader(Generic[Batch]):
 
 
 def worker_seed(rank: int, num_workers: int, seed: int) -> int:
-    """A seed for one worker's shuffle: different for every (seed, rank) with rank < 2**20.
-
-    Raises:
-        ValueError: unless 0 <= rank < num_workers and 0 <= seed.
-    """
+    """A seed for one worker's shuffle: different for every (seed, rank) with rank < 2**20."""
     if not 0 <= rank < num_workers:
         raise ValueError(f"rank is {rank}; with {num_workers} workers it must be 0 to n - 1")
     if seed < 0:
@@ -128,12 +129,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def learning_rate_factor(progress: float, *, warmup: float = 0.05, last: float = 0.01) -> float:
-    """Factor on the peak learning rate: linear warm-up, then half a cosine down to ``last``.
+def learning_rate_factor(progress: float) -> float:
+    """Factor on the peak learning rate: up to 1 over 5% of the run, then half a cosine to 1%.
 
-    progress: global progress of the run, 0 to 1, so that fast and slow workers decay together.
-    warmup: share of the run spent warming up.
+    progress: of the whole run, 0 to 1, so that fast and slow workers decay together.
     """
+    warmup, last = 0.05, 0.01
     if progress < warmup:
         return last + (1 - last) * progress / warmup
     through = min(1.0, (progress - warmup) / (1 - warmup))
@@ -141,11 +142,7 @@ def learning_rate_factor(progress: float, *, warmup: float = 0.05, last: float =
 
 
 def worker_device(name: str) -> torch.device:
-    """The device of this worker; ``cuda`` gives the workers of a machine its devices in turn.
-
-    Raises:
-        ValueError: there is no such device.
-    """
+    """The device of this worker; ``cuda`` gives the workers of a machine its devices in turn."""
     if name == "cpu":
         return torch.device("cpu")
     if name != "cuda":

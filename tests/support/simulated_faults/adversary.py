@@ -47,9 +47,8 @@ from gossipdp.protocol.messages import (
     decode,
     encode,
 )
-from gossipdp.simulate.network import Data, Loss, make_workers
-from gossipdp.simulate.traffic import Conditions
-from simulated_faults.network import FaultyNetwork
+from gossipdp.simulate.network import Conditions, make_workers
+from simulated_faults.network import Data, FaultyNetwork, Loss
 
 NUM_WORKERS = 8
 TIMEOUT_S, STEP_S, TRANSFER_S = 1.0, 0.25, 0.03

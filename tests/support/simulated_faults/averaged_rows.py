@@ -8,8 +8,10 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
+from gossipdp.dynamics import update
 from gossipdp.protocol.actions import Commit
 from gossipdp.simulate.population import Population
+from simulated_faults.rows import put
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ class AveragedRows:
 
     def prepare(self, rank: int) -> None:
         """Begin with the input of ``rank``."""
-        self._population.flow_out(rank)
+        x, c = self._population.trained, self._population.c
+        if c is not None:
+            update.flow(x[rank], c[rank], 0.0)
         self.inputs[rank] = self._population.x[rank].clone()
         self._buffers[rank] = self.inputs[rank].clone()
 
@@ -85,7 +89,7 @@ class AveragedRows:
         """The result stands for the row of ``rank``."""
         result = self._buffers[rank].clone()
         self.committed[rank] = Committed(commit, result)
-        self._population.put(rank, result)
+        put(self._population, rank, result)
 
     def is_same_everywhere(self, ranks: list[int]) -> bool:
         """Whether the rows of these ranks have the same bits."""

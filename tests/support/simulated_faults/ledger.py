@@ -1,6 +1,6 @@
 """Where the sum of x + c/2 goes: an account of what every event did to every row.
 
-It is kept apart from :class:`~gossipdp.simulate.links.CarriedRows`, from the rows alone,
+It is kept apart from :class:`~simulated_faults.rows.FaultyRows`, from the rows alone,
 so that each checks the other.
 """
 
@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 
 from gossipdp.protocol.actions import Begin, Rebuilt
 from gossipdp.protocol.messages import ExchangeId
-from gossipdp.simulate.links import CarriedRows
-from gossipdp.simulate.population import Population
-from gossipdp.simulate.traffic import Payload
+from simulated_faults.rows import FaultyPayload, FaultyRows
 
 Row = NDArray[np.float64]
 
@@ -45,7 +43,7 @@ class _Account:
 
 
 @final
-class Ledger(Payload):
+class Ledger(FaultyPayload):
     """Passes everything on to ``rows``, and checks what becomes of x + c/2.
 
     - One exchange at a time: none begins, or is applied, at a worker in another one.
@@ -57,14 +55,14 @@ class Ledger(Payload):
 
     Args:
         rows: what the workers hold; float64.
-        population: the rows themselves.
     """
 
-    def __init__(self, rows: CarriedRows, population: Population) -> None:
+    def __init__(self, rows: FaultyRows) -> None:
+        population = rows.population
         self.num_torn = 0
         self.num_applied = 0
         self.torn: Row = np.zeros(population.num_trained)
-        self.steps = [0] * population.num_workers
+        self.steps = [0] * len(population.x)
         """Gradient steps that each rank has ended, over all its lives."""
         self.total_steps = 0
         self._rows: Final = rows

@@ -2,41 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from gossipdp.protocol.actions import (
+    Begin,
     Commit,
     FinishChunk,
     Finished,
     MeasureDistance,
     Prepare,
+    Reach,
+    Rebuilt,
+    Send,
     SendPartial,
     SendResult,
+    Stop,
     Superseded,
+    Unlink,
 )
-from gossipdp.protocol.messages import Envelope
+from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope
 from gossipdp.protocol.worker import Action, WorkerProtocol
-from gossipdp.simulate.engine import Engine
-from gossipdp.simulate.network import Answer, Loss, Network
-from gossipdp.simulate.traffic import Conditions, Payload
+from gossipdp.simulate.network import Conditions, Exchange, Network, Wire
 from simulated_faults.averaged_rows import AveragedRows
+from simulated_faults.rows import FaultyPayload
+
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 10.0
+RECONNECT_S = 0.2
+"""How long after both ends know of a cut they dial again."""
+DIAL_TIMEOUT_S = 1.0
+"""How long until a dial that nobody answers is given up."""
+
+Answer: TypeAlias = Literal["accepted", "refused", "silence"]
+Loss: TypeAlias = Literal["message lost", "link lost"]
+Data: TypeAlias = Literal["all", "nothing", "refused"]
 
 
 class FaultyNetwork(Network):
     """A network with faults as inputs: ``crash``, ``start``, ``join``, ``stall``, ``partition``.
 
     A stall or a partition loses nothing: what it holds up goes on when it ends, in order. Ranks
-    that are rejected from one another have a firewall between them that refuses dials.
+    that are rejected from one another have a firewall between them that refuses dials. A cut loses
+    what is on its way; each end learns of it in its own time, and then dials again.
 
     Args:
         workers, edges, conditions, payload, keeps_exchanges: as of any network.
         averaged: what consolidation averages; None: nothing.
         lost_at_messages: the numbers of those messages, counted over the network, at whose
             sending their link is cut.
+        detection_s: how long until the second rank learns that its link to the first was cut.
 
     Attributes:
+        crashed: ranks whose process is gone.
         left: when each worker left after consolidation.
         superseded: the ranks that gave way to another process.
         took_over: (when, who, from whom) of every take-over of parameters.
@@ -47,12 +65,14 @@ class FaultyNetwork(Network):
         workers: Mapping[int, WorkerProtocol],
         edges: Collection[tuple[int, int]],
         conditions: Conditions,
-        payload: Payload | None = None,
+        payload: FaultyPayload | None = None,
         *,
         averaged: AveragedRows | None = None,
         lost_at_messages: Collection[int] = (),
+        detection_s: Callable[[int, int], float] = lambda sender, receiver: 0.01,
         keeps_exchanges: bool = False,
     ) -> None:
+        self.crashed: set[int] = set()
         self.left: dict[int, float] = {}
         self.superseded: list[int] = []
         self.took_over: list[tuple[float, int, int]] = []
@@ -64,9 +84,27 @@ class FaultyNetwork(Network):
         self._sides: dict[int, int] = {}
         self._heals_at = 0.0
         self._rejected: set[frozenset[int]] = set()
+        self._detection_s = detection_s
+        self._retry_s: dict[tuple[int, int], float] = {}
+        """Back-off of each dial that is to be repeated, by who dials and whom."""
+        self._outbox: dict[tuple[int, int], list[Envelope]] = {}
+        self._faulty_payload = payload or FaultyPayload()
         super().__init__(
-            Engine(), workers, edges, conditions, payload, keeps_exchanges=keeps_exchanges
+            workers, edges, conditions, self._faulty_payload, keeps_exchanges=keeps_exchanges
         )
+
+    def running(self, rank: int) -> Any:
+        """The id of the exchange that ``rank`` is in; None for none."""
+        running = self._running.get(rank)
+        return None if running is None else running.id
+
+    def lives(self, worker: WorkerProtocol) -> bool:
+        """Whether the process of ``worker`` is still there."""
+        return self.workers.get(worker.rank) is worker and worker.rank not in self.crashed
+
+    def done(self, rank: int) -> None:
+        """``rank`` trains no more; once all are done they consolidate."""
+        self.perform(rank, self.workers[rank].done(self.engine.now))
 
     # --- faults ----------------------------------------------------------------------------
 
@@ -174,36 +212,199 @@ class FaultyNetwork(Network):
         if wire is None or not wire.is_up or not self.workers[peer].can_donate:
             self._ask_for_parameters(worker)
         elif self.lives(worker):
-            self._payload.took_over(rank, peer, now)
+            self._faulty_payload.took_over(rank, peer, now)
             self.took_over.append((now, rank, peer))
             self.perform(rank, worker.joined(now))
             self._start_step(rank)
 
     # --- what they do to the network -------------------------------------------------------
 
+    def answer(self, rank: int, peer: int) -> Answer:
+        """What a dial from ``rank`` to ``peer`` meets."""
+        if self._is_apart(rank, peer):
+            return "silence"
+        if frozenset((rank, peer)) in self._rejected:
+            return "refused"
+        if peer in self._stalled_until:
+            return "silence"
+        return "refused" if peer in self.crashed or peer == rank else "accepted"
+
+    def carries(self, rank: int, peer: int, envelope: Envelope) -> Envelope | Loss:
+        """What the link carries as a message is sent: it, another one, or what is lost."""
+        number = self._num_sent
+        self._num_sent += 1
+        return "link lost" if number in self._lost_at_messages else envelope
+
+    def sends(self, rank: int, begin: Begin) -> Data:
+        """Which data ``rank`` sends in an exchange; the peer closes the link to refuse."""
+        return "all"
+
     def stands_still(self, rank: int, callback: Callable[[], None]) -> bool:
+        """Whether ``rank`` stands still; ``callback`` is then called when it goes on."""
         if rank not in self._stalled_until:
             return False
         self._waiting.setdefault(rank, []).append(callback)
         return True
 
     def holds_up(self, rank: int, peer: int, callback: Callable[[], None]) -> bool:
+        """Whether what ``rank`` sent cannot reach ``peer`` yet; then call back when it can."""
         if self._is_apart(rank, peer):
             self.engine.at(self._heals_at, callback)
             return True
         return self.stands_still(peer, callback)
 
-    def answer(self, rank: int, peer: int) -> Answer:
-        if self._is_apart(rank, peer):
-            return "silence"
-        if frozenset((rank, peer)) in self._rejected:
-            return "refused"
-        return "silence" if peer in self._stalled_until else super().answer(rank, peer)
+    def before(self, rank: int, actions: Sequence[Action]) -> None:
+        """``rank`` is about to perform ``actions``, its answer to one input."""
 
-    def carries(self, rank: int, peer: int, envelope: Envelope) -> Envelope | Loss:
-        number = self._num_sent
-        self._num_sent += 1
-        return "link lost" if number in self._lost_at_messages else envelope
+    def after(self, rank: int, actions: Sequence[Action]) -> None:
+        """``rank`` has performed them."""
+
+    def perform(self, rank: int, actions: Sequence[Action]) -> None:
+        self.before(rank, actions)
+        for action in actions:
+            self.act(rank, action)
+            if rank in self.crashed:
+                break
+        else:
+            self._set_alarm(rank)
+        self.after(rank, actions)
+
+    def end_step(self, rank: int, worker: WorkerProtocol) -> None:
+        is_over = worker.is_done or not self.lives(worker)
+        if not self.stands_still(rank, partial(self.end_step, rank, worker)) and not is_over:
+            super().end_step(rank, worker)
+
+    def poll(self, rank: int) -> None:
+        if not self.stands_still(rank, partial(self.poll, rank)):
+            super().poll(rank)
+
+    def send(self, rank: int, peer: int, envelope: Envelope) -> None:
+        if self.wire(rank, peer) is None and isinstance(envelope.message, DIALLED_MESSAGES):
+            if self.answer(rank, peer) == "accepted":
+                self.connect(rank, peer)
+            else:
+                self._outbox.setdefault((rank, peer), []).append(envelope)
+                self._want(rank, peer)
+        if self.wire(rank, peer) is None:
+            return
+        carried = self.carries(rank, peer, envelope)
+        if isinstance(carried, Envelope):
+            super().send(rank, peer, carried)
+        else:
+            self.num_messages[type(envelope.message).__name__] += 1
+            if carried == "link lost":
+                self.cut(rank, peer)
+
+    def deliver(self, wire: Wire, rank: int, peer: int, envelope: Envelope) -> None:
+        again = partial(self.deliver, wire, rank, peer, envelope)
+        if not self.holds_up(rank, peer, again):
+            super().deliver(wire, rank, peer, envelope)
+
+    def send_data(self, wire: Wire, rank: int, begin: Begin, data: object) -> None:
+        sent, peer = self.sends(rank, begin), begin.peer
+        if sent == "all":
+            super().send_data(wire, rank, begin, data)
+        elif sent == "refused":
+            exchange, latency_s = self._running[rank], self.conditions.latency_s(rank, peer)
+            now = self.engine.now
+            leave, arrive = wire.carry_data(rank, now, exchange.transfer_s, latency_s)
+            exchange.ends[rank].own_leave = leave
+            self.engine.at(arrive, partial(self.cut, rank, peer, by=peer))
+
+    def deliver_data(
+        self, wire: Wire, rank: int, peer: int, exchange: Exchange, data: object
+    ) -> None:
+        again = partial(self.deliver_data, wire, rank, peer, exchange, data)
+        if not self.holds_up(rank, peer, again):
+            super().deliver_data(wire, rank, peer, exchange, data)
+
+    def finish(self, wire: Wire, rank: int, peer: int, exchange: Exchange) -> None:
+        if not self.stands_still(rank, partial(self.finish, wire, rank, peer, exchange)):
+            super().finish(wire, rank, peer, exchange)
+
+    # --- links that are lost ---------------------------------------------------------------
+
+    def connect(self, first: int, second: int) -> None:
+        """Link two workers, unless they are."""
+        if self.wire(first, second) is not None:
+            return
+        super().connect(first, second)
+
+    def linked(self, rank: int, peer: int) -> None:
+        self._retry_s.pop((rank, peer), None)
+        super().linked(rank, peer)
+        for envelope in self._outbox.pop((rank, peer), ()):
+            self.send(rank, peer, envelope)
+
+    def cut(self, first: int, second: int, by: int | None = None) -> None:
+        """Cut the link between two workers; both dial again once they know.
+
+        ``by`` is the end that closes it: the other can learn of that only through the network.
+        """
+        wire = self._wires.pop((min(first, second), max(first, second)), None)
+        if wire is None:
+            return
+        wire.is_up = False
+        again = self.engine.now
+        for end, other in ((first, second), (second, first)):
+            learns = self.engine.now + self._detection_s(other, end)
+            again = max(again, learns + RECONNECT_S)
+            self.engine.at(learns, partial(self._link_down, end, other, is_told=by == other))
+        for end, other in ((first, second), (second, first)):
+            self._retry_s[end, other] = FIRST_RETRY_S
+            self.engine.at(again, partial(self._try_again, end, other))
+
+    def _link_down(self, rank: int, peer: int, *, is_told: bool) -> None:
+        again = partial(self._link_down, rank, peer, is_told=is_told)
+        if self.holds_up(peer, rank, again) if is_told else self.stands_still(rank, again):
+            return
+        if self.wire(rank, peer) is not None or rank in self.crashed:
+            return  # made anew meanwhile, which said it already
+        self.perform(rank, self.workers[rank].link_down(peer, self.engine.now))
+
+    def _want(self, rank: int, peer: int) -> None:
+        """Dial ``peer``, again and again until there is a link."""
+        if self.wire(rank, peer) is None and (rank, peer) not in self._retry_s:
+            self._retry_s[rank, peer] = FIRST_RETRY_S
+            self.engine.at(self.engine.now, partial(self._try_again, rank, peer))
+
+    def _try_again(self, rank: int, peer: int) -> None:
+        if self.stands_still(rank, partial(self._try_again, rank, peer)):
+            return
+        if (rank, peer) in self._retry_s:
+            self._dial(rank, peer)
+
+    def _dial(self, rank: int, peer: int) -> None:
+        answer, after_s = self.answer(rank, peer), 0.0
+        if answer == "refused":
+            after_s = self.conditions.latency_s(peer, rank)
+        elif answer == "silence":
+            after_s = DIAL_TIMEOUT_S
+        self.engine.at(self.engine.now + after_s, partial(self._dialled, rank, peer, answer))
+
+    def _dialled(self, rank: int, peer: int, answer: Answer) -> None:
+        if rank in self.crashed or self.stands_still(
+            rank, partial(self._dialled, rank, peer, answer)
+        ):
+            return
+        if self.wire(rank, peer) is not None:
+            return
+        if answer == "accepted":
+            if self.answer(rank, peer) == "accepted":  # still
+                self.connect(rank, peer)
+            else:
+                self._dial(rank, peer)
+            return
+        worker, now = self.workers[rank], self.engine.now
+        retry_s = self._retry_s.get((rank, peer))
+        if retry_s is not None:
+            self._retry_s[rank, peer] = min(2 * retry_s, LONGEST_RETRY_S)
+            self.engine.at(now + retry_s, partial(self._try_again, rank, peer))
+        if answer == "refused":
+            self._outbox.pop((rank, peer), None)
+            self.perform(rank, worker.dial_refused(peer, now))
+        else:
+            self.perform(rank, worker.peer_unreachable(peer, now))
 
     def _is_apart(self, first: int, second: int) -> bool:
         """Whether nothing passes between two ranks."""
@@ -212,11 +413,24 @@ class FaultyNetwork(Network):
         sides = self._sides
         return first in sides and second in sides and sides[first] != sides[second]
 
-    # --- consolidation ---------------------------------------------------------------------
+    # --- what only faults and consolidation bring ------------------------------------------
 
-    def perform_other(self, rank: int, action: Action) -> None:
+    def act(self, rank: int, action: Action) -> None:
         averaged, worker, now = self._averaged, self.workers[rank], self.engine.now
         match action:
+            case Send() | Begin():
+                super().act(rank, action)
+            case Stop():
+                self._end(rank, "stopped")
+                self.cut(rank, action.peer, by=rank)
+            case Unlink(peer=peer):
+                self.cut(rank, peer, by=rank)
+            case Reach(peer=peer):
+                self._dial(rank, peer)
+            case Rebuilt():
+                self._faulty_payload.rebuilt(rank, action, now)
+                for peer in sorted(action.neighbours | action.dead):
+                    self._want(rank, peer)
             case Superseded():
                 self.superseded.append(rank)
                 self.crash(rank)

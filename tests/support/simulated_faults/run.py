@@ -14,12 +14,12 @@ from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.members import first_incarnation
 from gossipdp.protocol.worker import WorkerProtocol
-from gossipdp.simulate.links import CarriedRows
 from gossipdp.simulate.objectives import Quadratic
 from gossipdp.simulate.optimizers import Sgd
 from gossipdp.simulate.population import Population, Training
 from simulated_faults.averaged_rows import AveragedRows
 from simulated_faults.ledger import InvariantBroken, Ledger
+from simulated_faults.rows import FaultyRows
 from simulated_faults.schedule import (
     Crash,
     Cut,
@@ -134,8 +134,8 @@ class _Run:
         for rank in range(num_rows):
             rate = self.constants.worker_rate(rank) if rank < schedule.num_workers else 0.0
             self.phases[rank] = Phase(eta, rate)
-        rows = CarriedRows(self.population, Training(begun, Sgd(0.1), self.population), self.phases)
-        self.ledger = Ledger(rows, self.population)
+        training = Training(begun, Sgd(0.1), self.population)
+        self.ledger = Ledger(FaultyRows(training, self.phases))
         self.averaged = AveragedRows(self.population, NUM_CHUNKS)
         self.network = WatchedNetwork(
             schedule,

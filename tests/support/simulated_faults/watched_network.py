@@ -13,7 +13,7 @@ from gossipdp.graph.constants import LiveGraph
 from gossipdp.protocol.actions import Begin, Finished, Send, SendPartial, SendResult
 from gossipdp.protocol.messages import ConsolidationMessage
 from gossipdp.protocol.worker import Action, WorkerProtocol
-from gossipdp.simulate.traffic import Conditions
+from gossipdp.simulate.network import Conditions
 from simulated_faults.averaged_rows import AveragedRows
 from simulated_faults.invariants import Invariants
 from simulated_faults.ledger import Ledger
@@ -62,19 +62,28 @@ class WatchedNetwork(FaultyNetwork):
         self._delays_s = {broken.begin: broken.delay_s for broken in schedule.broken_exchanges}
         self._ending = {fault.frame: fault.kind for fault in schedule.ending}
         self._is_ending = False
-        lost_at_messages = set(schedule.lost_at_messages)
         self._num_begins = 0
         self._num_frames = 0
         everybody = [worker.membership.own for worker in workers.values()]
         for worker in workers.values():
             worker.membership.merge_all(everybody)
+        random, jitter_s = Random(f"{schedule.seed} network"), schedule.latency_jitter_s
+
+        def latency_s(sender: int, receiver: int) -> float:
+            return schedule.latency_s + jitter_s * random.random()
+
         super().__init__(
             workers,
             edges,
-            _conditions(schedule),
+            Conditions(
+                latency_s=latency_s,
+                transfer_s=lambda *_: schedule.transfer_s * random.uniform(0.5, 1.5),
+                step_s=lambda rank: schedule.step_s * random.uniform(0.5, 1.5),
+            ),
             ledger,
             averaged=averaged,
-            lost_at_messages=lost_at_messages,
+            lost_at_messages=set(schedule.lost_at_messages),
+            detection_s=latency_s,
         )
 
     def before(self, rank: int, actions: Sequence[Action]) -> None:
@@ -150,17 +159,6 @@ class WatchedNetwork(FaultyNetwork):
     def _leave(self, worker: WorkerProtocol) -> None:
         if self.lives(worker):
             self.crash(worker.rank)
-
-
-def _conditions(schedule: FaultSchedule) -> Conditions:
-    random = Random(f"{schedule.seed} network")
-    jitter_s = schedule.latency_jitter_s
-    return Conditions(
-        latency_s=lambda sender, receiver: schedule.latency_s + jitter_s * random.random(),
-        transfer_s=lambda sender, receiver: schedule.transfer_s * random.uniform(0.5, 1.5),
-        step_s=lambda rank: schedule.step_s * random.uniform(0.5, 1.5),
-        detection_s=lambda sender, receiver: schedule.latency_s + jitter_s * random.random(),
-    )
 
 
 def _longest_hunger_s(schedule: FaultSchedule) -> float:

@@ -4,23 +4,21 @@ import sys
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from gossipdp.cli.demo import (
     DEFAULT_SAMPLES,
     DemoArguments,
-    MethodName,
-    WorkloadName,
-    _not_back,
+    WorkerResult,
     averaged_together,
-    parse_slow_worker,
-    prepare,
+    configuration_of,
+    not_back,
     run,
     summarize,
 )
-from gossipdp.cli.demo_worker import DemoTask, WorkerResult
+from gossipdp.cli.demo_faults import parse_slow_worker
 from gossipdp.parallel.options import METHODS
 from gossipdp.tasks import WORKLOADS
 
@@ -29,7 +27,6 @@ from gossipdp.tasks import WORKLOADS
     ("changes", "message"),
     [
         ({"workload": "mnist"}, "no workload 'mnist'; choose one of digits, pystdlib"),
-        ({"method": "magic"}, "no method 'magic'; choose one of a2cid2, gossip, allreduce, none"),
         ({"graph": "circle"}, "circle"),
         ({"graph": "hypercube", "workers": 6}, "hypercube"),
         ({"workers": 0}, "--workers is 0"),
@@ -44,8 +41,6 @@ from gossipdp.tasks import WORKLOADS
         ({"kill": "4@5s"}, "no rank 4 among 4 workers; choose 0 to 3"),
         ({"kill": "0@5s", "method": "allreduce"}, "--method allreduce"),
         ({"restart": True}, "--restart starts again who was killed"),
-        ({"json": Path("/no/such/directory/results.json")}, r"the directory .* does not exist"),
-        ({"json": Path("/")}, "--json / cannot be written"),
         ({"workers": 64, "disjoint": True}, "less than one batch of 32"),
     ],
 )
@@ -60,27 +55,19 @@ def test_bad_input_is_refused_before_any_process_starts(
         run(replace(DemoArguments(), **changes))
 
 
-def test_the_task_follows_from_the_arguments(tmp_path: Path) -> None:
-    workload, task = prepare(DemoArguments(slow_worker="2:4", output=tmp_path, samples=64))
-    assert task.workload == "digits"
-    assert workload.metric_name == "test_accuracy"
-    assert task.slow_worker == (2, 4.0)
-    assert task.samples == 64
-    assert task.directory == tmp_path
-    assert task.configuration["batch_size"] == workload.batch_size
-    assert prepare(DemoArguments())[1].samples == DEFAULT_SAMPLES["digits"]
+def test_what_follows_from_the_arguments(tmp_path: Path) -> None:
+    given = DemoArguments(output=tmp_path, samples=64)
+    assert (given.directory, given.num_samples) == (tmp_path, 64)
+    default, other = DemoArguments(), DemoArguments(method="gossip")
+    assert default.num_samples == DEFAULT_SAMPLES["digits"]
+    assert default.directory.parent == other.directory.parent == Path.cwd() / "runs"
+    assert default.directory != other.directory
 
 
 def test_the_names_are_those_of_the_library() -> None:
-    assert get_args(WorkloadName) == tuple(WORKLOADS)
-    assert get_args(MethodName) == METHODS
-
-
-def test_each_configuration_has_its_own_directory() -> None:
-    first = prepare(DemoArguments())[1].directory
-    other = prepare(DemoArguments(method="gossip"))[1].directory
-    assert first.parent == other.parent == Path.cwd() / "runs"
-    assert first != other
+    hints = get_type_hints(DemoArguments)
+    assert get_args(hints["workload"]) == tuple(WORKLOADS) == tuple(DEFAULT_SAMPLES)
+    assert get_args(hints["method"]) == METHODS
 
 
 @pytest.mark.parametrize(
@@ -104,7 +91,7 @@ AT_THE_END: dict[str, Any] = {
 }
 
 
-def make_results(task: DemoTask, killed: Collection[int] = ()) -> list[WorkerResult]:
+def make_results(num_workers: int, killed: Collection[int] = ()) -> list[WorkerResult]:
     return [
         WorkerResult(
             rank=rank,
@@ -112,17 +99,20 @@ def make_results(task: DemoTask, killed: Collection[int] = ()) -> list[WorkerRes
             samples=3200 + 32 * rank,
             train_seconds=4.0 + rank,
             exchanges_initiated=50,
-            exchanges_answered=49,
-            waited_seconds=0.0,
+            exchanges=99,
             **({} if rank in killed else AT_THE_END),
         )
-        for rank in range(task.configuration["workers"])
+        for rank in range(num_workers)
     ]
 
 
+def summary_of(results: list[WorkerResult], **options: Any) -> dict[str, Any]:
+    arguments = DemoArguments(workers=len(results), **options)
+    return summarize(arguments, {"test_accuracy": 0.98}, results, configuration_of(arguments, 32))
+
+
 def test_the_results_have_the_documented_keys() -> None:
-    workload, task = prepare(DemoArguments(workers=2))
-    summary = summarize(workload, task, make_results(task), 0.98)
+    summary = summary_of(make_results(2))
     assert set(summary) == {
         "test_accuracy",
         "train_seconds",
@@ -146,43 +136,54 @@ def test_the_results_have_the_documented_keys() -> None:
     assert summary["samples"] == 6432
     assert summary["achieved_comm_rate"] == 2 * 100 / 201
     assert summary["workers"][1]["samples_per_second"] == 3232 / 5
-    assert summary["test_accuracy"] == 0.98
     json.dumps(summary)
 
 
+def test_the_configuration_says_what_was_asked_for() -> None:
+    plain = configuration_of(DemoArguments(output=Path("somewhere")), 32)
+    assert plain == {
+        "workload": "digits",
+        "workers": 4,
+        "graph": "ring",
+        "method": "a2cid2",
+        "comm_rate": 1.0,
+        "samples": 128_000,
+        "batch_size": 32,
+        "seed": 0,
+        "pin": False,
+        "disjoint": False,
+    }
+    faults = configuration_of(DemoArguments(kill="0@5s", restart=True), 32)
+    assert faults == {**plain, "kill": "0@5s", "restart": True, "least_seconds": 13.0}
+
+
 def test_a_worker_that_was_killed_has_results_but_no_model() -> None:
-    workload, task = prepare(DemoArguments(workers=3, kill="0@5s"))
-    results = make_results(task, killed=[0])
+    results = make_results(3, killed=[0])
     assert [result.rank for result in averaged_together(results)] == [1, 2]
-    summary = summarize(workload, task, results, 0.98)
+    summary = summary_of(results)
     assert summary["workers"][0]["metric_before_average"] is None
     assert summary["workers"][0]["gradient_steps"] == 100
     assert summary["consensus_distance"] == 0.01
 
 
 def test_one_that_came_too_late_does_not_hold_the_average() -> None:
-    _, task = prepare(DemoArguments(workers=3))
-    results = make_results(task)
+    results = make_results(3)
     results[0] = replace(results[0], average_digest="cd", num_averaged=1)
     assert [result.rank for result in averaged_together(results)] == [1, 2]
     with pytest.raises(ValueError, match="no worker came to the end"):
-        averaged_together(make_results(task, killed=range(3)))
+        averaged_together(make_results(3, killed=range(3)))
 
 
 def test_the_run_outlasts_its_faults_unless_its_samples_are_given() -> None:
-    plain = prepare(DemoArguments())[1]
-    assert plain.least_s == 0
-    assert prepare(DemoArguments(kill="0@50s"))[1].least_s > 51
-    assert prepare(DemoArguments(stop="0@5s:70s"))[1].least_s > 76
-    assert prepare(DemoArguments(kill="0@50s", samples=3200))[1].least_s == 0
-    assert plain.configuration.keys() == prepare(DemoArguments(seed=1))[1].configuration.keys()
+    assert DemoArguments().least_s == 0
+    assert DemoArguments(kill="0@50s").least_s > 51
+    assert DemoArguments(stop="0@5s:70s").least_s > 76
+    assert DemoArguments(kill="0@50s", samples=3200).least_s == 0
 
 
 def test_the_results_say_how_a_worker_was_slowed() -> None:
-    workload, task = prepare(DemoArguments(workload="pystdlib", slow_worker="2:4"))
-    summary = summarize(workload, task, make_results(task), 0.98)
+    summary = summary_of(make_results(4), slow_worker="2:4")
     assert summary["slow_worker"] == {"rank": 2, "factor": 4.0, "by": "waiting"}
-    assert "validation_bits_per_byte" in summary
 
 
 def test_the_arguments_are_read_without_importing_torch() -> None:
@@ -192,6 +193,6 @@ def test_the_arguments_are_read_without_importing_torch() -> None:
 
 def test_who_was_to_come_back_and_did_not_is_told() -> None:
     fault = {"rank": 2, "kind": "kill", "at_s": 5.04, "detected_s": {}, "rejoined_s": None}
-    assert _not_back([fault]) == ["worker 2, killed at 5.0 s, did not come back"]
+    assert not_back([fault]) == ["worker 2, killed at 5.0 s, did not come back"]
     others = {**fault, "rejoined_s": 1.0}, {**fault, "kind": "stop"}, {**fault, "missed": "no"}
-    assert _not_back(others) == []
+    assert not_back(others) == []

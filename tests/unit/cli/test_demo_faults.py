@@ -1,6 +1,7 @@
 import math
 import os
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ def test_a_death_that_nobody_asked_for_is_a_failure() -> None:
 
 
 def write_log(directory: Path, rank: int, began_s: float, *notices: tuple[int, str, float]) -> None:
-    with RunLogWriter(worker_file(directory, rank), clock=lambda: began_s) as log:
+    with closing(RunLogWriter(worker_file(directory, rank), clock=lambda: began_s)) as log:
         log.start(rank=rank, num_workers=3, configuration={})
         log.began()
         for notice in notices:

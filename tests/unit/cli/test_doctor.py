@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -14,50 +13,35 @@ import pytest
 from rich.console import Console
 
 import gossipdp
-from gossipdp.cli import doctor, doctor_checks, doctor_link
-from gossipdp.cli.doctor_findings import Finding, examine
+from gossipdp.cli import doctor, doctor_link
+from gossipdp.cli.doctor import Finding, examine
 from gossipdp.cli.doctor_link import LinkSpeed
 from gossipdp.cli.main import main
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.links.sockets import listen
 
-UNLIMITED = resource.RLIM_INFINITY
-FAST = LinkSpeed(50e-6, 3e9, 3e9, 2e9)
-
-software = machine = network = speed = doctor_checks
-
 # What looks, its facts, the verdict, and what must be told (in what was found or in the advice).
 CASES: list[tuple[Callable[..., Finding], tuple[object, ...], str, str]] = [
-    (software.judge_python, ((3, 11, 2), "linux"), "ok", "3.11.2 on linux"),
-    (software.judge_python, ((3, 14, 0), "linux"), "warn", "take Python 3.11 to 3.13"),
-    (software.judge_python, ((3, 10, 1), "linux"), "fail", "install Python 3.11 to 3.13"),
-    (software.judge_python, ((3, 12, 1), "darwin"), "warn", "train on Linux"),
-    (software.judge_python, ((3, 12, 1), "win32"), "fail", "WSL"),
-    (software.judge_torch, ("2.13.0+cpu",), "ok", "2.13.0+cpu"),
-    (software.judge_torch, ("3.0.1",), "ok", "3.0.1"),
-    (software.judge_torch, ("2.9.1",), "fail", "pip install --upgrade 'torch>=2.13'"),
-    (software.judge_torch, (None,), "fail", "pip install 'torch>=2.13'"),
-    (machine.judge_cores, (8, None, 0.5), "ok", "8, load 0.5"),
-    (machine.judge_cores, (8, 2.5, 0.5), "warn", "at most 2 workers with OMP_NUM_THREADS=1"),
-    (machine.judge_cores, (8, None, 9.0), "warn", "others use the cores too"),
-    (machine.judge_memory, (16 << 30, None), "ok", "17.2 GB free"),
-    (machine.judge_memory, (16 << 30, 2 << 30), "ok", "2.1 GB free within the limit"),
-    (machine.judge_memory, (16 << 30, 1 << 28), "warn", "0.3 GB free within the limit"),
-    (machine.judge_open_files, (65536, 65536), "ok", "65,536"),
-    (machine.judge_open_files, (UNLIMITED, UNLIMITED), "ok", "no limit"),
-    (machine.judge_open_files, (256, 4096), "warn", "ulimit -n 1024"),
-    (machine.judge_open_files, (512, 512), "warn", "raise the hard limit, 512, to 1024"),
-    (machine.judge_open_files, (16, UNLIMITED), "fail", "ulimit -n 1024"),
-    (network.judge_address, ("127.0.0.1", False, "10.0.0.7", 1), "ok", "10.0.0.7:29400"),
-    (network.judge_address, ("127.0.0.1", False, "fd00::7", 1), "ok", "[fd00::7]:29400"),
-    (network.judge_address, ("10.0.0.7", True, "10.0.0.7", 2), "ok", "listen on 10.0.0.7"),
-    (network.judge_address, ("127.0.0.1", True, "10.0.0.7", 2), "warn", "set GOSSIPDP_HOST to"),
-    (speed.judge_local, ("local link", FAST), "ok", "2.00 GB/s each way at once"),
-    (speed.judge_local, ("local link", LinkSpeed(5e-5, 1e9, 1e9, 1e8)), "warn", "measure again"),
-    (speed.judge_local, ("local link", LinkSpeed(5e-3, 1e9, 1e9, 1e9)), "warn", "5 ms"),
-    (speed.judge_link, (LinkSpeed(2e-4, 1e8, 1e8, 1e8),), "ok", "--link-mbps 800 --latency-ms 0.1"),
-    (speed.judge_link, (LinkSpeed(2e-4, 1e6, 1e6, 1e6),), "warn", "1 MB/s each way"),
-    (speed.judge_link, (LinkSpeed(5e-2, 1e9, 1e9, 1e9),), "warn", "round trip 50 ms"),
+    (doctor.judge_python, ((3, 11, 2), "linux", "2.13.0"), "ok", "3.11.2 on linux, torch 2.13.0"),
+    (doctor.judge_python, ((3, 14, 0), "linux", "2.13.0"), "warn", "take Python 3.13"),
+    (doctor.judge_python, ((3, 12, 1), "darwin", "2.13.0"), "warn", "train on Linux"),
+    (doctor.judge_python, ((3, 12, 1), "win32", "2.13.0"), "fail", "WSL"),
+    (doctor.judge_cores, (8, None, 0.5), "ok", "8, load 0.5"),
+    (doctor.judge_cores, (8, 2.5, 0.5), "warn", "at most 2 workers with OMP_NUM_THREADS=1"),
+    (doctor.judge_cores, (8, None, 9.0), "warn", "others use the cores too"),
+    (doctor.judge_address, ("here", "127.0.0.1", False, "10.0.0.7", 1), "ok", "10.0.0.7:29400"),
+    (doctor.judge_address, ("here", "127.0.0.1", False, "fd00::7", 1), "ok", "[fd00::7]:29400"),
+    (doctor.judge_address, ("here", "10.0.0.7", True, "10.0.0.7", 2), "ok", "listen on here"),
+    (doctor.judge_address, ("here", "127.0.0.1", True, "1.2.3.4", 2), "warn", "set GOSSIPDP_HOST"),
+    (doctor.judge_gpu, (["NVIDIA H200", "NVIDIA H200"],), "warn", "2 x NVIDIA H200"),
+    (
+        doctor.judge_link,
+        (LinkSpeed(2e-4, 1e8, 1e8, 1e8),),
+        "ok",
+        "--link-mbps 800 --latency-ms 0.1",
+    ),
+    (doctor.judge_link, (LinkSpeed(2e-4, 1e6, 1e6, 1e6),), "warn", "1 MB/s each way"),
+    (doctor.judge_link, (LinkSpeed(5e-2, 1e9, 1e9, 1e9),), "warn", "round trip 50 ms"),
 ]
 
 
@@ -91,58 +75,53 @@ def test_what_cannot_be_looked_at_is_a_failure_and_keeps_none_from_its_turn() ->
 
 
 def test_limits_of_containers_are_read(tmp_path: Path) -> None:
-    assert machine.cgroup_cores(tmp_path) is None
-    assert machine.cgroup_free_bytes(tmp_path) is None
+    assert doctor.cgroup_cores(tmp_path) is None
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert machine.cgroup_cores(tmp_path) is None
-    assert machine.cgroup_free_bytes(tmp_path) is None
+    assert doctor.cgroup_cores(tmp_path) is None
     (tmp_path / "cpu.max").write_text("150000 100000\n")
-    (tmp_path / "memory.max").write_text("3000\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    assert machine.cgroup_cores(tmp_path) == 1.5
-    assert machine.cgroup_free_bytes(tmp_path) == 2000
-    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 600\nactive_file 100\n")
-    assert machine.cgroup_free_bytes(tmp_path) == 2600
+    assert doctor.cgroup_cores(tmp_path) == 1.5
 
 
 def test_shared_memory_is_really_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine._look_at_shared_memory().verdict == "ok"
+    assert doctor._look_at_shared_memory().verdict == "ok"
 
     def refuse(name: str, flags: int) -> int:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr("os.memfd_create", refuse)
-    finding = machine._look_at_shared_memory()
+    finding = doctor._look_at_shared_memory()
     assert finding.verdict == "warn"
     assert "Operation not permitted" in finding.found
 
 
-def test_this_machine_s_interfaces_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_worker_would_listen_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GOSSIPDP_HOST", "GOSSIPDP_PORT", "MASTER_ADDR", "SLURM_JOB_NUM_NODES"):
         monkeypatch.delenv(name, raising=False)
-    assert network.routed_address("127.0.0.1") == "127.0.0.1"
-    assert "workers listen on 127.0.0.1" in network._look_at_address().found
+    assert doctor.routed_address("127.0.0.1") == "127.0.0.1"
+    assert "workers listen on 127.0.0.1, any free port" in doctor._look_at_address().found
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setenv("GOSSIPDP_PORT", str(taken.getsockname()[1]))
-        assert network._look_at_ports().verdict == "fail"
+        port = str(taken.getsockname()[1])
+        monkeypatch.setenv("GOSSIPDP_PORT", port)
+        assert doctor._look_at_address().verdict == "fail"
+    assert f"127.0.0.1, ports from {port} on" in doctor._look_at_address().found
     monkeypatch.setenv("GOSSIPDP_PORT", "many")
-    assert "GOSSIPDP_PORT is 'many'" in network._look_at_ports().found
+    assert "GOSSIPDP_PORT is 'many'" in doctor._look_at_address().found
+    monkeypatch.delenv("GOSSIPDP_PORT")
     monkeypatch.setenv("GOSSIPDP_HOST", "203.0.113.1")
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-    assert "listen on 203.0.113.1" in network._look_at_address().found
+    assert "203.0.113.1" in doctor._look_at_address().found
+    assert doctor._look_at_address().verdict == "fail"
 
 
 def test_a_machine_that_has_ipv6_alone_is_reached_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def only(routes: dict[str, str]) -> None:
-        monkeypatch.setattr(network, "routed_address", routes.get)
+        monkeypatch.setattr(doctor, "routed_address", routes.get)
 
     only({"192.0.2.1": "10.0.0.7", "2001:db8::1": "fd00::7"})
-    assert network.outward_address() == "10.0.0.7"
+    assert doctor.outward_address() == "10.0.0.7"
     only({"2001:db8::1": "fd00::7"})
-    assert network.outward_address() == "fd00::7"
+    assert doctor.outward_address() == "fd00::7"
     only({})
-    assert network.outward_address() is None
+    assert doctor.outward_address() is None
 
 
 def fake_checks(*findings: Finding) -> Callable[[], list[tuple[str, Callable[[], Finding]]]]:
@@ -159,7 +138,7 @@ def test_only_a_failure_fails(
 ) -> None:
     fine = Finding("torch", "ok", "2.13.0", figures={"version": "2.13.0"})
     other = Finding("ports", verdict, "some", "do that")  # type: ignore[arg-type]
-    monkeypatch.setattr(doctor_checks, "checks", fake_checks(fine, other))
+    monkeypatch.setattr(doctor, "machine_checks", fake_checks(fine, other))
     path = tmp_path / "found.json"
     assert main(["doctor", "--json", str(path)]) == status
     written = json.loads(path.read_text())
@@ -303,34 +282,23 @@ def test_listening_shows_what_to_run_elsewhere(
     assert f"GOSSIPDP_SECRET={secret.decode()} gossipdp doctor 127.0.0.1:" in shown
 
 
-def test_a_gpu_is_told_of() -> None:
-    assert software.judge_gpu([]).verdict == "ok"
-    found = software.judge_gpu(["NVIDIA H200", "NVIDIA H200"])
-    assert "2 x NVIDIA H200" in found.found
+def test_what_is_not_here_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.judge_gpu([]) is None
+    for name in ("CERT", "KEY", "CA"):
+        monkeypatch.delenv(f"GOSSIPDP_TLS_{name}", raising=False)
+    assert doctor._look_at_tls() is None
 
 
 def test_a_choice_of_kernels_that_slows_exchanges_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for chosen, verdict in (("torch", "warn"), ("magic", "fail"), ("numba", "ok")):
         monkeypatch.setenv("GOSSIPDP_KERNELS", chosen)
-        assert software._look_at_kernels().verdict == verdict
+        assert doctor._look_at_kernels().verdict == verdict
 
 
 def test_tls_files_that_do_not_fit_are_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert software._look_at_tls().verdict == "ok"
     for name in ("CERT", "KEY", "CA"):
         (tmp_path / name).write_text("no certificate")
         monkeypatch.setenv(f"GOSSIPDP_TLS_{name}", str(tmp_path / name))
-    assert software._look_at_tls().verdict == "fail"
-
-
-def test_a_port_that_is_given_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GOSSIPDP_HOST", raising=False)
-    monkeypatch.delenv("GOSSIPDP_PORT", raising=False)
-    finding = network._look_at_ports()
-    assert (finding.verdict, finding.found) == ("ok", "workers listen on any free port")
-    with listen("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
-    monkeypatch.setenv("GOSSIPDP_PORT", str(port))
-    assert f"ports from {port} on" in network._look_at_ports().found
+    assert doctor._look_at_tls().verdict == "fail"

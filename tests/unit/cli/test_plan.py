@@ -5,11 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from gossipdp.cli.plan import PlanArguments, run
+from gossipdp.cli.main import main
+
+
+def plan(**options):
+    """The status of the command with these options."""
+    words = [
+        word
+        for name, value in options.items()
+        if value is not None
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    return main(["plan", *words])
 
 
 def test_the_table_and_the_verdict(capsys):
-    assert run(PlanArguments(workers=64, graph="ring", comm_rate=1.0)) == 0
+    assert plan(workers=64, graph="ring", comm_rate=1.0) == 0
     printed = capsys.readouterr().out
     for expected in ("ring (64 workers)", "207.673", "0.984375", "0.0349704", "7.26238", "14.5"):
         assert expected in printed
@@ -19,13 +30,13 @@ def test_the_table_and_the_verdict(capsys):
 
 @pytest.mark.parametrize(("graph", "workers"), [("complete", 8), ("ring", 1)])
 def test_where_it_does_not_help(capsys, graph, workers):
-    assert run(PlanArguments(workers=workers, graph=graph)) == 0
+    assert plan(workers=workers, graph=graph) == 0
     assert "A2CiD2 helps here: no" in capsys.readouterr().out
 
 
 def test_json(tmp_path):
     path = tmp_path / "plan.json"
-    assert run(PlanArguments(workers=16, graph="ring", comm_rate=2.0, json=path)) == 0
+    assert plan(workers=16, graph="ring", comm_rate=2.0, json=path) == 0
     written = json.loads(path.read_text())
     assert written.keys() == {
         "chi1",
@@ -44,9 +55,9 @@ def test_an_edge_list_brings_its_own_number_of_workers(tmp_path, capsys, monkeyp
     monkeypatch.chdir(tmp_path)
     edges = Path("[red].edges")
     edges.write_text("0 1\n1 2\n")
-    assert run(PlanArguments(edge_list=edges)) == 0
+    assert plan(edge_list=edges) == 0
     assert "[red].edges" in capsys.readouterr().out
-    assert run(PlanArguments(edge_list=edges, workers=4)) == 2
+    assert plan(edge_list=edges, workers=4) == 2
     assert "3 nodes, but there are 4 workers" in capsys.readouterr().err
 
 
@@ -63,7 +74,7 @@ def test_an_edge_list_brings_its_own_number_of_workers(tmp_path, capsys, monkeyp
     ],
 )
 def test_bad_input_is_one_line_and_not_zero(capsys, arguments, message):
-    assert run(PlanArguments(**arguments)) == 2
+    assert plan(**arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("gossipdp: error: ")
@@ -73,34 +84,34 @@ def test_bad_input_is_one_line_and_not_zero(capsys, arguments, message):
 
 def test_files_that_cannot_be_used(tmp_path, capsys):
     missing = tmp_path / "missing"
-    assert run(PlanArguments(edge_list=missing)) == 2
+    assert plan(edge_list=missing) == 2
     assert "missing" in capsys.readouterr().err
-    assert run(PlanArguments(workers=4, graph="torus", edge_list=missing)) == 2
+    assert plan(workers=4, graph="torus", edge_list=missing) == 2
     assert "pass one of them" in capsys.readouterr().err
 
 
 def test_where_the_file_cannot_be_written_nothing_is_searched(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("gossipdp.graph.plan", None)
     for path in (tmp_path, tmp_path / "missing" / "plan.json"):
-        assert run(PlanArguments(workers=4, json=path)) == 2
+        assert plan(workers=4, json=path) == 2
         assert f"--json {path}" in capsys.readouterr().err
 
 
 def test_where_writing_fails_the_figures_are_shown(capsys):
-    assert run(PlanArguments(workers=4, json=Path("/dev/full"))) == 2
+    assert plan(workers=4, json=Path("/dev/full")) == 2
     printed = capsys.readouterr()
     assert "A2CiD2 helps here" in printed.out
     assert "No space left" in printed.err
 
 
-def network_arguments(**others):
+def network_plan(**others):
     given = {"workers": 8, "parameters": "2.5M", "step_ms": 100.0, "link_mbps": 1000.0}
-    return PlanArguments(**(given | others))
+    return plan(**(given | others))
 
 
 def test_a_fast_network_sustains_the_rate_that_is_asked_for(tmp_path, capsys):
     path = tmp_path / "plan.json"
-    assert run(network_arguments(comm_rate=0.5, step_spread=0.2, json=path)) == 0
+    assert network_plan(comm_rate=0.5, step_spread=0.2, json=path) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "8 workers, 10 MB" in printed
     assert "serves best" in printed
@@ -128,9 +139,8 @@ def test_a_fast_network_sustains_the_rate_that_is_asked_for(tmp_path, capsys):
 
 @pytest.mark.parametrize(("workers", "comm_rate"), [(4, 0.1), (2, 0.003), (2, 1e-9)])
 def test_how_many_exchanges_happen_to_be_asked_for_says_nothing_of_the_network(workers, comm_rate):
-    from gossipdp.cli.plan_network import served_share
+    from gossipdp.cli.plan_network import TrainingConditions, served_share
     from gossipdp.graph import build_graph
-    from gossipdp.graph.network_plan import TrainingConditions
 
     conditions = TrainingConditions(model_bytes=4e6, step_s=0.1, bytes_per_s=1.25e9)
     graph = build_graph("ring", workers)
@@ -138,9 +148,8 @@ def test_how_many_exchanges_happen_to_be_asked_for_says_nothing_of_the_network(w
 
 
 def test_rare_exchanges_that_take_long_are_served_too():
-    from gossipdp.cli.plan_network import served_share
+    from gossipdp.cli.plan_network import TrainingConditions, served_share
     from gossipdp.graph import build_graph
-    from gossipdp.graph.network_plan import TrainingConditions
 
     # An exchange takes 300 steps, and a worker is in one for 3 steps of 10.
     conditions = TrainingConditions(model_bytes=3e10, step_s=0.1, bytes_per_s=1e9)
@@ -149,10 +158,8 @@ def test_rare_exchanges_that_take_long_are_served_too():
 
 def test_a_slow_network_sustains_less(tmp_path, capsys):
     path = tmp_path / "plan.json"
-    arguments = network_arguments(
-        graph="star", workers=20, parameters=None, model_mb=50.0, json=path, noise="drift"
-    )
-    assert run(arguments) == 0
+    options = {"graph": "star", "workers": 20, "parameters": None, "model_mb": 50.0}
+    assert network_plan(**options, json=path, noise="drift") == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "On star the network sustains" in printed
     assert "on graphs of 16 workers of the same kind" in printed
@@ -170,8 +177,7 @@ def test_an_edge_list_on_a_network_and_the_same_seed_gives_the_same(tmp_path, ca
     edges.write_text("0 1\n1 2\n2 3\n3 4\n")
     paths = [tmp_path / "first.json", tmp_path / "second.json"]
     for path in paths:
-        arguments = network_arguments(workers=None, edge_list=edges, step_spread=0.3, json=path)
-        assert run(arguments) == 0
+        assert network_plan(workers=None, edge_list=edges, step_spread=0.3, json=path) == 0
     assert "On edge list" not in capsys.readouterr().out
     first, second = (json.loads(path.read_text()) for path in paths)
     assert first == second
@@ -195,7 +201,7 @@ def test_an_edge_list_on_a_network_and_the_same_seed_gives_the_same(tmp_path, ca
             {"workers": 4, "step_ms": 1.0, "link_mbps": 1.0, "parameters": "25.6X"},
             "--parameters '25.6X' is not a number",
         ),
-        ({"workers": 4, "step_ms": 1.0, "link_mbps": 1.0, "model_mb": 0.0}, "--model-mb 0.0"),
+        ({"workers": 4, "step_ms": 1.0, "link_mbps": 1.0, "model_mb": 0.0}, "--model-mb is 0;"),
         (
             {"workers": 4, "step_ms": 0.0, "link_mbps": 1.0, "model_mb": 1.0},
             "--step-ms is 0;",
@@ -205,12 +211,12 @@ def test_an_edge_list_on_a_network_and_the_same_seed_gives_the_same(tmp_path, ca
         ({"workers": 257, "step_ms": 1.0, "link_mbps": 1.0, "model_mb": 1.0}, "at most 256"),
         (
             {"workers": 4, "step_ms": 1, "link_mbps": 1, "model_mb": 1, "step_spread": 10.0},
-            "step_spread is 10, but must be from 0 to 3",
+            "--step-spread is 10, but must be from 0 to 3",
         ),
     ],
 )
 def test_bad_input_to_the_longer_plans(capsys, arguments, message):
-    assert run(PlanArguments(**arguments)) == 2
+    assert plan(**arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gossipdp.cli.main import main
-from gossipdp.cli.run import RunArguments, _common_variables, _JoinLine, is_launched
+from gossipdp.cli.run import RunArguments, _common_variables, _join_line
 from gossipdp.launcher import team
 
 TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -81,29 +81,15 @@ def test_nobody_to_join_is_one_line(
     )
 
 
-def test_the_line_on_joining_names_all_that_a_joiner_needs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("hush" * 4)
-    secret.chmod(0o600)
+def test_the_line_on_joining_names_all_that_a_joiner_needs() -> None:
     tls = {"tls_cert": Path("cert.pem"), "tls_key": Path("key.pem"), "tls_ca": Path("ca.pem")}
-    line = _JoinLine(RunArguments(workers=2, secret_file=secret, log_dir=Path("runs/mine"), **tls))
-    line({})
-    line({1: ("10.0.0.2", 5), 0: ("10.0.0.1", 4)})
-    line({0: ("10.0.0.1", 4)})
-    assert capsys.readouterr().err == (
-        f"gossipdp: to add a worker: gossipdp run --join 10.0.0.1:4 --secret-file {secret} "
-        "--tls-cert cert.pem --tls-key key.pem --tls-ca ca.pem --log-dir runs/mine SCRIPT\n"
+    arguments = RunArguments(
+        workers=2, secret_file=Path("secret"), log_dir=Path("runs/mine"), **tls
     )
-
-
-def test_a_launcher_is_one_that_tells_a_rank() -> None:
-    assert is_launched(TOLD)
-    assert is_launched({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
-    assert is_launched({"JOB_COMPLETION_INDEX": "0", "WORLD_SIZE": "2"})
-    assert not is_launched({"WORLD_SIZE": "2"})
-    assert not is_launched({})
+    assert _join_line(arguments, ("10.0.0.1", 4)) == (
+        "to add a worker: gossipdp run --join 10.0.0.1:4 --secret-file secret "
+        "--tls-cert cert.pem --tls-key key.pem --tls-ca ca.pem --log-dir runs/mine SCRIPT"
+    )
 
 
 @pytest.mark.parametrize("option", ["--nnodes", "--node-rank", "--port"])
@@ -125,4 +111,4 @@ def test_the_cores_are_shared_with_the_launchers_other_workers(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, value in (TOLD | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "100000"}).items():
         monkeypatch.setenv(name, value)
-    assert _common_variables(RunArguments(), 1) == {"OMP_NUM_THREADS": "1"}
+    assert _common_variables(RunArguments()) == {"OMP_NUM_THREADS": "1"}

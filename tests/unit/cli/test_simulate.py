@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from dataclasses import replace
@@ -12,15 +11,9 @@ from typing import Any
 import pytest
 
 from gossipdp.cli.main import main
-from gossipdp.cli.simulate import (
-    ComputeOptions,
-    NetworkOptions,
-    SimulateArguments,
-    TaskOptions,
-    run,
-)
+from gossipdp.cli.simulate import SimulateArguments, run
 from gossipdp.cli.simulate_results import command
-from gossipdp.cli.simulate_scenarios import make_study, parse_seeds, read_step_times
+from gossipdp.cli.simulate_study import load_objective, make_study, parse_seeds, read_step_times
 from gossipdp.simulate.optimizers import AdamW, Sgd
 from gossipdp.simulate.scenario import ConstantTime, Link, LognormalTime, MeasuredTime, SlowedTime
 
@@ -158,7 +151,7 @@ def test_compute_options(elsewhere: Path) -> None:
     links = SimulateArguments(fidelity="links")
 
     def compute_time(**options: Any) -> Any:
-        arguments = replace(links, compute=ComputeOptions(**options))
+        arguments = replace(links, **options)
         return make_study(arguments).cases[0].scenario.compute_time
 
     assert compute_time(step_ms=20.0) == ConstantTime(0.02)
@@ -170,7 +163,8 @@ def test_compute_options(elsewhere: Path) -> None:
 
 
 def test_network_options() -> None:
-    network = NetworkOptions(
+    arguments = SimulateArguments(
+        fidelity="links",
         latency_ms=2.0,
         link_mbps=80.0,
         jitter=0.1,
@@ -178,7 +172,7 @@ def test_network_options() -> None:
         model_mb=4.0,
         neighbour_policy="poisson",
     )
-    scenario = make_study(SimulateArguments(fidelity="links", network=network)).cases[0].scenario
+    scenario = make_study(arguments).cases[0].scenario
     assert scenario.links.every == Link(0.002, 1e7)
     assert scenario.links.link(0, 1) == Link(0.002, 1e6)
     assert scenario.links.link(3, 2) == Link(0.05, 1e6)
@@ -188,16 +182,16 @@ def test_network_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workload", "task", "optimizer"),
+    ("workload", "options", "optimizer"),
     [
-        ("quadratic", TaskOptions(), Sgd(0.1)),
-        ("digits", TaskOptions(), Sgd(0.05, 0.9, 5e-4)),
-        ("digits", TaskOptions(learning_rate=0.1, momentum=0.0), Sgd(0.1, 0.0, 5e-4)),
-        ("digits", TaskOptions(optimizer="adamw", weight_decay=0.1), AdamW(weight_decay=0.1)),
+        ("quadratic", {}, Sgd(0.1)),
+        ("digits", {}, Sgd(0.05, 0.9, 5e-4)),
+        ("digits", {"learning_rate": 0.1, "momentum": 0.0}, Sgd(0.1, 0.0, 5e-4)),
+        ("digits", {"optimizer": "adamw", "weight_decay": 0.1}, AdamW(weight_decay=0.1)),
     ],
 )
-def test_optimizer_options(workload: str, task: TaskOptions, optimizer: Any) -> None:
-    study = make_study(SimulateArguments(workload=workload, task=task))
+def test_optimizer_options(workload: str, options: Any, optimizer: Any) -> None:
+    study = make_study(SimulateArguments(workload=workload, **options))
     assert study.cases[0].scenario.optimizer == optimizer
     assert {job.scenario.num_steps for job in study.jobs()} == {100.0}
 
@@ -212,10 +206,10 @@ def test_the_digits_are_trained_as_in_the_demo() -> None:
 
 
 def test_quadratic_options() -> None:
-    task = TaskOptions(dimension=8, noise=2.0, heterogeneity=3.0, curvature="0.1:1")
-    objective: Any = (
-        make_study(SimulateArguments(workload="quadratic", task=task)).cases[0].scenario.objective
+    arguments = SimulateArguments(
+        workload="quadratic", dimension=8, noise=2.0, heterogeneity=3.0, curvature="0.1:1"
     )
+    objective: Any = make_study(arguments).cases[0].scenario.objective
     assert (objective.dimension, objective.mu, objective.smoothness) == (8, 0.1, 1.0)
     assert (objective.noise_variance, objective.heterogeneity) == (2.0, 3.0)
 
@@ -231,8 +225,8 @@ def test_the_command_gives_the_same_study() -> None:
     arguments = SimulateArguments(
         graph="ring,star",
         fidelity="links",
-        compute=ComputeOptions(slow_worker=("1:2", "2:3")),
-        task=TaskOptions(dimension=8),
+        slow_worker=("1:2", "2:3"),
+        dimension=8,
         json=Path("results.json"),
     )
     words = "gossipdp simulate --graph ring,star --fidelity links --slow-worker 1:2,2:3"
@@ -270,31 +264,11 @@ def test_consensus_on_a_ring(elsewhere: Path, capsys: pytest.CaptureFixture[str]
     for expected in (
         "mean ± standard deviation over 3 seeds",
         "times as fast as gossip",
-        "/s; exchanges computed by numba",
+        " s of computing: ",
         f"figure: {figure.relative_to(elsewhere)}",
         "results: results.json",
     ):
         assert expected in printed
-
-
-def test_without_numba(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], elsewhere: Path
-) -> None:
-    find_spec = importlib.util.find_spec
-    words = "--workers 8 --methods a2cid2 --seeds 0, --steps 30 --figure f.png --json"
-    assert simulate(f"{words} numba.json") == 0
-    assert "pip install" not in capsys.readouterr().out
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "numba" else find_spec(name)
-    )
-    assert simulate(f"{words} torch.json") == 0
-    printed = capsys.readouterr().out
-    assert "exchanges computed by torch" in printed
-    quick, slow = (
-        strict(elsewhere / name)["methods"]["a2cid2"] for name in ("numba.json", "torch.json")
-    )
-    assert (quick["arithmetic"], slow["arithmetic"]) == ("numba", "torch")
-    assert slow["consensus_distance"] == pytest.approx(quick["consensus_distance"], rel=1e-9)
 
 
 def test_several_graphs_and_rates(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -417,3 +391,49 @@ def test_seeds(text: str, seeds: list[int]) -> None:
 def test_seeds_that_cannot_be_meant(text: str) -> None:
     with pytest.raises(ValueError, match="--seeds is"):
         parse_seeds(text)
+
+
+# Objectives of the user's own, by the place of a function.
+
+OWN = """
+from __future__ import annotations
+from dataclasses import dataclass
+from gossipdp.simulate.objectives import Quadratic
+
+@dataclass
+class Settings:
+    dimension: int = 3
+
+def mine():
+    return Quadratic(Settings().dimension)
+
+def wrong():
+    return 5
+"""
+
+
+def test_a_function_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    objective = load_objective("own.py:mine")
+    assert objective.name == "quadratic"
+    assert objective.begin(2, 0).start.shape == (2, 3)
+
+
+def test_a_function_in_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_objectives.py").write_text(OWN + "\nclass Other: pass\n")
+    (tmp_path / "own_broken.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_objective("own_objectives:mine").metric_name is None
+    for place, problem in {
+        "own_objectives:yours": "own_objectives has no function 'yours'",
+        "own_objectives:wrong": "own_objectives:wrong returned a int; it must return a gossipdp",
+        "own_objective:mine": "there is no module 'own_objective' on the import path; name a file",
+        "own.objectives:mine": "there is no module 'own.objectives'",
+        f"{tmp_path}/other.py:mine": "there is no file .*other.py",
+        "own_objectives:": "names no function; write package.module:function or file.py:function",
+    }.items():
+        with pytest.raises(ValueError, match=problem):
+            load_objective(place)
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        load_objective("own_broken:mine")

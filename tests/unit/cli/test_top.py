@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from gossipdp.cli.main import main
-from gossipdp.cli.top import Top, TopArguments
-from gossipdp.cli.top_screen import draw
+from gossipdp.cli.top import Top, TopArguments, draw
 from gossipdp.observe.board import JobStatus, JobWorker, LinkStatus, StatusBoard
 from gossipdp.observe.status import MemberStatus, NeighbourStatus, NoticeStatus, WorkerStatus
 
@@ -209,7 +208,7 @@ def job(num_workers: int, ill: Mapping[int, str] | None = None, **facts: Any) ->
 def drawn(job: JobStatus, width: int, height: int | None) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height)
     with console.capture() as capture:
-        console.print(draw(job, width=width, height=height))
+        console.print(draw(job, width, height))
     return capture.get().splitlines()
 
 

@@ -9,8 +9,8 @@ from gossipdp.launcher.environment import (
     Environment,
     check_platform,
     check_private,
-    worker_variables,
 )
+from gossipdp.launcher.team import Team
 
 SECRET = "a secret of this test"
 TORCHRUN = {
@@ -45,8 +45,8 @@ def test_torchruns_variables_are_read() -> None:
 
 
 def test_the_launchers_variables_are_read_back() -> None:
-    variables = worker_variables(1, 3, host="127.0.0.1", port=5, run_id="abc", secret=SECRET)
-    assert Environment.read(variables) == Environment(
+    team = Team(3, 3, 0, store=("127.0.0.1", 5), run_id="abc", secret=SECRET)
+    assert Environment.read(team.variables(1)) == Environment(
         rank=1,
         world_size=3,
         local_rank=1,

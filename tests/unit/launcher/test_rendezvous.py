@@ -35,12 +35,13 @@ def meet(
     settings: dict[int, Settings] | None = None,
     number: int = 0,
     store: HashStore | None = None,
+    timeout_s: float = 20,
 ) -> list[Meeting | Exception]:
     """All workers meet, each in a thread; what each got."""
     shared = HashStore() if store is None else store
 
     def one(environment: Environment) -> Meeting | Exception:
-        part = Rendezvous(environment, shared, timeout_s=20, number=number)
+        part = Rendezvous(environment, shared, timeout_s=timeout_s, number=number)
         own = (settings or {}).get(environment.rank, SETTINGS)
         try:
             return part.meet(("127.0.0.1", 100 + environment.rank), own)
@@ -57,7 +58,7 @@ def test_all_learn_all_addresses_one_run_id_and_one_secret() -> None:
     assert isinstance(first, Meeting)
     assert first.addresses == {rank: ("127.0.0.1", 100 + rank) for rank in range(3)}
     assert len(first.secret) == 32
-    assert meetings == [replace(first, rank=rank) for rank in range(3)]
+    assert meetings == [first] * 3
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,9 @@ def test_a_difference_is_told_on_the_worker_concerned(change: dict, message: str
     with pytest.raises(RefusedError, match=message):
         raise refused
     for met in (zeroth, other):
-        with pytest.raises(RendezvousError, match="worker 1 was refused: "):
+        with pytest.raises(
+            RendezvousError, match="run ended before it began: worker 1 was refused: "
+        ):
             raise met
 
 
@@ -136,12 +139,14 @@ def test_a_difference_is_told_on_the_worker_concerned(change: dict, message: str
     ("secrets", "message"),
     [
         ((b"a", b"b"), "the secret differs from worker 0's"),
-        ((b"a", None), "GOSSIPDP_SECRET is set on worker 0 but not here"),
-        ((None, b"b"), "GOSSIPDP_SECRET is set here but not on worker 0"),
+        ((b"a", None), "GOSSIPDP_SECRET is not set here and set on worker 0"),
+        ((None, b"b"), "GOSSIPDP_SECRET is set here and not set on worker 0"),
     ],
 )
 def test_another_secret_is_refused(secrets: tuple, message: str) -> None:
-    _, refused = meet([environment(rank, 2, secret=secrets[rank]) for rank in range(2)])
+    _, refused = meet(
+        [environment(rank, 2, secret=secrets[rank]) for rank in range(2)], timeout_s=1
+    )
     assert isinstance(refused, RefusedError)
     assert message in str(refused)
 
@@ -155,7 +160,7 @@ def test_with_tls_no_secret_is_made_or_told() -> None:
     assert first.secret == second.secret == b""
     assert json.loads(store.get("gossipdp/default/0/0/reference"))["secret"] is None
     _, refused = meet([environment(0, 2, tls=tls), environment(1, 2)])
-    assert "TLS is off here and not so on worker 0" in str(refused)
+    assert "TLS is not used here and used on worker 0" in str(refused)
 
 
 def test_another_world_size_is_refused() -> None:
@@ -235,7 +240,7 @@ def test_what_is_not_ours_in_the_store_is_one_clear_error() -> None:
 
 
 STRANGERS = {
-    "a text of a terminal's": ("worker/0", json.dumps({"refused": "\x1b[2Jno" + 9000 * "!"})),
+    "a text of a terminal's": ("worker/0", json.dumps({"host": "\x1b[2Jno" + 9000 * "!"})),
     "an address that is a name": ("worker/0", json.dumps({"host": "evil.example", "port": 1})),
     "an impossible port": ("worker/0", json.dumps({"host": "10.0.0.1", "port": 70000})),
     "too much": ("worker/0", json.dumps({"host": "10.0.0.1", "port": 1, "x": "y" * 140_000})),
@@ -261,7 +266,7 @@ def reference(store: HashStore) -> str:
     shown = HashStore()
     meet([environment(0, 1)], store=shown)
     found = json.loads(shown.get("gossipdp/default/0/0/reference"))
-    return json.dumps({**found, "world_size": 2})
+    return json.dumps({**found, "terms": {**found["terms"], "WORLD_SIZE": "2"}})
 
 
 @pytest.mark.parametrize("run_id", ["a\x1b[2J", "a" * 201])
@@ -278,12 +283,22 @@ def test_only_who_knows_the_secret_can_end_a_run_that_has_not_begun() -> None:
     store = HashStore()
     for proof, message in (
         (proof_of(b"a stranger's guess", prefix + text), "workers 1 did not|worker 1 did not"),
-        (proof_of(secret, prefix + text), "run ended on another host before it began: worker 1 d"),
+        (proof_of(secret, prefix + text), "run ended before it began: worker 1 d"),
     ):
         store.set(notice_key(prefix), json.dumps({"text": text, "proof": proof}))
         store.delete_key("gossipdp/default/0/0/arrivals/0")
         with pytest.raises(RendezvousError, match=message):
             alone(environment(0, 2, secret=secret), store).meet(("127.0.0.1", 1), SETTINGS)
+
+
+def test_a_notice_by_a_strangers_hand_is_one_clean_line() -> None:
+    store = HashStore()
+    notice = {"text": "\x1b[2Jno" + 9000 * "!", "proof": ""}
+    store.set(notice_key("gossipdp/default/0/"), json.dumps(notice))
+    with pytest.raises(RendezvousError, match=r"run ended before it began: .*no!!!") as raised:
+        alone(environment(0, 2), store).meet(("127.0.0.1", 1), SETTINGS)
+    assert len(str(raised.value)) < 1000
+    assert str(raised.value).isprintable()
 
 
 def test_a_short_secret_is_refused() -> None:

@@ -85,11 +85,9 @@ def test_all_that_an_ended_worker_wrote_is_shown() -> None:
         assert target.getvalue() == b"[3] line\n" * (MAX_LINE_BYTES // 2) + b"[3] last\n"
 
 
-def test_the_error_tail_is_the_last_traceback_with_its_cause() -> None:
+def test_the_error_tail_is_the_last_traceback() -> None:
     first = ["Traceback (most recent call last):", "KeyError: 1", ""]
-    marker = ["During handling of the above exception, another exception occurred:", ""]
     second = ["Traceback (most recent call last):", "ValueError: no"]
-    assert error_tail(["noise", *first, *marker, *second]) == "\n".join(first + marker + second)
     assert error_tail(["noise", *first, "more", *second]) == "\n".join(second)
     assert error_tail(["[rank2]: " + line for line in second]) == "\n".join(second)
     assert error_tail([str(line) for line in range(50)]).split() == [str(i) for i in range(30, 50)]

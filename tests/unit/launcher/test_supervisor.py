@@ -17,7 +17,6 @@ from gossipdp.launcher.supervisor import (
     UNKILLABLE_S,
     Ending,
     Failure,
-    Restarts,
     Supervisor,
     WorkerProcess,
     describe,
@@ -31,20 +30,13 @@ class Scripted(WorkerProcess):
 
     def __init__(self, local_rank: int, variables: Mapping[str, str]) -> None:
         super().__init__()
-        self.local_rank, self.variables = local_rank, variables
+        self.pid, self.variables = local_rank + 1, variables
         self.how: Ending | None = None
-
-    @property
-    def pid(self) -> int:
-        return self.local_rank + 1
 
     def waits_for(self) -> list[object]:
         return []
 
-    def take_in(self) -> None:
-        pass
-
-    def ending(self) -> Ending | None:
+    def poll(self) -> Ending | None:
         return self.how
 
     def report(self, report: Report) -> None:
@@ -69,7 +61,7 @@ class Setting:
         self.num_start_failures = 0
         monkeypatch.setattr("os.kill", lambda pid, number: self.sent.append((pid, number)))
         monkeypatch.setattr("os.killpg", lambda pid, number: self.sent.append((-pid, number)))
-        self.team = team or Team(3, 3, store=("127.0.0.1", 9), run_id="run", secret="s" * 16)
+        self.team = team or Team(3, 3, 0, store=("127.0.0.1", 9), run_id="run", secret="s" * 16)
         self.supervisor = Supervisor(
             self.team,
             self.start,
@@ -276,7 +268,7 @@ def test_with_workers_elsewhere_the_last_one_here_joins_them(make: Make) -> None
 
 
 def test_a_joiner_keeps_the_rank_that_it_was_given(make: Make) -> None:
-    team = Team.joining(3, (("10.0.0.1", 4),), "run", "s" * 16)
+    team = Team(3, run_id="run", secret="s" * 16, join=(("10.0.0.1", 4),))
     setting = make(max_restarts=6, team=team)
     assert Environment.read(setting.workers[0].variables).needs_rank
     for rank, worker in setting.workers.items():
@@ -312,6 +304,23 @@ def test_a_worker_that_cannot_be_started_again_ends_no_other(make: Make) -> None
     assert setting.supervisor.failures == []
 
 
+def test_a_limit_of_descriptors_that_is_lowered_ends_nobody(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """poll(2) takes no more descriptors than the limit says."""
+
+    def wait(things: list[object], timeout_s: float) -> list[object]:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    setting = make(begun=True, max_restarts=3)
+    monkeypatch.setattr("multiprocessing.connection.wait", wait)
+    setting.workers[0].how = CRASH
+    assert setting.step(1.0)
+    assert setting.step(1.2)
+    assert setting.restarted == [(0, 1.2)]
+    assert setting.supervisor.running.keys() == {0, 1, 2}
+
+
 def test_one_that_can_never_be_started_is_a_failure(make: Make) -> None:
     setting = make(begun=True, max_restarts=1)
     setting.num_start_failures = 9
@@ -325,37 +334,36 @@ def test_one_that_can_never_be_started_is_a_failure(make: Make) -> None:
     )
 
 
-def test_the_delay_doubles_up_to_its_cap_and_each_worker_has_its_own() -> None:
-    restarts = Restarts(100)
-    delays = []
-    for _ in range(20):
-        restarts.started(0, 0.0)
-        due = restarts.due_after_death(0, 1.0)
-        assert due is not None
-        delays.append(due - 1.0)
-    assert delays[:7] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4])
-    assert delays[7:] == pytest.approx([MAX_DELAY_S] * 13)
-    restarts.started(1, 0.0)
-    assert restarts.due_after_death(1, 1.0) == pytest.approx(1.1)
-    assert (restarts.count(0), restarts.count(1), restarts.num_left) == (20, 1, 79)
+def test_the_delay_doubles_up_to_its_cap_and_each_worker_has_its_own(make: Make) -> None:
+    setting = make(begun=True, max_restarts=99)
+
+    def delay(local_rank: int) -> float:
+        """Of the next restart, after a life of one second."""
+        setting.workers[local_rank].how = CRASH
+        died_at = setting.now + 1.0
+        setting.step(died_at)
+        before, now = len(setting.restarted), died_at
+        while len(setting.restarted) == before:
+            now += 0.05
+            setting.step(now)
+        return now - died_at
+
+    delays = [delay(0) for _ in range(10)]
+    assert delays == pytest.approx(
+        [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *3 * [MAX_DELAY_S]], abs=0.06
+    )
+    assert delay(1) == pytest.approx(0.1, abs=0.06)
+    assert Environment.read(setting.workers[0].variables).num_restarts == 10
+    setting.step(setting.now + LONG_LIFE_S)
+    assert delay(0) == pytest.approx(0.1, abs=0.06)  # after a long life
+    assert delay(0) == pytest.approx(0.2, abs=0.06)
 
 
-def test_a_long_life_starts_the_delays_anew() -> None:
-    restarts = Restarts(10)
-    for _ in range(3):
-        restarts.started(0, 0.0)
-        restarts.due_after_death(0, LONG_LIFE_S - 1)
-    restarts.started(0, 0.0)
-    assert restarts.due_after_death(0, LONG_LIFE_S) == pytest.approx(LONG_LIFE_S + 0.1)
-    restarts.started(0, 0.0)
-    assert restarts.due_after_death(0, 1.0) == pytest.approx(1.2)
-
-
-def test_the_budget_is_common_to_all_workers() -> None:
-    restarts = Restarts(2)
-    assert restarts.due_after_death(0, 1.0) is not None
-    assert restarts.due_after_death(1, 1.0) is not None
-    assert restarts.due_after_death(2, 1.0) is None
-    assert restarts.count(2) == 0
-    with pytest.raises(ValueError, match="--max-restarts is -1; it must be 0 or more"):
-        Restarts(-1)
+def test_the_budget_is_common_to_all_workers(make: Make) -> None:
+    setting = make(begun=True, max_restarts=2)
+    for worker in setting.workers.values():
+        worker.how = CRASH
+        setting.step(1.0)
+        setting.step(2.0)
+    assert [rank for rank, _ in setting.restarted] == [0, 1]
+    assert [failure.rank for failure in setting.supervisor.failures] == [2]

@@ -1,7 +1,6 @@
 """What supervisors know of a run, tell their workers, and tell one another."""
 
 import dataclasses
-import json
 import socket
 import threading
 import time
@@ -39,25 +38,25 @@ def opened(team: Team) -> Iterator[Any]:
         team.close()
 
 
-def launched(rank: int, port: int, *, agent_store: bool) -> Environment:
-    """Of two workers that torchrun started on one host, or srun where nobody hosts the store."""
-    return Environment(
-        rank=rank,
-        world_size=2,
-        local_rank=rank,
-        local_world_size=2,
-        store_host="127.0.0.1",
-        store_port=port,
-        agent_store=agent_store,
-        run_id="none",
-    )
+# Of the second of two workers that torchrun started on one host.
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "3",
+}
 
 
 def test_a_run_of_its_own_has_an_id_and_a_secret() -> None:
     team = Team.on_one_host(3)
     workers = [Environment.read(team.variables(rank)) for rank in range(3)]
     team.close()
-    assert [worker.rank for worker in workers] == [team.rank(rank) for rank in range(3)]
+    assert [worker.rank for worker in workers] == [0, 1, 2]
     assert {(worker.world_size, worker.local_world_size) for worker in workers} == {(3, 3)}
     assert {worker.run_id for worker in workers} == {team.run_id}
     assert {worker.secret for worker in workers} == {str(team.secret).encode()}
@@ -76,19 +75,19 @@ def test_the_second_of_three_hosts() -> None:
 
 
 def test_the_worker_is_told_what_the_launcher_said() -> None:
-    told = dataclasses.replace(launched(1, 29500, agent_store=True), restart_count=3)
-    team = Team.launched(told, SECRET)
+    team = Team.launched(TORCHRUN, SECRET)
     worker = Environment.read(team.variables(0))
-    assert team.rank(0) == 1
-    assert worker == dataclasses.replace(told, secret=SECRET.encode())
+    assert team.first_rank == 1
+    assert worker == dataclasses.replace(Environment.read(TORCHRUN), secret=SECRET.encode())
     assert worker.key_prefix == team.key_prefix
-    by_hand = launched(0, 29500, agent_store=False)
-    assert Environment.read(Team.launched(by_hand, None).variables(0)).hosts_store
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    team = Team.launched(step, None)
+    assert Environment.read(team.variables(0)) == Environment.read(step)
+    assert Environment.read(team.variables(0)).hosts_store
 
 
 def test_the_only_worker_of_a_run_may_begin_anew() -> None:
-    told = dataclasses.replace(launched(0, 29500, agent_store=True), world_size=1)
-    team = Team.launched(told, None)
+    team = Team.launched(TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None)
     before = Environment.read(team.variables(0)).key_prefix
     team.begin_anew()
     assert Environment.read(team.variables(0)).key_prefix != before
@@ -171,14 +170,36 @@ def test_a_failure_before_the_beginning_is_told_once() -> None:
     with opened(first) as store:
         second.tell_failed("worker 1 ended with\x1b[2J exit code 1")
         second.tell_failed("it was interrupted there")
-        second.close()
-        key = notice_key(first.key_prefix)
-        notice = json.loads(store.get(key))
-        assert notice["text"] == "worker 1 ended with?[2J exit code 1"
-        told = stores.read_notice(first.key_prefix, store.get(key), SECRET.encode())
-        assert told == notice["text"]
-        other = stores.read_notice(first.key_prefix, store.get(key), b"another secret!!")
-        assert other is None
+        assert second.others_told(30)
+        told = stores.read_notice(store, first.key_prefix, SECRET.encode())
+        assert told == "worker 1 ended with?[2J exit code 1"
+        assert stores.read_notice(store, first.key_prefix, b"another secret!!") is None
+
+
+def test_a_host_that_starts_or_answers_later_is_told_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stores, "CONNECT_S", 0.2)
+    second = Team.on_several_hosts(1, 2, 1, nobody(), SECRET)
+    assert second.store is not None
+    second.tell_failed("worker 1 ended with exit code 1")
+    assert not second.others_told(0.5)
+    first = Team.on_several_hosts(1, 2, 0, second.store, SECRET)  # now it listens ...
+    assert not second.others_told(1.5)
+    with opened(first) as store:  # ... and now it has imported torch
+        assert second.others_told(30)
+        assert store.check([notice_key(first.key_prefix)])
+
+
+def test_a_host_that_has_ended_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "CONNECT_S", 0.2)
+    first = Team.on_several_hosts(1, 2, 0, ("127.0.0.1", 0), SECRET)
+    assert first.store is not None
+    second = Team.on_several_hosts(1, 2, 1, first.store, SECRET)
+    second.tell_failed("worker 1 ended with exit code 1")
+    assert not second.others_told(0.5)
+    first.close()
+    assert second.others_told(10)
 
 
 def test_a_failure_of_one_host_alone_is_told_to_nobody() -> None:

@@ -1,7 +1,7 @@
 import math
 from random import Random
 
-from gossipdp.links.dialer import (
+from gossipdp.links.link import (
     GRACE_AFTER_LOSS_S,
     GRACE_S,
     LONGEST_RETRY_S,

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from gossipdp.links import fork
-from gossipdp.links.openings import Openings
-from gossipdp.links.tcp import listen
+from gossipdp.links.tcp import TcpTransport, listen
 
 # A child that is created here runs the test's code after a fork that threads may have seen.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -110,13 +109,13 @@ def test_a_stranger_s_descriptor_leaves_its_list_and_closes_in_one_step(
     """Between the two a fork would leave a child with a descriptor that nobody names."""
     node = world.tcp(0)
     is_guarded: list[bool] = []
-    forget = Openings.forget
+    release = TcpTransport._close_connection
 
-    def spied(openings: Openings, opening: Any) -> None:
+    def spied(transport: TcpTransport, *what: Any) -> None:
         is_guarded.append(fork.descriptors_guard._is_owned())  # type: ignore[attr-defined]
-        forget(openings, opening)
+        release(transport, *what)
 
-    monkeypatch.setattr(Openings, "forget", spied)
+    monkeypatch.setattr(TcpTransport, "_close_connection", spied)
     with socket.create_connection((node.host, node.port)) as guest:
         guest.sendall(b"GET / HTTP/1.1")
         world.until(lambda: is_guarded)

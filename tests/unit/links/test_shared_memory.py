@@ -18,7 +18,7 @@ import links
 import pytest
 import torch
 
-from gossipdp.links import shared_memory, shared_offers, tcp_link
+from gossipdp.links import shared_memory, tcp_link
 from gossipdp.links.frames import (
     MAX_SEGMENT,
     ChunkKey,
@@ -154,7 +154,7 @@ def test_a_forked_child_has_neither_the_memory_nor_its_descriptors(world: Any) -
 
 
 def name_of(node: Any) -> bytes:
-    return shared_offers._address(node.transport._offers.name)
+    return shared_memory._address(node.transport._memory_socket.name)
 
 
 def stranger(node: Any) -> socket.socket:
@@ -317,7 +317,7 @@ def test_the_socket_has_another_name_each_time_and_each_link_its_own_token(world
     links = [world.join(first, other)[0] for other in (second, third)]
     assert len({link.memory_token for link in links}) == 2
     assert {link.memory_socket[:16] for link in links} == {
-        node.transport._offers.name for node in (second, third)
+        node.transport._memory_socket.name for node in (second, third)
     }
 
 
@@ -329,7 +329,7 @@ def test_a_peer_of_another_host_is_offered_memory_once(
     for node in (first, second):
         node.memory = node.transport.allocate(PAGE)
     asked: list[bytes] = []
-    monkeypatch.setattr(shared_offers, "_address", lambda name: asked.append(name) or b"\0no-such")
+    monkeypatch.setattr(shared_memory, "_address", lambda name: asked.append(name) or b"\0no-such")
     first.dial(second)
     world.until(lambda: len(asked) == 2)
     world.settle()
@@ -361,14 +361,14 @@ def has_ended(connection: socket.socket) -> bool:
         return True
 
 
-def test_packets_that_are_no_offers(world: Any, guests: list[socket.socket]) -> None:
+def test_packets_that_are_no_memory_socket(world: Any, guests: list[socket.socket]) -> None:
     first, second = world.shared(0), world.shared(1)
     there, _ = world.join(first, second)
     segment = SharedSegment(PAGE, 7)
-    size = shared_offers._OFFER.size
+    size = shared_memory._OFFER.size
     token = first.transport.links[1].memory_token
-    good = shared_offers._OFFER.pack(shared_offers._MAGIC, token, 7, PAGE)
-    guessed = shared_offers._OFFER.pack(shared_offers._MAGIC, bytes(16), 7, PAGE)
+    good = shared_memory._OFFER.pack(shared_memory._MAGIC, token, 7, PAGE)
+    guessed = shared_memory._OFFER.pack(shared_memory._MAGIC, bytes(16), 7, PAGE)
     before = num_mapped(), len(os.listdir("/proc/self/fd"))
     for packet, descriptors in [
         (b"", [segment.descriptor]),
@@ -402,18 +402,18 @@ def test_an_offer_for_a_link_that_is_no_more_is_dropped(
     memory_socket = second.transport.links[0].memory_socket
     segment = SharedSegment(PAGE, 9)
     before = num_mapped()
-    assert shared_offers.offer(segment, memory_socket[:16] + bytes(16))
+    assert shared_memory.offer(segment, memory_socket[:16] + bytes(16))
     world.settle()
     assert num_mapped() == before
     assert not caplog.records  # it happens in a healthy run
-    assert shared_offers.offer(segment, memory_socket)
+    assert shared_memory.offer(segment, memory_socket)
     world.until(lambda: num_mapped() == before + 1, first)
 
 
 def test_silent_strangers_are_bounded(world: Any, guests: list[socket.socket]) -> None:
     """They run as the same user, so they could read this worker's memory anyway."""
     first = world.shared(0)
-    for _ in range(shared_offers.MAX_STRANGERS + 3):
+    for _ in range(shared_memory.MAX_STRANGERS + 3):
         guests.append(stranger(first))
         world.settle(first, turns=2)
     assert [has_ended(guest) for guest in guests] == [True] * 3 + [False] * (len(guests) - 3)
@@ -435,7 +435,7 @@ def test_a_number_that_no_frame_can_name_is_no_offer(world: Any) -> None:
     segment = SharedSegment(PAGE, MAX_SEGMENT)
     segment.number += 1
     before = num_mapped()
-    assert shared_offers.offer(segment, second.transport.links[0].memory_socket)
+    assert shared_memory.offer(segment, second.transport.links[0].memory_socket)
     world.settle()
     assert num_mapped() == before
     assert there.is_shared

@@ -288,6 +288,33 @@ def test_a_link_is_made_anew_before_its_key_has_protected_too_much(
     assert longest < 40 * tls_module.RECORD_BYTES + 2 * len(payload)
 
 
+def test_a_link_that_never_runs_out_of_chunks_is_made_anew_too(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No turn ends between two of its frames: the socket is full at the end of each."""
+    monkeypatch.setattr(tls_module, "MAX_RECORDS", 1000)
+    first, second = world.tls(0), world.tls(1)
+    there, _ = world.join(first, second)
+    payload = memoryview(bytes(1 << 20))
+    for number in range(100):
+        there.send_chunk(FrameType.STATE_CHUNK, ChunkKey(0, 0, 0, number), payload)
+    world.until(lambda: there.closed or not there.queued_chunks)
+    assert there.closed
+    assert there.bytes_sent < 1000 * tls_module.RECORD_BYTES + 2 * len(payload)
+
+
+def test_a_link_that_the_peer_closed_says_so_where_writing_finds_it_first(world: Any) -> None:
+    first, second = world.tls(0), world.tls(1)
+    there, back = world.join(first, second)
+    back.close("enough")
+    world.settle(second)
+    for _ in range(3):  # the kernel takes the first
+        there.send_control(b"more")
+        there.flush_controls()
+    world.until(lambda: first.handler.of("link_down"))
+    assert "closed by the peer" in first.handler.of("link_down")[0][1]
+
+
 def test_nothing_of_tls_is_made_before_the_first_byte(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gossipdp.observe.board import JobStatus, JobWorker, StatusBoard
+from gossipdp.observe.board import JobStatus, JobWorker, Speeds, StatusBoard
 from gossipdp.observe.status import MemberStatus, NeighbourStatus, NoticeStatus, WorkerStatus
 
 REFUSED = ConnectionRefusedError(111, "Connection refused")
@@ -164,6 +164,13 @@ def test_who_is_slow(seconds: list[float | None], slow: list[int]) -> None:
         ({"incarnation": 1}, {"state": "dead"}, "training"),
         (None, {}, "no answer"),
         (None, {"is_silent": True}, "silent"),
+        # It beats, and its loop hangs.
+        (None, {"since_step_s": 6.0}, "idle"),
+        (None, {"since_step_s": 6.0, "status_address": ""}, "idle"),
+        (None, {"since_step_s": 4.0, "status_address": ""}, "training"),
+        (None, {"since_step_s": 6.0, "state": "done", "status_address": ""}, "averaging"),
+        (None, {"since_step_s": 6.0, "is_silent": True}, "silent"),
+        ({}, {"since_step_s": 6.0}, "training"),
         (None, {"state": "done", "status_address": ""}, "averaging"),
         (None, {"state": "left"}, "left"),
         (None, {"state": "dead", "is_silent": True}, "dead"),
@@ -180,7 +187,37 @@ def test_the_word_for_a_worker(
     assert worker(job.look({0: other, 1: own}), 1).state == state
 
 
-def test_speeds_are_over_the_last_seconds_and_begin_anew_with_a_process() -> None:
+def test_the_shortest_standstill_that_anybody_heard_counts() -> None:
+    job = Job(0, 1)
+    for ages, heard in (((20.0, 12.0), 12.0), ((None, 30.0), 30.0), ((None, None), None)):
+        answers = {
+            rank: status(rank, 3, members=(member(0), member(1), member(2, since_step_s=age)))
+            for rank, age in enumerate(ages)
+        }
+        assert worker(job.look(answers), 2).since_step_s == heard
+
+
+def test_steps_that_take_long_everywhere_are_no_standstill() -> None:
+    job = Job(0)
+    members = (member(0), member(1, since_step_s=20.0))
+    assert worker(job.look({0: status(0, 2, members=members, step_seconds=4.0)}), 1).state == (
+        "no answer"
+    )
+
+
+def test_counts_that_fall_or_are_unknown_begin_anew() -> None:
+    speeds = Speeds()
+    assert speeds.since(0, 0.0) is None
+    for at_s, count in enumerate((0, 100, 600)):
+        speeds.note(0, at_s, count)
+    assert [speeds.since(0, from_s) for from_s in (0.0, 1.0, 9.0)] == [300.0, 500.0, 500.0]
+    for count, speed in ((5, None), (25, 20.0), (None, None), (30, None), (40, 10.0)):
+        at_s += 1
+        speeds.note(0, at_s, count)
+        assert speeds.since(0, 0.0) == speed
+
+
+def test_speeds_are_over_the_last_seconds_and_bytes_begin_anew_with_a_process() -> None:
     job = Job(0)
 
     def look(samples: int, bytes_sent: int) -> JobWorker:
@@ -192,7 +229,7 @@ def test_speeds_are_over_the_last_seconds_and_begin_anew_with_a_process() -> Non
     for second in range(10):
         last = look(1000 + 10 * (second + 1), 5 * (second + 1))
     assert (last.samples_per_second, last.bytes_sent_per_second) == (10.0, 10.0)
-    assert look(1110, 0).samples_per_second is None, "its bytes count from 0 again"
+    assert look(1110, 0).bytes_sent_per_second is None, "a new process counts from 0 again"
 
 
 def test_what_a_worker_sends_is_unknown_while_it_does_not_answer() -> None:

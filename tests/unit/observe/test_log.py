@@ -1,6 +1,7 @@
 import errno
 import logging
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Clock:
 
 def write_run(directory: Path, rank: int = 0, num_records: int = 5) -> None:
     clock = Clock()
-    with RunLogWriter(worker_file(directory, rank), interval_s=1.0, clock=clock) as log:
+    with closing(RunLogWriter(worker_file(directory, rank), interval_s=1.0, clock=clock)) as log:
         log.start(rank=rank, num_workers=2, configuration={"graph": "ring"})
         for index in range(1, num_records + 1):
             clock.now += 1
@@ -84,7 +85,7 @@ def test_a_pair_of_which_one_line_was_lost_shifts_no_other(tmp_path: Path) -> No
 def test_records_come_ever_less_often(tmp_path: Path) -> None:
     clock = Clock()
     num_records = 0
-    with RunLogWriter(worker_file(tmp_path, 0), interval_s=100.0, clock=clock) as log:
+    with closing(RunLogWriter(worker_file(tmp_path, 0), interval_s=100.0, clock=clock)) as log:
         log.start(rank=0, num_workers=1, configuration={})
         while clock.now < 30 * 86400:
             assert log.wait_s() > 0
@@ -156,7 +157,7 @@ def test_the_tail_follows_a_growing_file_line_by_line(tmp_path: Path) -> None:
     path = worker_file(tmp_path, 0)
     tail = RunLogTail(path)
     assert tail.read_new() == []
-    with RunLogWriter(path, clock=Clock()) as log:
+    with closing(RunLogWriter(path, clock=Clock())) as log:
         log.start(rank=0, num_workers=1, configuration={})
         assert [type(record) for record in tail.read_new()] == [StartRecord]
         log.record(gradient_steps=1, samples=1, loss=1.0, exchanges=SOME)
@@ -170,7 +171,7 @@ def test_the_tail_follows_a_growing_file_line_by_line(tmp_path: Path) -> None:
 def test_the_log_of_a_worker_that_was_started_again_goes_on(tmp_path: Path) -> None:
     path = worker_file(tmp_path, 0)
     for life in range(2):
-        with RunLogWriter(path, clock=Clock(), goes_on=life > 0) as log:
+        with closing(RunLogWriter(path, clock=Clock(), goes_on=life > 0)) as log:
             log.start(rank=0, num_workers=2, configuration={})
             log.began()
             log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
@@ -195,8 +196,8 @@ def test_a_log_goes_on_in_its_own_run_and_where_that_is_resumed(tmp_path: Path) 
         """One process that makes a step; all steps in the log then, and its date."""
         nonlocal date_s
         date_s += 100
-        with RunLogWriter(
-            path, clock=Clock(), date=lambda: date_s, run_id=run_id, **options
+        with closing(
+            RunLogWriter(path, clock=Clock(), date=lambda: date_s, run_id=run_id, **options)
         ) as log:
             log.start(rank=0, num_workers=2, configuration={})
             log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
@@ -229,12 +230,14 @@ def test_the_time_of_a_log_that_goes_on_never_goes_back(
 ) -> None:
     clock, date_s = Clock(), 1.7e9
     path = worker_file(tmp_path, 0)
-    with RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id="one") as log:
+    with closing(RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id="one")) as log:
         log.start(rank=0, num_workers=2, configuration={})
         clock.now += 2
         log.record(gradient_steps=1, samples=8, loss=1.0, exchanges=SOME)
     clock.now, date_s = 150.0, 1.7e9 + 50 + date_step_s
-    with RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id=boot_id, goes_on=True) as log:
+    with closing(
+        RunLogWriter(path, clock=clock, date=lambda: date_s, boot_id=boot_id, goes_on=True)
+    ) as log:
         log.start(rank=0, num_workers=2, configuration={})
         log.began()
         clock.now += 1
@@ -245,7 +248,7 @@ def test_the_time_of_a_log_that_goes_on_never_goes_back(
 
 
 def test_notices_beyond_the_most_are_left_out(tmp_path: Path) -> None:
-    with RunLogWriter(worker_file(tmp_path, 0), clock=Clock()) as log:
+    with closing(RunLogWriter(worker_file(tmp_path, 0), clock=Clock())) as log:
         log.start(rank=0, num_workers=2, configuration={})
         for _ in range(MAX_NOTICES + 3):
             log.notice(1, "stopped", 101.0)
@@ -273,7 +276,7 @@ def test_a_full_disk_leaves_lines_out_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "gossipdp")
-    with RunLogWriter(worker_file(tmp_path, 0), clock=Clock()) as log:
+    with closing(RunLogWriter(worker_file(tmp_path, 0), clock=Clock())) as log:
         log.start(rank=0, num_workers=2, configuration={})
         log._file = FullDisk(log._file, [5, None])
         for what in ("dead", "rejoined", "stopped"):
@@ -299,7 +302,7 @@ def test_a_damaged_log_is_set_aside_and_blocks_no_restart(
 ) -> None:
     path = worker_file(tmp_path, 0)
     path.write_bytes(content)
-    with RunLogWriter(path, clock=Clock(), goes_on=True) as log:
+    with closing(RunLogWriter(path, clock=Clock(), goes_on=True)) as log:
         log.start(rank=0, num_workers=2, configuration={})
     assert len(RunLog.read(tmp_path).workers) == 1
     (aside,) = tmp_path.glob("*.damaged")

@@ -50,6 +50,18 @@ def test_a_run_of_one_worker_is_logged_whole(tmp_path: Path) -> None:
     assert configuration["edges"] == []
 
 
+def test_who_stands_still_is_logged_with_the_age_of_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gossipdp.observe.status.IDLE_AFTER_S", -1.0)
+    model, deadline_s = train(tmp_path), time.monotonic() + 20
+    while not any(record.idle_s for record in read(tmp_path).exchanges):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert list(read(tmp_path).exchanges[-1].idle_s) == [0]
+    model.close()
+
+
 def test_the_secret_is_not_logged(tmp_path: Path) -> None:
     train(tmp_path, network=Network(secret="hush-hush-hush-hush")).close()
     assert b"hush" not in worker_file(tmp_path, 0).read_bytes()

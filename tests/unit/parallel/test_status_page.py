@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,15 @@ def test_numbers_of_numpy_are_shown_and_logged_as_all_others(make: Make, tmp_pat
     configuration = RunLog.read(tmp_path).workers[0].start.configuration
     known = {"budget_samples": 64, "comm_rate": 0.5, "timeout_s": 2.0, "seed": 7}
     assert {name: configuration[name] for name in known} == known
+
+
+def test_the_age_of_a_worker_s_last_step_is_shown(make: Make) -> None:
+    model, address = make(monitor=Monitor(status_port=0))
+    train(model, 1)
+    deadline_s = time.monotonic() + 20  # the gossip thread looks at progress now and then
+    while ask_anew(model, address).members[0].since_step_s is None:
+        assert time.monotonic() < deadline_s
+    assert ask_anew(model, address).members[0].since_step_s < 60
 
 
 def ask_anew(model: GossipDataParallel, address: str) -> Any:

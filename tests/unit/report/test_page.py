@@ -326,6 +326,18 @@ def test_an_exchange_record_that_was_lost_moves_no_other() -> None:
     assert (first.start_s, first.end_s) == (pytest.approx(0.1), pytest.approx(0.4))
 
 
+def test_a_worker_that_stood_still_while_it_was_heard_is_told_of() -> None:
+    log = a_run(3)
+    for rank, ages in ((0, {2: 12.5}), (1, {2: 34.0})):
+        worker = log.workers[rank]
+        last = replace(worker.exchanges[-1], idle_s=ages)
+        log.workers[rank] = dataclasses.replace(worker, exchanges=(*worker.exchanges[:-1], last))
+    assert RunView(log).standstills() == {2: (34.0, [0, 1])}
+    words = " ".join(Page(render(log, "run")).words.split())
+    assert "Worker 2 made no gradient step for up to 34 s" in words
+    assert "as worker 0, 1 logged" in words
+
+
 def test_loss_is_drawn_over_the_samples_of_all() -> None:
     samples_at = RunView(a_run()).samples_at()
     assert samples_at(0.0) == 0

@@ -6,17 +6,16 @@ import pytest
 import torch
 from reference import MomentumState
 from simulated_faults.network import FaultyNetwork
+from simulated_faults.rows import FaultyRows
 
 from gossipdp.dynamics.phase import Phase
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import Begin
 from gossipdp.protocol.messages import ExchangeId
-from gossipdp.simulate.links import CarriedRows
-from gossipdp.simulate.network import make_workers
+from gossipdp.simulate.network import Conditions, make_workers
 from gossipdp.simulate.optimizers import Sgd
 from gossipdp.simulate.population import Population, Training
-from gossipdp.simulate.traffic import Conditions
 
 DIMENSION = 5
 
@@ -27,10 +26,10 @@ def make_population(num_workers: int) -> Population:
     return Population(start, DIMENSION, momentum=True)
 
 
-def make_rows(population: Population, eta: float, *, is_released: bool = False) -> CarriedRows:
-    phases = {rank: Phase(eta, 1.0) for rank in range(population.num_workers)}
+def make_rows(population: Population, eta: float, *, is_released: bool = False) -> FaultyRows:
+    phases = {rank: Phase(eta, 1.0) for rank in range(len(population.x))}
     training = Training(None, Sgd(), population)
-    return CarriedRows(population, training, phases, is_released=is_released)
+    return FaultyRows(training, phases, is_released=is_released)
 
 
 def begin(rank: int, counter: int) -> Begin:

@@ -1,4 +1,4 @@
-"""Mixing matrices, Chebyshev weights, and how many rounds agreement takes."""
+"""Mixing matrices, and how many rounds of them agreement takes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossipdp.graph.topology import build_graph
-from gossipdp.simulate.mixing import (
-    ChebyshevWeights,
-    Mixer,
-    consensus_rounds,
+from gossipdp.simulate.synchronous import (
+    Mixing,
     mixing_matrix,
     multiplications_per_step,
     second_eigenvalue,
@@ -48,22 +46,19 @@ def test_metropolis_weights_of_a_star_and_a_ring() -> None:
     assert second_eigenvalue(lazy) == pytest.approx(0.5)
 
 
-def test_weights_are_those_of_the_chebyshev_polynomials() -> None:
+def test_rounds_are_those_of_the_chebyshev_polynomials() -> None:
     gamma, value = 0.97, 0.4
-    weights = ChebyshevWeights(gamma)
-    before, now = 1.0, 1.0
-    for degree in range(1, 12):
-        omega = weights.take()
-        before, now = now, (1 + omega) * value * now - omega * before
-        unit = [0.0] * degree + [1.0]
-        chebyshev = np.polynomial.chebyshev.Chebyshev(unit)
-        assert now == pytest.approx(chebyshev(value / gamma) / chebyshev(1 / gamma), abs=1e-12)
-    for _ in range(200):
-        omega = weights.take()
-    assert omega == pytest.approx(weights.limit, rel=1e-12)
-    assert ChebyshevWeights(0.0).take() == 0.0
-    with pytest.raises(ValueError, match="gamma is 1"):
-        ChebyshevWeights(1.0)
+    mixing = Mixing(np.array([[value]]), gamma)
+    for _ in range(2):  # also after it began anew
+        now = np.ones((1, 1))
+        for degree in range(1, 12):
+            now = mixing.multiply(now)
+            chebyshev = np.polynomial.chebyshev.Chebyshev([0.0] * degree + [1.0])
+            expected = chebyshev(value / gamma) / chebyshev(1 / gamma)
+            assert now[0, 0] == pytest.approx(expected, abs=1e-12)
+        mixing.restart()
+    plain = Mixing(np.array([[value]]))
+    assert plain.multiply(plain.multiply(np.ones((1, 1))))[0, 0] == pytest.approx(value**2)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 0.9, 0.9968, 0.99999])
@@ -78,29 +73,4 @@ def test_so_many_multiplications_halve_the_disagreement(gamma: float) -> None:
 def test_sparse_and_dense_multiplication_agree(name: str, n: int) -> None:
     matrix = mixing_matrix(build_graph(name, n))
     rows = np.random.default_rng(0).standard_normal((n, 3))
-    np.testing.assert_allclose(Mixer(matrix).multiply(rows), matrix @ rows, atol=1e-14)
-
-
-@pytest.mark.parametrize("chebyshev", [False, True])
-def test_consensus_rounds_decay_as_the_second_eigenvalue_says(chebyshev: bool) -> None:
-    matrix = mixing_matrix(build_graph("ring", 16), lazy=True)
-    start = np.random.default_rng(0).standard_normal((16, 4))
-    distances = consensus_rounds(matrix, start, chebyshev=chebyshev)
-    centred = start - start.mean(axis=0)
-    assert distances[0] == pytest.approx((centred**2).sum() / 16)
-    assert distances[-1] < 1e-12 * distances[0] <= distances[-2]
-    shares = distances / distances[0]
-    tail = np.flatnonzero(shares < 1e-6)
-    slope, _ = np.polyfit(tail, -np.log(shares[tail]), 1)
-    gamma = second_eigenvalue(matrix)
-    factor = ChebyshevWeights(gamma).limit if chebyshev else gamma**2
-    # All eigenvalues below gamma oscillate under the Chebyshev envelope.
-    assert slope == pytest.approx(-math.log(factor), rel=0.1 if chebyshev else 1e-3)
-
-
-def test_consensus_rounds_end_where_they_must() -> None:
-    complete = mixing_matrix(build_graph("complete", 6))
-    start = np.arange(12.0).reshape(6, 2)
-    assert len(consensus_rounds(complete, start)) == 2
-    assert len(consensus_rounds(mixing_matrix(build_graph("path", 6)), start, max_rounds=5)) == 6
-    assert consensus_rounds(complete, np.ones((6, 2))).tolist() == [0.0]
+    np.testing.assert_allclose(Mixing(matrix).multiply(rows), matrix @ rows, atol=1e-14)

@@ -88,10 +88,9 @@ def test_a_row_is_parameters_then_float_buffers() -> None:
     assert model.second.weight[0].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("vectorized", [True, False])
-@pytest.mark.parametrize("max_rows", [2, 64])
-def test_gradients_and_buffers_are_those_of_the_module(vectorized: bool, max_rows: int) -> None:
-    source = objective(vectorized=vectorized, max_rows=max_rows).begin(5, seed=0)
+@pytest.mark.parametrize("max_rows", [1, 2, 64])
+def test_gradients_and_buffers_are_those_of_the_module(max_rows: int) -> None:
+    source = objective(max_rows=max_rows).begin(5, seed=0)
     x = rows_of(source.start)
     before = x.clone()
     layout = RowLayout(Normalised())
@@ -148,8 +147,6 @@ def test_dropout_is_computed_row_by_row_and_says_so(caplog: pytest.LogCaptureFix
     losses = [float(same_batch.gradients([0], x[:1]).losses) for _ in range(4)]
     assert losses[0] != losses[3]
     assert torch.equal(torch.get_rng_state(), random_state)
-    with pytest.raises(ValueError, match=r"cannot be computed together by torch\.func\.vmap"):
-        objective(Dropping, vectorized=True).begin(2, seed=0)
 
 
 def test_evaluation_is_in_evaluation_mode_and_leaves_training_alone() -> None:
@@ -184,15 +181,16 @@ def test_without_an_evaluation_the_first_batches_are_judged() -> None:
     assert source.evaluate(source.start[0]).loss == pytest.approx(sum(losses) / 16)
 
 
-def test_batches_of_dicts_and_lists() -> None:
+def test_batches_of_dicts_and_lists(caplog: pytest.LogCaptureFixture) -> None:
     def loss(model: nn.Module, batch: dict[str, list[Tensor]]) -> Tensor:
         return squared_error(model, (batch["pair"][0], batch["pair"][1]))
 
     def batches(rank: int, num_workers: int, seed: int) -> list[dict[str, list[Tensor]]]:
         return [{"pair": [*batch]} for batch in Batches(rank, num_workers, seed)]
 
-    other = ModuleObjective(Normalised, loss, batches, vectorized=True).begin(3, 0)
-    usual = objective(vectorized=True).begin(3, 0)
+    other = ModuleObjective(Normalised, loss, batches).begin(3, 0)
+    usual = objective().begin(3, 0)
+    assert not caplog.records  # both by vmap
     x = usual.start
     assert torch.equal(other.gradients([0, 1, 2], x).values, usual.gradients([0, 1, 2], x).values)
 
@@ -213,7 +211,7 @@ def test_batches_that_end_are_an_error() -> None:
         return iter(Batches(rank, num_workers, seed))
 
     ending = ModuleObjective(
-        Normalised, squared_error, once, evaluate=lambda model: Evaluation(0.0), vectorized=True
+        Normalised, squared_error, once, evaluate=lambda model: Evaluation(0.0)
     )
     source = ending.begin(2, 0)
     for _ in Batches.sizes:

@@ -9,8 +9,7 @@ from simulated_faults.network import FaultyNetwork
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
-from gossipdp.simulate.network import make_workers
-from gossipdp.simulate.traffic import Conditions
+from gossipdp.simulate.network import Conditions, make_workers
 
 
 def make_network(graph_name: str, num_workers: int, **changes: object) -> FaultyNetwork:

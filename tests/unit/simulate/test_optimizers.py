@@ -49,7 +49,7 @@ def test_rows_that_step_at_different_times_are_those_of_torch(
     x = torch.randn(num_workers, dimension, generator=generator, dtype=dtype)
     rows = [row.clone().requires_grad_() for row in x]
     optimizers = [torch_optimizer(settings, row) for row in rows]
-    steps = settings.begin(x)
+    state = settings.begin(x)
     random = Random(0)
     for _ in range(30):
         ranks = random.sample(range(num_workers), random.randint(1, num_workers))
@@ -61,7 +61,7 @@ def test_rows_that_step_at_different_times_are_those_of_torch(
             factors = factors[:1].expand(len(ranks), 1)
         else:
             factor = factors
-        change = steps.changes(ranks, x[ranks], gradients, factor)
+        change = settings.changes(state, ranks, x[ranks], gradients, factor)
         assert change.dtype == dtype
         x[ranks] += change
         for place, rank in enumerate(ranks):
@@ -76,10 +76,10 @@ def test_rows_that_step_at_different_times_are_those_of_torch(
 def test_nothing_that_was_passed_is_changed() -> None:
     for settings in SETTINGS:
         x, gradients = torch.ones(2, 3), torch.ones(2, 3)
-        steps = settings.begin(x)
-        first = steps.changes([0, 1], x, gradients, 1.0)
+        state = settings.begin(x)
+        first = settings.changes(state, [0, 1], x, gradients, 1.0)
         kept = first.clone()
-        steps.changes([1, 0], x, gradients, 1.0)
+        settings.changes(state, [1, 0], x, gradients, 1.0)
         assert torch.equal(x, torch.ones(2, 3))
         assert torch.equal(gradients, torch.ones(2, 3))
         assert torch.equal(first, kept)

@@ -42,20 +42,6 @@ def test_flow_exchange_and_step_are_those_of_the_reference() -> None:
     assert population.drift() < 1e-14
 
 
-def test_all_rows_flow_as_one_by_one() -> None:
-    together, apart = (Population(start(), 4, momentum=True) for _ in range(2))
-    for population in (together, apart):
-        population.flow(0, 0.2)
-        mine, peers = population.x[0].clone(), population.x[1].clone()
-        population.apply(0, mine, peers, ALPHA_TILDE)
-        population.apply(1, peers, mine, ALPHA_TILDE)
-    together.flow_all(0.9)
-    for rank in range(3):
-        apart.flow(rank, 0.9)
-    torch.testing.assert_close(together.x, apart.x, rtol=1e-14, atol=1e-14)
-    assert list(together.theta) == list(apart.theta) == [0.9] * 3
-
-
 def test_buffers_are_averaged_without_momentum() -> None:
     population = Population(start(), 3, momentum=True)
     mine, peers = population.x[0].clone(), population.x[1].clone()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gossipdp.graph.topology import build_graph
-from gossipdp.simulate.mixing import mixing_matrix
 from gossipdp.simulate.module_objective import digits_objective
 from gossipdp.simulate.objectives import Consensus, Evaluation, Gradients, GradientSource, Objective
 from gossipdp.simulate.optimizers import Sgd
@@ -25,7 +24,7 @@ from gossipdp.simulate.scenario import (
     Scenario,
     SlowedTime,
 )
-from gossipdp.simulate.synchronous import run_allreduce, run_dpsgd
+from gossipdp.simulate.synchronous import mixing_matrix, run_allreduce, run_dpsgd
 from gossipdp.simulate.trace import Trace
 
 INSTANT = LinkModel(Link(latency_s=0.0))

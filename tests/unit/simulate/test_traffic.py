@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gossipdp.simulate.traffic import Wire
+from gossipdp.simulate.network import Wire
 
 
 def test_messages_keep_their_order() -> None:

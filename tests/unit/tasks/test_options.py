@@ -7,11 +7,9 @@ from typing import Any, get_args
 
 import pytest
 
-from gossipdp.cli import train as train_command
 from gossipdp.cli.main import main
-from gossipdp.cli.train import OPTIONS, RECIPES
 from gossipdp.parallel.options import METHODS
-from gossipdp.tasks import RECIPES as CLASSES
+from gossipdp.tasks import RECIPES
 from gossipdp.tasks.options import (
     BytesGptOptions,
     Cifar10Options,
@@ -20,9 +18,11 @@ from gossipdp.tasks.options import (
     TrainOptions,
 )
 
+OPTIONS = TrainOptions.__subclasses__()
+
 
 def test_every_recipe_has_options_and_a_class():
-    assert tuple(CLASSES) == RECIPES
+    assert [kind.recipe for kind in OPTIONS] == list(RECIPES)
     assert get_args(MethodName) == METHODS
 
 
@@ -35,13 +35,11 @@ def test_the_papers_trainings_are_the_defaults():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "magic"}, "no method 'magic'; choose one of a2cid2, gossip, allreduce, none"),
         ({"epochs": 0}, "--epochs is 0; it must be at least 1"),
         ({"batch_size": 0}, "--batch-size is 0"),
         ({"seed": -1}, "--seed is -1"),
         ({"checkpoint_every": 0}, "--checkpoint-every is 0"),
         ({"comm_rate": float("nan")}, "--comm-rate is nan"),
-        ({"json": Path("/no/such/folder/results.json")}, "the directory to write it to does not"),
     ],
 )
 @pytest.mark.parametrize("kind", OPTIONS)
@@ -71,8 +69,10 @@ def test_no_fewer_than_no_loader_processes():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("cifar10 --data {empty}", "holds no CIFAR-10. CIFAR-10 is not downloaded for you: get"),
-        ("cifar10 --data {empty}/no", "there is no {empty}/no. CIFAR-10 is not downloaded"),
+        (
+            "cifar10 --data {empty}",
+            "there is no {empty}/data_batch_1.bin. CIFAR-10 is not",
+        ),
         ("imagenet --data {empty}", "ImageNet is not downloaded for you: register at"),
         ("bytes-gpt --data {empty}", "holds 0 bytes of text"),
         ("bytes-gpt --workers 0", "--workers is 0"),
@@ -115,4 +115,3 @@ def test_every_recipe_is_named_by_the_help(capsys: pytest.CaptureFixture[str]):
         main(["train", "--help"])
     shown = capsys.readouterr().out
     assert all(name in shown for name in RECIPES)
-    assert train_command.TrainArguments.__doc__

@@ -10,28 +10,22 @@ import torch
 from rich.console import Console
 
 from gossipdp.gossip.published import Notice
-from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.stats import Stats
 from gossipdp.tasks.options import BytesGptOptions
-from gossipdp.tasks.training import MODEL_FILE, Outcome, TrainingRun, _lowest_alive, train
+from gossipdp.tasks.text import Gpt
+from gossipdp.tasks.training import MODEL_FILE, TrainingView, lowest_alive, outcome_table, train
 from gossipdp.tasks.workload import worker_device
 
-OUTCOME = Outcome(
-    recipe="cifar10",
-    method="a2cid2",
-    graph="ring",
-    num_workers=16,
-    metric_name="test_accuracy",
-    metric=0.9434,
-    minutes=20.94,
-    progress_at_start=0.0,
-    slowest_steps=2391,
-    fastest_steps=2512,
-    samples=5_000_000,
-    consensus_distance=1.5,
-    achieved_comm_rate=0.98,
-    configuration={},
-)
+OUTCOME = {
+    "method": "a2cid2",
+    "graph": "ring",
+    "num_workers": 16,
+    "metric_name": "test_accuracy",
+    "metric": 0.9434,
+    "minutes": 20.94,
+    "slowest_steps": 2391,
+    "fastest_steps": 2512,
+}
 
 
 def shown(what: object) -> str:
@@ -41,7 +35,7 @@ def shown(what: object) -> str:
 
 
 def test_the_row_of_the_papers_tables():
-    text = shown(OUTCOME.table())
+    text = shown(outcome_table(OUTCOME))
     for heading in ("method", "graph", "workers", "test accuracy", "minutes", "steps, slowest"):
         assert heading in text
     row = next(line for line in text.splitlines() if "a2cid2" in line)
@@ -50,7 +44,7 @@ def test_the_row_of_the_papers_tables():
 
 
 def test_without_exchanges_there_is_no_graph():
-    assert "ring" not in shown(replace(OUTCOME, method="allreduce").table())
+    assert "ring" not in shown(outcome_table({**OUTCOME, "method": "allreduce"}))
 
 
 class Clock:
@@ -75,18 +69,15 @@ class Model:
     def parameters(self) -> list[torch.Tensor]:
         return [torch.zeros(3)]
 
-    def log(self, **values: object) -> None:
-        pass
-
 
 def shown_progress(steps: dict[float, tuple[float, float]], at: float = 0.0) -> list[str]:
     """The lines after the opening; steps: loss and progress by time."""
     model, clock = Model(at), Clock()
     console = Console(file=io.StringIO(), width=120)
     options = BytesGptOptions(epochs=10)
-    run = TrainingRun(model, options, 1000, console, clock)  # type: ignore[arg-type]
+    view = TrainingView(model, options, 1000, console, clock)  # type: ignore[arg-type]
     for clock.now, (loss, model.at) in steps.items():
-        run.step(torch.tensor(loss, requires_grad=True))
+        view.step(torch.tensor(loss, requires_grad=True))
     return console.file.getvalue().splitlines()[1:]
 
 
@@ -121,7 +112,7 @@ def test_who_tells_of_the_end(rank: int, notices: list[tuple[int, str]], lowest:
         samples=1,
         noticed=tuple(Notice(who, kind, 0.0) for who, kind in notices),
     )
-    assert _lowest_alive(stats) == lowest
+    assert lowest_alive(stats) == lowest
 
 
 def test_devices():
@@ -131,32 +122,16 @@ def test_devices():
             worker_device("cuda")
 
 
-def test_an_evaluation_that_fails_does_not_lose_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
-    net = torch.nn.Linear(2, 1)
-    model = GossipDataParallel(net, torch.optim.SGD(net.parameters(), 0.1), budget_samples=8)
-    options = BytesGptOptions(data=tmp_path, output=tmp_path / "output")
-    run = TrainingRun(model, options, 8, Console(file=io.StringIO()))
-
-    def evaluate() -> float:
-        raise OSError("broken image")
-
-    with pytest.raises(OSError, match="broken image"):
-        run.finish("test_accuracy", evaluate)
-    saved = torch.load(options.directory / MODEL_FILE, weights_only=True)
-    assert torch.equal(saved["weight"], net.weight)
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    for variable in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(variable, raising=False)
+@pytest.fixture
+def options(tmp_path: Path, alone: None) -> BytesGptOptions:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 60)
-    options = BytesGptOptions(
+    return BytesGptOptions(
         data=tmp_path / "text.txt",
         context=16,
         width=16,
@@ -164,27 +139,47 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_the_same(
         heads=2,
         batch_size=8,
         output=tmp_path / "output",
-        json=tmp_path / "results.json",
-        checkpoint_every=7,
     )
+
+
+def test_an_evaluation_that_fails_does_not_lose_the_model(
+    options: BytesGptOptions, monkeypatch: pytest.MonkeyPatch
+):
+    def evaluate(self: Gpt, net: torch.nn.Module) -> float:
+        raise OSError("broken image")
+
+    monkeypatch.setattr(Gpt, "evaluate", evaluate)
+    with pytest.raises(OSError, match="broken image"):
+        train(options)
+    assert "position" in torch.load(options.directory / MODEL_FILE, weights_only=True)
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_the_same(
+    options: BytesGptOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    options = replace(options, json=tmp_path / "results.json", checkpoint_every=7)
     outcome = train(options)
     assert outcome is not None
-    assert json.loads((tmp_path / "results.json").read_text())["metric"] == outcome.metric
-    assert outcome.slowest_steps == outcome.fastest_steps == outcome.samples / options.batch_size
+    assert json.loads((tmp_path / "results.json").read_text())["metric"] == outcome["metric"]
+    assert (
+        outcome["slowest_steps"]
+        == outcome["fastest_steps"]
+        == outcome["samples"] / options.batch_size
+    )
     expected = torch.load(options.directory / MODEL_FILE, weights_only=True)
     checkpoints = sorted((options.directory / "checkpoints").rglob("step-*"))
     assert len(checkpoints) == 2
     checkpoints[1].unlink()
     (options.directory / MODEL_FILE).unlink()
-    assert outcome.progress_at_start == 0.0
+    assert outcome["progress_at_start"] == 0.0
     assert "minutes: since" not in capsys.readouterr().out
 
     resumed = train(replace(options, resume=True))
 
     assert resumed is not None
-    share = resumed.progress_at_start
-    assert share == pytest.approx(7 * options.batch_size / outcome.samples, rel=0.1)
+    share = resumed["progress_at_start"]
+    assert share == pytest.approx(7 * options.batch_size / outcome["samples"], rel=0.1)
     assert f"since worker 0 began, at {share:.0%} of the run" in capsys.readouterr().out
-    assert (resumed.metric, resumed.samples) == (outcome.metric, outcome.samples)
+    assert (resumed["metric"], resumed["samples"]) == (outcome["metric"], outcome["samples"])
     found = torch.load(options.directory / MODEL_FILE, weights_only=True)
     assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -30,7 +30,7 @@ def python_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=sorted(WORKLOADS))
 def make(request: pytest.FixtureRequest, python_tree: Path) -> MakeWorkload:
     if request.param == "pystdlib":
-        return lambda **options: PyStdlib(root=python_tree, **options)
+        return lambda **options: PyStdlib(data=python_tree, **options)
     return lambda **options: make_workload(request.param, **options)
 
 
@@ -187,7 +187,7 @@ def test_digits_reaches_98_percent_in_seconds() -> None:
 
 
 def test_an_untrained_transformer_needs_about_eight_bits_per_byte(python_tree: Path) -> None:
-    workload = PyStdlib(root=python_tree)
+    workload = PyStdlib(data=python_tree)
     torch.manual_seed(0)
     assert workload.evaluate(workload.make_model()) == pytest.approx(8, abs=0.3)
 

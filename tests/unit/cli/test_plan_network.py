@@ -3,14 +3,14 @@ import math
 import numpy as np
 import pytest
 
-from gossipdp.graph import Constants, build_graph
-from gossipdp.graph.network_plan import (
+from gossipdp.cli.plan_network import (
     GraphPrediction,
     TrainingConditions,
     candidates,
     predict,
     recommended,
 )
+from gossipdp.graph import Constants, build_graph
 from gossipdp.graph.stationary import NOISE_MODELS, stationary_distance
 
 RESNET = TrainingConditions(model_bytes=1e8, step_s=0.1, bytes_per_s=1e9, latency_s=0.001)
@@ -21,7 +21,6 @@ def test_durations_by_hand():
     assert RESNET.all_reduce_s(4) == pytest.approx(6 / 4 * 0.1 + 6 * 0.001)
     assert RESNET.all_reduce_s(1) == 0.0
     assert RESNET.slowest_step_s(64) == 0.1
-    assert RESNET.synchronous_step_s(4) == pytest.approx(0.256)
 
 
 @pytest.mark.parametrize(("num_workers", "spread"), [(1, 0.3), (2, 0.3), (64, 0.1), (512, 1.0)])
@@ -61,23 +60,6 @@ def test_the_recommended_graph():
     complete = prediction("complete", 28, 1.0)
     assert recommended([ring, torus, complete]) is torus
     assert recommended([ring, complete]) is complete
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("model_bytes", 0.0),
-        ("step_s", -1.0),
-        ("bytes_per_s", math.inf),
-        ("latency_s", -0.1),
-        ("step_spread", math.nan),
-        ("step_spread", 10.0),
-    ],
-)
-def test_bad_conditions(name, value):
-    arguments = {"model_bytes": 1.0, "step_s": 1.0, "bytes_per_s": 1.0, name: value}
-    with pytest.raises(ValueError, match=name):
-        TrainingConditions(**arguments)
 
 
 @pytest.mark.parametrize("served_share", [0.0, math.nan])

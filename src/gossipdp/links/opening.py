@@ -1,0 +1,127 @@
+"""A connection that is no link yet: accepted or dialled, then TLS if there is any, then our
+handshake. Of a stranger little is read, and of TLS nothing is allocated before its first byte.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import final
+
+from gossipdp.links import fork, sockets
+from gossipdp.links.handshake import MAGIC, Handshake, Refusal, Stage
+from gossipdp.links.sockets import PlainStream, Stream
+from gossipdp.links.tls import Tls, TlsStream
+
+
+@final
+class Opening:
+    """A connection whose handshake is not over.
+
+    Attributes:
+        handshake: ours.
+        there: host and port of the other end.
+        deadline_s: when it is given up, by the transport's clock.
+        stream: what carries the handshake; None until that is known.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        handshake: Handshake,
+        there: tuple[str, int],
+        deadline_s: float,
+        tls: Tls | None,
+    ) -> None:
+        self.handshake = handshake
+        self.there = there
+        self.deadline_s = deadline_s
+        self.stream: Stream | None = None
+        self.descriptor = connection.fileno()
+        self._connection = connection
+        self._tls = tls
+        self._is_connected = not handshake.dialler
+        self._has_spoken = False  # a byte that TLS may begin with
+        self._output = b""
+
+    @property
+    def connection(self) -> socket.socket:
+        """The socket, whose object TLS replaces by one of its own."""
+        return self._connection if self.stream is None else self.stream.connection
+
+    @property
+    def who(self) -> str:
+        """The other end for messages: without the port where it dialled us."""
+        host, port = self.there
+        return f"{host}:{port}" if self.handshake.dialler else host
+
+    @property
+    def standing(self) -> int:
+        """What it has shown so far: nothing; a TLS hello; that it knows the run's id."""
+        return 2 if self.handshake.stage is not Stage.OPENING else int(self._has_spoken)
+
+    def advance(self, decide: Callable[[Handshake], None]) -> None:
+        """Go on without waiting, to stage DONE or REFUSED; ``decide`` answers at DECIDING.
+
+        Raises:
+            BlockingIOError: The other end is to speak first.
+            HandshakeError, OSError: It has come to nothing; EOFError: the other end has ended.
+        """
+        handshake = self.handshake
+        if not self._is_connected:
+            if not sockets.is_connected(self.connection):
+                raise BlockingIOError
+            self._is_connected = True
+        if not self._has_spoken:
+            self._begin_stream()
+            self._has_spoken = True
+        stream = self.stream
+        assert stream is not None
+        if isinstance(stream, TlsStream) and not stream.is_secured:
+            stream.do_handshake()
+        while True:
+            self._output += handshake.take_output()
+            if self._output:
+                self._output = self._output[stream.send([self._output]) :]
+            if handshake.stage is Stage.DECIDING:
+                decide(handshake)
+            elif self._output:
+                raise BlockingIOError
+            elif handshake.num_wanted == 0:
+                return
+            else:
+                room = bytearray(handshake.num_wanted)
+                count = stream.receive_into([memoryview(room)])
+                if count == 0:
+                    raise EOFError
+                handshake.receive(bytes(room[:count]))
+
+    def _begin_stream(self) -> None:
+        """Choose what carries the handshake."""
+        dialler = self.handshake.dialler
+        if self._tls is None:
+            self.stream = PlainStream(self.connection)
+            return
+        if dialler and self.stream is None:
+            self._wrap(self._tls).do_handshake()  # says hello
+            # It did not wait: the answer was there at once, and no event will tell of it.
+            return
+        # A worker without TLS is known by how its own handshake begins. The plain method: an
+        # ssl.SSLSocket refuses flags.
+        start = socket.socket.recv(self.connection, len(MAGIC), socket.MSG_PEEK)
+        if not start:
+            raise EOFError
+        if start != MAGIC and MAGIC.startswith(start):
+            raise BlockingIOError  # the rest is an event of its own
+        if start == MAGIC:  # let each know
+            self.stream = PlainStream(self.connection)
+            self.handshake.refuse(Refusal("tls", *(("off", "on") if dialler else ("on", "off"))))
+        elif not dialler:
+            self._wrap(self._tls)
+
+    def _wrap(self, tls: Tls) -> TlsStream:
+        # Under the guard: a forked child must find the socket under its new object.
+        with fork.descriptors_guard:
+            stream = tls.wrap(self.connection, server_side=not self.handshake.dialler)
+            self.stream = stream
+        return stream

@@ -1,0 +1,156 @@
+"""A link's account of chunks that are read in place: what has left, in order; what is owed."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from links import Recorder
+
+from gossipdp.links.frames import (
+    ChunkKey,
+    FrameError,
+    FrameType,
+    Header,
+    pack_header,
+    run_tag,
+)
+from gossipdp.links.handshake import Identity
+from gossipdp.links.shared_memory import PeerSegments, SharedSegment
+from gossipdp.links.sockets import Stream
+from gossipdp.links.tcp_link import LinkOwner, TcpLink
+
+KEY = ChunkKey(0, 0, 0, 0)
+TAG = run_tag("run")
+
+
+class Taking(Stream):
+    """Takes all that is sent, and says nothing."""
+
+    connection: Any = None
+
+    def receive_into(self, rooms: Sequence[memoryview]) -> int:
+        raise BlockingIOError
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> int:
+        return sum(map(len, parts))
+
+
+class Owner(LinkOwner):
+    """A transport of one link, whose peer has mapped all that is offered."""
+
+    def __init__(self) -> None:
+        self.handler = Recorder()
+        self.tag = TAG
+        self.clock = lambda: 0.0
+        self.scratch = memoryview(bytearray(64))
+        self.segment = SharedSegment(4096, 1)
+        self.to_read: dict[Any, None] = {}
+        self.to_write: dict[TcpLink, None] = {}
+        self.link = TcpLink(self, Taking(), Identity(1, 0, 1, "run", *5 * [""]), dialler=0)
+        self.link.offered = self.link.ready = 1
+        self.handler.link_up(self.link)
+        self.unread: bool | None = None
+
+    def link_found_memory_socket(self, link: TcpLink) -> None: ...
+
+    def link_ended(self, link: TcpLink, reason: str, *, broken: bool, unread: bool) -> None:
+        self.unread = unread
+
+    def send(self, is_shared: bool) -> None:
+        payload = self.segment.memory[:64] if is_shared else memoryview(bytes(64))
+        self.link.send_chunk(FrameType.EXCHANGE_CHUNK, KEY, payload)
+        self.link.write_some(acknowledge=False)
+
+    def hear(self, frame_type: FrameType, sequence: int = 0, **place: int) -> None:
+        header = pack_header(TAG, frame_type, sequence, 0, **place)
+        self.link._start_frame(memoryview(header))
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    return Owner()
+
+
+@given(st.lists(st.sampled_from(["shared", "bytes", "read"]), max_size=60))
+def test_chunks_leave_in_order(events: list[str]) -> None:
+    """Against a model: a chunk has left when it and all before it are read, or sent as bytes."""
+    owner = Owner()
+    link = owner.link
+    model: deque[bool] = deque()  # of each chunk sent: whether the peer can still read it
+    num_read = num_shared = 0
+    for event in events:
+        if event == "read":
+            if num_read < num_shared:
+                num_read += 1
+                model[model.index(True)] = False
+                owner.hear(FrameType.ACKNOWLEDGEMENT, num_read - 1, num_read=num_read)
+        else:
+            owner.send(event == "shared")
+            model.append(event == "shared")
+            num_shared += event == "shared"
+        while model and not model[0]:
+            model.popleft()
+        assert link.queued_chunks == link.queued_of(FrameType.EXCHANGE_CHUNK) == len(model)
+    link.end("enough")
+    assert owner.unread == bool(model)
+
+
+def test_more_than_was_sent_is_not_confirmed(owner: Owner) -> None:
+    owner.send(True)
+    for num_read in (2, 2**32 - 1):
+        with pytest.raises(FrameError, match="acknowledged"):
+            owner.hear(FrameType.ACKNOWLEDGEMENT, num_read=num_read)
+
+
+def test_a_segment_is_confirmed_once_and_only_if_it_was_offered(owner: Owner) -> None:
+    owner.link.offered = 3
+    owner.hear(FrameType.SEGMENT_READY, 0, segment=2)
+    for number in (1, 2, 4):
+        with pytest.raises(FrameError, match="last offered is 3"):
+            owner.hear(FrameType.SEGMENT_READY, 1, segment=number)
+    owner.hear(FrameType.SEGMENT_READY, 1, segment=3)
+    assert owner.link.ready == 3
+
+
+def test_what_is_owed_is_said_once(owner: Owner) -> None:
+    link = owner.link
+    link.map(1, memoryview(bytearray(64)))
+    link.write_some(acknowledge=True)
+    assert not link.owes
+    link._finish_frame(Header(FrameType.EXCHANGE_CHUNK, 64, KEY, segment=1))
+    assert link.owes
+    before = link.bytes_sent
+    link.write_some(acknowledge=False)
+    assert link.bytes_sent == before
+    for _ in range(2):
+        link.write_some(acknowledge=True)
+        assert link.bytes_sent == before + 56
+        assert not link.owes
+
+
+def chunk_at(segment: int, offset: int, length: int) -> Header:
+    return Header(FrameType.EXCHANGE_CHUNK, length, KEY, segment=segment, offset=offset)
+
+
+def test_a_place_lies_inside_a_segment_that_was_offered() -> None:
+    segments = PeerSegments()
+    memory = bytes(range(200))
+    assert segments.add(1, memoryview(memory))
+    assert segments.find(chunk_at(1, 64, 136)) == memory[64:200]
+    for header in (chunk_at(1, 64, 137), chunk_at(1, 2**63, 1), chunk_at(2, 0, 1)):
+        with pytest.raises(FrameError, match="of segment"):
+            segments.find(header)
+
+
+def test_an_older_segment_goes_when_a_chunk_names_a_newer() -> None:
+    segments = PeerSegments()
+    for number in (1, 2):
+        assert segments.add(number, memoryview(bytes([number]) * 64))
+    assert not segments.add(1, memoryview(bytes(64)))
+    assert segments.find(chunk_at(1, 0, 1)) == b"\x01"  # on its way when the second was offered
+    assert segments.find(chunk_at(2, 0, 1)) == b"\x02"
+    with pytest.raises(FrameError):
+        segments.find(chunk_at(1, 0, 1))
