@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from random import Random
 
-from gossipdp.dynamics.chunks import Chunk, State
+from gossipdp.dynamics.chunks import State
 from gossipdp.dynamics.phase import Phase
 from gossipdp.errors import PeerLostError, PoisonedError, RefusedError, SupersededError
 from gossipdp.gossip.averaging import Averaging, Outcome
@@ -97,7 +97,6 @@ class GossipLoop(LinkHandler):
         self._codec = make_codec(wire_format, state, self.transport.allocate)
         self.transfers = Transfers(
             state.all_chunks,
-            Chunk.read_z,
             links=self._links,
             send=self._send,
             refusal=self._refusal_to_give,

@@ -78,55 +78,44 @@ class Offer:
     copy: Callable[[Tensor, Tensor], bool]
 
 
+@dataclass(eq=False)
 class _Sender:
-    """Streams a state over one link.
+    """Streams a state over one link, in pieces of these ``sizes``.
 
-    Args:
-        link: to the worker that asked.
-        frame_type: of the chunks.
-        counter: of its request.
-        num_chunks: of the state.
-        slot_bytes: of the largest chunk.
-        read: copies the chunk of an index to the beginning of a slot and returns its bytes; 0: not
-            just now.
-        start: the first chunk to send.
+    Attributes:
+        read: writes the piece of an index to a slot of its size; False: not just now.
+        num_sent: pieces, so far.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        frame_type: FrameType,
-        counter: int,
-        *,
-        num_chunks: int,
-        slot_bytes: int,
-        read: Callable[[int, Tensor], int],
-        start: int = 0,
-    ) -> None:
-        self.link = link
-        self.is_training = frame_type is FrameType.TRAINING_CHUNK
-        self.num_sent = min(start, num_chunks)
-        self._frame_type, self._counter = frame_type, counter
-        self._num_chunks, self._read = num_chunks, read
+    link: Link
+    counter: int
+    sizes: Sequence[int]
+    read: Callable[[int, Tensor], bool]
+    is_training: bool
+    num_sent: int = 0
+
+    def __post_init__(self) -> None:
         # Rows that begin where numbers of any type may.
-        self._slots = torch.empty(SLOTS, -(-slot_bytes // 64) * 64, dtype=torch.uint8)
+        slot_bytes = -(-max(self.sizes, default=0) // 64) * 64
+        self._slots = torch.empty(SLOTS, slot_bytes, dtype=torch.uint8)
 
     @property
     def has_read_all(self) -> bool:
-        """Whether every chunk was copied and handed to the link."""
-        return self.num_sent == self._num_chunks
+        """Whether every piece was copied and handed to the link."""
+        return self.num_sent >= len(self.sizes)
 
     def pump(self) -> None:
-        """Send chunks as long as a slot is free: its last chunk has left, and fewer are queued."""
+        """Send pieces as long as a slot is free: its last one has left, and fewer are queued."""
+        frame_type = FrameType.TRAINING_CHUNK if self.is_training else FrameType.STATE_CHUNK
         link = self.link
         while not self.has_read_all and link.queued_chunks < SLOTS:
-            slot = self._slots[self.num_sent % SLOTS]
-            num_bytes = self._read(self.num_sent, slot)
-            if num_bytes == 0:
+            index = self.num_sent
+            slot = self._slots[index % SLOTS][: self.sizes[index]]
+            if not self.read(index, slot):
                 return
-            key = ChunkKey(link.peer, link.peer_incarnation, self._counter, self.num_sent)
             self.num_sent += 1
-            link.send_chunk(self._frame_type, key, tensor_bytes(slot[:num_bytes]))
+            key = ChunkKey(link.peer, link.peer_incarnation, self.counter, index)
+            link.send_chunk(frame_type, key, tensor_bytes(slot))
 
 
 @dataclass(eq=False)
@@ -153,7 +142,7 @@ class _Fetch:
 
 def _parameters(chunks: Sequence[Chunk], sink: Sink) -> Iterator[Tensor]:
     """Rooms for another worker's parameters, laid out as this one's (the fingerprints agree)."""
-    slot = torch.empty(_largest(chunks), dtype=torch.uint8)
+    slot = torch.empty(max((c.x.nbytes for c in chunks), default=0), dtype=torch.uint8)
     for chunk in chunks:
         room = slot[: chunk.x.nbytes]
         yield room
@@ -177,7 +166,6 @@ class Transfers:
 
     Args:
         chunks: all of this worker's, in the order in which every worker has them.
-        read: writes what another takes over of one chunk to a tensor in host memory.
         links: by peer; the loop's own table, which it keeps up to date.
         send: posts a message, and dials where there is no link.
         refusal: why this worker's state is not to be had just now, or None.
@@ -192,7 +180,6 @@ class Transfers:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        read: Sink,
         *,
         links: Mapping[int, Link],
         send: Callable[[int, TransferMessage], None],
@@ -204,7 +191,6 @@ class Transfers:
         self.num_chunks_received = 0
         self.num_given = 0
         self._chunks = chunks
-        self._read = read
         self._links = links
         self._send = send
         self._refusal = refusal
@@ -236,20 +222,15 @@ class Transfers:
         if link is None or not self._may_give(peer, request.counter):
             return
 
-        def read(index: int, slot: Tensor) -> int:
+        def read(index: int, slot: Tensor) -> bool:
             chunk = self._chunks[index]
-            self._read(chunk, slot[: chunk.x.nbytes].view(chunk.x.dtype))
-            return chunk.x.nbytes
+            chunk.read_z(slot.view(chunk.x.dtype))
+            return True
 
-        self._senders[peer] = _Sender(
-            link,
-            FrameType.STATE_CHUNK,
-            request.counter,
-            num_chunks=len(self._chunks),
-            slot_bytes=_largest(self._chunks),
-            read=read,
-            start=request.start,
-        )
+        sizes = [chunk.x.nbytes for chunk in self._chunks]
+        sender = _Sender(link, request.counter, sizes, read, is_training=False)
+        sender.num_sent = request.start
+        self._senders[peer] = sender
 
     def _give_training(self, peer: int, request: RequestTraining) -> bool:
         """Begin to send the optimizers' state, or say why not; False: not just now."""
@@ -266,18 +247,11 @@ class Transfers:
         text = torch.frombuffer(bytearray(offer.text), dtype=torch.uint8)
         pieces = list(_pieces([text, *offer.tensors]))
 
-        def read(index: int, slot: Tensor) -> int:
-            piece = pieces[index]
-            return piece.numel() if offer.copy(piece, slot[: piece.numel()]) else 0
+        def read(index: int, slot: Tensor) -> bool:
+            return offer.copy(pieces[index], slot)
 
-        self._senders[peer] = _Sender(
-            link,
-            FrameType.TRAINING_CHUNK,
-            request.counter,
-            num_chunks=len(pieces),
-            slot_bytes=max(piece.numel() for piece in pieces),
-            read=read,
-        )
+        sizes = [piece.numel() for piece in pieces]
+        self._senders[peer] = _Sender(link, request.counter, sizes, read, is_training=True)
         self._send(peer, OfferTraining(request.counter, len(offer.text)))
         return True
 
@@ -443,10 +417,6 @@ class Transfers:
             self.end(PeerLostError(reason))
             if (link := self._links.get(fetch.peer)) is not None:
                 link.close(reason)
-
-
-def _largest(chunks: Sequence[Chunk]) -> int:
-    return max((chunk.x.nbytes for chunk in chunks), default=0)
 
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -39,7 +39,6 @@ class End:
         self.unsent: list[tuple[int, object]] = []
         self.transfers = Transfers(
             self.state.all_chunks,
-            Chunk.read_z,
             links=self.links,
             send=self.send,
             refusal=lambda: self.refusal,
