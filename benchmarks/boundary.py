@@ -27,7 +27,8 @@ from support.report import Report, Spread, Table, Target, run_script
 from torch import Tensor
 
 from gossipdp.cli.option_checks import check_output
-from gossipdp.dynamics.chunks import Role, Segment, State, zeros
+from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.dynamics.device import zeros
 from gossipdp.parallel.flat_parameters import chunk_bytes_for
 
 ETA, ALPHA_TILDE = 0.3, 1.3

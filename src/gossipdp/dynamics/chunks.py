@@ -23,10 +23,8 @@ The training thread and the gossip thread meet here and nowhere else. The rules:
 On a device that only queues work, :mod:`~gossipdp.dynamics.device` has further rules.
 """
 
-import contextlib
 import enum
 import math
-import mmap
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -34,11 +32,9 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics import update
-from gossipdp.dynamics.device import Device, device_of
+from gossipdp.dynamics.device import Device, device_of, zeros
 
 CHUNK_BYTES = 1 << 20
-HUGE_PAGE_BYTES = 1 << 21
-LEAST_HUGE_BYTES = 16 * HUGE_PAGE_BYTES
 # A boundary of fewer values is over before a second thread has woken.
 LEAST_HELPED_VALUES = 8_000_000
 MOST_BOUNDARY_THREADS = 8  # a few take all that memory gives
@@ -73,24 +69,6 @@ class Role(enum.Enum):
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision of ``c`` and ``pending`` for parameters of ``dtype``."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in memory of their own: many megabytes of host memory on huge pages.
-
-    A pass over pages of 4 KiB takes a sixth longer: the processor reads nothing ahead across their
-    ends. A kernel without huge pages gives small ones.
-    """
-    num_bytes = length * dtype.itemsize
-    if device.type != "cpu" or num_bytes < LEAST_HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(length, dtype=dtype, device=device)
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=private)
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    values = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -values.data_ptr() % HUGE_PAGE_BYTES
-    return values[start : start + num_bytes].view(dtype)
 
 
 class Chunk:

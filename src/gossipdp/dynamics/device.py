@@ -37,6 +37,7 @@ scratch belongs to one thread, so to one stream.
 
 import abc
 import contextlib
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -46,6 +47,8 @@ import torch
 from torch import Tensor
 
 SWITCH, ON = "GOSSIPDP_CUDA", "experimental"
+HUGE_PAGE_BYTES = 1 << 21
+LEAST_HUGE_BYTES = 16 * HUGE_PAGE_BYTES
 
 
 def is_cuda_allowed() -> bool:
@@ -306,3 +309,21 @@ def device_of(devices: set[torch.device]) -> Device:
     if device.type != "cuda":
         raise ValueError(f"parameters are on {device}; exchanges know the CPU and CUDA devices")
     return CudaDevice(device)
+
+
+def zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in memory of their own: many megabytes of host memory on huge pages.
+
+    A pass over pages of 4 KiB takes a sixth longer: the processor reads nothing ahead across their
+    ends. A kernel without huge pages gives small ones.
+    """
+    num_bytes = length * dtype.itemsize
+    if device.type != "cpu" or num_bytes < LEAST_HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(length, dtype=dtype, device=device)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=private)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    values = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -values.data_ptr() % HUGE_PAGE_BYTES
+    return values[start : start + num_bytes].view(dtype)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from gossipdp.dynamics.chunks import CHUNK_BYTES, Role, Segment, State, zeros
-from gossipdp.dynamics.device import ON, SWITCH, is_cuda_allowed
+from gossipdp.dynamics.chunks import CHUNK_BYTES, Role, Segment, State
+from gossipdp.dynamics.device import ON, SWITCH, is_cuda_allowed, zeros
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import ModelChangedError
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics import chunks
-from gossipdp.dynamics.chunks import Chunk, Role, Segment, State, zeros
+from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
 
 
 def test_a_checkpoint_copies_a_chunk_before_an_exchange_or_after_it() -> None:
@@ -116,20 +116,6 @@ def test_buffers_of_low_precision_keep_the_remainder(dtype: torch.dtype) -> None
     one.boundary(0.0)
     expected = (mine.float() + theirs.float()) / 2
     torch.testing.assert_close(one.x.float() + one.pending, expected)
-
-
-def test_large_memory_is_zeros_on_page_ends_of_its_own():
-    cpu = torch.device("cpu")
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        length = chunks.LEAST_HUGE_BYTES // dtype.itemsize + 3
-        values, others = zeros(length, dtype, cpu), zeros(length, dtype, cpu)
-        assert values.shape == (length,)
-        assert values.dtype is dtype
-        assert values.data_ptr() % chunks.HUGE_PAGE_BYTES == 0
-        assert not values.any()
-        values[:5].fill_(1.0)
-        assert not others.any()
-    assert zeros(5, torch.float32, cpu).tolist() == [0.0] * 5
 
 
 def test_a_helper_s_error_reaches_the_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
