@@ -403,8 +403,7 @@ class State:
             chunk.index = index
             chunk.device = self.device
             chunk.lock = self.device.lock()
-        # It starts no thread before the first boundary that needs one; they end with this state.
-        self._helpers = ThreadPoolExecutor(MOST_BOUNDARY_THREADS, "gossipdp-boundary")
+        self._helpers = _helpers()
 
     def description(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return what must agree between workers for their chunks to: a text and a shape each.
@@ -501,6 +500,11 @@ class State:
         finally:
             wait(helpers)
 
+    def end_helpers(self) -> None:
+        """End the helper threads: there will hardly be another boundary."""
+        self._helpers.shutdown()
+        self._helpers = _helpers()
+
     def flow(self, theta: float) -> None:
         """Flow every chunk to the phase ``theta``, into its pending; x stays."""
         self.device.finish()
@@ -512,3 +516,8 @@ class State:
         self.device.finish()
         for chunk in self.chunks:
             chunk.reset()
+
+
+def _helpers() -> ThreadPoolExecutor:
+    """Threads for boundaries; the first starts with the first boundary that needs one."""
+    return ThreadPoolExecutor(MOST_BOUNDARY_THREADS, "gossipdp-boundary")

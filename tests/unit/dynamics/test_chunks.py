@@ -136,3 +136,7 @@ def test_a_helper_s_error_reaches_the_boundary(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(chunk, "boundary", boundary, raising=False)
     with pytest.raises(OSError, match="no such memory"):
         state.boundary(0.0)
+    helpers = [each for each in threading.enumerate() if each.name.startswith("gossipdp-boundary")]
+    assert helpers
+    state.end_helpers()
+    assert not any(helper.is_alive() for helper in helpers)
