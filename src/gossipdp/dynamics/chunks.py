@@ -227,7 +227,10 @@ class Chunk:
     # Under the lock.
 
     def _add_pending(self, decay: float) -> None:
-        update.boundary(self.x, self.pending, self.c, decay, compiled=self.is_compiled)
+        if self.has_pending or self.c is None or self.x.dtype != self.pending.dtype:
+            update.boundary(self.x, self.pending, self.c, decay, compiled=self.is_compiled)
+        else:  # pending is zero: a third of the memory need not be passed over
+            update.flow(self.x, self.c, decay, compiled=self.is_compiled)
 
     def _write(self, out: Tensor) -> None:
         torch.add(self.x, self.pending, out=out)

@@ -53,9 +53,12 @@ LEAST_COMPILED_VALUES = 1_000_000
 # The events.
 
 
-def flow(pending: Tensor, c: Tensor, decay: float) -> None:
-    """Flow: pending += (1 - decay)/2 c, then c *= decay."""
-    pending.add_(c, alpha=0.5 * (1.0 - decay))
+def flow(values: Tensor, c: Tensor, decay: float, *, compiled: bool = False) -> None:
+    """Flow: values += (1 - decay)/2 c, then c *= decay; values are pending, or x itself."""
+    if compiled:
+        _loops().flow(_array(values), _array(c), decay)
+        return
+    values.add_(c, alpha=0.5 * (1.0 - decay))
     c.mul_(decay)
 
 
@@ -237,6 +240,7 @@ def compile_loops(x: torch.dtype, wire: torch.dtype) -> None:
         lambda: exchange(p, p, out, out, 1.0, 0.5, compiled=True),
         lambda: snapshot_and_exchange(out, values, p, p, out, 1.0, 0.5, compiled=True),
         lambda: boundary(values, p, p, 1.0, compiled=True),
+        lambda: flow(p, p, 1.0, compiled=True),
     ):
         try:
             call()
