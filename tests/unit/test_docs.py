@@ -173,21 +173,8 @@ def test_programs_run(name: str, block: str, tmp_path: Path, monkeypatch: pytest
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("name", "block"), blocks("sh"), ids=[name for name, _ in blocks("sh")])
-def test_shell_blocks_run(name: str, block: str, tmp_path: Path):
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_no_block_is_of_a_kind_that_nobody_checks():
-    kinds = {"python", "py", "sh", "json", "yaml", "text", ""}
+    kinds = {"python", "py", "json", "yaml", "text", ""}
     for page in PAGES:
         fences = re.findall(r"^```(.*)$", page.read_text(), re.M)
         assert set(fences) <= kinds, page

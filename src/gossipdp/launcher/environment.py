@@ -21,6 +21,7 @@ from gossipdp.links.tls import TlsFiles, tls_files
 
 logger = logging.getLogger("gossipdp")
 
+TLS_VARIABLES = ("GOSSIPDP_TLS_CERT", "GOSSIPDP_TLS_KEY", "GOSSIPDP_TLS_CA")
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # The rank, and the number of workers, of one that joins a run and has yet to ask for them.
@@ -282,15 +283,13 @@ def check_private(name: str, path: Path) -> None:
 
 def tls_from(variables: Mapping[str, str]) -> TlsFiles | None:
     """The TLS files that ``variables`` name; raises ValueError where they name only some."""
-    return tls_files(*(variables.get(f"GOSSIPDP_TLS_{kind}") for kind in ("CERT", "KEY", "CA")))
+    return tls_files(*(variables.get(name) for name in TLS_VARIABLES))
 
 
 def tls_variables(files: TlsFiles) -> dict[str, str]:
     """The variables that :func:`tls_from` reads."""
-    return {
-        f"GOSSIPDP_TLS_{kind}": str(path.absolute())
-        for kind, path in (("CERT", files.cert), ("KEY", files.key), ("CA", files.ca))
-    }
+    paths = files.cert, files.key, files.ca
+    return {name: str(path.absolute()) for name, path in zip(TLS_VARIABLES, paths, strict=True)}
 
 
 def read_addresses(name: str, text: str) -> tuple[tuple[str, int], ...]:
