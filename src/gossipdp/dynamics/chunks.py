@@ -151,7 +151,7 @@ class Chunk:
     def read(self, out: Tensor) -> None:
         """Write x + pending to ``out``, or x if the chunk is not exchanged."""
         with self.lock:
-            self.device.write(self._write if self.role.is_exchanged else self._write_x, out)
+            self.device.write(self._write, out)
 
     def read_z(self, out: Tensor) -> None:
         """Write x + pending + c/2 to ``out``: where whoever takes over this state starts."""
@@ -233,27 +233,24 @@ class Chunk:
             update.flow(self.x, self.c, decay, compiled=self.is_compiled)
 
     def _write(self, out: Tensor) -> None:
-        torch.add(self.x, self.pending, out=out)
-
-    def _write_x(self, out: Tensor) -> None:
-        out.copy_(self.x)
+        if self.role.is_exchanged:
+            torch.add(self.x, self.pending, out=out)
+        else:
+            out.copy_(self.x)
 
     def _snapshot(self, out: Tensor, decay: float) -> bool:
         return update.snapshot(out, self.x, self.pending, self.c, decay, compiled=self.is_compiled)
 
     def _exchange(self, mine: Tensor, peers: Tensor, decay: float, alpha_tilde: float) -> float:
-        compiled = self.is_compiled
-        return update.exchange(
-            self.pending, self.c, mine, peers, decay, alpha_tilde, compiled=compiled
-        )
+        numbers, compiled = (decay, alpha_tilde), self.is_compiled
+        return update.exchange(self.pending, self.c, mine, peers, *numbers, compiled=compiled)
 
     def _snapshot_and_exchange(
         self, out: Tensor, peers: Tensor, decay: float, alpha_tilde: float
     ) -> float:
-        state, compiled = (self.x, self.pending, self.c), self.is_compiled
-        return update.snapshot_and_exchange(
-            out, *state, peers, decay, alpha_tilde, compiled=compiled
-        )
+        state, numbers = (self.x, self.pending, self.c), (decay, alpha_tilde)
+        compiled = self.is_compiled
+        return update.snapshot_and_exchange(out, *state, peers, *numbers, compiled=compiled)
 
     def _decay(self, theta: float) -> float:
         """What the flow to ``theta`` leaves of c; 1 where there is nothing to flow."""
@@ -417,10 +414,8 @@ class State:
         for index, segment in enumerate(self.segments):
             dtype = str(segment.x.dtype).removeprefix("torch.")
             length = segment.chunks[0].num_elements if segment.chunks else 0
-            text = (
-                f"segment {index} ({segment.role.value}, {dtype}, of optimizer "
-                f"{segment.optimizer_index}, in chunks of {length})"
-            )
+            kind = f"{segment.role.value}, {dtype}, of optimizer {segment.optimizer_index}"
+            text = f"segment {index} ({kind}, in chunks of {length})"
             lines.append((text, (segment.x.numel(),)))
         return lines
 
