@@ -1,6 +1,6 @@
 """Does exchanging help when no two workers see the same data? `gossipdp demo` on pystdlib.
 
-Each method and seed is one run of the byte-level transformer on disjoint packages of Python's
+Each method and seed is one run of the byte-level transformer on disjoint stretches of Python's
 standard library. The figures are validation bits per byte: of the final average, and the mean over
 the workers before averaging, which is what `none` had before one-shot averaging spoilt it. Prints
 a table and writes benchmarks/results/pystdlib.{json,md}.
@@ -63,7 +63,7 @@ def main() -> None:
     rows = [row(method, runs[method], runs["none"]) for method in methods]
     report.tables.append(
         Table(
-            "Validation bits per byte, workers on disjoint packages",
+            "Validation bits per byte, workers on disjoint stretches",
             ("method", "final average", "gain over none's final average", "mean worker before",
              "gain over none's mean worker", "achieved comm rate", "consensus distance, median"),
             [

@@ -1,7 +1,7 @@
 """The paper's figures and claims, measured by the simulator and written to one page.
 
     python benchmarks/reproduce.py                    measure everything, rewrite the page in docs
-    python benchmarks/reproduce.py --only mixing,time measure these; the others stay as stored
+    python benchmarks/reproduce.py --only mixing,pairing measure these; the others stay as stored
     python benchmarks/reproduce.py --rewrite          measure nothing; draw and write the page again
     python benchmarks/reproduce.py --quick            tiny settings, into runs/reproduction
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 
 import msgspec
-from reproduction import invariant, mixing, pairing, training, training_time
+from reproduction import invariant, mixing, pairing, training
 from reproduction.parts import FIGURE, Effort
 from support.provenance import Provenance
 
@@ -32,7 +32,6 @@ QUICK_OUTPUT = Path("runs/reproduction")
 SECTIONS: dict[str, ModuleType] = {
     "mixing": mixing,
     "training": training,
-    "time": training_time,
     "pairing": pairing,
     "invariant": invariant,
 }

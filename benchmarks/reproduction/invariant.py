@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from reproduction.parts import (
-    COLOURS,
-    FIGURE,
-    Effort,
-    new_figure,
-    run_jobs,
-    save,
-    table,
-    verdict,
-)
+from reproduction import parts
+from reproduction.parts import COLOURS, FIGURE, table, verdict
 
 from gossipdp.simulate import Consensus, Scenario, simulate
 
@@ -71,46 +62,35 @@ class Result(msgspec.Struct, frozen=True):
         return min(last), max(last), max(max(run.drifts) for run in runs)
 
 
-@dataclass(frozen=True)
-class RunJob:
-    """One run on a ring, without gradients."""
-
-    method: str
-    num_workers: int
-    num_steps: float
-    seed: int
-
-
-def measure(effort: Effort) -> Result:
+def measure(effort: parts.Effort) -> Result:
     """Run both exchanges, and plain gossip, from the same starts."""
     num_workers, num_steps = (8, 60.0) if effort.quick else (64, 500.0)
     seeds = range(2 if effort.quick else 5)
-    jobs = [RunJob(method, num_workers, num_steps, seed) for method in NAMES for seed in seeds]
-    return Result(
-        runs=run_jobs(measure_run, jobs, effort, "invariant"),
-        num_workers=num_workers,
-        num_steps=num_steps,
-        seeds=list(seeds),
-        dimension=DIMENSION,
-    )
+    jobs = [
+        {"method": method, "num_workers": num_workers, "num_steps": num_steps, "seed": seed}
+        for method in NAMES
+        for seed in seeds
+    ]
+    runs = parts.run_jobs(measure_run, jobs, effort)
+    return Result(runs, num_workers, num_steps, list(seeds), DIMENSION)
 
 
-def measure_run(job: RunJob) -> Run:
-    """Both time series of a run, relative to its start."""
+def measure_run(method: str, num_workers: int, num_steps: float, seed: int) -> Run:
+    """Both time series of a run on a ring without gradients, relative to its start."""
     scenario = Scenario(
         graph="ring",
-        num_workers=job.num_workers,
+        num_workers=num_workers,
         objective=Consensus(DIMENSION),
-        num_steps=job.num_steps,
+        num_steps=num_steps,
         num_records=NUM_RECORDS,
-        seed=job.seed,
+        seed=seed,
     )
-    trace = simulate(scenario, job.method)
+    trace = simulate(scenario, method)
     distances = trace.column("consensus_distance")
     return Run(
-        method=job.method,
-        seed=job.seed,
-        exchanges_per_worker=(trace.column("exchanges") * 2.0 / job.num_workers).tolist(),
+        method,
+        seed,
+        exchanges_per_worker=(trace.column("exchanges") * 2.0 / num_workers).tolist(),
         distances=(distances / distances[0]).tolist(),
         drifts=(trace.column("drift") / distances[0] ** 0.5).tolist(),
     )
@@ -118,8 +98,7 @@ def measure_run(job: RunJob) -> Run:
 
 def draw(result: Result, path: Path) -> None:
     """Consensus distance and drift over exchanges per worker, a line a seed."""
-    figure = new_figure(3.8)
-    distance, drift = figure.subplots(1, 2)
+    figure, (distance, drift) = parts.new_figure(3.8, 1, 2)
     for method, colour in zip(NAMES, COLOURS, strict=False):
         for place, run in enumerate(result.of(method)):
             label = NAMES[method] if place == 0 else None
@@ -134,7 +113,7 @@ def draw(result: Result, path: Path) -> None:
     for axes in (distance, drift):
         axes.set_xlabel("exchanges per worker")
     figure.legend(*distance.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    save(figure, path)
+    parts.save(figure, path)
 
 
 def write(result: Result) -> list[str]:

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
-from reproduction.parts import (
-    COLOURS,
-    FIGURE,
-    MARKERS,
-    Effort,
-    Estimate,
-    PowerLaw,
-    fit_power_law,
-    new_figure,
-    run_jobs,
-    save,
-    table,
-    verdict,
-)
+from reproduction import parts
+from reproduction.parts import COLOURS, FIGURE, Estimate, table, verdict
 
 from gossipdp.graph import build_graph, plan
 from gossipdp.simulate import Consensus, Scenario, simulate
@@ -80,12 +69,12 @@ class Result(msgspec.Struct, frozen=True):
         found = [p for p in self.points if (p.graph, p.method) == (graph, method)]
         return sorted(found, key=lambda point: point.num_workers)
 
-    def exponent(self, graph: str, method: str, smallest: int = 0) -> PowerLaw:
+    def exponent(self, graph: str, method: str, smallest: int = 0) -> parts.PowerLaw:
         """Fitted to the means over seeds, of sizes from ``smallest`` on where there are two."""
         series = self.series(graph, method)
         large = [point for point in series if point.num_workers >= smallest]
         chosen = large if len(large) > 1 else series
-        return fit_power_law(
+        return parts.fit_power_law(
             [point.num_workers for point in chosen],
             [Estimate.of(point.communications).mean for point in chosen],
         )
@@ -96,17 +85,7 @@ class Result(msgspec.Struct, frozen=True):
         return list(dict.fromkeys(point.graph for point in self.points))
 
 
-@dataclass(frozen=True)
-class PointJob:
-    """One point, over the seeds 0, 1, .., num_seeds - 1."""
-
-    graph: str
-    method: str
-    num_workers: int
-    num_seeds: int
-
-
-def measure(effort: Effort) -> Result:
+def measure(effort: parts.Effort) -> Result:
     """Measure every graph, method and size."""
     sizes = (8, 16) if effort.quick else (8, 16, 32, 64, 128, 256)
 
@@ -118,58 +97,52 @@ def measure(effort: Effort) -> Result:
         return min(64, max(6, 1024 // num_workers)) if method in ASYNCHRONOUS else 3
 
     jobs = [
-        PointJob(graph, method, num_workers, num_seeds(method, num_workers))
-        for graph in GRAPHS
-        for method in METHOD_NAMES
-        for num_workers in sizes
+        {"graph": graph, "method": method, "num_workers": n, "num_seeds": num_seeds(method, n)}
+        for graph, method, n in product(GRAPHS, METHOD_NAMES, sizes)
     ]
-    points = run_jobs(
-        measure_point, jobs, effort, "mixing", cost=lambda job: 1e4 + _predict(job) * job.num_seeds
-    )
+
+    def cost(job: dict[str, Any]) -> float:
+        return 1e4 + _predict(job["graph"], job["method"], job["num_workers"]) * job["num_seeds"]
+
+    points = parts.run_jobs(measure_point, jobs, effort, cost=cost)
     return Result(points=points, dimension=DIMENSION, tail=TAIL)
 
 
-def measure_point(job: PointJob) -> Point:
+def measure_point(graph: str, method: str, num_workers: int, num_seeds: int) -> Point:
     """Communications per e-fold, measured with each seed, and what theory predicts."""
-    one = _asynchronous if job.method in ASYNCHRONOUS else _synchronous
-    return Point(
-        graph=job.graph,
-        method=job.method,
-        num_workers=job.num_workers,
-        communications=[one(job, seed) for seed in range(job.num_seeds)],
-        prediction=_predict(job),
-    )
+    one = _asynchronous if method in ASYNCHRONOUS else _synchronous
+    found = [one(graph, method, num_workers, seed) for seed in range(num_seeds)]
+    return Point(graph, method, num_workers, found, _predict(graph, method, num_workers))
 
 
-def _asynchronous(job: PointJob, seed: int) -> float:
+def _asynchronous(graph: str, method: str, num_workers: int, seed: int) -> float:
     """Pairwise exchanges over the whole network per e-fold."""
-    promise = plan(build_graph(job.graph, job.num_workers))
-    exchanges_per_worker = promise.exchanges_per_unit_time * 2.0 / job.num_workers
-    # The bound only says how long to simulate at most: long enough for a slow seed, too.
-    num_steps = 1.5 * -math.log(TAIL[1]) / (_decay_bound(job) * exchanges_per_worker)
+    promise = plan(build_graph(graph, num_workers))
+    exchanges_per_worker = promise.exchanges_per_unit_time * 2.0 / num_workers
+    decay = _decay_bound(graph, method, num_workers)
     scenario = Scenario(
-        graph=job.graph,
-        num_workers=job.num_workers,
+        graph=graph,
+        num_workers=num_workers,
         objective=Consensus(DIMENSION),
-        num_steps=num_steps,
+        # The bound only says how long to simulate at most: long enough for a slow seed, too.
+        num_steps=1.5 * -math.log(TAIL[1]) / (decay * exchanges_per_worker),
         num_records=NUM_RECORDS,
         stop_below=TAIL[1],
         seed=seed,
     )
-    slope = simulate(scenario, job.method).decay_per_exchange(lowest=TAIL[1])
-    return job.num_workers / 2.0 / slope
+    return num_workers / 2.0 / simulate(scenario, method).decay_per_exchange(lowest=TAIL[1])
 
 
-def _synchronous(job: PointJob, seed: int) -> float:
+def _synchronous(graph: str, method: str, num_workers: int, seed: int) -> float:
     """Rounds per e-fold, times |E|."""
-    graph = build_graph(job.graph, job.num_workers)
+    built = build_graph(graph, num_workers)
     distances = consensus_rounds(
-        mixing_matrix(graph, lazy=True),
-        np.random.default_rng(seed).standard_normal((job.num_workers, DIMENSION)),
-        chebyshev=job.method == "dpsgd-chebyshev",
+        mixing_matrix(built, lazy=True),
+        np.random.default_rng(seed).standard_normal((num_workers, DIMENSION)),
+        chebyshev=method == "dpsgd-chebyshev",
         until=TAIL[1],
     )
-    communications = np.arange(len(distances)) * float(graph.number_of_edges())
+    communications = np.arange(len(distances)) * float(built.number_of_edges())
     return 1.0 / decay_per_exchange(communications, distances, lowest=TAIL[1])
 
 
@@ -201,26 +174,24 @@ def chebyshev_limit(gamma: float) -> float:
     return (1.0 - root) / (1.0 + root)
 
 
-def _predict(job: PointJob) -> float:
+def _predict(graph: str, method: str, num_workers: int) -> float:
     """From chi1 and chi2, an upper bound in expectation; from the spectral gap, exact."""
-    if job.method in ASYNCHRONOUS:
-        return job.num_workers / 2.0 / _decay_bound(job)
-    graph = build_graph(job.graph, job.num_workers)
-    gamma = second_eigenvalue(mixing_matrix(graph, lazy=True))
-    per_round = gamma**2 if job.method == "dpsgd" else chebyshev_limit(gamma)
-    return graph.number_of_edges() / -math.log(per_round)
+    if method in ASYNCHRONOUS:
+        return num_workers / 2.0 / _decay_bound(graph, method, num_workers)
+    built = build_graph(graph, num_workers)
+    gamma = second_eigenvalue(mixing_matrix(built, lazy=True))
+    per_round = gamma**2 if method == "dpsgd" else chebyshev_limit(gamma)
+    return built.number_of_edges() / -math.log(per_round)
 
 
-def _decay_bound(job: PointJob) -> float:
-    promise = plan(build_graph(job.graph, job.num_workers))
-    is_plain = job.method == "gossip"
-    return promise.gossip_decay_bound if is_plain else promise.a2cid2_decay_bound
+def _decay_bound(graph: str, method: str, num_workers: int) -> float:
+    promise = plan(build_graph(graph, num_workers))
+    return promise.gossip_decay_bound if method == "gossip" else promise.a2cid2_decay_bound
 
 
 def draw(result: Result, path: Path) -> None:
     """A panel a graph: measured points, the fitted power laws as lines."""
-    figure = new_figure(4.2)
-    panels = figure.subplots(1, len(result.graphs), sharey=True)
+    figure, panels = parts.new_figure(4.2, 1, len(result.graphs), sharey=True)
     for axes, graph in zip(panels, result.graphs, strict=True):
         ends: list[tuple[float, str, str]] = []
         for place, (method, name) in enumerate(METHOD_NAMES.items()):
@@ -230,7 +201,7 @@ def draw(result: Result, path: Path) -> None:
             colour = COLOURS[place]
             # Where two methods do the same, the one beneath looks out.
             size = 8.0 if method == "gossip" else 5.0
-            axes.plot(sizes, means, MARKERS[place], color=colour, markersize=size, label=name)
+            axes.plot(sizes, means, parts.MARKERS[place], color=colour, markersize=size, label=name)
             axes.plot(sizes, [law.factor * n**law.exponent for n in sizes], color=colour, lw=1.3)
             ends.append((math.log10(means[-1]), f"$n^{{{law.exponent:.2f}}}$", colour))
         height = -math.inf
@@ -245,7 +216,7 @@ def draw(result: Result, path: Path) -> None:
         axes.margins(x=0.22)
     panels[0].set_ylabel("communications per e-fold")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    save(figure, path)
+    parts.save(figure, path)
 
 
 def write(result: Result) -> list[str]:

@@ -5,24 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
-from reproduction.parts import (
-    COLOURS,
-    FIGURE,
-    MARKERS,
-    Effort,
-    Estimate,
-    new_figure,
-    run_jobs,
-    save,
-    table,
-    verdict,
-)
+from reproduction import parts
+from reproduction.parts import COLOURS, FIGURE, Estimate, table, verdict
 
 from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
 from gossipdp.simulate import (
@@ -52,6 +43,10 @@ FIGURE_ROWS = (
     (True, "decay_per_exchange", "jittered durations\ndecay per exchange"),
     (True, "decay_per_step", "jittered durations\ndecay per step"),
 )
+
+
+CELL = ("method", "graph", "num_workers", "policy", "duration", "is_jittered", "seed")
+"""What runs differ in: the first fields of :class:`Run`."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -127,76 +122,45 @@ def _counts(run: Run) -> bool:
     return (run.graph == "ring" and run.method == "a2cid2") or run.num_workers == LARGE
 
 
-@dataclass(frozen=True)
-class RunJob:
-    """One run of the section."""
-
-    method: str
-    graph: str
-    num_workers: int
-    policy: str
-    duration: float
-    is_jittered: bool
-    seed: int
-    num_steps: float
-
-
-def measure(effort: Effort) -> Result:
+def measure(effort: parts.Effort) -> Result:
     """Every policy, duration and graph."""
     size, num_steps = (8, 40.0) if effort.quick else (16, 200.0)
     seeds = range(1 if effort.quick else 2)
     graphs = ("ring",) if effort.quick else GRAPHS
     durations = (0.0, SATURATED) if effort.quick else DURATIONS
     small = [("a2cid2", graph, size) for graph in graphs] + [("gossip", "ring", size)]
-    jobs = [
-        RunJob(method, graph, n, policy, duration, jitter, seed, num_steps)
-        for (method, graph, n), policy, duration, jitter, seed in product(
-            small, NEIGHBOUR_POLICIES, durations, (False, True), seeds
-        )
-    ]
+    cells = list(product(small, NEIGHBOUR_POLICIES, durations, (False, True), seeds))
     if not effort.quick:
-        jobs += [
-            RunJob("a2cid2", "torus", LARGE, policy, SATURATED, jitter, seed, num_steps)
-            for policy, jitter, seed in product(("fresh", "available"), (False, True), seeds)
-        ]
-    runs = run_jobs(measure_run, jobs, effort, "pairing", cost=lambda job: job.num_workers)
+        large = [("a2cid2", "torus", LARGE)]
+        cells += product(large, ("fresh", "available"), (SATURATED,), (False, True), seeds)
+    jobs = [dict(zip(CELL, (*network, *rest), strict=True)) for network, *rest in cells]
+    measure_one = partial(measure_run, num_steps)
+    runs = parts.run_jobs(measure_one, jobs, effort, cost=lambda job: job["num_workers"])
     return Result(runs=runs, num_steps=num_steps, dimension=DIMENSION)
 
 
-def measure_run(job: RunJob) -> Run:
-    """Simulate one run without gradients over links."""
+def measure_run(num_steps: float, **cell: Any) -> Run:
+    """Simulate one run without gradients over links; ``cell``: the fields of ``CELL``."""
+    duration, is_jittered = cell["duration"], cell["is_jittered"]
     scenario = Scenario(
-        graph=job.graph,
-        num_workers=job.num_workers,
+        graph=cell["graph"],
+        num_workers=cell["num_workers"],
         objective=Consensus(DIMENSION),
         fidelity="links",
-        neighbour_policy=job.policy,
-        compute_time=LognormalTime(STEP_S, STEP_JITTER)
-        if job.is_jittered
-        else ConstantTime(STEP_S),
+        neighbour_policy=cell["policy"],
+        compute_time=LognormalTime(STEP_S, STEP_JITTER) if is_jittered else ConstantTime(STEP_S),
         links=LinkModel(
-            every=Link(LATENCY_S, 1.0 / job.duration if job.duration else math.inf),
-            jitter=EXCHANGE_JITTER if job.is_jittered else 0.0,
+            every=Link(LATENCY_S, 1.0 / duration if duration else math.inf),
+            jitter=EXCHANGE_JITTER if is_jittered else 0.0,
         ),
         model_bytes=STEP_S,
-        num_steps=job.num_steps,
+        num_steps=num_steps,
         num_records=NUM_RECORDS,
         stop_below=1e-12,
-        seed=job.seed,
+        seed=cell["seed"],
     )
-    per_step, rate = late_decay(simulate(scenario, job.method))
-    return Run(
-        method=job.method,
-        graph=job.graph,
-        num_workers=job.num_workers,
-        policy=job.policy,
-        duration=job.duration,
-        is_jittered=job.is_jittered,
-        seed=job.seed,
-        decay_per_exchange=per_step / rate,
-        decay_per_step=per_step,
-        comm_rate=rate,
-    )
+    per_step, rate = late_decay(simulate(scenario, cell["method"]))
+    return Run(**cell, decay_per_exchange=per_step / rate, decay_per_step=per_step, comm_rate=rate)
 
 
 def late_decay(trace: Trace) -> tuple[float, float]:
@@ -220,8 +184,8 @@ def draw(result: Result, path: Path) -> None:
         for network in result.values("network")
         if len({run.duration for run in result.choose(network=network)}) > 1
     ]
-    figure = new_figure(7.2)
-    panels = figure.subplots(len(FIGURE_ROWS), len(networks), sharex=True, squeeze=False)
+    shape = (len(FIGURE_ROWS), len(networks))
+    figure, panels = parts.new_figure(7.2, *shape, sharex=True, squeeze=False)
     for row, (is_jittered, attribute, label) in zip(panels, FIGURE_ROWS, strict=True):
         for axes, network in zip(row, networks, strict=True):
             for place, policy in enumerate(result.values("policy")):
@@ -230,7 +194,7 @@ def draw(result: Result, path: Path) -> None:
                     by_duration.setdefault(run.duration, []).append(getattr(run, attribute))
                 means = [statistics.fmean(decays) for decays in by_duration.values()]
                 axes.plot(
-                    list(by_duration), means, marker=MARKERS[place], color=COLOURS[place],
+                    list(by_duration), means, marker=parts.MARKERS[place], color=COLOURS[place],
                     label=policy, markersize=4.5, lw=1.4,
                 )  # fmt: skip
             axes.set_ylim(bottom=0)
@@ -242,7 +206,7 @@ def draw(result: Result, path: Path) -> None:
     figure.supxlabel("duration of an exchange, in gradient steps", fontsize="medium")
     handles = panels[0, 0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=4)
-    save(figure, path)
+    parts.save(figure, path)
 
 
 def write(result: Result) -> list[str]:

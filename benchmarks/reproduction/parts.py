@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from joblib import Parallel, delayed
@@ -30,7 +30,6 @@ WIDTH_INCHES = 10.0
 FIGURE = "<figure>"
 """Stands in a section's paragraphs where its figure goes."""
 
-Job = TypeVar("Job")
 Answer = TypeVar("Answer")
 
 
@@ -38,9 +37,8 @@ Answer = TypeVar("Answer")
 class Effort:
     """How much to measure, and with what.
 
-    Args:
-        quick: tiny settings, to see that everything works; the page says so.
-        num_processes: how many processes measure side by side; 1: none beside this one.
+    quick: tiny settings, to see that everything works; the page says so.
+    num_processes: how many processes measure side by side; 1: none beside this one.
     """
 
     quick: bool = False
@@ -54,28 +52,22 @@ class Effort:
 
 
 def run_jobs(
-    function: Callable[[Job], Answer],
-    jobs: Sequence[Job],
+    function: Callable[..., Answer],
+    jobs: Sequence[dict[str, Any]],
     effort: Effort,
-    label: str,
     *,
-    cost: Callable[[Job], float] = lambda job: 1.0,
+    cost: Callable[[dict[str, Any]], float] = lambda job: 1.0,
 ) -> list[Answer]:
-    """``[function(job) for job in jobs]``, over the processes of ``effort``.
+    """``[function(**job) for job in jobs]``, over the processes of ``effort``, with a progress bar.
 
-    Args:
-        function: a function at the top of its module.
-        jobs: picklable.
-        effort: its processes.
-        label: what the progress bar on standard error is called.
-        cost: how long a job takes, in any unit: the longest are started first.
+    cost: how long a job takes, in any unit: the longest are started first.
     """
     order = sorted(range(len(jobs)), key=lambda place: -cost(jobs[place]))
     pool = Parallel(n_jobs=effort.num_processes, return_as="generator")
-    answers = pool(delayed(function)(jobs[place]) for place in order)
+    answers = pool(delayed(function)(**jobs[place]) for place in order)
     shown = track(
         answers,
-        label,
+        "measuring",
         total=len(jobs),
         console=Console(stderr=True),
         transient=True,
@@ -141,14 +133,14 @@ def verdict(holds: bool) -> str:
     return "**reproduced**" if holds else "**not reproduced**"
 
 
-def new_figure(height_inches: float) -> Figure:
-    """An empty figure, as wide as the page."""
+def new_figure(height: float, rows: int, columns: int, **options: Any) -> tuple[Figure, Any]:
+    """A figure as wide as the page, and its panels; height in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
+    figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure
+    return figure, figure.subplots(rows, columns, **options)
 
 
 def save(figure: Figure, path: Path) -> None:

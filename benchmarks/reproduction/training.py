@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
-from reproduction.parts import (
-    COLOURS,
-    FIGURE,
-    MARKERS,
-    Effort,
-    Estimate,
-    new_figure,
-    run_jobs,
-    save,
-    table,
-    verdict,
-)
+from reproduction import parts
+from reproduction.parts import COLOURS, FIGURE, Estimate, table, verdict
 
 from gossipdp.simulate import (
     ConstantTime,
@@ -64,6 +55,10 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 QUICK = Settings(total_steps=160, largest=8, noise_steps=40.0, num_records=8)
+
+
+CELL = ("data", "graph", "num_workers", "method", "comm_rate", "seed")
+"""What runs differ in; data: "iid", "dirichlet" or "noise" (a flat quadratic)."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -120,96 +115,61 @@ class Result(msgspec.Struct, frozen=True):
         return float(behind[-1] + 1) / (len(ours) - 1) if len(behind) else 0.0
 
 
-@dataclass(frozen=True)
-class RunJob:
-    """One run: ``data`` is "iid", "dirichlet" or "noise" (a flat quadratic with white noise)."""
-
-    settings: Settings
-    data: str
-    graph: str
-    num_workers: int
-    method: str
-    comm_rate: float
-    seed: int
-
-    @property
-    def objective(self) -> Objective:
-        """What is minimised."""
-        if self.data == "noise":
-            return Quadratic(mu=0.0, smoothness=0.0, noise_variance=1.0)
-        return digits_objective(
-            batch_size=self.settings.batch_size,
-            dirichlet_alpha=self.settings.dirichlet_alpha if self.data == "dirichlet" else None,
-        )
-
-    @property
-    def optimizer(self) -> Sgd:
-        """SGD with momentum, its learning rate proportional to the number of workers."""
-        settings = self.settings
-        if self.data == "noise":
-            return Sgd(settings.noise_learning_rate, settings.momentum)
-        learning_rate = settings.largest_learning_rate * self.num_workers / settings.largest
-        return Sgd(learning_rate, settings.momentum, settings.weight_decay)
-
-
-def measure(effort: Effort) -> Result:
+def measure(effort: parts.Effort) -> Result:
     """Train on digits, alike and not; then keep white noise in check."""
     settings = QUICK if effort.quick else Settings()
     sizes = (4, 8) if effort.quick else (4, 8, 16, 32, 64)
     seeds = range(1 if effort.quick else 3)
     largest = settings.largest
-    networks = [("ring", n) for n in sizes] + [("exponential", largest), ("complete", largest)]
+    rings = [("ring", n) for n in sizes]
+    networks = [*rings, ("exponential", largest), ("complete", largest)]
+    both = ("iid", "dirichlet")
+    cells = [
+        *product(both, networks, GOSSIP_KINDS, seeds),
+        *product(both, rings, [("allreduce", 1.0)], seeds),
+        *product(["noise"], [("ring", largest)], GOSSIP_KINDS, seeds),
+    ]
     jobs = [
-        RunJob(settings, data, graph, n, method, rate, seed)
-        for data, (graph, n), (method, rate), seed in product(
-            ("iid", "dirichlet"), networks, GOSSIP_KINDS, seeds
-        )
-    ]
-    jobs += [
-        RunJob(settings, data, "ring", n, "allreduce", 1.0, seed)
-        for data, n, seed in product(("iid", "dirichlet"), sizes, seeds)
-    ]
-    jobs += [
-        RunJob(settings, "noise", "ring", largest, method, rate, seed)
-        for (method, rate), seed in product(GOSSIP_KINDS, seeds)
+        dict(zip(CELL, (data, *network, *kind, seed), strict=True))
+        for data, network, kind, seed in cells
     ]
     # Noise takes several times as many steps, each of them cheaper.
-    runs = run_jobs(
-        measure_run, jobs, effort, "training",
-        cost=lambda job: 2.0 if job.data == "noise" else 1.0,
-    )  # fmt: skip
+    measure_one = partial(measure_run, settings)
+    runs = parts.run_jobs(measure_one, jobs, effort, cost=lambda job: job["data"] == "noise")
     return Result(runs=runs, settings=settings, seeds=list(seeds))
 
 
-def measure_run(job: RunJob) -> Run:
-    """Train one network."""
-    settings, is_noise = job.settings, job.data == "noise"
-    is_synchronous = job.method == "allreduce"
+def measure_run(settings: Settings, **cell: Any) -> Run:
+    """Train one network; ``cell``: the fields of ``CELL``."""
+    data, method, num_workers = cell["data"], cell["method"], cell["num_workers"]
+    is_noise, is_synchronous = data == "noise", method == "allreduce"
+    objective: Objective = Quadratic(mu=0.0, smoothness=0.0, noise_variance=1.0)
+    optimizer = Sgd(settings.noise_learning_rate, settings.momentum)
+    if not is_noise:
+        alpha = settings.dirichlet_alpha if data == "dirichlet" else None
+        objective = digits_objective(batch_size=settings.batch_size, dirichlet_alpha=alpha)
+        learning_rate = settings.largest_learning_rate * num_workers / settings.largest
+        optimizer = Sgd(learning_rate, settings.momentum, settings.weight_decay)
+    # All-reduce does as many rounds as the others do steps: waiting is not looked at here.
     scenario = Scenario(
-        graph=job.graph,
-        num_workers=job.num_workers,
-        objective=job.objective,
-        optimizer=job.optimizer,
-        comm_rate=job.comm_rate,
-        # All-reduce does as many rounds as the others do steps: waiting is the next section's.
+        graph=cell["graph"],
+        num_workers=num_workers,
+        objective=objective,
+        optimizer=optimizer,
+        comm_rate=cell["comm_rate"],
         compute_time=ConstantTime(1.0)
         if is_synchronous
         else LognormalTime(1.0, settings.step_spread),
-        num_steps=settings.noise_steps if is_noise else settings.total_steps / job.num_workers,
+        num_steps=settings.noise_steps if is_noise else settings.total_steps / num_workers,
         num_records=settings.num_records,
         learning_rate_decay=not is_noise,
-        seed=job.seed,
+        seed=cell["seed"],
     )
-    trace = simulate(scenario, job.method)
+    trace = simulate(scenario, method)
     distances = trace.column("consensus_distance")
     last = trace.records[-1]
     return Run(
-        data=job.data,
-        graph=job.graph,
-        num_workers=job.num_workers,
-        method=job.method,
-        comm_rate=job.comm_rate,
-        seed=job.seed,
+        **cell,
         loss=last.loss,
         accuracy=None if is_noise else last.metric,
         late_distance=float(distances[settings.num_records // 2 :].mean()),
@@ -219,14 +179,13 @@ def measure_run(job: RunJob) -> Run:
 
 def draw(result: Result, path: Path) -> None:
     """A row a kind of data: distance over n, loss over n, distance over time on the largest."""
-    figure = new_figure(6.2)
-    panels = figure.subplots(2, 3)
+    figure, panels = parts.new_figure(6.2, 2, 3)
     sizes, largest = result.sizes, result.settings.largest
     for row, data in zip(panels, ("iid", "dirichlet"), strict=True):
         distance, loss, course = row
         for place, (kind, name) in enumerate(KINDS.items()):
             look = {"color": COLOURS[place], "lw": 1.5}
-            marked = {"marker": MARKERS[place], "markersize": 5, **look}
+            marked = {"marker": parts.MARKERS[place], "markersize": 5, **look}
             cells = [result.of(data, "ring", n, kind) for n in sizes]
             losses = [statistics.fmean(run.loss for run in runs) for runs in cells]
             loss.plot(sizes, losses, label=name, **marked)
@@ -255,7 +214,7 @@ def draw(result: Result, path: Path) -> None:
         axes.set_xlabel(label)
     handles = panels[0, 1].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=4)
-    save(figure, path)
+    parts.save(figure, path)
 
 
 def write(result: Result) -> list[str]:
@@ -316,8 +275,8 @@ def write(result: Result) -> list[str]:
         "What differs from the paper: a small network on small images, in place of ResNets on "
         "CIFAR-10 and ImageNet, so that losses and accuracies cannot be compared with its tables; "
         "the claim on the consensus distance can. Uneven classes and white noise are our "
-        "additions. All-reduce does as many rounds here as the others do steps: time is another "
-        "section. Its loss differs from theirs also because one momentum sees the mean gradient, "
+        "additions. All-reduce does as many rounds here as the others do steps: time is not looked "
+        "at. Its loss differs from theirs also because one momentum sees the mean gradient, "
         "at one point, where theirs see single ones at many.",
     ]
 

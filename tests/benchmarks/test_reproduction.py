@@ -3,9 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,13 +11,11 @@ import reproduce
 from hypothesis import given
 from hypothesis import strategies as st
 from reproduction import invariant, mixing, pairing, training
-from reproduction import training_time as timed
 from reproduction.parts import Effort, Estimate, fit_power_law
 
 from gossipdp.graph import build_graph
 from gossipdp.simulate.synchronous import mixing_matrix, second_eigenvalue
 
-BENCHMARKS = Path(reproduce.__file__).parent
 SIZES = [8, 16, 32, 64, 128, 256]
 
 
@@ -65,14 +60,14 @@ def test_estimates():
 
 
 def test_synchronous_rounds_on_a_complete_graph_shrink_by_a_quarter():
-    point = mixing.measure_point(mixing.PointJob("complete", "dpsgd", 8, 1))
+    point = mixing.measure_point("complete", "dpsgd", 8, 1)
     assert point.communications[0] == pytest.approx(28 / math.log(4), rel=1e-6)
     assert point.prediction == pytest.approx(28 / math.log(4))
 
 
 def test_the_number_is_that_of_the_method_that_was_simulated():
     points = {
-        method: mixing.measure_point(mixing.PointJob("ring", method, 16, 2))
+        method: mixing.measure_point("ring", method, 16, 2)
         for method in ("gossip", "a2cid2", "dpsgd", "dpsgd-chebyshev")
     }
     mean = {method: sum(point.communications) / 2 for method, point in points.items()}
@@ -138,11 +133,14 @@ def test_consensus_rounds_end_where_they_must() -> None:
 LONGER = msgspec.structs.replace(training.QUICK, noise_steps=150.0, total_steps=320)
 
 
+def trained(data: str, num_workers: int, method: str, rate: float) -> training.Run:
+    cell = (data, "ring", num_workers, method, rate, 0)
+    return training.measure_run(LONGER, **dict(zip(training.CELL, cell, strict=True)))
+
+
 def test_the_distance_is_that_of_the_method_and_the_rate():
     plain, doubled, accelerated = (
-        training.measure_run(
-            training.RunJob(LONGER, "noise", "ring", 16, method, rate, seed=0)
-        ).late_distance
+        trained("noise", 16, method, rate).late_distance
         for method, rate in (("gossip", 1.0), ("gossip", 2.0), ("a2cid2", 1.0))
     )
     assert doubled < 0.75 * plain
@@ -151,7 +149,7 @@ def test_the_distance_is_that_of_the_method_and_the_rate():
 
 def test_digits_are_learnt_and_uneven_classes_keep_workers_apart():
     alike, uneven, synchronous = (
-        training.measure_run(training.RunJob(LONGER, data, "ring", 8, method, 1.0, seed=0))
+        trained(data, 8, method, 1.0)
         for data, method in (("iid", "gossip"), ("dirichlet", "gossip"), ("iid", "allreduce"))
     )
     assert alike.loss < 1.5  # of ln 10 at the start
@@ -187,70 +185,12 @@ def test_the_verdict_is_about_all_rings_and_the_whole_run():
     assert "ahead after 75% (same data)" in better
 
 
-# Training time
-
-DRAWS = timed.Draws.of(8, 30)
-PLAIN = timed.TimeModel(0.04, 0.6, 0.0, 0.0, 0.0, 0.0, 0.0)
-TRUE = timed.TimeModel(0.05, 0.5, 0.03, 0.12, 2e-5, 5e-11, 8.0)
-
-
-def test_without_spread_and_links_time_is_work_over_workers():
-    minutes, ratio = timed.expected_minutes(PLAIN, timed.PAPER_TIMES, DRAWS)
-    for predicted, one in zip(minutes, timed.PAPER_TIMES, strict=True):
-        steps = timed.NUM_STEPS[one.task] / one.num_workers
-        assert predicted == pytest.approx(steps * PLAIN.step_s(one.task) / 60.0)
-    assert ratio == 1.0
-
-
-def test_spread_slows_all_reduce_alone():
-    uneven = msgspec.structs.replace(PLAIN, within=0.2)
-    both = [timed.expected_minutes(m, timed.PAPER_TIMES, DRAWS)[0] for m in (PLAIN, uneven)]
-    for before, after, one in zip(*both, timed.PAPER_TIMES, strict=True):
-        if one.method == "allreduce":
-            assert after > 1.15 * before
-        else:
-            assert after == pytest.approx(before)
-
-
-def test_the_fit_finds_a_model_that_gives_the_same_times():
-    minutes, ratio = timed.expected_minutes(TRUE, timed.PAPER_TIMES, DRAWS)
-    times = [
-        msgspec.structs.replace(one, minutes=value)
-        for one, value in zip(timed.PAPER_TIMES, minutes, strict=True)
-    ]
-    found = timed.fit("spread and links", times, ratio, DRAWS)
-    assert found.minutes == pytest.approx(minutes, rel=0.01)
-    assert found.model.between == pytest.approx(TRUE.between, rel=0.05)
-    assert found.model.cifar_step_s == pytest.approx(TRUE.cifar_step_s, rel=0.02)
-    worse = timed.fit("spread alone", times, ratio, DRAWS)
-    assert worse.chi_squared > 10 * found.chi_squared + 1.0
-    assert worse.num_free == found.num_free - 2
-
-
-LINKED = timed.TimeModel(0.04, 0.6, 0.0, 0.0, 1e-4, 1e-10, 30.0)
-ALLREDUCE, OURS = (
-    next(time for time in timed.PAPER_TIMES if (time.method, time.num_workers) == (method, 8))
-    for method in ("allreduce", "ours")
-)
-
-
-def test_simulated_all_reduce_waits_for_its_links_and_ours_for_nobody():
-    synchronous = timed.measure_time(timed.TimeJob(ALLREDUCE, LINKED, 400.0, seed=0))
-    round_s = 0.04 + 14 / 8 * timed.MODEL_BYTES["cifar"] * 1e-10 + 14 * 1e-4
-    steps = timed.NUM_STEPS["cifar"] / 8
-    assert synchronous.minutes == pytest.approx((steps * round_s + 30.0) / 60.0, rel=0.005)
-    expected, _ = timed.expected_minutes(LINKED, [ALLREDUCE], DRAWS)
-    assert synchronous.minutes == pytest.approx(expected[0], rel=0.005)
-    ours = timed.measure_time(timed.TimeJob(OURS, LINKED, 800.0, seed=0))
-    assert ours.minutes == pytest.approx((steps * 0.04 + 30.0) / 60.0, rel=0.01)
-    assert 0.7 < (ours.comm_rate or 0.0) < 1.2
-
-
 # Pairing and the invariant
 
 
 def paired(policy: str, method: str = "a2cid2") -> pairing.Run:
-    return pairing.measure_run(pairing.RunJob(method, "ring", 16, policy, 1.5, False, 0, 120.0))
+    cell = (method, "ring", 16, policy, 1.5, False, 0)
+    return pairing.measure_run(120.0, **dict(zip(pairing.CELL, cell, strict=True)))
 
 
 def test_available_locks_in_and_fresh_does_not():
@@ -273,7 +213,7 @@ def test_slow_runs_of_fresh_are_found():
 
 def test_only_the_released_exchange_drifts():
     runs = {
-        method: invariant.measure_run(invariant.RunJob(method, 16, 120.0, seed=0))
+        method: invariant.measure_run(method, 16, 120.0, seed=0)
         for method in ("a2cid2", "released", "gossip")
     }
     assert max(runs["a2cid2"].drifts) < 1e-13
@@ -324,7 +264,9 @@ def test_the_page_is_rebuilt_from_what_is_stored(written):
     assert written.read_text() == before
 
 
-def test_the_committed_page_is_that_of_the_committed_results(tmp_path):
+def test_the_committed_page_is_that_of_the_committed_results(tmp_path, monkeypatch):
+    for section in reproduce.SECTIONS.values():
+        monkeypatch.setattr(section, "draw", lambda result, path: None)
     figures = tmp_path / "figures"
     figures.mkdir()
     for path in (reproduce.DOCS / "figures").glob("reproduction-*.json"):
@@ -333,12 +275,11 @@ def test_the_committed_page_is_that_of_the_committed_results(tmp_path):
     assert page.read_text() == (reproduce.DOCS / "reproduction.md").read_text()
 
 
-def test_a_quick_run_leaves_what_is_committed_alone(tmp_path):
+def test_a_quick_run_leaves_what_is_committed_alone(tmp_path, monkeypatch):
     """A quick run without --output writes under runs/ where it is called."""
     committed = {path: path.read_bytes() for path in reproduce.DOCS.rglob("reproduction*")}
-    words = ["--quick", "--only", "invariant", "--processes", "1"]
-    script = [sys.executable, str(BENCHMARKS / "reproduce.py"), *words]
-    subprocess.run(script, cwd=tmp_path, check=True, timeout=110, capture_output=True)
+    monkeypatch.chdir(tmp_path)
+    assert reproduce.main(["--quick", "--only", "invariant", "--processes", "1"]) == 0
     assert {path: path.read_bytes() for path in committed} == committed
     text = (tmp_path / "runs/reproduction/reproduction.md").read_text()
     assert text.count("Not run yet") == len(reproduce.SECTIONS) - 1

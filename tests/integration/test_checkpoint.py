@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from gossipdp import Checkpoints, GossipDataParallel, Network
 from gossipdp.errors import WorkerFailedError
-from gossipdp.parallel import checkpoint_facts, checkpoint_files
+from gossipdp.parallel import checkpoint
 from gossipdp.parallel.checkpoint import saved_in
+from gossipdp.parallel.checkpoint_files import IsGivenUp
+from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer, Write
 
 pytestmark = pytest.mark.processes
 
@@ -201,7 +203,7 @@ def test_one_without_a_file_starts_from_the_average(workers: Callable, directory
 
 def outlive(directory: str) -> Any:
     """Rank 1 saves and dies; rank 0 goes on for longer than the time of grace, here none."""
-    checkpoint_facts.GRACE_S = 0.0
+    checkpoint.GRACE_S = 0.0
     model, optimizer = make_model(directory, network=Network(timeout_s=2.0))
     train(model, optimizer, 10)
     if model.rank == 1:
@@ -230,19 +232,29 @@ def test_a_dead_workers_old_checkpoint_does_not_throw_the_run_back(
     assert results[0][3].gradient_steps == files[0][0].facts.steps + 10
 
 
+class DiesInMidWrite(BackgroundWriter):
+    """Ends the process, where between two pieces more than a megabyte of the 12th step is there."""
+
+    directory: Path
+
+    def begin(self, write: Write) -> Any:
+        def dies() -> bool:
+            for path in self.directory.glob(".step-00000012*"):
+                if path.stat().st_size > 1_000_000:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return False
+
+        def until_it_dies(_: IsGivenUp) -> Path:
+            return write(dies)
+
+        return super().begin(until_it_dies)
+
+
 def die_in_mid_write(directory: str) -> None:
-    """Every worker is killed half way through the largest tensor of its third checkpoint."""
+    """Every worker is killed half way through its third checkpoint."""
+    Checkpointer.make_writer = DiesInMidWrite
     model, optimizer = make_model(directory, every_steps=4, keep=5)
-    write = checkpoint_files._write
-
-    def write_half_and_die(file: Any, piece: memoryview) -> None:
-        if "step-00000012" in file.name and len(piece) > 1_000_000:
-            write(file, piece[: len(piece) // 2])
-            file.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(file, piece)
-
-    checkpoint_files._write = write_half_and_die
+    DiesInMidWrite.directory = Path(directory) / f"worker-{model.rank}"
     while True:
         train(model, optimizer, 1)
         model._checkpointer._wait_for_writer()  # steps are shorter than a write here
@@ -323,7 +335,7 @@ def synchronous(directory: str, steps: int, budget_steps: int) -> Any:
     )
     losses = train(model, optimizer, steps)
     total = model._engine.total_samples()
-    model._checkpointer.take_due(finally_=True)
+    model._checkpointer.take_last()
     model.close()
     return losses, total, model.module[0].weight.detach().clone()
 

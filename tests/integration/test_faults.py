@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -19,6 +20,10 @@ from torch import nn
 from gossipdp import GossipDataParallel, Network
 from gossipdp.errors import PoisonedError, WorkerFailedError
 from gossipdp.gossip.transfer import Transfers
+from gossipdp.links.frames import FrameType
+from gossipdp.parallel import arrival
+from gossipdp.protocol.messages import AskAverage, PullAverage, RequestState
+from gossipdp.protocol.worker import WorkerProtocol
 
 pytestmark = pytest.mark.processes
 
@@ -54,6 +59,10 @@ class Worker:
     @property
     def transfers(self) -> Any:
         return self.model._engine._loop.transfers
+
+    @property
+    def averages(self) -> Any:
+        return self.model._engine._loop.averages
 
     def step(self, inputs: Any = None, pause_s: float = 0.005) -> None:
         self.optimizer.zero_grad()
@@ -302,6 +311,16 @@ def test_a_worker_that_is_started_again_takes_anothers_state_and_goes_on(
     assert sum(end["states_donated"] for end in ends) >= 1
 
 
+def before_messages(part: Any, kind: type, act: Callable[[Any], Any]) -> None:
+    """Let ``act`` see each message of a ``kind`` first; what it returns, if anything, comes on."""
+    receive = part.receive
+
+    def received(link: Any, message: Any) -> None:
+        receive(link, (act(message) or message) if isinstance(message, kind) else message)
+
+    part.receive = received
+
+
 def fail_while_giving(directory: Path, what: str) -> None:
     """Rank 2 dies and comes back; its first donor, 1, fails when asked."""
     worker = Worker(directory)
@@ -319,7 +338,7 @@ def fail_while_giving(directory: Path, what: str) -> None:
 
         fail = stop if what == "stops when asked for its optimizer" else worker.die
         if what == "dies when asked for its parameters":
-            worker.transfers._give = fail
+            before_messages(worker.transfers, RequestState, fail)
         else:
             worker.transfers.offer = fail
     worker.train_until(lambda: worker.noticed("rejoined", 2))
@@ -427,29 +446,43 @@ def test_two_that_join_at_once_get_a_rank_each(workers: Callable, tmp_path: Path
     assert len({end["samples"] for end in ends}) == 1
 
 
+class Reluctant(WorkerProtocol):
+    """Has no state to give."""
+
+    can_donate = False  # type: ignore[assignment]
+
+
 def average_without(directory: Path, what: str) -> None:
     """Rank 0 averages, and rank 2 fails or refuses; nobody trains."""
+    if what == "refuses" and os.environ["RANK"] == "2":
+        arrival.WorkerProtocol = Reluctant
     worker = Worker(directory, method="none")
-    rank, loop = worker.model.rank, worker.model._engine._loop
+    rank, averages = worker.model.rank, worker.averages
     values = [*worker.net.parameters(), worker.net[1].running_mean]  # of two chunks
     for value in values:
         value.data.fill_((1.0, 2.0, 4.0)[rank])
     (directory / f"ready-{rank}").touch()
     wait_for(*(directory / f"ready-{other}" for other in range(3)))
-    if rank == 2 and what == "refuses":
-        loop.averages._refusal = lambda: "not just now"
-    elif rank == 2:
+    if rank == 2:
         (directory / "pid-2").write_text(str(os.getpid()))
-        send_on = loop.averages._send_on
+    if rank == 2 and what == "dies when asked":
+        before_messages(averages, AskAverage, worker.die)
+    elif rank == 2 and what != "refuses":
+        pump, pulled, sent = averages.pump, [], []
 
-        def send_one_chunk_and_fail(request, link) -> None:
-            if what != "dies when asked":
-                request.stop = min(request.stop, 1)
-                send_on(request, link)
-            if what == "dies when asked" or request.num_freed == 1:
+        def one_chunk(message: PullAverage) -> PullAverage:
+            pulled.append(message)
+            return msgspec.structs.replace(message, stop=1)
+
+        def send_and_fail() -> None:
+            link = worker.model._engine._loop.transport.links.get(0)
+            if sent and link is not None and link.queued_of(FrameType.AVERAGE_CHUNK) == 0:
                 os.kill(os.getpid(), signal.SIGSTOP if what == "stops" else signal.SIGKILL)
+            pump()
+            sent.extend(pulled)
 
-        loop.averages._send_on = send_one_chunk_and_fail
+        before_messages(averages, PullAverage, one_chunk)
+        averages.pump = send_and_fail
     (directory / f"set-{rank}").touch()
     if rank:
         wait_for(directory / "averaged")

@@ -32,8 +32,8 @@ def train(directory: Path, method: str) -> None:
         monitor=Monitor(status_port=0),
     )
     if model.rank == 0:
-        assert model._status is not None
-        (directory / "new").write_text(show_address(*model._status.address))
+        assert model._monitoring.page is not None
+        (directory / "new").write_text(show_address(*model._monitoring.page.address))
         (directory / "new").rename(directory / "address")
     pause_s = 0.05 if model.rank == 3 else 0.005
     is_last = torch.zeros(1)

@@ -3,7 +3,8 @@
 from concurrent.futures import Future
 from pathlib import Path
 
-from gossipdp.parallel.checkpointer import Draft, write
+from gossipdp.parallel.checkpoint_files import never
+from gossipdp.parallel.checkpointer import Write
 
 
 class AtOnce:
@@ -12,10 +13,10 @@ class AtOnce:
     def __init__(self, rank: int) -> None:
         pass
 
-    def write(self, draft: Draft) -> "Future[Path]":
+    def begin(self, write: Write) -> "Future[Path]":
         written: Future[Path] = Future()
         try:
-            written.set_result(write(draft))
+            written.set_result(write(never))
         except Exception as error:
             written.set_exception(error)
         return written
@@ -28,17 +29,17 @@ class WhenTold(AtOnce):
     """Writes when :meth:`finish` is called, or at the end."""
 
     def __init__(self, rank: int) -> None:
-        self.open: list[tuple[Draft, Future[Path]]] = []
+        self.open: list[tuple[Write, Future[Path]]] = []
 
-    def write(self, draft: Draft) -> "Future[Path]":
-        self.open.append((draft, Future()))
+    def begin(self, write: Write) -> "Future[Path]":
+        self.open.append((write, Future()))
         return self.open[-1][1]
 
     def finish(self) -> None:
         """Write what is open."""
         while self.open:
-            draft, written = self.open.pop(0)
-            written.set_result(write(draft))
+            write, written = self.open.pop(0)
+            written.set_result(write(never))
 
     def close(self, timeout_s: float) -> None:
         self.finish()

@@ -26,7 +26,7 @@ from gossipdp.cli.demo_faults import (
 )
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import FILE_PATTERN, RunLog, read_worker, worker_file
-from gossipdp.tasks.options import MethodName, check_numbers
+from gossipdp.tasks.options import RunOptions, check_numbers
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,7 +43,7 @@ AVERAGE_FILE = "averaged_model.pt"
 
 
 @dataclass(frozen=True)
-class DemoArguments:
+class DemoArguments(RunOptions):
     """Train a small model with several worker processes here, and show what happens."""
 
     workload: Literal["digits", "pystdlib"] = "digits"
@@ -52,16 +52,6 @@ class DemoArguments:
 
     workers: int = 4
     """Worker processes."""
-
-    graph: str = "ring"
-    """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
-
-    method: MethodName = "a2cid2"
-    """a2cid2: accelerated gossip; gossip: plain pairwise averaging; allreduce: synchronous;
-    none: the workers train apart and are averaged at the end only."""
-
-    comm_rate: float = 1.0
-    """Exchanges per worker per gradient step."""
 
     slow_worker: str | None = None
     """RANK:FACTOR, such as 2:4: make one worker so many times slower; it waits after each
@@ -82,20 +72,11 @@ class DemoArguments:
     """Samples to train on, all workers together; by default what takes about half a minute, and
     longer where faults want it."""
 
-    seed: int = 0
-    """Of data order and exchange timing. The initial model is that of rank 0."""
-
     pin: bool = False
     """Give each worker its own share of the cores."""
 
     disjoint: bool = False
     """No two workers see the same training data; for pystdlib each has a stretch of the text."""
-
-    json: Path | None = None
-    """Also write the results to this file."""
-
-    output: Path | None = None
-    """Directory for logs, figure and model; by default under runs/, replaced by the next run."""
 
     @property
     def directory(self) -> Path:
@@ -158,6 +139,8 @@ def run(arguments: DemoArguments) -> int:
     workload.train_loader(0, arguments.workers, arguments.seed)
     configuration = configuration_of(arguments, workload.batch_size)
     directory = arguments.directory
+    # What this process decides: a worker may have another working directory.
+    task = replace(arguments, output=directory, samples=arguments.num_samples)
     _clear(directory)
     console = Console()
 
@@ -187,7 +170,7 @@ def run(arguments: DemoArguments) -> int:
             launch(
                 train_worker,
                 world_size=arguments.workers,
-                args=(arguments, arguments.least_s, configuration),
+                args=(task, arguments.least_s, configuration),
                 pin=arguments.pin,
                 on_poll=poll,
                 max_restarts=len(arguments.faults) if arguments.restart else 0,

@@ -1,9 +1,10 @@
 """What a framework sees of the launcher while it is set up: nothing; and what its user needs."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from gossipdp.launcher.clusters import hidden
 from gossipdp.launcher.environment import Environment
@@ -63,3 +64,12 @@ def _seed(environment: Environment, seed: int) -> int:
         return secrets.randbelow(NUM_SEEDS)
     lives = environment.num_restarts + environment.restart_count
     return ((seed * 1_000_003 + environment.rank) * 1_009 + lives) % NUM_SEEDS
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse ``method="allreduce"``, at once and not only when training begins."""
+    if options.get("method") == "allreduce":
+        raise ValueError(
+            "method='allreduce' averages gradients within the wrapper's forward pass, and a "
+            "framework calls the model itself: use the framework's own DistributedDataParallel"
+        )

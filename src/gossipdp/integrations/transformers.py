@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gossipdp.integrations.accelerate import torch_optimizer
-from gossipdp.integrations.options import check_options
+from gossipdp.integrations.single_process import check_options
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.stats import Consolidated
 

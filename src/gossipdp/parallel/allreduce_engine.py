@@ -1,12 +1,12 @@
 """The synchronous baseline: gradients averaged at each step, by DistributedDataParallel."""
 
-import contextlib
 import logging
 import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from statistics import median
 from typing import Any, final
@@ -26,9 +26,9 @@ from gossipdp.observe.status import MemberStatus
 from gossipdp.parallel.checkpoint import Captured, Counts, Resumption
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.flat_parameters import named_tensors
+from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import NO_TLS, Options
-from gossipdp.parallel.stats import Consolidated, RunView, Stats
-from gossipdp.parallel.status_page import StatusPage
+from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.protocol.clock import MEDIAN_WINDOW, SKIPPED_STEPS
 from gossipdp.protocol.members import Progress
 
@@ -55,41 +55,33 @@ class AllReduceEngine(Engine):
         optimizers: Sequence[torch.optim.Optimizer],
         options: Options,
         resumption: Resumption | None = None,
-        status: StatusPage | None = None,
+        page: StatusPage | None = None,
     ) -> None:
+        super().__init__(module, Counts() if resumption is None else resumption.counts)
         check_platform()
         environment = Environment.read()
         if environment.tls is not None:
             raise ValueError(NO_TLS)
         self.rank = environment.rank
         self.world_size = environment.world_size
-        self.incarnation = 0
-        self.forward_module = module
+        self.run_id = environment.run_id
         self._status_addresses = [""] * self.world_size
-        self._run_id = environment.run_id
-        self._is_consolidating = False
-        if status is not None:
-            status.bind(self.rank)
-            host = status.address[0] if self.world_size == 1 else environment.choose_host()
-            self._status_addresses[self.rank] = show_address(*status.announced(host))
+        if page is not None:
+            page.bind(self.rank)
+            host = page.address[0] if self.world_size == 1 else environment.choose_host()
+            self._status_addresses[self.rank] = show_address(*page.announced(host))
         # The graph is not used; a mistake in it is one under any method.
         build_graph(options.graph, self.world_size, seed=options.seed)
         self._module = module
-        self._optimizers = list(optimizers)
-        self._gradient_steps = 0
-        self._samples = 0
-        self._before = Counts.of(resumption)
         self._lives = Progress(self.rank, secrets.randbits(62))
         if resumption is not None:
             self._restore(resumption)
-        self._total = torch.tensor([self._lives.total_samples, self._lives.total_steps])
+        self._total = self._counts()
         self._in_flight: tuple[dist.Work, Tensor] | None = None
-        self._waited_s = 0.0
         self._ended_s: float | None = None
         self._durations: deque[float] = deque(maxlen=MEDIAN_WINDOW)
         self._bytes = 0
         self._owns_group = False
-        self._is_closed = False
         if self.world_size > 1:
             self._join(environment, options)
 
@@ -216,11 +208,6 @@ class AllReduceEngine(Engine):
     def export(self, values: dict[str, Any]) -> None:
         """See :class:`Engine`: everything is in the module's own storage."""
 
-    @property
-    def step_number(self) -> int:
-        """See :class:`Engine`."""
-        return self._before.step + self._gradient_steps
-
     def capture(self) -> Captured:
         """See :class:`Engine`: nothing is under way between steps."""
         tensors = named_tensors(self._module)
@@ -238,26 +225,15 @@ class AllReduceEngine(Engine):
                 )
                 for name, tensor in tensors.items()
             },
-            step=self.step_number,
-            steps=self._before.steps + self._gradient_steps,
-            samples=self._before.samples + self._samples,
             progress=self._lives.news()[0],
         )
 
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        """See ``GossipDataParallel.averaged``: the parameters are the average at any time."""
-        yield
-
     @torch.no_grad()
-    def consolidate(self, timeout_s: float = math.inf) -> Consolidated:
-        """See ``GossipDataParallel.consolidate``. ``timeout_s`` is of no use: all end together.
+    def _consolidate(self, timeout_s: float) -> Consolidated:
+        """The parameters are equal already, which is measured; float buffers are averaged.
 
-        The parameters are equal already, which is measured; float buffers are averaged.
+        ``timeout_s`` is of no use: all end together.
         """
-        if self._is_closed:
-            raise RuntimeError("consolidate() was called before, or the model is closed")
-        self._is_consolidating = True
         self._collect_total()
         distance = torch.zeros(1, dtype=torch.float64)
         if self.world_size > 1:
@@ -293,38 +269,26 @@ class AllReduceEngine(Engine):
 
     def stats(self) -> Stats:
         """See :class:`Engine`. There are no exchanges; bytes are those of the gradients."""
-        return Stats(
-            rank=self.rank,
-            world_size=self.world_size,
-            gradient_steps=self._before.steps + self._gradient_steps,
-            samples=self._before.samples + self._samples,
+        return replace(
+            super().stats(),
             bytes_sent=self._bytes,
             bytes_received=self._bytes,
-            waited_seconds=self._waited_s,
             step_seconds=median(self._durations) if self._durations else math.nan,
         )
 
-    def view(self) -> RunView:
+    def view(self) -> tuple[tuple[MemberStatus, ...], tuple[()]]:
         """See :class:`Engine`: all take the same steps; who dies ends the run."""
-        steps = self._before.steps + self._gradient_steps
-        return RunView(
-            run_id=self._run_id,
-            graph="",
-            incarnation=0,
-            is_averaging=self._is_consolidating,
-            members=tuple(
-                MemberStatus(rank, 0, "training", gradient_steps=steps, status_address=address)
-                for rank, address in enumerate(self._status_addresses)
-            ),
+        steps = self.counts().steps
+        members = (
+            MemberStatus(rank, 0, "training", gradient_steps=steps, status_address=address)
+            for rank, address in enumerate(self._status_addresses)
         )
+        return tuple(members), ()
 
-    def close(self) -> None:
-        """See :class:`Engine`."""
-        if not self._is_closed:
-            self._is_closed = True
-            self.forward_module = self._module
-            if self._owns_group and dist.is_initialized():
-                dist.destroy_process_group()
+    def _close(self) -> None:
+        self.forward_module = self._module
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @final

@@ -1,12 +1,12 @@
 """How a worker comes into the run: with all others at its start, or into one that goes on."""
 
-import dataclasses
 import hashlib
 import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -31,11 +31,11 @@ from gossipdp.links.sockets import Listener, listen
 from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls, tls_files
 from gossipdp.parallel import training_state
-from gossipdp.parallel.checkpoint import Counts, Resumption
+from gossipdp.parallel.checkpoint import Counts, Resumption, saved_by
 from gossipdp.parallel.flat_parameters import FlatParameters
+from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
-from gossipdp.parallel.state_transfers import StateTransfers
-from gossipdp.parallel.status_page import StatusPage
+from gossipdp.parallel.state_transfers import fetch_parameters, take_state
 from gossipdp.parallel.training_state import BetweenSteps
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
 from gossipdp.protocol.worker import WorkerProtocol
@@ -48,19 +48,8 @@ LOOK_AT_PROGRESS_EVERY_S = 1.0
 class Arrival:
     """One worker's way into the run, and what it is there; the main thread's.
 
-    Args:
-        flat: its parameters.
-        optimizers: of its training; a joiner takes another's state of them.
-        options: of the user.
-        resumption: what it starts from, if the run goes on from checkpoints.
-        status: its status port.
-
-    Attributes:
-        rank, world_size, incarnation: of this worker; world_size: that the run began with.
-        run_id, settings: of the run.
-        before: what it had counted before.
-        phase, protocol, loop, states: from :meth:`start` on.
-        thread: None until it has been started.
+    ``world_size`` is that which the run began with; ``before``, what the worker had counted before;
+    ``thread`` is None until it has been started.
     """
 
     rank: int
@@ -70,7 +59,6 @@ class Arrival:
     phase: Phase
     protocol: WorkerProtocol
     loop: GossipLoop
-    states: StateTransfers
     thread: GossipThread | None = None
 
     def __init__(
@@ -79,21 +67,22 @@ class Arrival:
         optimizers: Sequence[torch.optim.Optimizer],
         options: Options,
         resumption: Resumption | None,
-        status: StatusPage | None,
+        page: StatusPage | None,
     ) -> None:
         environment, network = Environment.read(), options.network
         files = tls_files(network.tls_cert, network.tls_key, network.tls_ca) or environment.tls
         self._tls = Tls(files) if files is not None else None
-        self._environment = dataclasses.replace(environment, tls=files)
+        self._environment = replace(environment, tls=files)
         self._flat = flat
         self._state = flat.state
         self._optimizers = optimizers
         self._options = options
+        self._network = network
         self._resumption = resumption
-        self._status = status
+        self._page = page
         self._between_steps = BetweenSteps(optimizers)
         self._secret = network.secret.encode() if network.secret else None
-        self.before = Counts.of(resumption)
+        self.before = Counts() if resumption is None else resumption.counts
         self.settings = Settings(
             tensors=(*flat.description(), *flat.state.description()),
             method=options.method,
@@ -107,21 +96,21 @@ class Arrival:
     def start(self) -> None:
         """Come into the run: with all others at its start, or into one that goes on."""
         environment = self._environment
-        if not self._rendezvous.joins:
+        if self._rendezvous.joins:
+            try:
+                self._join()
+            except SupersededError as error:
+                self.come_anew(error)
+                return
+        else:
             self._take_place(environment.rank, environment.world_size, incarnation=0)
             if self._resumption is not None:
                 self._restore(self._resumption.tensors)
                 self._resumption.tensors = {}
-            self._meet(environment)
-            self._begin()
-            self._rendezvous.mark_ready(self.rank)
-            return
-        try:
-            self._join(environment)
-        except SupersededError as error:
-            self.come_anew(error)
-        else:
-            self._rendezvous.mark_ready(self.rank)
+            self._meet()
+            self._take_start()
+            self._call(self.loop.start_exchanging)
+        self._rendezvous.mark_ready(self.rank)
 
     def come_anew(self, superseded: SupersededError) -> None:
         """Take another rank: two that joined at the same time had been given the same one.
@@ -136,7 +125,7 @@ class Arrival:
             assert self.thread is not None
             self.thread.close()
             try:
-                self._join(self._environment)
+                self._join()
             except SupersededError as error:
                 superseded = error
                 continue
@@ -144,40 +133,54 @@ class Arrival:
             return
         raise superseded
 
+    def close(self) -> None:
+        """End the thread, if there is one, and what reads the optimizers' state."""
+        self._between_steps.close()
+        if self.thread is not None:
+            self.thread.close()
+
     def _take_place(self, rank: int, num_workers: int, incarnation: int) -> None:
         """Take a rank among the workers that the run began with, or beyond them."""
         options = self._options
         self.rank, self.world_size, self.incarnation = rank, num_workers, incarnation
-        if self._status is not None:
-            self._status.bind(rank)
+        if self._page is not None:
+            self._page.bind(rank)
         graph = build_graph(options.graph, num_workers, seed=options.seed)
         self._constants = Constants.of(graph, options.comm_rate)
         # The phase is measured in communication periods, so eta is that of comm rate 1.
         unit = Constants.of(graph)
-        eta = unit.eta if options.method == "a2cid2" and rank < num_workers else 0.0
-        worker_rate = unit.worker_rate(rank) if rank < num_workers else 0.0
-        self.phase = Phase(eta, worker_rate)
-        self._method = options.method
-        if options.method == "a2cid2" and unit.alpha_tilde < 0.5 + 1e-9:
+        is_original, self._method = rank < num_workers, options.method
+        has_eta = self._method == "a2cid2" and is_original
+        self.phase = Phase(
+            unit.eta if has_eta else 0.0, unit.worker_rate(rank) if is_original else 0.0
+        )
+        if self._method == "a2cid2" and unit.alpha_tilde < 0.5 + 1e-9:
             # Exchanges leave c at zero (complete graphs): plain averaging, without its memory.
             self._method = "gossip"
             self._state.drop_momentum()
+        # Random graphs of one name may differ between versions.
+        digest = hashlib.sha256(repr(self._constants.edges).encode()).hexdigest()[:8]
         self.settings = msgspec.structs.replace(
-            self.settings, graph=f"{graph_name(graph)} {_digest(self._constants)}"
+            self.settings, graph=f"{graph_name(graph)} {digest}"
         )
 
-    def _listen(self, environment: Environment) -> Listener:
-        network = self._options.network
-        host = network.host or environment.choose_host()
-        return listen(host, environment.port if network.port is None else network.port)
-
-    def _meet(self, environment: Environment) -> None:
-        """Listen, meet the others at the start of the run, and start the gossip thread."""
-        listener = self._listen(environment)
-        bound, port = listener.getsockname()[:2]
+    def _listen(self) -> tuple[Listener, str]:
+        """Return what listens, and the host to announce."""
+        environment, network = self._environment, self._network
+        port = environment.port if network.port is None else network.port
+        listener = listen(network.host or environment.choose_host(), port)
         try:
-            host = environment.announced_host(bound)
-            meeting = self._rendezvous.meet((host, port), self.settings, self._secret)
+            return listener, environment.announced_host(listener.getsockname()[0])
+        except BaseException:
+            listener.close()
+            raise
+
+    def _meet(self) -> None:
+        """Listen, meet the others at the start of the run, and start the gossip thread."""
+        listener, host = self._listen()
+        try:
+            address = host, listener.getsockname()[1]
+            meeting = self._rendezvous.meet(address, self.settings, self._secret)
         except BaseException:
             listener.close()
             raise
@@ -201,7 +204,7 @@ class Arrival:
         is_joining: bool = False,
     ) -> None:
         """Build this worker's protocol and loop, and start its thread; ``run``: id and secret."""
-        options, (run_id, secret) = self._options, run
+        options, network, (run_id, secret) = self._options, self._network, run
         self.run_id = run_id
         process_id = secrets.randbits(62)
         self.protocol = protocol = WorkerProtocol(
@@ -213,12 +216,12 @@ class Arrival:
             constants=self._constants,
             method=self._method,  # type: ignore[arg-type]
             policy_name=options.neighbour_policy,
-            timeout_s=options.network.timeout_s,
+            timeout_s=network.timeout_s,
             random=Random(f"{options.seed} {self.rank} {self.incarnation}"),
             num_chunks=len(self._state.averaged_chunks),
             num_copied_chunks=len(self._state.copied_chunks),
             is_joining=is_joining,
-            status_address=("", 0) if self._status is None else self._status.announced(host),
+            status_address=("", 0) if self._page is None else self._page.announced(host),
         )
         protocol.membership.merge_all(others)
         protocol.progress.merge_all(progress, since_boot_s())
@@ -233,15 +236,14 @@ class Arrival:
                 secret,
                 listener,
                 tls=self._tls,
-                max_bytes_per_s=options.network.max_bytes_per_s,
+                max_bytes_per_s=network.max_bytes_per_s,
                 clock=since_boot_s,
-                shared_memory=options.network.shared_memory,
+                shared_memory=network.shared_memory,
             ),
             since_boot_s,
             wire_format=options.wire_format,
         )
         self.thread = GossipThread(self.loop)
-        self.states = StateTransfers(self.thread, self.loop, self._state, options.network)
         self._between_steps.attach(self._state.device.finish, self.loop.transport.wake)
         self.loop.transfers.offer = self._between_steps.offer
         self._state.device.finish()
@@ -262,29 +264,26 @@ class Arrival:
             host=host,
         )
 
-    # Joining a run that goes on.
-
-    def _join(self, environment: Environment) -> None:
+    def _join(self) -> None:
         """Ask who is there, take a place, take the state of a live worker, and take part.
 
         At most ``start_timeout_s`` pass without progress before this fails.
         """
-        options = self._options
+        environment = self._environment
         secret = self._secret or environment.secret or b""
         if not secret and self._tls is None:
             raise ValueError(
                 "a worker joins a run only with its secret or its TLS files: start it with "
                 "`gossipdp run --join HOST:PORT --secret-file FILE`, or set GOSSIPDP_SECRET"
             )
-        listener = self._listen(environment)
+        listener, host = self._listen()
         try:
-            host = environment.announced_host(listener.getsockname()[0])
             answer = ask_members(
                 environment.join,
                 self._identity(host, environment.run_id, 0, 0),
                 secret,
                 tls=self._tls,
-                timeout_s=options.network.start_timeout_s,
+                timeout_s=self._network.start_timeout_s,
             )
             wanted = None if environment.needs_rank else environment.rank
             rank, incarnation = first_incarnation(answer.members, wanted)
@@ -300,54 +299,54 @@ class Arrival:
             answer.progress,
             is_joining=True,
         )
-        training_state.restore(self.states.take(), self._optimizers)
-        samples, steps = self.protocol.progress.by_rank().get(rank, (0, 0))
-        directory = (
-            None if options.checkpoints.directory is None else Path(options.checkpoints.directory)
-        )
-        self.before = Counts.of_joiner(steps, samples, directory, rank)
+        assert self.thread is not None
+        training = take_state(self.thread, self.loop, self._state, self._network)
+        training_state.restore(training, self._optimizers)
+        known = self.thread.call(self.protocol.progress.by_rank).result()
+        samples, steps = known.get(rank, (0, 0))
+        # In a resumed run the files of an earlier life may have begun beyond what was counted:
+        # what this one saves must be newer.
+        directory = self._options.checkpoints.directory
+        saved = [] if directory is None else saved_by(Path(directory), rank)
+        self.before = Counts(max([steps, *(each.facts.step for each in saved)]), steps, samples)
         self._call(lambda: self.loop.serve_state((), lambda: None))
         self._call(self.loop.joined)
         logger.info("worker %d joined the run, in its life %d", rank, incarnation)
 
-    def _begin(self) -> None:
-        """Take rank 0's parameters, down a binary tree, and give them on; then start to exchange.
+    def _take_start(self) -> None:
+        """Take rank 0's parameters, down a binary tree, and give them on.
 
         A worker trains only after its children in the tree have what it holds, so that all start
-        from the same bits; whoever dies meanwhile is not waited for.
+        from the same bits; whoever dies meanwhile is not waited for. In a resumed run everyone has
+        a state of its own to start from.
         """
-        if self._resumption is not None:
-            # Everyone has a state of its own to start from.
-            self._call(lambda: self.loop.serve_state((), lambda: None))
-            self._call(self.loop.start_exchanging)
-            return
-        if self.rank > 0:
-            parent = (self.rank - 1) // 2
-            self.states.fetch(parent, Chunk.replace, self._options.network.start_timeout_s)
+        assert self.thread is not None
+        thread, loop, timeout_s = self.thread, self.loop, self._network.start_timeout_s
+        children: set[int] = set()
+        if self._resumption is None:
+            if self.rank > 0:
+                fetch_parameters(thread, loop, (self.rank - 1) // 2, Chunk.replace, timeout_s)
+            children = {2 * self.rank + 1, 2 * self.rank + 2} & set(range(self.world_size))
         served: Future[None] = Future()
-        children = {2 * self.rank + 1, 2 * self.rank + 2} & set(range(self.world_size))
-        self._call(lambda: self.loop.serve_state(children, lambda: served.set_result(None)))
+        self._call(lambda: loop.serve_state(children, lambda: served.set_result(None)))
+
+        def num_sent() -> int:
+            thread.check()
+            return loop.transfers.num_chunks_sent
+
         try:
             # Not a limit on the whole: a large model on a slow link takes its time.
-            wait_while_it_advances(
-                served, self._num_chunks_sent, self._options.network.start_timeout_s
-            )
+            wait_while_it_advances(served, num_sent, timeout_s)
         except TimeoutError:
             raise RendezvousError(
-                f"worker {self.rank} waited {self._options.network.start_timeout_s:g} s for "
-                f"workers {sorted(children)} to take the start parameters; look at their output"
+                f"worker {self.rank} waited {timeout_s:g} s for workers {sorted(children)} to take "
+                "the start parameters; look at their output"
             ) from None
-        self._call(self.loop.start_exchanging)
-
-    def _num_chunks_sent(self) -> int:
-        assert self.thread is not None
-        self.thread.check()
-        return self.loop.transfers.num_chunks_sent
 
     @torch.no_grad()
     def _restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Write a checkpoint's tensors to the state, before the gossip thread exists."""
-        segments = self._flat.state.segments
+        segments = self._state.segments
         pendings = self._flat.named([s.pending if s.role.is_exchanged else None for s in segments])
         momenta = self._flat.named([s.c for s in segments])
         for name, x in self._flat.named([s.x for s in segments]).items():
@@ -359,14 +358,8 @@ class Arrival:
                 momenta[name].copy_(c)
             elif c is not None and name in pendings:  # saved under another method: z goes on
                 update.flow(pendings[name], c.clone(), decay=0.0)
-        for chunk in self._flat.state.chunks:
+        for chunk in self._state.chunks:
             chunk.restored()
-
-    def close(self) -> None:
-        """End the thread, if there is one, and what reads the optimizers' state."""
-        self._between_steps.close()
-        if self.thread is not None:
-            self.thread.close()
 
     def _call(self, function: Callable[[], object]) -> None:
         """Run a function in the gossip thread, to its end."""
@@ -387,8 +380,3 @@ def wait_while_it_advances(
                 done, deadline_s = advance(), time.monotonic() + timeout_s
             elif time.monotonic() >= deadline_s:
                 raise
-
-
-def _digest(constants: Constants) -> str:
-    """A short digest of the edges: random graphs of one name may differ between versions."""
-    return hashlib.sha256(repr(constants.edges).encode()).hexdigest()[:8]

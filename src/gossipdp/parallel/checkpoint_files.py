@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and safetensors files with a checksum over their content.
+"""Files that appear whole or not at all: safetensors with a checksum, and a module's plain state.
 
 A file is written under another name in the same directory, flushed and synchronized, and then
 renamed: a reader sees the old content or the new, also after a crash or on a full disk.
@@ -16,11 +16,11 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossipdp.parallel.skeleton import DTYPE_NAMES
 
@@ -28,6 +28,7 @@ TEMPORARY_SUFFIX = ".unfinished"
 # Between two pieces a write can be given up, and errors of the disk show early.
 PIECE_BYTES = 8 << 20
 CHECKSUM = "checksum"
+EXPORT_SUFFIXES = (".pt", ".pth", ".safetensors")
 
 IsGivenUp = Callable[[], bool]
 
@@ -40,19 +41,20 @@ class GivenUpError(Exception):
     """The owner asked for the write to end before it was complete."""
 
 
+def never() -> bool:
+    """No write is given up."""
+    return False
+
+
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[IO[bytes]]:
     """Within it, write to the file given; at its end that is on the disk, under ``path``.
 
     Where anything fails, what was under ``path`` before stays. The temporary file is a new one: a
     link that somebody else has put under its name is not followed.
-
-    Raises:
-        OSError: of the file system; the disk may be full.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
-    with contextlib.suppress(FileNotFoundError):  # of an earlier process of this number
-        temporary.unlink()
+    temporary.unlink(missing_ok=True)  # of an earlier process of this number
     with temporary.open("xb") as file:
         try:
             yield file
@@ -70,24 +72,18 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
         os.close(descriptor)
 
 
-def remove_unfinished(directory: Path) -> None:
-    """Remove what a writer that was killed left in ``directory``, which nobody else writes to."""
-    for path in directory.glob(f".*{TEMPORARY_SUFFIX}"):
-        path.unlink(missing_ok=True)
-
-
 def write_tensors(
     path: Path,
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
-    is_given_up: IsGivenUp = lambda: False,
+    is_given_up: IsGivenUp = never,
 ) -> None:
     """Write contiguous host tensors as a safetensors file, whole or not at all.
 
     Raises:
         ValueError: a tensor's type is not among those of the format.
         OSError: of the file system.
-        GivenUpError: ``is_given_up()`` said so.
+        GivenUpError: ``is_given_up()``, which is asked before each piece, said so.
     """
     checksum = _checksum(tensors, metadata, is_given_up)
     header: dict[str, object] = {"__metadata__": {**metadata, CHECKSUM: checksum}}
@@ -95,17 +91,17 @@ def write_tensors(
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     offset = 0
     for name in names:
-        end = offset + tensors[name].numel() * tensors[name].element_size()
+        end = offset + tensors[name].nbytes
         kind, shape = _describe(name, tensors[name])
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with written_whole(path) as file:
-        _write(file, memoryview(len(text).to_bytes(8, "little") + text))
+        file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             for piece in _pieces(tensors[name], is_given_up):
-                _write(file, piece)
+                file.write(piece)
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -114,11 +110,8 @@ def read_metadata(path: Path) -> dict[str, str]:
     Raises:
         DamagedFileError: it is no safetensors file, or shorter than it says.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
-    except Exception as error:  # the library's own, OSError among them
-        raise DamagedFileError(f"{path} cannot be read: {error}") from error
+    with _opened(path) as file:
+        return dict(file.metadata() or {})
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -127,22 +120,26 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises:
         DamagedFileError: its content is not what was written.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-    except Exception as error:
-        raise DamagedFileError(f"{path} cannot be read: {error}") from error
+    with _opened(path) as file:
+        metadata = dict(file.metadata() or {})
+        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     expected = metadata.pop(CHECKSUM, None)
     if _checksum(tensors, metadata) != expected:
         raise DamagedFileError(f"{path} is damaged: its checksum does not fit its content")
     return tensors, metadata
 
 
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except Exception as error:  # the library's own, OSError among them
+        raise DamagedFileError(f"{path} cannot be read: {error}") from error
+
+
 def _checksum(
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str],
-    is_given_up: IsGivenUp = lambda: False,
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], is_given_up: IsGivenUp = never
 ) -> str:
     """Of all names, types, shapes, values and metadata."""
     hasher = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
@@ -167,5 +164,47 @@ def _pieces(tensor: Tensor, is_given_up: IsGivenUp) -> Iterator[memoryview]:
         yield data[start : start + PIECE_BYTES]
 
 
-def _write(file: IO[bytes], piece: memoryview) -> None:
-    file.write(piece)
+# A module's plain state_dict, for other programs.
+
+
+def check_name(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a name that does not tell a format."""
+    if Path(path).suffix not in EXPORT_SUFFIXES:
+        raise ValueError(
+            f"{str(path)!r} does not tell the format: let it end in .pt, .pth or .safetensors"
+        )
+
+
+def copied_state(module: nn.Module) -> dict[str, Any]:
+    """Copy a module's ``state_dict`` to host memory; tied parameters stay one tensor."""
+    copies: dict[tuple[Any, ...], Tensor] = {}
+    state: dict[str, Any] = {}
+    for name, value in module.state_dict().items():
+        if isinstance(value, Tensor):
+            key = (value.data_ptr() or name, value.shape, value.stride(), value.dtype)
+            if key not in copies:
+                copies[key] = value.detach().to("cpu", copy=True)
+            value = copies[key]
+        state[name] = value
+    return state
+
+
+def write_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
+    """Write a copied state in the format that the name tells, whole or not at all.
+
+    Raises:
+        ValueError: safetensors cannot hold something in it.
+        OSError: of the file system.
+    """
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        with written_whole(path) as file:
+            torch.save(state, file)
+        return
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{name!r} is a {type(value).__name__}, and a safetensors file holds tensors "
+                "only: let the name end in .pt"
+            )
+    write_tensors(path, {name: value.contiguous() for name, value in state.items()}, {})

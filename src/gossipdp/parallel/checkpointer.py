@@ -1,95 +1,67 @@
-"""When a worker's checkpoints are taken, who writes them, and what becomes of errors."""
+"""When a worker's checkpoints are taken, who writes them, and what errors and SIGTERM do."""
 
 import contextlib
+import gc
 import logging
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from types import FrameType
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
 
 import gossipdp
 from gossipdp.errors import PoisonedError
 from gossipdp.parallel import training_state
 from gossipdp.parallel.checkpoint import (
-    PathLike,
+    Facts,
     Resumption,
     encode,
     file_path,
-    generation_of_joiner,
+    generation_after,
     saved_by,
+    saved_in,
 )
-from gossipdp.parallel.checkpoint_facts import Facts
 from gossipdp.parallel.checkpoint_files import (
+    TEMPORARY_SUFFIX,
     GivenUpError,
     IsGivenUp,
-    remove_unfinished,
     write_tensors,
 )
-from gossipdp.parallel.data_position import (
-    DataPosition,
-    random_states,
-    restore_random_states,
-)
 from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.termination import Termination
+from gossipdp.parallel.feed import DataPosition, random_states, restore_random_states
+from gossipdp.parallel.options import Options
+from gossipdp.parallel.stats import Stats
 
 logger = logging.getLogger("gossipdp")
 
 CLOSE_TIMEOUT_S = 60.0
 EXIT_TIMEOUT_S = 1.0
 
-
-@dataclass(frozen=True)
-class Draft:
-    """A checkpoint that is in memory and to be written."""
-
-    directory: Path
-    rank: int
-    step: int
-    tensors: dict[str, Tensor]
-    metadata: dict[str, str]
-    keep: int
-
-
-def write(draft: Draft, is_given_up: IsGivenUp = lambda: False) -> Path:
-    """Write one checkpoint, and only then remove those beyond the newest ``keep``.
-
-    Raises:
-        OSError: of the file system; what was there before is there still.
-        GivenUpError: ``is_given_up()`` said so.
-    """
-    path = file_path(draft.directory, draft.rank, draft.step)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(path.parent)
-    write_tensors(path, draft.tensors, draft.metadata, is_given_up)
-    for saved in saved_by(draft.directory, draft.rank)[draft.keep :]:
-        if saved.path != path:
-            saved.path.unlink(missing_ok=True)
-    return path
+Write: TypeAlias = Callable[[IsGivenUp], Path]
 
 
 class BackgroundWriter:
-    """Writes one draft at a time, in a thread of its own."""
+    """Runs one write at a time, in a thread of its own."""
 
     def __init__(self, rank: int) -> None:
         self._name = f"gossipdp-checkpoint-{rank}"
         self._given_up = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def write(self, draft: Draft) -> "Future[Path]":
+    def begin(self, write: Write) -> "Future[Path]":
         """Begin to write; the future gets the path or the error. The one before has ended."""
         written: Future[Path] = Future()
 
         def run() -> None:
             try:
-                written.set_result(write(draft, self._given_up.is_set))
+                written.set_result(write(self._given_up.is_set))
             except Exception as error:
                 written.set_exception(error)
 
@@ -124,23 +96,16 @@ class Stateful(Protocol):
 class Checkpointer:
     """Takes this worker's checkpoints and restores what is not the engine's. Main thread only.
 
-    A due checkpoint is taken at the first :meth:`take_due` after the step, which the caller makes
-    where no forward pass is half way: so what the loop does after ``optimizer.step()``, such as
-    stepping a scheduler, is in it. One that comes due while the last is still being written is
-    taken when that is done.
+    A due checkpoint is taken at the first occasion after its step where no forward pass is half
+    way: between two :meth:`of_batches`, or in a loop of the user's own where the next forward pass
+    begins. So what the loop does after ``optimizer.step()``, such as stepping a scheduler, is in
+    it. Later occasions may come between the forward passes of one step (accumulation, a closure):
+    what that step has done so far would be lost. After SIGTERM too such a step goes on to its end,
+    for as long as :class:`Termination` waits. One that comes due while the last is still being
+    written is taken when that is done.
 
-    Args:
-        engine: copies parameters, momentum and progress.
-        optimizers: whose state is saved.
-        position: of ``batches()``.
-        method: of the run.
-        directory: where checkpoints go by default.
-        every: gradient steps from one to the next; None: only by :meth:`save`.
-        keep: how many of this worker's checkpoints stay.
-        resumption: what the run goes on from.
-        is_joining: this worker comes into a run that goes on: the files in ``directory`` are that
-            run's own, of this worker's earlier life among them, or what it was resumed from.
-        resume: as the run that it comes into was given it.
+    One that comes into a run that goes on (``is_joining``) finds in its directory that run's own
+    files, of its own earlier life among them, or what the run was resumed from.
     """
 
     make_writer: ClassVar[Callable[[int], BackgroundWriter]] = BackgroundWriter
@@ -151,29 +116,23 @@ class Checkpointer:
         engine: Engine,
         optimizers: Sequence[torch.optim.Optimizer],
         position: DataPosition,
+        options: Options,
+        resumption: Resumption | None = None,
         *,
-        method: str,
-        directory: Path | None,
-        every: int | None,
-        keep: int,
-        resumption: Resumption | None,
         is_joining: bool = False,
-        resume: PathLike | None = None,
     ) -> None:
+        saving = options.checkpoints
         self.is_due = False
-        self.num_saved = 0
-        self.num_failed = 0
-        self.pause_s = 0.0
+        self._num_saved = self._num_failed = 0
+        self._pause_s = 0.0
         self._engine = engine
         self._optimizers = optimizers
         self._position = position
-        self._method = method
-        self._directory = directory
-        self._every = every
-        self._keep = keep
+        self._method = options.method
+        self._saving = saving
+        self._directory = None if saving.directory is None else Path(saving.directory)
         self._generation = 1 if resumption is None else resumption.generation
         self._ended = () if resumption is None else resumption.ended
-        self._known_directories: set[Path] = set()
         self._has_looked = False
         self._num_generators = 0
         self._random_states: dict[str, Any] | None = None
@@ -183,17 +142,19 @@ class Checkpointer:
         self._has_resumed = resumption is not None
         self._writer = type(self).make_writer(engine.rank)
         self._written: Future[Path] | None = None
-        self._termination = None if directory is None else Termination()
-        if is_joining and directory is not None:
-            self._known_directories.add(directory.resolve())
-            self._generation = generation_of_joiner(directory, resume, engine.world_size)
+        self._termination = None if self._directory is None else Termination()
+        if is_joining and self._directory is not None:
+            # If nobody has saved since the run was resumed, what it went on from tells.
+            by_rank = saved_in(self._directory)
+            if not by_rank and saving.resume is not None and saving.resume != "auto":
+                by_rank = saved_in(Path(saving.resume))
+            self._generation = generation_after(by_rank, engine.world_size)
         if resumption is not None:
-            self._known_directories.add(resumption.directory.resolve())
             self._resume(resumption)
 
     def _resume(self, resumption: Resumption) -> None:
         self._resumed = resumption.training
-        own_file = resumption.is_own or resumption.steps > 0
+        own_file = resumption.is_own or resumption.counts.steps > 0
         states = self._resumed["random"] if own_file else None
         self._position.resume(self._resumed["position"], states, is_own=resumption.is_own)
         if states is not None:
@@ -220,6 +181,15 @@ class Checkpointer:
         if self._resumed is not None:
             training_state.restore_groups(self._resumed, self._optimizers)
 
+    def stats(self) -> Stats:
+        """The engine's counts, and those of checkpoints. Any thread may ask."""
+        return replace(
+            self._engine.stats(),
+            checkpoints=self._num_saved,
+            checkpoints_failed=self._num_failed,
+            checkpoint_pause_seconds=self._pause_s,
+        )
+
     # When.
 
     def stepped(self) -> None:
@@ -227,10 +197,11 @@ class Checkpointer:
         self._resumed = None
         if self._written is not None and self._written.done():
             self._report()
-        if not self._has_looked and self._num_generators == 0:  # a loop that goes its own way
+        if self._num_generators == 0:  # a loop that calls neither the wrapper nor batches()
             self.take_due()
         self._has_looked = False
-        if self._every is not None and self._engine.step_number % self._every == 0:
+        every = self._saving.every_steps
+        if every is not None and self._engine.step_number % every == 0:
             self.is_due = True
         if self.is_due:
             self._random_states = random_states()
@@ -248,68 +219,66 @@ class Checkpointer:
         finally:
             self._num_generators -= 1
 
-    def take_due(self, *, finally_: bool = False, in_loop: bool = False) -> None:
+    def at_forward(self) -> None:
+        """A forward pass begins; the states saved are those right after the last step.
+
+        The next step may have begun, with random numbers for its batch.
+        """
+        if self._num_generators == 0:
+            self.take_due(self._random_states)
+
+    def take_due(self, states: dict[str, Any] | None = None) -> None:
         """Take the checkpoint that is due, unless the last is still being written.
 
-        Only the first call after a step does so. Later ones may come between the forward passes
-        of one step (accumulation, a closure): what that step has done so far would be lost. After
-        SIGTERM too such a step goes on to its end, for as long as :class:`Termination` waits.
-
         Args:
-            finally_: there is no later occasion: wait for the last to be written.
-            in_loop: the next step may have begun, with random numbers for its batch: the states
-                saved are those right after the last step. Nothing is done in a loop
-                :meth:`of_batches`.
+            states: of the random generators; None: as they are now.
         """
-        if in_loop and self._num_generators > 0:
+        if self._has_looked:
             return
-        has_looked, self._has_looked = self._has_looked, True
-        if has_looked and not finally_:
-            return
+        self._has_looked = True
         if self._termination is not None and self._termination.is_asked:
             self._save_and_end(self._termination)
-        if finally_:
-            self._wait_for_writer()
-        if not self.is_due or (self._written is not None and not self._written.done()):
-            return
-        assert self._directory is not None
+        if self.is_due and (self._written is None or self._written.done()):
+            self._take(states)
+
+    def take_last(self) -> None:
+        """There is no later occasion: wait for the last to be written, and take what is due."""
+        self._wait_for_writer()
+        self._has_looked = False
+        self.take_due()
+
+    def _take(self, states: dict[str, Any] | None) -> None:
         self.is_due = False
         try:
-            draft = self._draft(self._directory, self._random_states if in_loop else None)
+            write = self._draft(states)
         except PoisonedError as error:
-            self.num_failed += 1
+            self._num_failed += 1
             logger.error("%s", error)
             return
         if self._written is not None:
             self._report()
-        self._written = self._writer.write(draft)
+        self._written = self._writer.begin(write)
 
-    def _save_and_end(self, termination: Termination) -> None:
+    def _save_and_end(self, termination: "Termination") -> None:
         """After SIGTERM, where training stands between two steps: save and end the process."""
         termination.begin()
         try:
-            path = self.save(None)
+            path = self.save()
             logger.warning("worker %d: SIGTERM; saved %s", self._engine.rank, path)
         except Exception as error:  # nothing else ends the process any more
             logger.error("worker %d: SIGTERM; nothing saved: %s", self._engine.rank, error)
+        # Whoever asked may kill soon. The interpreter's end looks for garbage among all of torch's
+        # objects, for most of a second on a free core: they are not looked at.
+        gc.freeze()
         raise SystemExit(128 + signal.SIGTERM)
 
-    def save(self, directory: Path | None) -> Path:
-        """Take a checkpoint now and return its path when it is on the disk.
-
-        Raises:
-            ValueError: no directory, or one that holds another run's checkpoints.
-            OSError: of the file system.
-            PoisonedError: parameters hold NaN or infinity.
-        """
-        directory = directory or self._directory
-        if directory is None:
-            raise ValueError(
-                "give save_checkpoint() a directory, or wrap with checkpoints=Checkpoints(...)"
-            )
+    def save(self) -> Path:
+        """Take a checkpoint now and return its path when it is on the disk."""
+        if self._directory is None:
+            raise ValueError("there is no directory: wrap with checkpoints=Checkpoints(directory)")
         self._wait_for_writer()
-        path = self._writer.write(self._draft(directory, None)).result()
-        self.num_saved += 1
+        path = self._writer.begin(self._draft(None)).result()
+        self._num_saved += 1
         return path
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -322,22 +291,21 @@ class Checkpointer:
 
     # What.
 
-    def _draft(self, directory: Path, states: dict[str, Any] | None) -> Draft:
-        """Copy what a checkpoint holds; ``states``: of the random generators, None: as now."""
-        self._check_directory(directory)
+    def _draft(self, states: dict[str, Any] | None) -> Write:
+        """Copy what a checkpoint holds; return what writes it."""
+        assert self._directory is not None
         started_s = time.perf_counter()
-        captured = self._engine.capture()
+        engine, captured = self._engine, self._engine.capture()
+        counts = engine.counts()
         facts = Facts(
-            rank=self._engine.rank,
-            world_size=self._engine.world_size,
+            rank=engine.rank,
+            world_size=engine.world_size,
             generation=self._generation,
             method=self._method,
-            step=captured.step,
-            steps=captured.steps,
-            samples=captured.samples,
+            **counts._asdict(),
             progress=captured.progress,
             gossipdp=gossipdp.__version__,
-            run_id=captured.run_id,
+            run_id=engine.run_id,
             incarnation=captured.incarnation,
             ended=(*self._ended, *captured.ended),
         )
@@ -349,26 +317,28 @@ class Checkpointer:
         }
         tensors, metadata = encode(captured.tensors, facts, state)
         pause_s = time.perf_counter() - started_s
-        self.pause_s += pause_s
+        self._pause_s += pause_s
         logger.info(
             "worker %d: checkpoint at step %d; training paused for %.0f ms",
-            self._engine.rank,
-            captured.step,
+            engine.rank,
+            counts.step,
             1e3 * pause_s,
         )
-        return Draft(directory, self._engine.rank, captured.step, tensors, metadata, self._keep)
+        directory, keep = self._directory, self._saving.keep
+        path = file_path(directory, engine.rank, counts.step)
 
-    def _check_directory(self, directory: Path) -> None:
-        """Raise ValueError for a directory that another run saved to: steps would mix."""
-        resolved = directory.resolve()
-        if resolved in self._known_directories:
-            return
-        if saved := saved_by(directory, self._engine.rank):
-            raise ValueError(
-                f"{directory} holds checkpoints of another run, such as {saved[0].path}; go on "
-                "from them with resume='auto', or choose another directory"
-            )
-        self._known_directories.add(resolved)
+        def write(is_given_up: IsGivenUp) -> Path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # What a writer that was killed has left; nobody else writes there.
+            for unfinished in path.parent.glob(f".*{TEMPORARY_SUFFIX}"):
+                unfinished.unlink(missing_ok=True)
+            write_tensors(path, tensors, metadata, is_given_up)
+            for saved in saved_by(directory, facts.rank)[keep:]:
+                if saved.path != path:
+                    saved.path.unlink(missing_ok=True)
+            return path
+
+        return write
 
     # Errors.
 
@@ -383,9 +353,9 @@ class Checkpointer:
         written, self._written = self._written, None
         error = written.exception()
         if error is None:
-            self.num_saved += 1
+            self._num_saved += 1
             return
-        self.num_failed += 1
+        self._num_failed += 1
         if not isinstance(error, (OSError, GivenUpError)):
             raise RuntimeError("a checkpoint could not be written") from error
         reason = "the worker ended" if isinstance(error, GivenUpError) else error
@@ -395,3 +365,65 @@ class Checkpointer:
             self._engine.rank,
             reason,
         )
+
+
+class Termination:
+    """Turns SIGTERM into a request for one more checkpoint; a time limit ends the process.
+
+    Launchers, Slurm and Kubernetes send SIGTERM some seconds before SIGKILL, and so does the kernel
+    to the workers of a ``gossipdp run`` that was killed. A signal handler cannot save: it may run
+    in the middle of ``optimizer.step()``. So it only asks; the training loop sees :attr:`is_asked`
+    between two steps, saves, and ends. A loop that does not get there in ``LONGEST_WAIT_S`` gets
+    the signal again, which then raises SystemExit, wherever it is. A checkpoint that has begun
+    takes the time that it takes. Further signals that others send meanwhile change nothing. A
+    handler that the user or a launcher installed is left alone.
+
+    Only the main thread of a process may install it. In a forked child SIGTERM ends the process at
+    once: torch ends its loaders' processes so, and waits for them.
+    """
+
+    LONGEST_WAIT_S = 1.0
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._is_late = False
+        self._again: threading.Timer | None = None
+        if _is_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_late and self._again is not None:
+            raise SystemExit(128 + number)
+        if not self.is_asked:
+            self.is_asked = True
+            self._again = threading.Timer(self.LONGEST_WAIT_S, self._send_again)
+            self._again.name, self._again.daemon = "gossipdp-termination", True
+            self._again.start()
+
+    def _send_again(self) -> None:
+        self._is_late = True
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def begin(self) -> None:
+        """The loop got there: neither the checkpoint nor what unwinds the stack is broken into."""
+        again, self._again = self._again, None
+        if again is not None:
+            again.cancel()
+
+    def close(self) -> None:
+        """Let SIGTERM end the process at once again."""
+        self.begin()
+        if _is_main_thread() and signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _in_child() -> None:
+    if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Termination):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_in_child)

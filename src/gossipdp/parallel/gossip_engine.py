@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import fields, replace
 from statistics import fmean
 from typing import Any
 
@@ -17,30 +18,40 @@ from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import PoisonedError, SupersededError
 from gossipdp.gossip.averaging import Outcome
 from gossipdp.gossip.published import Published
-from gossipdp.launcher.environment import check_platform
+from gossipdp.launcher.environment import check_platform, show_address
 from gossipdp.links.clock import since_boot_s
+from gossipdp.links.handshake import FIRST_VISITOR_RANK
+from gossipdp.observe.status import MemberState, MemberStatus, NeighbourStatus
 from gossipdp.parallel.arrival import Arrival
-from gossipdp.parallel.checkpoint import Captured, Resumption
-from gossipdp.parallel.checkpoint_facts import ended_lives
+from gossipdp.parallel.checkpoint import Captured, Counts, Resumption, ended_lives
 from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.flat_parameters import FlatParameters
-from gossipdp.parallel.master_weights import MasterWeights
+from gossipdp.parallel.flat_parameters import FlatParameters, MasterWeights
+from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
-from gossipdp.parallel.stats import Consolidated, RunView, Stats, show_members, show_neighbours
-from gossipdp.parallel.status_page import StatusPage
+from gossipdp.parallel.state_transfers import sum_over_live
+from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.protocol.members import Status
 
 logger = logging.getLogger("gossipdp")
 
 WAIT_LINE_EVERY_S = 10.0
 TURN_WHILE_WAITING_S = 0.002
-LOOK_AT_PROGRESS_EVERY_S = 1.0
 # Ticks of a worker's clock before the share that was served is worth a warning.
 MIN_TICKS_FOR_RATE_WARNING = 100
 RATE_WARNING_BELOW = 0.8
 LOOK_AT_THREAD_EVERY_S = 0.05
 # Under pace="strict": own demands for an exchange that may be unserved.
 MAX_LAG = 2
+
+# What the gossip thread counts under the names of the statistics.
+COUNTED = {each.name for each in fields(Stats)} & {each.name for each in fields(Published)}
+STATES: dict[Status, MemberState] = {
+    Status.JOINING: "joining",
+    Status.ALIVE: "training",
+    Status.DONE: "done",
+    Status.LEFT: "left",
+    Status.DEAD: "dead",
+}
 
 
 class GossipEngine(Engine):
@@ -57,10 +68,10 @@ class GossipEngine(Engine):
         optimizers: Sequence[torch.optim.Optimizer],
         options: Options,
         resumption: Resumption | None = None,
-        status: StatusPage | None = None,
+        page: StatusPage | None = None,
     ) -> None:
+        super().__init__(module, Counts())
         check_platform()
-        self.forward_module = module
         self._options = options
         self._flat = FlatParameters(
             module,
@@ -71,15 +82,10 @@ class GossipEngine(Engine):
         self._state = self._flat.state
         self._state.compile()
         self._master_weights = MasterWeights(self._state)
-        self._gradient_steps = 0
-        self._samples = 0
-        self._waited_s = 0.0
         self._first_link_due_s: float | None = None
         self._rate_warning_due = True
         self._is_averaged = False
-        self._is_consolidating = False
-        self._is_closed = False
-        self._arrival = Arrival(self._flat, optimizers, options, resumption, status)
+        self._arrival = Arrival(self._flat, optimizers, options, resumption, page)
         try:
             self._arrival.start()
         except BaseException:
@@ -92,10 +98,10 @@ class GossipEngine(Engine):
         arrival = self._arrival
         assert arrival.thread is not None
         self.rank, self.world_size = arrival.rank, arrival.world_size
-        self.incarnation = arrival.incarnation
+        self.incarnation, self.run_id = arrival.incarnation, arrival.run_id
+        self.graph = arrival.settings.graph.rpartition(" ")[0]
         self._before = arrival.before
-        self._protocol = arrival.protocol
-        self._loop, self._thread, self._states = arrival.loop, arrival.thread, arrival.states
+        self._protocol, self._loop, self._thread = arrival.protocol, arrival.loop, arrival.thread
 
     def _come_anew(self, superseded: SupersededError) -> None:
         """Take another rank, or raise ``superseded``; see :meth:`Arrival.come_anew`."""
@@ -177,12 +183,6 @@ class GossipEngine(Engine):
                 self._options.comm_rate,
             )
 
-    def _deal_with_poison(self, poison: PoisonedError) -> None:
-        """Raise; with ``exit`` leave the run before."""
-        if self._options.on_nonfinite == "exit":
-            self.close()
-        raise poison
-
     def total_samples(self) -> int:
         """See :class:`Engine`: own samples as of now, the others' as last heard."""
         return self._samples + self._loop.published.others_samples
@@ -207,12 +207,37 @@ class GossipEngine(Engine):
         self._state.reset()
         self._thread.call(self._loop.release).result()
 
-    # Checkpoints.
+    # Poison.
 
-    @property
-    def step_number(self) -> int:
-        """See :class:`Engine`."""
-        return self._before.step + self._gradient_steps
+    def _refuse_poison(self, outcome: str, *, is_end: bool = False) -> None:
+        """Raise rather than let NaN into an average.
+
+        At the end the others wait for this worker, so with ``stop`` too it leaves the run.
+        """
+        poison = self._loop.poisoned
+        if poison is None:
+            if self._is_finite():
+                return
+            poison = PoisonedError(
+                f"the parameters or buffers of worker {self.rank} hold NaN or infinity: {outcome}"
+            )
+        if self._options.on_nonfinite == "exit":
+            self._thread.call(lambda: self._loop.poison(poison)).result()
+        elif is_end:
+            self.close()
+        self._deal_with_poison(poison)
+
+    def _deal_with_poison(self, poison: PoisonedError) -> None:
+        """Raise; with ``exit`` leave the run before."""
+        if self._options.on_nonfinite == "exit":
+            self.close()
+        raise poison
+
+    def _is_finite(self) -> bool:
+        segments = self._state.segments
+        return all(is_finite(segment.x) for segment in segments if segment.role.is_averaged)
+
+    # Copies of the state.
 
     def capture(self) -> Captured:
         """See :class:`Engine`.
@@ -226,18 +251,16 @@ class GossipEngine(Engine):
             raise RuntimeError("save no checkpoint within model.averaged(): step out of it first")
         self.check()
         self._thread.check()
-        segments = self._flat.state.segments
-        for segment in segments:
-            if segment.role.is_averaged and not is_finite(segment.x):
-                raise PoisonedError(
-                    f"the parameters or buffers of worker {self.rank} hold NaN or infinity: they "
-                    "are not saved, and the checkpoints written before are kept"
-                )
+        if not self._is_finite():
+            raise PoisonedError(
+                f"the parameters or buffers of worker {self.rank} hold NaN or infinity: they "
+                "are not saved, and the checkpoints written before are kept"
+            )
         # Every chunk at one phase, which is therefore 0 for whoever resumes.
         self._state.flow(self._theta())
         self._state.device.finish()
         flats: dict[str, list[Tensor | None]] = {"model": [], "c": [], "pending": []}
-        for segment in segments:
+        for segment in self._state.segments:
             pending = torch.empty_like(segment.pending, device="cpu")
             c = None if segment.c is None else torch.empty_like(segment.c, device="cpu")
             for chunk, room in segment.split(pending) if segment.role.is_exchanged else ():
@@ -250,22 +273,17 @@ class GossipEngine(Engine):
         (progress, _), members = self._thread.call(
             lambda: (protocol.progress.news(), protocol.membership.members())
         ).result()
+        published = self._loop.published
         return Captured(
             tensors={
                 f"{kind}/{name}": values.contiguous()
                 for kind, copies in flats.items()
                 for name, values in self._flat.named(copies).items()
             },
-            step=self.step_number,
-            steps=self._before.steps + self._gradient_steps,
-            samples=self._before.samples + self._samples,
             progress=progress,
-            run_id=self._arrival.run_id,
             incarnation=protocol.incarnation,
-            ended=ended_lives(members, self._loop.published.noticed, self._loop.clock()),
+            ended=ended_lives(members, published.noticed, self._loop.clock()),
         )
-
-    # The state of others and of oneself.
 
     def export(self, values: dict[str, Any]) -> None:
         """See :class:`Engine`: x + pending, in new tensors."""
@@ -275,7 +293,7 @@ class GossipEngine(Engine):
         """Copy every segment: averaged chunks by ``read``, the others as they are."""
         self._state.device.finish()
         copies = []
-        for segment in self._flat.state.segments:
+        for segment in self._state.segments:
             copy = segment.x.clone()
             if segment.role.is_averaged:
                 for chunk, room in segment.split(copy):
@@ -285,8 +303,16 @@ class GossipEngine(Engine):
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """See ``GossipDataParallel.averaged``."""
-        average = self._average()
+        """See ``GossipDataParallel.averaged``: z of all live workers, in pending's precision."""
+        self._refuse_poison("they are not averaged with the others'")
+        sums = [
+            torch.empty(chunk.num_elements, dtype=chunk.pending.dtype)
+            for chunk in self._state.averaged_chunks
+        ]
+        count = sum_over_live(self._thread, self._loop, sums)
+        for total in sums:
+            total.div_(count)
+        average = self._copies(lambda chunk, room: room.copy_(sums[chunk.index]))
         self._is_averaged = True
         self._flat.bind_to(average)
         try:
@@ -295,27 +321,14 @@ class GossipEngine(Engine):
             self._flat.bind_back()
             self._is_averaged = False
 
-    def _average(self) -> list[Tensor]:
-        """Average z of all live workers, in the precision of pending; see ``LiveAverages``."""
-        self._refuse_poison()
-        sums = [
-            torch.empty(chunk.num_elements, dtype=chunk.pending.dtype)
-            for chunk in self._state.averaged_chunks
-        ]
-        count = self._states.sum_over_live(sums)
-        for total in sums:
-            total.div_(count)
-        return self._copies(lambda chunk, room: room.copy_(sums[chunk.index]))
-
     # The end.
 
-    def consolidate(self, timeout_s: float = math.inf) -> Consolidated:
-        """See ``GossipDataParallel.consolidate``."""
-        if self._is_closed:
-            raise RuntimeError("consolidate() was called before, or the model is closed")
-        self._refuse_poison(is_end=True)
+    def _consolidate(self, timeout_s: float) -> Consolidated:
+        self._refuse_poison(
+            "they are not averaged with the others'. Lower the learning rate or clip gradients",
+            is_end=True,
+        )
         # From here to the end the gossip thread alone writes x: this one only waits.
-        self._is_consolidating = True
         try:
             outcome = self._wait_for_average(timeout_s)
         except SupersededError as error:
@@ -329,14 +342,16 @@ class GossipEngine(Engine):
                 self.world_size,
             )
         progress = self._protocol.progress
+        total = self._thread.call(
+            lambda: (progress.total_samples, progress.total_steps, progress.by_rank())
+        )
+        samples, steps, by_rank = total.result()
         return Consolidated(
             consensus_distance=outcome.consensus_distance,
             world_size=outcome.num_workers,
-            samples=progress.total_samples,
-            gradient_steps=progress.total_steps,
-            gradient_steps_by_rank={
-                rank: steps for rank, (_, steps) in sorted(progress.by_rank().items())
-            },
+            samples=samples,
+            gradient_steps=steps,
+            gradient_steps_by_rank={rank: by_rank[rank][1] for rank in sorted(by_rank)},
         )
 
     def _wait_for_average(self, timeout_s: float) -> Outcome:
@@ -354,88 +369,72 @@ class GossipEngine(Engine):
                 waits_for = _missing(self._loop.published, since_boot_s())
                 logger.warning("worker %d waits in consolidate(): %s", self.rank, waits_for)
 
-    def _refuse_poison(self, *, is_end: bool = False) -> None:
-        """Raise rather than let NaN into an average.
+    def _close(self) -> None:
+        self._arrival.close()
+        if self._arrival.thread is not None:
+            # What the last exchange brought belongs to the parameters.
+            self._state.boundary(self._theta(), wait=True)
+        self._state.end_helpers()
 
-        Args:
-            is_end: the others wait for this worker, so with ``stop`` it leaves the run too.
-        """
-        if self._loop.poisoned is None and all(
-            is_finite(segment.x)
-            for segment in self._flat.state.segments
-            if segment.role.is_averaged
-        ):
-            return
-        poison = self._loop.poisoned or PoisonedError(
-            f"the parameters or buffers of worker {self.rank} hold NaN or infinity: they are not "
-            "averaged with the others'. Lower the learning rate or clip gradients"
-        )
-        if self._options.on_nonfinite == "exit":
-            self._thread.call(lambda: self._loop.poison(poison)).result()
-        elif is_end:
-            self.close()
-        self._deal_with_poison(poison)
+    # What other threads may ask: of one published value.
 
     def stats(self) -> Stats:
         """See :class:`Engine`."""
-        published = self._loop.published
-        recent, steps = published.recent_exchanges, self._gradient_steps
-        initiated, step_seconds = published.exchanges_initiated, published.step_seconds
-        distances = [exchange.half_squared_distance for exchange in recent]
-        return Stats(
-            rank=self.rank,
-            world_size=self.world_size,
-            gradient_steps=self._before.steps + steps,
-            samples=self._before.samples + self._samples,
-            exchanges_initiated=initiated,
-            exchanges_answered=published.exchanges_answered,
-            exchanges_failed=published.exchanges_failed,
-            achieved_comm_rate=2 * initiated / steps if steps else math.nan,
-            bytes_sent=published.bytes_sent,
-            bytes_received=published.bytes_received,
-            shared_bytes_sent=published.shared_bytes_sent,
-            shared_bytes_received=published.shared_bytes_received,
+        published, steps = self._loop.published, self._gradient_steps
+        counted = {name: getattr(published, name) for name in COUNTED}
+        distances = [each.half_squared_distance for each in published.recent_exchanges]
+        if published.step_seconds is None:
+            counted["step_seconds"] = math.nan
+        return replace(
+            super().stats(),
+            **counted,
+            achieved_comm_rate=2 * published.exchanges_initiated / steps if steps else math.nan,
             kernels=self._state.kernels,
-            exchange_seconds=published.exchange_seconds,
-            waited_seconds=self._waited_s,
-            exchanges_by_neighbour=dict(published.exchanges_by_neighbour),
             edge_distance=fmean(distances) if distances else math.nan,
-            step_seconds=math.nan if step_seconds is None else step_seconds,
-            recent_exchanges=recent,
-            chunks_exchanged=published.chunks_exchanged,
-            chunks_repeated=published.chunks_repeated,
-            noticed=published.noticed,
             states_donated=self._loop.transfers.num_given,
         )
 
-    def view(self) -> RunView:
-        """See :class:`Engine`; like :meth:`stats`, of one published value."""
-        published, now_s = self._loop.published, self._loop.clock()
-        ages = {rank: max(0.0, now_s - at_s) for rank, at_s in published.stepped_s.items()}
-        return RunView(
-            run_id=self._arrival.run_id,
-            graph=self._arrival.settings.graph.rpartition(" ")[0],
-            incarnation=self._protocol.incarnation,
-            is_averaging=self._is_consolidating,
-            members=show_members(published.members, published.silent, published.progress, ages),
-            neighbours=show_neighbours(
-                published.neighbours,
-                published.links,
-                published.exchanges_by_neighbour,
-                published.recent_exchanges,
-                now_s,
-            ),
-        )
-
-    def close(self) -> None:
+    def view(self) -> tuple[tuple[MemberStatus, ...], tuple[NeighbourStatus, ...]]:
         """See :class:`Engine`."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._arrival.close()
-            if self._arrival.thread is not None:
-                # What the last exchange brought belongs to the parameters.
-                self._state.boundary(self._theta(), wait=True)
-            self._state.end_helpers()
+        published, now_s = self._loop.published, self._loop.clock()
+        members = []
+        for member in published.members:
+            samples, steps = published.progress.get(member.rank, (0, 0))
+            stepped_s = published.stepped_s.get(member.rank)
+            address = ""
+            if member.status_host and member.status_port:
+                address = show_address(member.status_host, member.status_port)
+            members.append(
+                MemberStatus(
+                    rank=member.rank,
+                    incarnation=member.incarnation,
+                    state=STATES[member.status],
+                    is_silent=member.rank in published.silent,
+                    gradient_steps=steps,
+                    samples=samples,
+                    status_address=address,
+                    since_step_s=None if stepped_s is None else max(0.0, now_s - stepped_s),
+                )
+            )
+        by_peer = {link.peer: link for link in published.links if link.peer < FIRST_VISITOR_RANK}
+        exchanges, neighbours = published.exchanges_by_neighbour, []
+        for rank in sorted({*published.neighbours, *by_peer, *exchanges}):
+            link = by_peer.get(rank)
+            recent = [each for each in published.recent_exchanges if each.peer == rank]
+            seconds = [each.ended_s - each.started_s for each in recent]
+            neighbours.append(
+                NeighbourStatus(
+                    rank=rank,
+                    exchanges=exchanges.get(rank, 0),
+                    is_neighbour=rank in published.neighbours,
+                    is_linked=link is not None,
+                    heard_ago_s=max(0.0, now_s - link.last_heard_s) if link else None,
+                    exchange_seconds=fmean(seconds) if seconds else None,
+                    bytes_sent=link.bytes_sent + link.shared_bytes_sent if link else 0,
+                    bytes_received=link.bytes_received + link.shared_bytes_received if link else 0,
+                )
+            )
+        return tuple(members), tuple(neighbours)
 
 
 def _missing(published: Published, now_s: float) -> str:

@@ -2,13 +2,9 @@
 
 import gc
 import logging
-import os
-import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,90 +15,86 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from gossipdp.parallel.checkpointer import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, Checkpointer
-from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.run_logging import RunLogging
 from gossipdp.parallel.schedule import ProgressLR
-from gossipdp.parallel.status_page import StatusPage
-
-if TYPE_CHECKING:
-    from gossipdp.parallel.module import GossipDataParallel
 
 logger = logging.getLogger("gossipdp")
 
 FOLLOWS_NO_COUNT = (ProgressLR, ReduceLROnPlateau)
 
-_wrappers: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[GossipDataParallel]]"
-_wrappers = weakref.WeakKeyDictionary()
-"""The wrapper that each wrapped module takes part by, until it is closed or dropped."""
+_wrapped: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""The modules that take part in a run, until their wrapper is closed or dropped."""
 
 
 class Hooks:
-    """The hooks of one wrapper; all hold it weakly, so that a dropped one can end.
+    """What is hung into optimizers and module; see :meth:`remove`.
 
     Args:
-        model: the wrapper.
-        optimizers: those that it was given.
+        module, optimizers: of the wrapper.
+        stepped: called with the index of an optimizer that has stepped.
+        loaded: called when the module's parameters were loaded.
         watches_others: raise where another optimizer steps the module's parameters.
     """
 
     def __init__(
         self,
-        model: "GossipDataParallel",
+        module: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
+        stepped: Callable[[int], None],
+        loaded: Callable[[], None],
         watches_others: bool,
     ) -> None:
         self._optimizers = list(optimizers)
-        self._module = model.module
-        self._parameters = {id(parameter) for parameter in model.module.parameters()}
+        self._module = module
+        self._stepped = stepped
+        self._parameters = {id(parameter) for parameter in module.parameters()}
+        self._num_boundaries = 0
+        # The optimizers whose step() runs now (one may be a shell around another), or raised; and
+        # how many boundaries there had been at its beginning.
+        self._begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
+        self._begun = weakref.WeakKeyDictionary()
         self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        # The optimizers whose step() runs now, the innermost last: one may be a shell around
-        # another. A step that raises leaves its entry behind, hence the bound.
-        self._stepping: deque[_Step] = deque(maxlen=8)
-        wrapper = weakref.ref(model)
         self._handles: list[RemovableHandle] = [
-            each.register_step_post_hook(self._ended(wrapper, index))
+            each.register_step_post_hook(self._ended(index))
             for index, each in enumerate(optimizers)
         ]
         if watches_others:
             self._handles.append(register_optimizer_step_pre_hook(self._any_begins))
             self._handles.append(register_optimizer_step_post_hook(self._any_ended))
         self._handles.append(
-            model.module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                _LoadedHook(wrapper)
+            module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+                _LoadedHook(weakref.ref(module), loaded)
             )
         )
-        _wrappers[model.module] = wrapper
+        _wrapped.add(module)
 
     def remove(self) -> None:
         """Listen no more."""
         for handle in self._handles:
             handle.remove()
-        _wrappers.pop(self._module, None)
+        _wrapped.discard(self._module)
 
     def _ended(
-        self, wrapper: "weakref.ref[GossipDataParallel]", index: int
+        self, index: int
     ) -> Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]:
         def ended(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            for step in self._stepping:
-                step.has_boundary = True
-            model = wrapper()
-            if model is not None and not _has_skipped(optimizer):
-                model._boundary(index)
+            self._num_boundaries += 1
+            # GradScaler calls a fused optimizer's step also where it moves nothing. On a device
+            # this waits for the step, as the boundary does anyway.
+            found_inf = getattr(optimizer, "found_inf", None)
+            if found_inf is None or not found_inf:
+                self._stepped(index)
 
         return ended
 
     def _any_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._stepping.append(_Step(optimizer))
+        self._begun[optimizer] = self._num_boundaries
 
     def _any_ended(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise where an optimizer that was not wrapped has moved the module's parameters."""
-        step = self._stepping.pop() if self._stepping else _Step(optimizer)
-        if step.has_boundary or optimizer in self._others:
-            return
-        within = {id(outer.optimizer) for outer in (*self._stepping, step)}
-        if any(id(each) in within for each in self._optimizers):
+        begun = self._begun.pop(optimizer, self._num_boundaries)
+        is_within = any(each in self._begun for each in self._optimizers)
+        if begun != self._num_boundaries or is_within or optimizer in self._others:
             return
         if any(
             id(parameter) in self._parameters
@@ -118,28 +110,22 @@ class Hooks:
         self._others.add(optimizer)
 
 
-@dataclass
-class _Step:
-    """One ``optimizer.step()`` that runs; has_boundary: a wrapped one ended within it."""
-
-    optimizer: torch.optim.Optimizer
-    has_boundary: bool = False
-
-
 class _LoadedHook:
     """The hook after loading; a copy of the module brings it along, but is not what trains."""
 
-    def __init__(self, wrapper: "weakref.ref[GossipDataParallel] | None") -> None:
-        self._wrapper = wrapper
+    def __init__(
+        self, trained: "weakref.ref[nn.Module] | None", loaded: Callable[[], None] | None
+    ) -> None:
+        self._trained = trained
+        self._loaded = loaded
 
     def __call__(self, module: nn.Module, incompatible_keys: object) -> None:
-        model = None if self._wrapper is None else self._wrapper()
-        if model is not None and module is model.module:
-            model._engine.loaded()
+        if self._trained is not None and self._loaded is not None and module is self._trained():
+            self._loaded()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or saved module has a hook that does nothing."""
-        return _LoadedHook, (None,)
+        return _LoadedHook, (None, None)
 
 
 def checked_optimizers(
@@ -177,8 +163,7 @@ def check_unwrapped(module: nn.Module, kind: type[nn.Module]) -> None:
                 "the module is within DistributedDataParallel, which averages gradients itself: "
                 "give its .module"
             )
-        wrapper = _wrappers.get(each)
-        if wrapper is not None and wrapper() is not None:
+        if each in _wrapped:
             raise ValueError(
                 "the module is wrapped already: use that wrapper, or close() it before"
             )
@@ -203,53 +188,3 @@ def warn_of_step_counters(optimizers: Sequence[torch.optim.Optimizer]) -> None:
                 kind.__name__,
             )
             return
-
-
-def _has_skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step moved nothing: GradScaler calls a fused optimizer's all the same.
-
-    On a device this waits for the step, as the boundary does anyway.
-    """
-    found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and bool(found_inf)
-
-
-def close_parts(
-    hooks: Hooks,
-    log: RunLogging | None,
-    engine: Engine,
-    checkpointer: Checkpointer,
-    status: StatusPage | None,
-    *,
-    process_id: int,
-    checkpoint_timeout_s: float = CLOSE_TIMEOUT_S,
-) -> None:
-    """Close a wrapper's parts.
-
-    Garbage is collected in any thread, one of those that are ended here among them: what would
-    wait for itself is left to a thread of its own. A forked child leaves its parent's run alone.
-    """
-    if os.getpid() != process_id:
-        return
-
-    def close() -> None:
-        hooks.remove()
-        if log is not None:
-            log.close()
-        engine.close()
-        checkpointer.close(checkpoint_timeout_s)
-        if status is not None:
-            status.close()
-
-    if threading.current_thread().name.startswith("gossipdp"):
-        threading.Thread(target=close, name="closing a dropped model", daemon=True).start()
-    else:
-        close()
-
-
-def close_at_exit(finalizer: "weakref.finalize[Any, Any]") -> None:
-    """Close what nobody has closed, in the short time that there is at exit."""
-    detached = finalizer.detach()
-    if detached is not None:
-        _, _, parts, options = detached
-        close_parts(*parts, **options, checkpoint_timeout_s=EXIT_TIMEOUT_S)

@@ -3,13 +3,11 @@
 import atexit
 import contextlib
 import copy
-import logging
 import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -18,38 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from gossipdp import logs
-from gossipdp.launcher.environment import Environment
-from gossipdp.parallel import training_state
-from gossipdp.parallel.allreduce_engine import AllReduceEngine
-from gossipdp.parallel.checkpoint import find_resumption, layout_of
-from gossipdp.parallel.checkpointer import Checkpointer, Stateful
-from gossipdp.parallel.data_position import DataPosition, dataset_size
-from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.export import check_name, copied_state, write_state
-from gossipdp.parallel.feed import Feed
-from gossipdp.parallel.flat_parameters import named_tensors
-from gossipdp.parallel.gossip_engine import GossipEngine
-from gossipdp.parallel.hooks import (
-    Hooks,
-    check_unwrapped,
-    checked_optimizers,
-    close_at_exit,
-    close_parts,
-    warn_of_step_counters,
-)
+from gossipdp.parallel.checkpoint_files import check_name, copied_state, write_state
+from gossipdp.parallel.checkpointer import Stateful
+from gossipdp.parallel.feed import dataset_size
+from gossipdp.parallel.hooks import check_unwrapped, checked_optimizers
 from gossipdp.parallel.options import Checkpoints, Monitor, Network, Options
-from gossipdp.parallel.run_logging import RunLogging, describe, one_loss, plain_values
 from gossipdp.parallel.stats import Consolidated, Stats
-from gossipdp.parallel.status_page import StatusPage
-
-logger = logging.getLogger("gossipdp")
+from gossipdp.parallel.worker import Worker, close_at_exit
 
 Batch = TypeVar("Batch")
-
-STEPS_WITHOUT_SAMPLES = 3
-"""After so many steps without one counted sample something is wrong with the loop."""
-USUAL_COMM_RATE = 8.0
-"""A higher one gets a warning."""
 
 
 class GossipDataParallel(nn.Module):
@@ -160,104 +135,13 @@ class GossipDataParallel(nn.Module):
         )
         check_unwrapped(module, GossipDataParallel)
         optimizers = checked_optimizers(optimizer)
-        if options.comm_rate > USUAL_COMM_RATE:
-            logger.warning(
-                "comm_rate=%g asks for as many exchanges in every gradient step; 1 is usual, and "
-                "more than a few seldom gain anything. Exchanges in a hundred steps would be 0.01",
-                options.comm_rate,
-            )
         self.module = module
         self._options = options
-        self._optimizers = optimizers
-        self._budget_samples = options.budget_samples
-        self._num_steps = 0
-        self._samples = 0
         self._is_consolidated = False
-        self._connect(module, optimizers, Environment.read())
-
-    def _connect(
-        self, module: nn.Module, optimizers: list[torch.optim.Optimizer], environment: Environment
-    ) -> None:
-        """Come into the run, and listen to the optimizers' steps."""
-        options = self._options
-        saving = options.checkpoints
-        directory = None if saving.directory is None else Path(saving.directory)
-        resumption = None
-        # One that comes into a run that goes on takes a live worker's state, and writes beside it.
-        if not environment.is_joining:
-            resumption = find_resumption(
-                saving.resume,
-                directory,
-                rank=environment.rank,
-                world_size=environment.world_size,
-                method=options.method,
-                layout=layout_of(named_tensors(module)),
-            )
-        if resumption is not None:
-            training_state.restore(resumption.training, optimizers)
-        self._position = DataPosition()
-        self._status = StatusPage.wanted(options, environment)
-        self._logging: RunLogging | None = None
-        # What was opened is closed in the reverse order, wherever this fails.
-        with contextlib.ExitStack() as opened:
-            if self._status is not None:
-                opened.callback(self._status.close)
-            make_engine = AllReduceEngine if options.method == "allreduce" else GossipEngine
-            self._engine: Engine = make_engine(
-                module, optimizers, options, resumption, self._status
-            )
-            opened.callback(self._engine.close)
-            self._checkpointer = Checkpointer(
-                self._engine,
-                optimizers,
-                self._position,
-                method=options.method,
-                directory=directory,
-                every=saving.every_steps,
-                keep=saving.keep,
-                resumption=resumption,
-                is_joining=environment.is_joining,
-                resume=saving.resume,
-            )
-            if self._status is not None:
-                self._status.show(self._engine, self._checkpointer, options)
-            asked = os.environ.get("GOSSIPDP_LOG_DIR") or None
-            log_dir = options.monitor.log_dir or asked
-            if log_dir and asked and Path(log_dir).absolute() != Path(asked).absolute():
-                logger.warning(
-                    "the log goes to %s, as Monitor(log_dir=...) says; --log-dir and "
-                    "GOSSIPDP_LOG_DIR, which say %s, count where the script says nothing",
-                    log_dir,
-                    asked,
-                )
-            if log_dir is not None:
-                self._logging = RunLogging(
-                    Path(log_dir),
-                    self._engine,
-                    describe(module, optimizers, options, self._engine),
-                    joins=environment.is_joining,
-                    resumes=resumption is not None,
-                )
-            opened.pop_all()
-        self._feed = Feed(
-            self._position,
-            self._checkpointer,
-            self._engine.total_samples,
-            options.samples_per_step,
-            options.batch_dim,
-        )
-        hooks = Hooks(self, optimizers, watches_others=options.method != "allreduce")
-        # A model that is dropped is closed: nothing below holds this object.
-        self._close = weakref.finalize(
-            self,
-            close_parts,
-            hooks,
-            self._logging,
-            self._engine,
-            self._checkpointer,
-            self._status,
-            process_id=os.getpid(),
-        )
+        self._worker = worker = Worker(module, optimizers, options)
+        self._engine, self._checkpointer = worker.engine, worker.checkpointer
+        self._feed, self._monitoring = worker.feed, worker.monitoring
+        self._close = weakref.finalize(self, worker.close)
         self._close.atexit = False  # a forked worker clears what runs at exit, but not finalizers
         self._at_exit = partial(close_at_exit, self._close)
         atexit.register(self._at_exit)
@@ -286,7 +170,7 @@ class GossipDataParallel(nn.Module):
     @property
     def finished(self) -> bool:
         """Whether the workers together have used up the budget; False without one."""
-        budget = self._budget_samples
+        budget = self._feed.budget_samples
         return budget is not None and self._engine.total_samples() >= budget
 
     def progress(self) -> float:
@@ -298,9 +182,9 @@ class GossipDataParallel(nn.Module):
         Raises:
             RuntimeError: there is neither, and a step was made.
         """
-        if self._budget_samples is not None:
-            return min(1.0, self._engine.total_samples() / self._budget_samples)
-        if self._num_steps == 0:
+        if self._feed.budget_samples is not None:
+            return min(1.0, self._engine.total_samples() / self._feed.budget_samples)
+        if not self._worker.num_steps:
             return 0.0
         raise RuntimeError(
             "progress() cannot tell how far the run is, since nothing says where it ends: wrap "
@@ -309,13 +193,7 @@ class GossipDataParallel(nn.Module):
 
     def stats(self) -> Stats:
         """What this worker did so far."""
-        checkpointer = self._checkpointer
-        return replace(
-            self._engine.stats(),
-            checkpoints=checkpointer.num_saved,
-            checkpoints_failed=checkpointer.num_failed,
-            checkpoint_pause_seconds=checkpointer.pause_s,
-        )
+        return self._checkpointer.stats()
 
     # Training.
 
@@ -327,7 +205,7 @@ class GossipDataParallel(nn.Module):
         or a compiled one, may be called in place of this.
         """
         if self.training and torch.is_grad_enabled():
-            self._checkpointer.take_due(in_loop=True)
+            self._checkpointer.at_forward()
             self.count_batch((args, kwargs))
         return self._engine.forward_module(*args, **kwargs)
 
@@ -355,12 +233,12 @@ class GossipDataParallel(nn.Module):
             ValueError: there is no budget, the loader yields nothing, or a batch holds no tensor
                 whose samples could be counted.
         """
-        if self._budget_samples is None:
+        if self._feed.budget_samples is None:
             raise ValueError(
                 "batches() needs to know when to end: wrap with budget_samples=, or loop over "
                 "model.epochs(loader, n)"
             )
-        return self._feed.until(self._budget_samples, loader)
+        return self._feed.until(self._feed.budget_samples, loader)
 
     def epochs(
         self, loader: Iterable[Batch], num_epochs: int, *, samples: int | None = None
@@ -410,7 +288,7 @@ class GossipDataParallel(nn.Module):
             raise ValueError(
                 f"an epoch of {size} samples never ends, or never begins; give samples="
             )
-        self._budget_samples = num_epochs * size
+        self._feed.budget_samples = num_epochs * size
         return self._feed.epochs(loader, num_epochs, size)
 
     def log(self, *, loss: Tensor | float | None = None, **values: bool | float | str) -> None:
@@ -430,14 +308,7 @@ class GossipDataParallel(nn.Module):
             >>> model.log(loss=0.7, learning_rate=0.1)
             >>> model.close()
         """
-        if self._logging is None and self._status is None:
-            return
-        kept = None if loss is None else one_loss(loss)
-        plain = plain_values(values)
-        if self._logging is not None:
-            self._logging.log(kept, plain)
-        if self._status is not None:
-            self._status.log(kept, plain)
+        self._monitoring.log(loss, values)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within ``with model.averaged():`` the module holds the average of all live workers.
@@ -468,13 +339,11 @@ class GossipDataParallel(nn.Module):
         buffers are those of the lowest rank, and the wrapper is closed: the module trains on
         alone, if at all.
         """
-        self._checkpointer.take_due(finally_=True)
-        if self._logging is not None:
-            self._logging.consolidating()
+        self._checkpointer.take_last()
+        self._monitoring.consolidating()
         result = self._engine.consolidate(math.inf if timeout_s is None else timeout_s)
         self._is_consolidated = True
-        if self._logging is not None:
-            self._logging.ended(result)
+        self._monitoring.ended(result)
         self.close()
         return result
 
@@ -486,50 +355,21 @@ class GossipDataParallel(nn.Module):
         atexit.unregister(self._at_exit)
         self._close()
 
-    def _boundary(self, optimizer_index: int) -> None:
-        """An optimizer's step has ended; that of the first is a gradient step."""
-        if optimizer_index != 0:
-            self._engine.boundary(optimizer_index, 0)
-            return
-        samples = self._feed.take_counted()
-        self._engine.boundary(0, samples)
-        self._num_steps += 1
-        self._samples += samples
-        self._checkpointer.stepped()
-        if self._status is not None:
-            self._status.stepped()
-        if self._logging is not None:
-            self._logging.stepped(samples)
-        if self._num_steps == 2 and self.world_size > 1:
-            warn_of_step_counters(self._optimizers)
-        if self._num_steps == STEPS_WITHOUT_SAMPLES and self._samples == 0:
-            self._report_uncounted()
-
-    def _report_uncounted(self) -> None:
-        problem = (
-            f"{self._num_steps} gradient steps, and not one sample was counted. Loop over "
-            "model.batches(loader) or model.epochs(loader, n); or call model(x) in training mode "
-            "in place of the module itself; or wrap with samples_per_step="
-        )
-        if self._budget_samples is not None:
-            raise RuntimeError(f"the budget would never be used up: {problem}")
-        logger.warning("worker %d: %s", self.rank, problem)
-
     # State.
 
-    def save_checkpoint(self, directory: str | os.PathLike[str] | None = None) -> Path:
+    def save_checkpoint(self) -> Path:
         """Save all that this worker needs to go on, between two steps; return the file's path.
 
-        By default into the directory of ``checkpoints``. It returns when the file is on the disk.
-        Those beyond the newest ``checkpoints.keep`` of this worker there are removed then.
+        It returns when the file is on the disk; of this worker's files those beyond the newest
+        ``checkpoints.keep`` are removed then.
 
         Raises:
-            ValueError: no directory, one that holds another run's checkpoints, or a value in an
-                optimizer's state that is neither tensor, number, text, list, tuple nor dict.
+            ValueError: ``checkpoints`` names no directory, or a value in an optimizer's state is
+                neither tensor, number, text, list, tuple nor dict.
             OSError: it could not be written; the checkpoints before it are there still.
             PoisonedError: parameters hold NaN or infinity.
         """
-        return self._checkpointer.save(None if directory is None else Path(directory))
+        return self._checkpointer.save()
 
     def also_checkpoint(self, **others: Stateful) -> None:
         """Save these objects' states with the checkpoints: schedulers, a GradScaler.

@@ -1,10 +1,14 @@
 """The arguments of ``GossipDataParallel``, checked where they are given."""
 
+import contextlib
+import logging
 import math
 import operator
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+logger = logging.getLogger("gossipdp")
 
 PathLike = str | os.PathLike[str]
 
@@ -12,8 +16,8 @@ METHODS = ("a2cid2", "gossip", "allreduce", "none")
 PACES = ("free", "strict")
 ON_NONFINITE = ("stop", "exit")
 SHARED_MEMORY = ("auto", "off")
-UNUSUAL_COMM_RATE = 8.0
-"""From here on one warning asks whether it is meant."""
+USUAL_COMM_RATE = 8.0
+"""A higher one gets a warning."""
 NO_TLS = (
     "TLS protects the links of gossip, and method='allreduce' has none: torch.distributed would "
     "send everything in the clear. Give no tls_cert, tls_key, tls_ca"
@@ -60,19 +64,10 @@ class Network:
         from gossipdp.links.sockets import check_pacing
         from gossipdp.links.tls import tls_files
 
-        _keep(self, port=_whole("port", self.port, 0, 65535))
-        for name in ("timeout_s", "start_timeout_s"):
-            _keep(self, **{name: _positive(name, getattr(self, name))})
+        _check(self)
         if self.max_bytes_per_s is not None:
-            _keep(self, max_bytes_per_s=_positive("max_bytes_per_s", self.max_bytes_per_s))
             check_pacing(self.max_bytes_per_s)
-        _choose("shared_memory", self.shared_memory, SHARED_MEMORY)
         tls_files(self.tls_cert, self.tls_key, self.tls_ca)
-
-    @property
-    def has_tls(self) -> bool:
-        """Whether TLS files were given."""
-        return self.tls_cert is not None
 
 
 @dataclass(frozen=True)
@@ -99,10 +94,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first value that cannot be meant."""
-        _keep(self, every_steps=_whole("every_steps", self.every_steps, 1))
-        _keep(self, keep=_whole("keep", self.keep, 1))
-        if self.keep is None:
-            raise ValueError("keep is how many checkpoints of each worker stay: at least 1")
+        _check(self)
         if not (self.resume is None or isinstance(self.resume, (str, os.PathLike))):
             raise ValueError(
                 f"resume is 'auto', a directory or None, not {self.resume!r}: 'auto' goes on from "
@@ -136,7 +128,7 @@ class Monitor:
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first value that cannot be meant."""
-        _keep(self, status_port=_whole("status_port", self.status_port, 0, 65535))
+        _check(self)
 
 
 @dataclass(frozen=True)
@@ -167,29 +159,17 @@ class Options:
         from gossipdp.gossip.codec import WIRE_FORMATS
         from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
 
-        _choose("method", self.method, METHODS)
-        _choose("pace", self.pace, PACES)
-        _choose("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
-        _choose("wire_format", self.wire_format, WIRE_FORMATS)
-        _choose("neighbour_policy", self.neighbour_policy, tuple(NEIGHBOUR_POLICIES))
-        _keep(self, comm_rate=_positive("comm_rate", self.comm_rate))
-        for name, least in (("budget_samples", 1), ("samples_per_step", 1), ("batch_dim", 0)):
-            _keep(self, **{name: _whole(name, getattr(self, name), least)})
-        _keep(self, seed=_whole("seed", self.seed))
-        for name, kind in (
-            ("network", Network),
-            ("checkpoints", Checkpoints),
-            ("monitor", Monitor),
-        ):
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}: give gossipdp.{kind.__name__}(...)"
-                )
-        if self.method == "allreduce":
-            self._check_allreduce()
-
-    def _check_allreduce(self) -> None:
-        if self.network.has_tls:
+        policies = tuple(NEIGHBOUR_POLICIES)
+        _check(self, wire_format=WIRE_FORMATS, neighbour_policy=policies)
+        if self.comm_rate > USUAL_COMM_RATE:
+            logger.warning(
+                "comm_rate=%g asks for as many exchanges in every gradient step; 1 is usual, and "
+                "more than a few seldom gain anything. Exchanges in a hundred steps would be 0.01",
+                self.comm_rate,
+            )
+        if self.method != "allreduce":
+            return
+        if self.network.tls_cert is not None:
             raise ValueError(NO_TLS)
         if self.network.max_bytes_per_s is not None:
             raise ValueError(
@@ -203,38 +183,68 @@ class Options:
             )
 
 
-def _keep(options: object, **values: Any) -> None:
-    """Set fields of a frozen dataclass, while it is made."""
-    for name, value in values.items():
-        object.__setattr__(options, name, value)
+# What an option may be: one of these texts, a whole number from .. to, a positive number (float),
+# or an object of a class.
+_RULES: dict[str, Any] = {
+    "method": METHODS,
+    "pace": PACES,
+    "on_nonfinite": ON_NONFINITE,
+    "shared_memory": SHARED_MEMORY,
+    "comm_rate": float,
+    "timeout_s": float,
+    "start_timeout_s": float,
+    "max_bytes_per_s": float,
+    "budget_samples": (1, math.inf),
+    "samples_per_step": (1, math.inf),
+    "batch_dim": (0, math.inf),
+    "seed": (-math.inf, math.inf),
+    "every_steps": (1, math.inf),
+    "keep": (1, math.inf),
+    "port": (0, 65535),
+    "status_port": (0, 65535),
+    "network": Network,
+    "checkpoints": Checkpoints,
+    "monitor": Monitor,
+}
 
 
-def _choose(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"unknown {name} {value!r}; choose one of: {', '.join(known)}")
+def _check(options: Network | Checkpoints | Monitor | Options, **more_rules: Any) -> None:
+    """Raise ValueError for the first value that cannot be meant; keep numbers as Python's own.
+
+    None passes where it is the default.
+    """
+    rules = _RULES | more_rules
+    for option in fields(options):
+        name, value = option.name, getattr(options, option.name)
+        if name in rules and not (value is None and option.default is None):
+            object.__setattr__(options, name, _checked(name, value, rules[name]))
 
 
-def _whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int | None:
-    """Return a whole number, such as 1e6, as an ``int``, and None as it is."""
-    if value is None:
-        return None
+def _checked(name: str, value: Any, rule: Any) -> Any:
+    match rule:
+        case (int() | float(), int() | float()):
+            return _whole(name, value, *rule)
+        case tuple():
+            if value not in rule:
+                raise ValueError(f"unknown {name} {value!r}; choose one of: {', '.join(rule)}")
+        case _ if rule is float:
+            with contextlib.suppress(TypeError, ValueError):
+                if math.isfinite(number := float(value)) and number > 0:
+                    return number
+            raise ValueError(f"{name} must be a positive number, not {value!r}")
+        case _ if not isinstance(value, rule):
+            raise ValueError(f"{name} is {value!r}: give gossipdp.{rule.__name__}(...)")
+    return value
+
+
+def _whole(name: str, value: Any, least: float, most: float) -> int:
+    """Return a whole number, such as 1e6, as an ``int``."""
     try:
         is_whole = isinstance(value, float) and value.is_integer()
         number = int(value) if is_whole else operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be a whole number, not {value!r}: pass an int") from None
-    if most is not None and not (least or 0) <= number <= most:
-        raise ValueError(f"{name} must be in {least}..{most}, or None, not {number}")
-    if least is not None and number < least:
-        raise ValueError(f"{name} is at least {least}, not {number}")
-    return number
-
-
-def _positive(name: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a positive number, not {value!r}") from None
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"{name} must be a positive number, not {number}")
+    if number < least or number > most:
+        bounds = f"at least {least}" if most == math.inf else f"in {least}..{most}"
+        raise ValueError(f"{name} must be {bounds}, not {number}")
     return number

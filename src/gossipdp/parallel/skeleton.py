@@ -4,8 +4,8 @@
 
 A state is nested dicts, lists and tuples of tensors, numbers, texts and None, which is what
 ``Optimizer.state_dict()`` gives. The text says how they are nested and of which type and shape each
-tensor is; the tensors themselves go another way: into a file, or chunk by chunk over a link.
-Decoding builds plain values and never calls what the text names, so the text may come from
+tensor is, in the order of the tensors; these go another way: into a file, or chunk by chunk over a
+link. Decoding builds plain values and never calls what the text names, so the text may come from
 anywhere.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -59,28 +59,21 @@ class _Float(_Node, tag="float", frozen=True):
 
 class _List(_Node, tag="list", frozen=True):
     values: list[Value]
-
-
-class _Tuple(_Node, tag="tuple", frozen=True):
-    values: list[Value]
+    is_tuple: bool = False
 
 
 class _Dict(_Node, tag="dict", frozen=True):
     items: list[tuple[Key, Value]]
-
-
-class _Counter(_Node, tag="counter", frozen=True):
-    items: list[tuple[Key, Value]]
+    is_counter: bool = False
 
 
 class TensorNode(_Node, tag="tensor", frozen=True):
-    """A tensor by its place among those of its state.
+    """A tensor.
 
     ``shape`` is that of its memory, which holds the dimensions in the order ``order``; an empty
     order is the usual one. ``data``: its bytes, for tensors so small that they travel in the text.
     """
 
-    index: Size
     dtype: str
     shape: tuple[Size, ...]
     order: tuple[Size, ...] = ()
@@ -91,18 +84,35 @@ class TensorNode(_Node, tag="tensor", frozen=True):
         """Bytes of the tensor."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
+    def check(self) -> None:
+        """Raise ValueError for what is no tensor."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"unknown type {self.dtype[:40]!r} of a tensor")
+        num_bytes = math.prod(max(1, size) for size in self.shape)  # torch's own bound on strides
+        if len(self.shape) > MAX_DEPTH or num_bytes >= 1 << 60:
+            raise ValueError("a tensor of a shape that no tensor has")
+        if self.order and sorted(self.order) != list(range(len(self.shape))):
+            raise ValueError("the order of a tensor is not one of its dimensions")
+        if self.data is not None and len(self.data) != self.num_bytes:
+            raise ValueError(f"{len(self.data)} bytes of a tensor that takes {self.num_bytes}")
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the values of a tensor, flat or shaped, as this one."""
+        tensor = tensor.reshape(self.shape)
+        if not self.order:
+            return tensor
+        return tensor.permute([self.order.index(dim) for dim in range(tensor.dim())])
+
 
 Key: TypeAlias = bool | int | float | str | _Float | None
-Value: TypeAlias = (
-    bool | int | float | str | _Float | _List | _Tuple | _Dict | _Counter | TensorNode | None
-)
+Value: TypeAlias = bool | int | float | str | _Float | _List | _Dict | TensorNode | None
 _DECODER = msgspec.json.Decoder(Value)
 
 
 def pack(state: Any, inline_bytes: int = 0) -> tuple[bytes, list[Tensor]]:
     """Describe a state; return the text, and its tensors flat, as they lie in memory.
 
-    The tensors are not copied, except those that are not dense. One that occurs twice is held once.
+    The tensors are not copied, except those that are not dense.
 
     Args:
         state: nested dicts, lists and tuples of tensors, numbers, texts and None.
@@ -126,132 +136,12 @@ def pack(state: Any, inline_bytes: int = 0) -> tuple[bytes, list[Tensor]]:
     return text, packer.tensors
 
 
-def decode(text: bytes) -> Skeleton:
-    """Read what :func:`pack` described; allocates in proportion to the text alone.
-
-    Raises:
-        ValueError: the text is no skeleton.
-    """
-    if len(text) > MAX_SKELETON_BYTES:
-        raise ValueError(f"a skeleton of {len(text)} bytes; at most {MAX_SKELETON_BYTES} are read")
-    try:
-        return Skeleton(_DECODER.decode(text))
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"this is no skeleton: {error}") from error
-
-
-class Skeleton:
-    """A decoded text, checked.
-
-    Attributes:
-        tensors: what is described, by index; those whose bytes are in the text are not among them.
-    """
-
-    def __init__(self, content: Value) -> None:
-        self.tensors: list[TensorNode] = []
-        self._content = content
-        by_index: dict[int, TensorNode] = {}
-        self._collect(content, by_index, 0)
-        for index, node in sorted(by_index.items()):
-            if index != len(self.tensors):
-                raise ValueError(f"tensor {len(self.tensors)} is not described")
-            self.tensors.append(node)
-
-    def _collect(self, value: Value, by_index: dict[int, TensorNode], depth: int) -> None:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
-        match value:
-            case TensorNode():
-                _check(value)
-                if value.data is None and by_index.setdefault(value.index, value) != value:
-                    raise ValueError(f"tensor {value.index} is described in two ways")
-            case _List() | _Tuple():
-                for held in value.values:
-                    self._collect(held, by_index, depth + 1)
-            case _Dict() | _Counter():
-                for _, held in value.items:
-                    self._collect(held, by_index, depth + 1)
-            case _:
-                pass
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors that are not in the text."""
-        return sum(node.num_bytes for node in self.tensors)
-
-    def rooms(self) -> list[Tensor]:
-        """Allocate a flat tensor for each that is described; the caller has bounded the bytes."""
-        return [
-            torch.empty(math.prod(node.shape), dtype=DTYPES[node.dtype]) for node in self.tensors
-        ]
-
-    def unpack(self, tensors: Sequence[Tensor]) -> Any:
-        """Put the state together from such tensors, flat or shaped; they are taken over.
-
-        Raises:
-            ValueError: they are not those that are described.
-        """
-        if len(tensors) != len(self.tensors):
-            raise ValueError(f"{len(tensors)} tensors; {len(self.tensors)} are described")
-        shaped = []
-        for node, tensor in zip(self.tensors, tensors, strict=True):
-            if tensor.dtype != DTYPES[node.dtype] or tensor.numel() != math.prod(node.shape):
-                raise ValueError(f"tensor {node.index} is not what is described: {node}")
-            shaped.append(_in_order(tensor, node))
-        return _unpack(self._content, shaped)
-
-
-def _check(node: TensorNode) -> None:
-    if node.dtype not in DTYPES:
-        raise ValueError(f"unknown type {node.dtype[:40]!r} of a tensor")
-    num_bytes = math.prod(max(1, size) for size in node.shape)  # torch's own bound on strides
-    if len(node.shape) > MAX_DEPTH or num_bytes >= 1 << 60:
-        raise ValueError("a tensor of a shape that no tensor has")
-    if node.order and sorted(node.order) != list(range(len(node.shape))):
-        raise ValueError("the order of a tensor is not one of its dimensions")
-    if node.data is not None and len(node.data) != node.num_bytes:
-        raise ValueError(f"{len(node.data)} bytes of a tensor that takes {node.num_bytes}")
-
-
-def _in_order(tensor: Tensor, node: TensorNode) -> Tensor:
-    tensor = tensor.reshape(node.shape)
-    if not node.order:
-        return tensor
-    return tensor.permute([node.order.index(dim) for dim in range(tensor.dim())])
-
-
-def _unpack(value: Value, tensors: Sequence[Tensor]) -> Any:
-    match value:
-        case TensorNode(index=index, data=None):
-            return tensors[index]
-        case TensorNode(data=data):
-            assert data is not None
-            dtype = DTYPES[value.dtype]
-            flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0)
-            return _in_order(flat.to(dtype), value)
-        case _List(values=values):
-            return [_unpack(held, tensors) for held in values]
-        case _Tuple(values=values):
-            return tuple(_unpack(held, tensors) for held in values)
-        case _Dict(items=items) | _Counter(items=items):
-            unpacked = {_unpack(key, tensors): _unpack(held, tensors) for key, held in items}
-            if len(unpacked) != len(items):
-                raise ValueError("a dict has a key twice")
-            return Counter(unpacked) if isinstance(value, _Counter) else unpacked
-        case _Float(value=text):
-            return float(text)
-        case _:
-            return value
-
-
 class _Packer:
     """Turns values into nodes and gathers their tensors."""
 
     def __init__(self, inline_bytes: int) -> None:
         self.tensors: list[Tensor] = []
         self._inline_bytes = inline_bytes
-        # By identity; the tensor is kept so that its identity is not given to another.
-        self._packed: dict[int, tuple[Tensor, TensorNode]] = {}
 
     def pack(self, value: Any, place: str, depth: int) -> Value:
         if depth > MAX_DEPTH:
@@ -263,17 +153,15 @@ class _Packer:
                 (_plain(key, f"a key of {place}"), self.pack(held, f"{place}[{key!r}]", depth + 1))
                 for key, held in value.items()
             ]
-            return _Counter(items) if isinstance(value, Counter) else _Dict(items)
+            return _Dict(items, isinstance(value, Counter))
         if type(value) in (list, tuple):
             values = [
                 self.pack(held, f"{place}[{index}]", depth + 1) for index, held in enumerate(value)
             ]
-            return _List(values) if type(value) is list else _Tuple(values)
+            return _List(values, type(value) is tuple)
         return _plain(value, place)
 
     def _tensor(self, tensor: Tensor, place: str) -> TensorNode:
-        if id(tensor) in self._packed:
-            return self._packed[id(tensor)][1]
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             raise ValueError(
                 f"{place} is a {type(tensor).__qualname__}; only plain tensors are saved"
@@ -293,19 +181,11 @@ class _Packer:
                 values, order = values.permute(by_stride), by_stride
         flat = values.reshape(-1)
         data = None
-        if flat.numel() * flat.element_size() <= self._inline_bytes:
+        if flat.nbytes <= self._inline_bytes:
             data = flat.cpu().view(torch.uint8).numpy().tobytes()
-        node = TensorNode(
-            len(self.tensors) if data is None else 0,
-            DTYPE_NAMES[tensor.dtype],
-            tuple(values.shape),
-            order,
-            data,
-        )
-        if data is None:
+        else:
             self.tensors.append(flat)
-        self._packed[id(tensor)] = (tensor, node)
-        return node
+        return TensorNode(DTYPE_NAMES[tensor.dtype], tuple(values.shape), order, data)
 
 
 def _plain(value: Any, place: str) -> Key:
@@ -327,3 +207,92 @@ def _plain(value: Any, place: str) -> Key:
         f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
         "saved: only tensors, numbers, texts, None, dicts, lists and tuples can"
     )
+
+
+def decode(text: bytes) -> Skeleton:
+    """Read what :func:`pack` described; allocates in proportion to the text alone.
+
+    Raises:
+        ValueError: the text is no skeleton.
+    """
+    if len(text) > MAX_SKELETON_BYTES:
+        raise ValueError(f"a skeleton of {len(text)} bytes; at most {MAX_SKELETON_BYTES} are read")
+    try:
+        return Skeleton(_DECODER.decode(text))
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"this is no skeleton: {error}") from error
+
+
+class Skeleton:
+    """A decoded text, checked.
+
+    Attributes:
+        tensors: what is described, in order; those whose bytes are in the text are not among them.
+    """
+
+    def __init__(self, content: Value) -> None:
+        self._content = content
+        self.tensors = [node for node in _nodes(content, 0) if node.data is None]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors that are not in the text."""
+        return sum(node.num_bytes for node in self.tensors)
+
+    def rooms(self) -> list[Tensor]:
+        """Allocate a flat tensor for each that is described; the caller has bounded the bytes."""
+        return [
+            torch.empty(math.prod(node.shape), dtype=DTYPES[node.dtype]) for node in self.tensors
+        ]
+
+    def unpack(self, tensors: Sequence[Tensor]) -> Any:
+        """Put the state together from such tensors, flat or shaped; they are taken over.
+
+        Raises:
+            ValueError: they are not those that are described.
+        """
+        if len(tensors) != len(self.tensors):
+            raise ValueError(f"{len(tensors)} tensors; {len(self.tensors)} are described")
+        for node, tensor in zip(self.tensors, tensors, strict=True):
+            if tensor.dtype != DTYPES[node.dtype] or tensor.numel() != math.prod(node.shape):
+                raise ValueError(f"a tensor is not what is described: {node}")
+        return _unpack(self._content, iter(tensors))
+
+
+def _nodes(value: Value, depth: int) -> Iterator[TensorNode]:
+    """Every tensor's node, checked, in the order in which they were packed."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
+    match value:
+        case TensorNode():
+            value.check()
+            yield value
+        case _List(values=held):
+            for each in held:
+                yield from _nodes(each, depth + 1)
+        case _Dict(items=items):
+            for _, each in items:
+                yield from _nodes(each, depth + 1)
+
+
+def _unpack(value: Value, tensors: Iterator[Tensor]) -> Any:
+    match value:
+        case TensorNode(data=None):
+            return value.of(next(tensors))
+        case TensorNode(data=data):
+            assert data is not None
+            dtype = DTYPES[value.dtype]
+            flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0)
+            return value.of(flat.to(dtype))
+        case _List(values=values):
+            held = [_unpack(each, tensors) for each in values]
+            return tuple(held) if value.is_tuple else held
+        case _Dict(items=items):
+            unpacked = {_unpack(key, tensors): _unpack(each, tensors) for key, each in items}
+            if len(unpacked) != len(items):
+                raise ValueError("a dict has a key twice")
+            return Counter(unpacked) if value.is_counter else unpacked
+        case _Float(value=text):
+            return float(text)
+        case _:
+            return value

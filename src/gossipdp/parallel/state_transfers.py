@@ -1,4 +1,4 @@
-"""The main thread's end of state transfers: taking another worker's state.
+"""The main thread's end of state transfers and live averages.
 
 Races, besides those of :mod:`gossipdp.gossip.transfer`:
 
@@ -29,8 +29,8 @@ from gossipdp.gossip.live_average import AverageFailedError
 from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.thread import GossipThread
 from gossipdp.gossip.transfer import OnEnd, Sink, TurnedAwayError
-from gossipdp.parallel import training_state
 from gossipdp.parallel.options import Network
+from gossipdp.parallel.training_state import Arriving
 
 logger = logging.getLogger("gossipdp")
 
@@ -44,145 +44,112 @@ TRAINING_BYTES_PER_BYTE = 32
 OTHER_TRAINING_BYTES = 64 << 20
 
 
-class StateTransfers:
-    """Takes states over one gossip thread. Main thread only.
+def fetch_parameters(
+    thread: GossipThread, loop: GossipLoop, peer: int, sink: Sink, timeout_s: float
+) -> None:
+    """Take one worker's parameters; raises what ended that.
 
-    Args:
-        thread, loop: of this worker.
-        state: its parameters.
-        network: its time-outs.
+    ``sink`` is called with each chunk and its values, in the gossip thread.
     """
+    _run(thread, lambda on_end: loop.transfers.fetch(peer, sink, on_end, timeout_s))
 
-    def __init__(
-        self,
-        thread: GossipThread,
-        loop: GossipLoop,
-        state: State,
-        network: Network,
-    ) -> None:
-        self._rank = loop.protocol.rank
-        self._thread = thread
-        self._loop = loop
-        self._state = state
-        self._network = network
 
-    def live(self) -> tuple[int, ...]:
-        """The workers that this one believes to live, itself included where it takes part."""
-        return self._thread.call(self._loop.protocol.membership.live).result()
+def fetch_training(
+    thread: GossipThread, loop: GossipLoop, state: State, peer: int, timeout_s: float
+) -> Any:
+    """Take one worker's optimizers' state; PeerLostError: none came, or a bad one."""
+    num_bytes = sum(segment.x.nbytes for segment in state.segments)
+    arriving = Arriving(OTHER_TRAINING_BYTES + TRAINING_BYTES_PER_BYTE * num_bytes)
+    _run(
+        thread,
+        lambda on_end: loop.transfers.fetch_training(peer, arriving.unfold, on_end, timeout_s),
+    )
+    try:
+        return arriving.state()
+    except ValueError as error:
+        raise TurnedAwayError(f"worker {peer} cannot give its state: {error}") from error
 
-    def fetch(self, peer: int, sink: Sink, timeout_s: float) -> None:
-        """Run one state transfer from ``peer`` to its end; raises what ended it.
 
-        Args:
-            peer: whom to ask.
-            sink: is called with each chunk and its values, in the gossip thread.
-            timeout_s: the longest time without progress.
-        """
-        self._run(lambda on_end: self._loop.transfers.fetch(peer, sink, on_end, timeout_s))
+def _run(thread: GossipThread, fetch: Callable[[OnEnd], None]) -> None:
+    ended: Future[Exception | None] = Future()
+    thread.call(lambda: fetch(ended.set_result)).result()
+    if (error := ended.result()) is not None:
+        raise error
 
-    def sum_over_live(self, sums: list[Tensor]) -> int:
-        """Sum z = x + pending + c/2 of all live workers into ``sums``; return over how many.
 
-        See :mod:`gossipdp.gossip.live_average`. If a worker dies or fails meanwhile, this asks
-        again. One that lives and fails twice, or has no state to give, is left out with a warning.
+def take_state(thread: GossipThread, loop: GossipLoop, state: State, network: Network) -> Any:
+    """Take parameters and buffers of a live worker; return its optimizers' state.
 
-        Args:
-            sums: one for each exchanged chunk, in the precision of pending.
-        """
-        failures: Counter[int] = Counter()
-        while True:
-            live = set(self.live()) - {self._rank} - self._loop.published.silent
-            left_out = {rank for rank in live if failures[rank] >= MAX_AVERAGE_FAILURES}
-            members = (self._rank, *sorted(live - left_out))
-            begin = partial(self._loop.averages.begin, members, sums)
-            ended = self._thread.call(begin).result()
-            while not ended.done():
-                wait([ended], LOOK_AT_LIFE_EVERY_S)
-                self._thread.check()
+    The optimizers' state comes first, so that the parameters are as fresh as can be. The two may
+    come from two donors, if the first died.
+    """
+    rank, transfers = loop.protocol.rank, loop.transfers
+    limit_s, patience_s = network.start_timeout_s, network.timeout_s
+    training: Any = None
+    giver: int | None = None
+    advanced, deadline_s = 0, time.monotonic() + limit_s
+    reason = ""
+    while True:
+        # Those nearest in rank first, so that not all joiners ask the same.
+        live = set(thread.call(loop.protocol.membership.live).result()) - {rank}
+        for donor in sorted(live, key=lambda each: (abs(each - rank), each)):
+            thread.check()
             try:
-                averaged = ended.result()
-            except AverageFailedError as error:
-                failures[error.rank] += 1
-                logger.info("worker %d averages anew: %s", self._rank, error)
-                time.sleep(PAUSE_BETWEEN_ROUNDS_S)
-                continue
-            missing = sorted(left_out.union(averaged.without))
-            if missing:
-                logger.warning(
-                    "worker %d averages without workers %s, which live and gave no state",
-                    self._rank,
-                    ", ".join(map(str, missing)),
-                )
-            return averaged.count
-
-    def take(self) -> Any:
-        """Take parameters and buffers of a live worker; return its optimizers' state.
-
-        The optimizers' state comes first, so that the parameters are as fresh as can be. The two
-        may come from two donors, if the first died.
-        """
-        loop, limit_s = self._loop, self._network.start_timeout_s
-        patience_s = self._network.timeout_s
-        training: Any = None
-        giver: int | None = None
-        advanced, deadline_s = 0, time.monotonic() + limit_s
-        reason = ""
-        while True:
-            # Those nearest in rank first, so that not all joiners ask the same.
-            order = sorted(
-                set(self.live()) - {self._rank}, key=lambda rank: (abs(rank - self._rank), rank)
+                if training is None:
+                    training = fetch_training(thread, loop, state, donor, patience_s)
+                    giver = donor
+                fetch_parameters(thread, loop, donor, Chunk.replace, patience_s)
+                return training
+            except PeerLostError as error:
+                thread.check()
+                reason = str(error)
+                logger.warning("worker %d asks another: %s", rank, reason)
+                is_turned_away = isinstance(error, TurnedAwayError)
+                if is_turned_away and donor == giver:
+                    training = giver = None
+            # Being turned away again and again in the middle is no progress.
+            if transfers.num_chunks_received > advanced and not is_turned_away:
+                deadline_s = time.monotonic() + limit_s
+            advanced = transfers.num_chunks_received
+        if not live or time.monotonic() >= deadline_s:
+            raise RendezvousError(
+                f"worker {rank} could not join: no live worker gave it a state"
+                f"{'; the last: ' if reason else ''}{reason}"
             )
-            for donor in order:
-                self._thread.check()
-                try:
-                    if training is None:
-                        training = self.fetch_training(donor, patience_s)
-                        giver = donor
-                    self.fetch(donor, Chunk.replace, patience_s)
-                    return training
-                except PeerLostError as error:
-                    self._thread.check()
-                    reason = str(error)
-                    logger.warning("worker %d asks another: %s", self._rank, reason)
-                    is_turned_away = isinstance(error, TurnedAwayError)
-                    if is_turned_away and donor == giver:
-                        training = giver = None
-                # Being turned away again and again in the middle is no progress.
-                if loop.transfers.num_chunks_received > advanced and not is_turned_away:
-                    deadline_s = time.monotonic() + limit_s
-                advanced = loop.transfers.num_chunks_received
-            if not order or time.monotonic() >= deadline_s:
-                raise RendezvousError(
-                    f"worker {self._rank} could not join: no live worker gave it a state"
-                    f"{'; the last: ' if reason else ''}{reason}"
-                )
-            # An optimizer's step may take longer than the time-out, and the donor sends after it.
-            patience_s = min(2 * patience_s, limit_s)
-            time.sleep(PAUSE_BETWEEN_ROUNDS_S)
+        # An optimizer's step may take longer than the time-out, and the donor sends after it.
+        patience_s = min(2 * patience_s, limit_s)
+        time.sleep(PAUSE_BETWEEN_ROUNDS_S)
 
-    def fetch_training(self, peer: int, timeout_s: float) -> Any:
-        """Run one transfer of an optimizers' state to its end; raises what ended it.
 
-        Raises:
-            PeerLostError: none came, or one that is damaged or poisoned.
-        """
-        num_bytes = sum(s.x.numel() * s.x.element_size() for s in self._state.segments)
-        arriving = training_state.Arriving(
-            OTHER_TRAINING_BYTES + TRAINING_BYTES_PER_BYTE * num_bytes
-        )
-        self._run(
-            lambda on_end: self._loop.transfers.fetch_training(
-                peer, arriving.unfold, on_end, timeout_s
-            )
-        )
+def sum_over_live(thread: GossipThread, loop: GossipLoop, sums: list[Tensor]) -> int:
+    """Sum z = x + pending + c/2 of all live workers into ``sums``; return over how many.
+
+    See :mod:`gossipdp.gossip.live_average`. If a worker dies or fails meanwhile, this asks again.
+    One that lives and fails twice, or has no state to give, is left out with a warning.
+    """
+    rank = loop.protocol.rank
+    failures: Counter[int] = Counter()
+    while True:
+        live = set(thread.call(loop.protocol.membership.live).result())
+        live -= {rank} | loop.published.silent
+        left_out = {each for each in live if failures[each] >= MAX_AVERAGE_FAILURES}
+        members = (rank, *sorted(live - left_out))
+        ended = thread.call(partial(loop.averages.begin, members, sums)).result()
+        while not ended.done():
+            wait([ended], LOOK_AT_LIFE_EVERY_S)
+            thread.check()
         try:
-            return arriving.state()
-        except ValueError as error:
-            raise TurnedAwayError(f"worker {peer} cannot give its state: {error}") from error
-
-    def _run(self, fetch: Callable[[OnEnd], None]) -> None:
-        """Begin a fetch in the gossip thread, and wait for its end; raises what ended it."""
-        ended: Future[Exception | None] = Future()
-        self._thread.call(lambda: fetch(ended.set_result)).result()
-        if (error := ended.result()) is not None:
-            raise error
+            averaged = ended.result()
+        except AverageFailedError as error:
+            failures[error.rank] += 1
+            logger.info("worker %d averages anew: %s", rank, error)
+            time.sleep(PAUSE_BETWEEN_ROUNDS_S)
+            continue
+        missing = sorted(left_out.union(averaged.without))
+        if missing:
+            logger.warning(
+                "worker %d averages without workers %s, which live and gave no state",
+                rank,
+                ", ".join(map(str, missing)),
+            )
+        return averaged.count

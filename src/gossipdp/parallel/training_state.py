@@ -1,6 +1,5 @@
 """What a worker trains with besides its parameters: the optimizers' state, given and taken over."""
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -33,9 +32,6 @@ class BetweenSteps:
     Optimizers change what they keep in ``step()`` alone. If the script loads another state into one
     meanwhile, the joiner gets the old one. If a step raises, its optimizer counts as stepping until
     its next step has ended: nothing is given meanwhile, and joiners ask others.
-
-    Args:
-        optimizers: whose state is given.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -46,22 +42,11 @@ class BetweenSteps:
         self._lock = threading.Lock()
         self._stepping: set[int] = set()
         self._is_awaited = False
-        self._handles = [
-            handle
-            for each in optimizers
-            for handle in (
-                each.register_step_pre_hook(self._begins),
-                each.register_step_post_hook(self._ends),
-            )
-        ]
+        self._handles = [each.register_step_pre_hook(self._begins) for each in optimizers]
+        self._handles += [each.register_step_post_hook(self._ends) for each in optimizers]
 
     def attach(self, finish: Callable[[], None], wake: Callable[[], None]) -> None:
-        """Say how to wait for a device and whom to wake.
-
-        Args:
-            finish: returns when all that the main thread has queued on a device is done.
-            wake: ends the gossip thread's sleep.
-        """
+        """Say how to wait for what is queued on a device, and how to wake the gossip thread."""
         self._finish, self._wake = finish, wake
 
     def close(self) -> None:
@@ -87,11 +72,7 @@ class BetweenSteps:
         return not self._stepping
 
     def offer(self) -> Offer | None:
-        """Describe the state for one that joins; None while an optimizer steps.
-
-        Raises:
-            ValueError: it cannot be described.
-        """
+        """Describe the state for one that joins; None while an optimizer steps."""
         with self._lock:
             if not self._is_free():
                 return None
@@ -110,11 +91,7 @@ class BetweenSteps:
 
 
 class Arriving:
-    """The optimizers' state of another worker, on its way here.
-
-    Args:
-        max_bytes: more is refused.
-    """
+    """The optimizers' state of another worker, on its way here, and of bounded size."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -122,11 +99,7 @@ class Arriving:
         self._rooms: list[Tensor]
 
     def unfold(self, text: bytes) -> list[Tensor]:
-        """Make room for what the donor's skeleton describes, as bytes.
-
-        Raises:
-            ValueError: it is no skeleton, or of other optimizers than one's own.
-        """
+        """Make room for what the donor's skeleton describes, as bytes; ValueError refuses it."""
         self._skeleton = skeleton.decode(text)
         if self._skeleton.num_bytes > self._max_bytes:
             raise ValueError(
@@ -137,11 +110,7 @@ class Arriving:
         return [room.view(torch.uint8) for room in self._rooms]
 
     def state(self) -> Any:
-        """Return what has arrived, in the memory in which it did.
-
-        Raises:
-            ValueError: it holds NaN or infinity.
-        """
+        """Return what has arrived, in the memory in which it did; ValueError if it is poisoned."""
         state = self._skeleton.unpack(self._rooms)
         refuse_poison(state)
         return state
@@ -157,7 +126,9 @@ def refuse_poison(state: Any) -> None:
     for index, values in enumerate(optimizers if isinstance(optimizers, list) else ()):
         kept = values.get("state") if isinstance(values, dict) else None
         for place, tensor in _tensors(kept, f"optimizer {index}'s state"):
-            if not _is_finite(tensor):
+            parts = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            parts = parts.float() if parts.element_size() == 1 else parts
+            if parts.is_floating_point() and not is_finite(parts):
                 raise ValueError(f"{place} holds NaN or infinity")
 
 
@@ -171,14 +142,6 @@ def _tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, (list, tuple)):
         for index, held in enumerate(value):
             yield from _tensors(held, f"{place}[{index}]")
-
-
-def _is_finite(values: Tensor) -> bool:
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    if not values.is_floating_point():
-        return True
-    return is_finite(values.float() if values.element_size() == 1 else values)
 
 
 def restore(state: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -195,13 +158,12 @@ def restore(state: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         held = f"{len(saved)} optimizers" if isinstance(saved, list) else "no optimizers"
         raise ValueError(f"the state is of {held}, and there are {len(optimizers)} here")
     for index, (optimizer, values) in enumerate(zip(optimizers, saved, strict=True)):
-        _check_groups(index, optimizer, values)
         try:
             _load(optimizer, values)
         except Exception as error:
             raise ValueError(
-                f"the state does not fit optimizer {index}, a {type(optimizer).__name__}: "
-                f"{type(error).__name__}: {error}"
+                f"the state does not fit optimizer {index}, a {type(optimizer).__name__}; make the "
+                f"optimizer as it was: {type(error).__name__}: {error}"
             ) from error
 
 
@@ -219,25 +181,6 @@ def restore_groups(state: Any, optimizers: Sequence[torch.optim.Optimizer]) -> N
                     group[key] = value
 
 
-def _check_groups(index: int, optimizer: torch.optim.Optimizer, values: Any) -> None:
-    """Raise ValueError unless the parameter groups are of the optimizer's sizes."""
-    saved = values.get("param_groups") if isinstance(values, dict) else None
-    if not (isinstance(saved, list) and isinstance(values.get("state"), dict)):
-        raise ValueError(f"the state of optimizer {index} is none")
-    sizes = [
-        len(group["params"])
-        if isinstance(group, dict) and isinstance(group.get("params"), list)
-        else None
-        for group in saved
-    ]
-    expected = [len(group["params"]) for group in optimizer.param_groups]
-    if sizes != expected:
-        raise ValueError(
-            f"the state of optimizer {index} is of parameter groups of sizes {sizes}, and the "
-            f"optimizer's have {expected}; make the optimizer as it was"
-        )
-
-
 def _load(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
     before = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(values)
@@ -250,24 +193,15 @@ def _load(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
     for name, parameter in zip(names, parameters, strict=True):
         if name in values["state"]:
             loaded = optimizer.state[parameter]
-            optimizer.state[parameter] = _as_saved(values["state"][name], loaded, parameter.device)
+            optimizer.state[parameter] = _as_saved(values["state"][name], loaded)
 
 
-def _as_saved(saved: Any, loaded: Any, device: torch.device) -> Any:
-    """``loaded`` with what the optimizer's loading has cast or broken as it was saved."""
-    if isinstance(saved, str):
-        return saved
-    if isinstance(saved, Tensor):
-        if not isinstance(loaded, Tensor) or (loaded.dtype, loaded.shape) == (
-            saved.dtype,
-            saved.shape,
-        ):
-            return loaded
-        return saved.to(device)
+def _as_saved(saved: Any, loaded: Any) -> Any:
+    """What was saved, where the optimizer's own loading, which casts and breaks texts, put it."""
+    if isinstance(loaded, Tensor):
+        return saved.to(loaded.device) if isinstance(saved, Tensor) else loaded
     if isinstance(saved, dict) and isinstance(loaded, dict):
-        for key in saved.keys() & loaded.keys():
-            loaded[key] = _as_saved(saved[key], loaded[key], device)
-    elif isinstance(saved, (list, tuple)) and type(loaded) is type(saved):
-        pairs = itertools.zip_longest(saved, loaded)
-        return type(saved)(_as_saved(each, other, device) for each, other in pairs)
-    return loaded
+        return loaded | {key: _as_saved(each, loaded.get(key)) for key, each in saved.items()}
+    if isinstance(saved, (list, tuple)) and isinstance(loaded, (list, tuple)):
+        return type(saved)(map(_as_saved, saved, loaded))
+    return saved

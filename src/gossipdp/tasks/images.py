@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, final
@@ -74,9 +75,9 @@ class PaperRecipe(Workload[Batch]):
         moved: nn.Module = net.to(self.device, memory_format=torch.channels_last)
         return moved
 
+    @abstractmethod
     def make_network(self) -> nn.Module:
         """The network, on the CPU."""
-        raise NotImplementedError
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         groups = parameter_groups(model, WEIGHT_DECAY)
@@ -89,9 +90,9 @@ class PaperRecipe(Workload[Batch]):
         drops = sum(progress >= milestone for milestone in self.milestones)
         return float((1 + through * (world_size - 1)) * 0.1**drops)
 
+    @abstractmethod
     def augment(self, images: Tensor) -> Tensor:
         """What a training batch goes through before the network."""
-        raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, labels = (each.to(self.device, non_blocking=True) for each in batch)

@@ -25,7 +25,31 @@ def check_numbers(options: object, **least: int) -> None:
 
 
 @dataclass(frozen=True)
-class TrainOptions:
+class RunOptions:
+    """What the demo and every recipe let you choose."""
+
+    method: MethodName = "a2cid2"
+    """a2cid2: accelerated gossip; gossip: plain pairwise averaging; allreduce: synchronous;
+    none: the workers train apart and are averaged at the end only."""
+
+    graph: str = "ring"
+    """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
+
+    comm_rate: float = 1.0
+    """Exchanges per worker per gradient step."""
+
+    seed: int = 0
+    """Of data order, augmentation and exchange timing. The initial model is that of rank 0."""
+
+    json: Path | None = None
+    """Also write the results to this file."""
+
+    output: Path | None = None
+    """Directory for logs, model and what else the run leaves; by default under runs/."""
+
+
+@dataclass(frozen=True)
+class TrainOptions(RunOptions):
     """Options of every recipe; construction checks them."""
 
     recipe: ClassVar[str]
@@ -39,33 +63,14 @@ class TrainOptions:
     batch_size: int = 128
     """Samples of one gradient step of one worker."""
 
-    method: MethodName = "a2cid2"
-    """a2cid2: accelerated gossip; gossip: plain pairwise averaging; allreduce: synchronous;
-    none: the workers train apart and are averaged at the end only."""
-
-    graph: str = "ring"
-    """complete, exponential, ring, or another that gossipdp plan knows."""
-
-    comm_rate: float = 1.0
-    """Exchanges per worker per gradient step."""
-
-    seed: int = 0
-    """Of data order, augmentation and exchange timing."""
-
     device: str = "cpu"
     """cpu, or cuda: a CUDA device for each worker of a machine, in turn."""
-
-    output: Path | None = None
-    """Directory for the averaged model and the checkpoints; by default under runs/."""
 
     checkpoint_every: int | None = None
     """Gradient steps of each worker from one checkpoint to the next; by default none is written."""
 
     resume: bool = False
     """Go on from the checkpoints in --output, where there are any."""
-
-    json: Path | None = None
-    """Also write the results to this file."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first option that cannot be meant."""

@@ -102,14 +102,14 @@ def test_the_data_of_a_seedable_sampler_go_on_where_they_were(tmp_path: Path) ->
             optimizer.step()
             optimizer.zero_grad()
             if len(seen) == stop_after:
-                model.save_checkpoint(tmp_path)
+                model.save_checkpoint()
                 break
         model.close()
         return seen
 
     whole = train(99)
     assert len(whole) == 12
-    assert train(6) == whole[:6]
+    assert train(6, checkpoints=Checkpoints(tmp_path)) == whole[:6]
     assert train(99, checkpoints=Checkpoints(tmp_path, resume="auto")) == whole[6:]
 
 

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from gossipdp.integrations import single_process
-from gossipdp.integrations.options import check_options
+from gossipdp.integrations.single_process import check_options
 
 
 def launched(rank: int, num_workers: int = 4, **others: str) -> dict[str, str]:

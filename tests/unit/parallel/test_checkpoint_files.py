@@ -1,6 +1,7 @@
 """Files are whole or absent, whatever fails in the middle of writing one."""
 
 import errno
+import io
 import logging
 import os
 import subprocess
@@ -14,7 +15,6 @@ import torch
 from torch import nn
 
 from gossipdp import Checkpoints, GossipDataParallel
-from gossipdp.parallel import checkpoint_files
 from gossipdp.parallel.checkpoint import saved_by
 from gossipdp.parallel.checkpoint_files import (
     DamagedFileError,
@@ -86,8 +86,23 @@ def full(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def break_writes(patch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Every file that is made anew takes nothing."""
+
+    class Broken(io.FileIO):
+        def write(self, data: object) -> int:
+            raise error
+
+    real = Path.open
+
+    def open_(path: Path, mode: str = "r", *rest: object) -> object:
+        return Broken(path, "xb") if mode == "xb" else real(path, mode, *rest)
+
+    patch.setattr(Path, "open", open_)
+
+
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "write": lambda patch: patch.setattr(checkpoint_files, "_write", full),
+    "write": lambda patch: break_writes(patch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
     "fsync": lambda patch: patch.setattr(os, "fsync", full),
     "rename": lambda patch: patch.setattr(Path, "replace", full),
 }
@@ -152,7 +167,7 @@ def trained(directory: Path, steps: int, **options: object) -> GossipDataParalle
 def step(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> None:
     model(torch.ones(4, 3)).sum().backward()
     optimizer.step()
-    model._checkpointer.take_due(finally_=True)
+    model._checkpointer.take_last()
     model._checkpointer._wait_for_writer()  # for the report on it, which comes a step later else
 
 
@@ -188,10 +203,7 @@ def test_an_error_that_is_no_full_disk_reaches_the_training_loop(
     model = trained(tmp_path, 1)
     optimizer = model._checkpointer._optimizers[0]
 
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError("a mistake of ours")
-
-    monkeypatch.setattr(checkpoint_files, "_write", broken)
+    break_writes(monkeypatch, ZeroDivisionError("a mistake of ours"))
     with pytest.raises(RuntimeError, match="a checkpoint could not be written") as info:
         step(model, optimizer)
     assert isinstance(info.value.__cause__, ZeroDivisionError)
@@ -225,7 +237,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path, caplog: pytest.LogCaptureFix
         for _ in range(2):
             model(torch.ones(2, 430)).sum().backward()
             optimizer.step()
-            model._checkpointer.take_due(finally_=True)
+            model._checkpointer.take_last()
             model._checkpointer._wait_for_writer()
         assert "could NOT be written: [Errno 28] No space left on device" in caplog.text
         assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [1]

@@ -1,8 +1,11 @@
 """When checkpoints are taken: between two steps, and never at the price of training."""
 
+import gc
 import os
 import signal
 import threading
+import time
+import warnings
 from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +17,9 @@ from torch import nn
 
 from gossipdp import Checkpoints, GossipDataParallel
 from gossipdp.parallel.checkpoint import saved_by
-from gossipdp.parallel.checkpointer import Checkpointer, Draft
-from gossipdp.parallel.data_position import DataPosition
-from gossipdp.parallel.termination import Termination
+from gossipdp.parallel.checkpointer import Checkpointer, Termination, Write
+from gossipdp.parallel.feed import DataPosition
+from gossipdp.parallel.options import Options
 
 
 @pytest.fixture
@@ -168,6 +171,7 @@ def terminable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     yield model, optimizer
     model.close()
     signal.signal(signal.SIGTERM, before)
+    gc.unfreeze()
 
 
 def test_sigterm_saves_between_two_steps_and_ends_the_worker(terminable, tmp_path):
@@ -183,6 +187,7 @@ def test_sigterm_saves_between_two_steps_and_ends_the_worker(terminable, tmp_pat
         step(model, optimizer)
     assert ended.value.code == 128 + signal.SIGTERM
     assert steps_saved(tmp_path) == [2]
+    assert gc.get_freeze_count() > 0, "the interpreter's end would take most of a second"
 
 
 def test_sigterm_in_the_middle_of_an_accumulation_saves_at_its_end(terminable, tmp_path):
@@ -201,7 +206,7 @@ def test_sigterm_in_the_middle_of_an_accumulation_saves_at_its_end(terminable, t
 
 def test_sigterm_while_the_next_batch_is_loaded_saves_after_that_batch(terminable, tmp_path):
     model, optimizer = terminable
-    model._budget_samples = 100
+    model._feed.budget_samples = 100
 
     class Loader:
         def __iter__(self):
@@ -223,7 +228,7 @@ def test_sigterm_while_the_next_batch_is_loaded_saves_after_that_batch(terminabl
 
 def test_sigterm_after_the_last_batch_saves_before_the_consolidation(terminable, tmp_path):
     model, optimizer = terminable
-    model._budget_samples = 2
+    model._feed.budget_samples = 2
     for batch in model.batches([torch.ones(1, 3)]):
         optimizer.zero_grad()
         model(batch).sum().backward()
@@ -239,14 +244,14 @@ def test_a_last_checkpoint_takes_what_it_takes(
 ):
     model, optimizer = terminable
     step(model, optimizer)
-    write = model._checkpointer._writer.write
+    begin = model._checkpointer._writer.begin
 
-    def slow_write(draft: Draft) -> Future[Path]:
+    def slowly(write: Write) -> Future[Path]:
         last._send_again()  # LONGEST_WAIT_S is over
-        return write(draft)
+        return begin(write)
 
     last = model._checkpointer._termination
-    monkeypatch.setattr(model._checkpointer._writer, "write", slow_write)
+    monkeypatch.setattr(model._checkpointer._writer, "begin", slowly)
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit):
         step(model, optimizer)
@@ -282,6 +287,25 @@ def test_a_loop_that_does_not_get_there_is_ended_all_the_same(
     assert not saved_by(tmp_path, 0)
 
 
+def test_a_forked_child_ends_by_sigterm_at_once(terminable):
+    """A loader's process is ended so, and waited for."""
+    ready, tell = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that this process has threads
+        child = os.fork()
+    if child == 0:
+        os.write(tell, b"x")
+        time.sleep(20)
+        os._exit(0)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    os.close(ready)
+    os.close(tell)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+
+
 def test_a_handler_of_the_user_s_stays(tmp_path: Path):
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
@@ -314,13 +338,8 @@ def make(tmp_path: Path, request):
             model._engine,
             [optimizer],
             DataPosition(),
-            method="a2cid2",
-            directory=directory,
-            every=None,
-            keep=3,
-            resumption=None,
+            Options(checkpoints=Checkpoints(directory, **options)),
             is_joining=is_joining,
-            **options,
         )
         request.addfinalizer(made.close)
         return made
@@ -334,10 +353,8 @@ def generation(path: Path) -> int:
 
 
 def test_who_joins_goes_on_with_the_files_of_its_earlier_life(make, tmp_path: Path):
-    make(is_joining=False).save(None)
-    with pytest.raises(ValueError, match="checkpoints of another run"):
-        make(is_joining=False).save(None)
-    make(is_joining=True).save(None)
+    make(is_joining=False).save()
+    make(is_joining=True).save()
     assert {saved.facts.generation for saved in saved_by(tmp_path, 0)} == {1}
 
 
@@ -346,17 +363,17 @@ def test_who_joins_a_run_that_was_resumed_with_another_number_is_of_its_generati
     make, tmp_path: Path, resume: str
 ):
     """Though nobody has saved since: the newest files are of those who were resumed."""
-    make(is_joining=False, world_size=4).save(None)
+    make(is_joining=False, world_size=4).save()
     directory, resume = (tmp_path, resume) if resume == "auto" else (tmp_path / "new", tmp_path)
     options = {"directory": directory, "is_joining": True, "resume": resume}
-    assert generation(make(world_size=2, **options).save(None)) == 2
-    assert generation(make(world_size=2, **options).save(None)) == 2, "as those here say by now"
+    assert generation(make(world_size=2, **options).save()) == 2
+    assert generation(make(world_size=2, **options).save()) == 2, "as those here say by now"
 
 
 def test_who_joins_a_run_that_was_resumed_with_the_same_number_is_of_its_generation(
     make, tmp_path: Path
 ):
-    make(is_joining=False, world_size=4).save(None)
-    make(is_joining=True, world_size=2, resume="auto").save(None)
+    make(is_joining=False, world_size=4).save()
+    make(is_joining=True, world_size=2, resume="auto").save()
     joiner = make(tmp_path / "new", is_joining=True, world_size=2, resume=tmp_path)
-    assert generation(joiner.save(None)) == 2
+    assert generation(joiner.save()) == 2

@@ -6,7 +6,6 @@ import io
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,20 +14,6 @@ from torch import nn
 
 from gossipdp import GossipDataParallel, ProgressLR
 from gossipdp.parallel.hooks import warn_of_step_counters
-
-
-@pytest.fixture
-def wrap() -> Iterator[Callable[..., GossipDataParallel]]:
-    """Wrap, and close at the end of the test."""
-    models = []
-
-    def call(*args: Any, **kwargs: Any) -> GossipDataParallel:
-        models.append(GossipDataParallel(*args, **kwargs))
-        return models[-1]
-
-    yield call
-    for model in models:
-        model.close()
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mixed_net import Net
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -18,27 +19,7 @@ from gossipdp import (
     Network,
     PoisonedError,
 )
-
-
-class Net(nn.Module):
-    """Convolution, BatchNorm, Dropout and tied weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.drop = nn.Dropout(0.2)
-        self.inner = nn.Linear(4, 4)
-        self.tied = nn.Linear(4, 4, bias=False)
-        self.tied.weight = self.inner.weight
-        self.frozen = nn.Linear(4, 3)
-        self.frozen.requires_grad_(False)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        features = self.drop(self.norm(self.conv(images)).relu()).mean(dim=(2, 3))
-        features = self.tied(self.inner(features).relu())
-        return self.head(features) + self.frozen(features)
+from gossipdp.parallel.gossip_engine import GossipEngine
 
 
 class SignSGD(torch.optim.Optimizer):
@@ -55,20 +36,6 @@ class SignSGD(torch.optim.Optimizer):
                     state = self.state[parameter]
                     state["mean"] = 0.9 * state.get("mean", 0.0) + 0.1 * parameter.grad
                     parameter.sub_(group["lr"] * state["mean"].sign())
-
-
-@pytest.fixture
-def wrap():
-    """Wrap, and close at the end of the test."""
-    models = []
-
-    def call(*args, **kwargs) -> GossipDataParallel:
-        models.append(GossipDataParallel(*args, **kwargs))
-        return models[-1]
-
-    yield call
-    for model in models:
-        model.close()
 
 
 def make(seed: int = 0, memory_format=torch.contiguous_format) -> nn.Module:
@@ -251,10 +218,9 @@ def test_state_dict_has_the_modules_own_names_and_loads_both_ways(wrap):
 
 
 def test_loading_a_copy_of_the_module_leaves_the_run_as_it_is(wrap, monkeypatch):
-    net = make()
-    model = wrap(net, torch.optim.SGD(trainable(net), 0.1))
-    told = []
-    monkeypatch.setattr(model._engine, "loaded", lambda: told.append(True))
+    net, told = make(), []
+    monkeypatch.setattr(GossipEngine, "loaded", lambda _: told.append(True))
+    wrap(net, torch.optim.SGD(trainable(net), 0.1))
     best, mean = copy.deepcopy(net), torch.optim.swa_utils.AveragedModel(net)
     best.load_state_dict(net.state_dict())
     mean.load_state_dict(mean.state_dict())
@@ -546,8 +512,8 @@ def test_data_that_is_swapped_at_every_step_is_no_load(wrap, monkeypatch):
     """As SAM does it: what exchanges brought stays, and no exchange is broken off."""
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    monkeypatch.setattr(GossipEngine, "loaded", lambda _: pytest.fail("it was taken for a load"))
     model = wrap(net, optimizer)
-    monkeypatch.setattr(model._engine, "loaded", lambda: pytest.fail("it was taken for a load"))
     for segment in model._engine._flat.state.segments:
         segment.pending.fill_(1.0)
         for chunk in segment.chunks:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from bitwise import assert_bitwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,26 +22,6 @@ def there_and_back(state: Any, inline_bytes: int = 0) -> Any:
     """What a file or a neighbour makes of a state."""
     text, tensors = pack(state, inline_bytes)
     return decode(text).unpack([tensor.clone() for tensor in tensors])
-
-
-def assert_bitwise(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, Tensor):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert torch.equal(
-            one.contiguous().reshape(-1).view(torch.uint8),
-            other.contiguous().reshape(-1).view(torch.uint8),
-        )
-    elif isinstance(one, dict):
-        assert [(type(key), key) for key in one] == [(type(key), key) for key in other]
-        for key in one:
-            assert_bitwise(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_bitwise(a, b)
-    else:
-        assert repr(one) == repr(other)  # tells -0.0 from 0.0, and takes NaN for NaN
 
 
 @st.composite
@@ -78,14 +59,13 @@ def test_what_comes_back_is_what_was_packed(state: Any, inline_bytes: int) -> No
     assert_bitwise(there_and_back(state, inline_bytes), state)
 
 
-def test_nan_payloads_strides_and_sharing_survive() -> None:
+def test_nan_payloads_and_strides_survive() -> None:
     payload = torch.tensor([0x7FC12345, 0x7F800001], dtype=torch.int32).view(torch.float32)
     channels_last = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    state = {"payload": payload, "one": channels_last, "same": [channels_last]}
+    state = {"payload": payload, "one": channels_last}
     decoded = there_and_back(state)
     assert torch.equal(decoded["payload"].view(torch.int32), payload.view(torch.int32))
     assert decoded["one"].stride() == channels_last.stride()
-    assert decoded["same"][0] is decoded["one"]
     decoded["one"].add_(1)  # it is ours, and may be written
 
 
@@ -145,8 +125,8 @@ def test_damage_is_a_value_error_or_another_state(data: st.DataObject) -> None:
         decode(bytes(damaged[: len(damaged) - cut])).unpack(TENSORS)
 
 
-def tensor(index: Any = 0, dtype: Any = "F32", shape: Any = (2, 2), *rest: Any) -> list[Any]:
-    return ["tensor", index, dtype, shape, *rest]
+def tensor(dtype: Any = "F32", shape: Any = (2, 2), *rest: Any) -> list[Any]:
+    return ["tensor", dtype, shape, *rest]
 
 
 @pytest.mark.parametrize(
@@ -157,23 +137,22 @@ def tensor(index: Any = 0, dtype: Any = "F32", shape: Any = (2, 2), *rest: Any) 
         (b"1" * 5000, "out of range"),
         (b"NaN", "malformed"),
         (["object", []], "Invalid value 'object'"),
-        (["dict", [], []], "at most length"),
+        (["dict", [], False, []], "at most length"),
+        (["dict", [], []], "Expected `bool`"),
         (["dict", [[1]]], "length 2"),
         (["dict", [[["list", []], 1]]], "Expected|Invalid"),
         (["dict", [["a", tensor()], ["a", 2]]], "a key twice"),
-        (["counter", "abc"], "Expected `array`"),
+        (["dict", "abc"], "Expected `array`"),
         (["float", "1e400"], "Invalid enum value"),
-        (tensor(index=1), "tensor 0 is not described"),
-        (tensor(index=-1), ">= 0"),
         (tensor(dtype="object"), "unknown type 'object'"),
         (tensor(shape=[-1]), ">= 0"),
         (tensor(shape=[1 << 61, 1 << 61]), "a shape that no tensor has"),
         (tensor(shape=[1 << 61, 0]), "a shape that no tensor has"),
         (tensor(shape=[1] * 65), "a shape that no tensor has"),
-        (["tensor", 0, "F32", [2, 2], [0, 0]], "the order of a tensor"),
-        (["tensor", 0, "F32", [2, 2], [], "AAAA"], "3 bytes of a tensor that takes 16"),
-        (["tensor", 0, "F32", [2, 2], [], None, "os.system"], "at most length"),
-        (["list", [tensor(), tensor(shape=(4,))]], "described in two ways"),
+        (tensor("F32", [2, 2], [0, 0]), "the order of a tensor"),
+        (tensor("F32", [2, 2], [], "AAAA"), "3 bytes of a tensor that takes 16"),
+        (tensor("F32", [2, 2], [], None, "os.system"), "at most length"),
+        (["list", [tensor(), tensor()]], "1 tensors; 2 are described"),
         (["list", []], "1 tensors; 0 are described"),
         (tensor(shape=(3,)), "not what is described"),
         (tensor(dtype="I32"), "not what is described"),

@@ -13,7 +13,6 @@ from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
 from gossipdp.errors import PeerLostError, RendezvousError
 from gossipdp.gossip.transfer import Offer, TurnedAwayError
 from gossipdp.parallel import state_transfers
-from gossipdp.parallel.state_transfers import StateTransfers
 from gossipdp.parallel.training_state import BetweenSteps
 
 RANK = 2
@@ -111,39 +110,40 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def transfers(peers: Any, *, start_timeout_s: float = 5.0) -> StateTransfers:
-    state = State([Segment(torch.ones(3), Role.TRAINED)])
-    times = SimpleNamespace(timeout_s=TIMEOUT_S, start_timeout_s=start_timeout_s)
-    return StateTransfers(peers, peers, state, times)
+STATE = State([Segment(torch.ones(3), Role.TRAINED)])
+
+
+def take(peers: Any) -> Any:
+    times = SimpleNamespace(timeout_s=TIMEOUT_S, start_timeout_s=5.0)
+    return state_transfers.take_state(peers, peers, STATE, times)
 
 
 def test_what_a_donor_gave_that_dies_is_kept(peers):
     peers.training = {1: [given(trained(0.5))], 0: [given(trained(0.25))]}
     peers.parameters = {1: [PeerLostError("dead")], 0: [None]}
-    assert rate_of(transfers(peers).take()) == 0.5
+    assert rate_of(take(peers)) == 0.5
     assert peers.asked["training of 0"] == 0
 
 
 def test_what_a_donor_gave_whose_parameters_are_refused_is_dropped(peers):
     peers.training = {1: [given(trained(0.5))], 0: [given(trained(0.25))]}
     peers.parameters = {1: [TurnedAwayError("its parameters hold NaN")], 0: [None]}
-    assert rate_of(transfers(peers).take()) == 0.25
+    assert rate_of(take(peers)) == 0.25
 
 
 @pytest.mark.parametrize("bad", [given(trained(0.5, float("nan"))), FOREIGN])
 def test_a_poisoned_or_damaged_optimizers_state_is_not_taken(peers, bad):
     peers.training = {1: [bad], 0: [given(trained(0.25))]}
     peers.parameters = {1: [None], 0: [None]}
-    states = transfers(peers)
-    assert rate_of(states.take()) == 0.25
+    assert rate_of(take(peers)) == 0.25
     assert peers.asked["parameters of 1"] == 0
     with pytest.raises(PeerLostError, match="worker 1 cannot give its state"):
-        states.fetch_training(1, 1.0)
+        state_transfers.fetch_training(peers, peers, STATE, 1, 1.0)
 
 
 def test_being_turned_away_for_ever_is_no_progress(peers, now):
     peers.training = {1: [given(trained())]}
     peers.parameters = {1: [TurnedAwayError("its parameters hold NaN")]}
     with pytest.raises(RendezvousError, match="hold NaN"):
-        transfers(peers, start_timeout_s=5.0).take()
+        take(peers)
     assert 5.0 <= now[0] < 6.0

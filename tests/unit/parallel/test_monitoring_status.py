@@ -17,7 +17,7 @@ from gossipdp.launcher.environment import Environment, show_address
 from gossipdp.observe.client import ask
 from gossipdp.observe.log import RunLog
 from gossipdp.observe.status import METRICS_PATH
-from gossipdp.parallel.status_page import MEAN_OF_LOSSES, StatusPage
+from gossipdp.parallel.monitoring import MEAN_OF_LOSSES, StatusPage
 
 Make = Callable[..., tuple[GossipDataParallel, str]]
 
@@ -34,7 +34,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         model = GossipDataParallel(net, optimizer, **options)
         models.append(model)
-        return model, show_address(*model._status.address) if model._status else ""
+        return model, show_address(
+            *model._monitoring.page.address
+        ) if model._monitoring.page else ""
 
     yield make_model
     for model in models:
@@ -44,7 +46,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 def train(model: GossipDataParallel, steps: int) -> None:
     for _ in range(steps):
         model(torch.ones(8, 4)).sum().backward()
-        model._boundary(0)
+        model._worker.stepped(0)
 
 
 @pytest.mark.parametrize("method", ["a2cid2", "allreduce", "none"])
@@ -77,7 +79,7 @@ def test_numbers_of_numpy_are_shown_and_logged_as_all_others(make: Make, tmp_pat
     train(model, 5)
     status = ask(address)
     assert (status.budget_samples, status.samples, status.comm_rate) == (64, 20, 0.5)
-    metrics = model._status._pages[METRICS_PATH].build()
+    metrics = model._monitoring.page._pages[METRICS_PATH].build()
     assert b'gossipdp_budget_samples{rank="0"} 64.0\n' in metrics
     assert b'gossipdp_samples_total{rank="0"} 20.0\n' in metrics
     configuration = RunLog.read(tmp_path).workers[0].start.configuration
@@ -96,9 +98,10 @@ def test_the_age_of_a_worker_s_last_step_is_shown(make: Make) -> None:
 
 def ask_anew(model: GossipDataParallel, address: str) -> Any:
     """Without the page that was built just before."""
-    assert model._status is not None
-    assert model._status._server is not None
-    model._status._server._built.clear()
+    page = model._monitoring.page
+    assert page is not None
+    assert page._server is not None
+    page._server._built.clear()
     return ask(address)
 
 
@@ -146,7 +149,7 @@ def test_a_loss_for_the_log_and_the_page_is_detached_once(
 
 def test_without_a_port_nothing_listens(make: Make) -> None:
     model, address = make()
-    assert (model._status, address) == (None, "")
+    assert (model._monitoring.page, address) == (None, "")
 
 
 def test_the_argument_counts_before_the_variable(
@@ -188,7 +191,7 @@ def test_each_rank_has_a_port_of_its_own() -> None:
 
 
 def test_mistakes_are_told_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"status_port must be in 0\.\.65535, or None"):
+    with pytest.raises(ValueError, match=r"status_port must be in 0\.\.65535, not 65536"):
         Monitor(status_port=65536)
     _, address = make(monitor=Monitor(status_port=0))
     with pytest.raises(RendezvousError, match=r"^the status port: port .* is in use"):

@@ -9,17 +9,15 @@ import torch
 
 from gossipdp.gossip.published import Notice
 from gossipdp.parallel.checkpoint import (
-    Resumption,
-    encode,
-    file_path,
-    find_resumption,
-    layout_of,
-)
-from gossipdp.parallel.checkpoint_facts import (
     BEFORE_THIS_RUN,
     GRACE_S,
     Facts,
+    Resumption,
+    encode,
     ended_lives,
+    file_path,
+    find_resumption,
+    layout_of,
     outlived,
 )
 from gossipdp.parallel.checkpoint_files import write_tensors
@@ -147,10 +145,10 @@ def test_only_the_progress_of_what_is_left_behind_is_taken(tmp_path, caplog, wor
         assert resumption.is_own == is_own
         assert (resumption.tensors["model/w"] == (100.0 if is_own else 101.0)).all()
         assert resumption.training["rate"] == 100.0
-        assert resumption.step == 400, "so that the next files are the newest"
+        assert resumption.counts.step == 400, "so that the next files are the newest"
         assert {entry.rank: entry.samples for entry in resumption.progress} == {0: 3200, 1: 80}
         assert resumption.ended == ((1, BEFORE_THIS_RUN),)
-        assert resumption.steps == (400 if rank == 0 else 0)
+        assert resumption.counts.steps == (400 if rank == 0 else 0)
     assert "step-00000010.safetensors is passed over: its worker died" in caplog.text
 
 
@@ -160,7 +158,7 @@ def test_the_files_of_those_that_live_are_taken_as_they_are(tmp_path):
     resumption = resumed(tmp_path, 1, 2)
     assert resumption.is_own
     assert (resumption.tensors["model/w"] == -1.0).all()
-    assert (resumption.step, resumption.ended) == (10, ())
+    assert (resumption.counts.step, resumption.ended) == (10, ())
 
 
 def test_a_checkpoint_that_says_nothing_of_lives_is_read(tmp_path):

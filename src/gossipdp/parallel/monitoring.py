@@ -1,0 +1,505 @@
+"""What a worker writes and shows of its run: its log, and its status port.
+
+Training counts a step, and leaves a loss as it is; both are single assignments or appends, and what
+other threads read is replaced whole. Converting a loss (which may wait for a device), statistics,
+writing and building pages are done by the log's thread and the status server's. What goes wrong
+there costs lines, never training.
+"""
+
+import contextlib
+import ipaddress
+import logging
+import math
+import os
+import platform
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+import gossipdp
+from gossipdp.graph.topology import build_graph, graph_name
+from gossipdp.launcher.environment import Environment, show_address
+from gossipdp.links.clock import boot_id, since_boot_s
+from gossipdp.observe.log import FILE_PATTERN, ExchangeRecord, RecentExchange, Value, worker_file
+from gossipdp.observe.log_writer import RunLogWriter
+from gossipdp.observe.server import Page, StatusServer
+from gossipdp.observe.status import (
+    METRICS_PATH,
+    STATUS_PATH,
+    NoticeStatus,
+    WorkerStatus,
+    encode_status,
+    idle_seconds,
+)
+from gossipdp.parallel.engine import Engine
+from gossipdp.parallel.options import Options
+from gossipdp.parallel.stats import Consolidated, Stats
+
+logger = logging.getLogger("gossipdp")
+
+LOOK_EVERY_S = 0.2
+JOIN_TIMEOUT_S = 5.0
+MAX_LOSSES = 256
+MEAN_OF_LOSSES = 32
+MAX_NOTICES = 20
+MAX_LOGGED = 100
+MAX_EDGES = 5000
+"""Beyond them the graph is named but not listed."""
+OPTIONS = ("method", "comm_rate", "neighbour_policy", "pace", "seed", "wire_format", "on_nonfinite")
+NETWORK_OPTIONS = ("shared_memory", "max_bytes_per_s", "timeout_s")
+HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
+
+
+class Monitoring:
+    """One worker's log and status port, as far as options, or else variables, ask for them."""
+
+    def __init__(self, options: Options, environment: Environment) -> None:
+        wanted = options.monitor
+        self._options = options
+        self._log: RunLogging | None = None
+        self.page: StatusPage | None = None
+        port = environment.status_port if wanted.status_port is None else wanted.status_port
+        if port is not None:
+            host = wanted.status_host or environment.status_host or "127.0.0.1"
+            self.page = StatusPage(host, port)
+
+    def begin(
+        self,
+        engine: Engine,
+        stats: Callable[[], Stats],
+        described: Callable[[], Mapping[str, Any]],
+        *,
+        joins: bool,
+        resumes: bool,
+    ) -> None:
+        """Show and write from now on; ``stats`` is asked in other threads.
+
+        Args:
+            engine, stats, described: of the worker; the last makes its configuration, for the log.
+            joins: the worker came into a run that goes on, perhaps not for the first time: the log
+                of a former process of it in the same run goes on.
+            resumes: its log goes on, whatever its run.
+        """
+        if self.page is not None:
+            self.page.show(engine, stats, self._options)
+        asked = os.environ.get("GOSSIPDP_LOG_DIR") or None
+        directory = self._options.monitor.log_dir or asked
+        if directory is None:
+            return
+        if asked and Path(directory).absolute() != Path(asked).absolute():
+            logger.warning(
+                "the log goes to %s, as Monitor(log_dir=...) says; --log-dir and "
+                "GOSSIPDP_LOG_DIR, which say %s, count where the script says nothing",
+                directory,
+                asked,
+            )
+        self._log = RunLogging(
+            Path(directory), engine, stats, described(), joins=joins, resumes=resumes
+        )
+
+    def stepped(self, samples: int) -> None:
+        """A gradient step ended."""
+        if self._log is not None:
+            self._log.stepped(samples)
+        if self.page is not None:
+            self.page.stepped_s = since_boot_s()
+
+    def log(self, loss: Tensor | float | None, values: Mapping[str, object]) -> None:
+        """See ``GossipDataParallel.log``."""
+        if self._log is None and self.page is None:
+            return
+        kept = None if loss is None else _one_loss(loss)
+        plain = {_text(name): _plain(name, value) for name, value in values.items()}
+        if self._log is not None:
+            self._log.log(kept, plain)
+        if self.page is not None:
+            self.page.log(kept, plain)
+
+    def consolidating(self) -> None:
+        """The worker has come to the end and waits for the others."""
+        if self._log is not None:
+            self._log.write_last(self._log.writer.consolidating)
+
+    def ended(self, end: Consolidated) -> None:
+        """All workers hold the average."""
+        if (log := self._log) is not None:
+            log.write_last(
+                lambda: log.writer.end(
+                    consensus_distance=end.consensus_distance, num_averaged=end.world_size
+                )
+            )
+
+    def close(self) -> None:
+        """Write what is left, and show nothing any more. A second call does nothing."""
+        if self._log is not None:
+            self._log.close()
+        if self.page is not None:
+            self.page.close()
+
+
+class RunLogging:
+    """The log of one worker, ``worker-RANK.jsonl`` in ``directory``, and the thread that writes it.
+
+    The lock is held while something is written, by the thread or, at the end of the run, by the
+    caller, and never in a gradient step.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        engine: Engine,
+        stats: Callable[[], Stats],
+        configuration: Mapping[str, Any],
+        *,
+        joins: bool,
+        resumes: bool,
+    ) -> None:
+        rank, num_workers = engine.rank, engine.world_size
+        self.writer = RunLogWriter(
+            worker_file(directory, rank),
+            boot_id=boot_id(),
+            run_id=engine.run_id,
+            goes_on=joins,
+            resumes=resumes,
+        )
+        if not (joins or resumes):  # the logs of an earlier run's workers that this one lacks
+            kept = {worker_file(directory, each) for each in range(num_workers)}
+            for path in set(directory.glob(FILE_PATTERN)) - kept:
+                path.unlink(missing_ok=True)
+        self.writer.start(rank=rank, num_workers=num_workers, configuration=configuration)
+        self._engine, self._stats = engine, stats
+        self._gradient_steps = self._samples = 0
+        self._losses: deque[SupportsFloat] = deque(maxlen=MAX_LOSSES)
+        self._values: deque[Mapping[str, Value]] = deque()
+        self._began_s: float | None = None
+        self._has_told_begin = self._has_warned = self._is_closed = False
+        self._recorded = 0, 0  # steps and exchanges
+        self._num_noticed = 0
+        self._recent_s = 0.0
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"gossipdp-log-{rank}", daemon=True)
+        self._thread.start()
+
+    # By the training loop.
+
+    def stepped(self, samples: int) -> None:
+        """Count a gradient step."""
+        self._samples += samples
+        self._gradient_steps += 1
+        if self._began_s is None:
+            self._began_s = since_boot_s()
+            self._wake.set()
+
+    def log(self, loss: Tensor | float | None, values: Mapping[str, Value]) -> None:
+        """Keep a loss and values; after the end write them at once."""
+        if loss is not None:
+            self._losses.append(loss)
+        if values:
+            self._values.append(values)
+            if self._is_closed:
+                self._write_values()
+
+    def write_last(self, write: Callable[[], None]) -> None:
+        """Write what is left, and then one more line."""
+        with self._lock:
+            self._look(finally_=True)
+            write()
+
+    def close(self) -> None:
+        """Write what is left and end the thread."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._wake.set()
+            self._thread.join(JOIN_TIMEOUT_S)
+            self.write_last(self.writer.close)
+
+    # The thread.
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            with self._lock:
+                self._look()
+            self._wake.wait(LOOK_EVERY_S)
+            self._wake.clear()
+
+    def _look(self, finally_: bool = False) -> None:
+        """Write what is new and due."""
+        try:
+            self._write_new(finally_)
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "the log of worker %d lacks what could not be written (%r): training goes on",
+                    self._engine.rank,
+                    error,
+                )
+
+    def _write_new(self, finally_: bool) -> None:
+        if self._began_s is not None and not self._has_told_begin:
+            self._has_told_begin = True
+            self.writer.began(self._began_s)
+        stats = self._stats()
+        for notice in stats.noticed:
+            if notice.number > self._num_noticed:
+                self._num_noticed = notice.number
+                self.writer.notice(notice.rank, notice.kind, notice.at_s)
+        # In consolidate() exchanges go on where no step is made.
+        counted = self._gradient_steps, stats.exchanges
+        is_due = finally_ and counted != self._recorded
+        if is_due or (self._gradient_steps and self.writer.wait_s() <= 0):
+            is_due, self._recorded = True, counted
+            self._write_records(stats)
+        if is_due or finally_:
+            self._write_values()
+
+    def _write_records(self, stats: Stats) -> None:
+        recent = [one for one in stats.recent_exchanges if one.ended_s > self._recent_s]
+        if recent:
+            self._recent_s = recent[-1].ended_s
+        origin_s = self.writer.started_s
+        shown = tuple(
+            RecentExchange(
+                one.peer,
+                one.initiated,
+                round(one.started_s - origin_s, 4),
+                round(one.ended_s - one.started_s, 5),
+            )
+            for one in recent
+        )
+        self.writer.record(
+            gradient_steps=self._gradient_steps,
+            samples=self._samples,
+            loss=_mean_loss([self._losses.popleft() for _ in range(len(self._losses))]),
+            exchanges=ExchangeRecord(
+                time_s=0.0,
+                recent=shown,
+                idle_s=idle_seconds(self._engine.view()[0]),
+                **_shared(stats, ExchangeRecord),
+            ),
+        )
+
+    def _write_values(self) -> None:
+        latest: dict[str, Value] = {}
+        while self._values:
+            latest |= self._values.popleft()
+        if latest:
+            self.writer.values(latest)
+
+
+class StatusPage:
+    """One worker's status port: worker r listens on ``first_port`` + r; 0: on any free one."""
+
+    def __init__(self, host: str, first_port: int) -> None:
+        self.stepped_s: float | None = None
+        self._host = host
+        self._first_port = first_port
+        self._server: StatusServer | None = None
+        self._pages: Mapping[str, Page] = {}
+        self._losses: deque[SupportsFloat] = deque(maxlen=MEAN_OF_LOSSES)
+        self._values: dict[str, float] = {}
+
+    def bind(self, rank: int) -> None:
+        """Take the port of that rank; a worker that is given another rank moves.
+
+        Raises:
+            ValueError: there is no such port.
+            RendezvousError: it is in use.
+        """
+        port = self._first_port + rank if self._first_port else 0
+        if port > 65535:
+            raise ValueError(
+                f"status_port {self._first_port} is too high: worker {rank} would listen on "
+                f"{port}, and 65535 is the last"
+            )
+        self.close()
+        self._server = StatusServer(self._host, port)
+        if self._pages:
+            self._server.serve(self._pages)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        assert self._server is not None, "bind() comes first"
+        return self._server.address
+
+    def announced(self, host: str) -> tuple[str, int]:
+        """What others are told; where it listens on all addresses, ``host`` stands for them."""
+        bound, port = self.address
+        return (host if ipaddress.ip_address(bound).is_unspecified else bound, port)
+
+    def show(self, engine: Engine, stats: Callable[[], Stats], options: Options) -> None:
+        """Answer from now on."""
+        from gossipdp.observe.prometheus import CONTENT_TYPE, metrics_text
+
+        def status() -> WorkerStatus:
+            return self._status(engine, stats(), options)
+
+        assert self._server is not None, "bind() comes first"
+        self._pages = {
+            STATUS_PATH: Page("application/json", lambda: encode_status(status())),
+            METRICS_PATH: Page(CONTENT_TYPE, lambda: metrics_text(status())),
+        }
+        self._server.serve(self._pages)
+        where = show_address(*self.address)
+        logger.info("worker %d shows its status at http://%s%s", engine.rank, where, STATUS_PATH)
+
+    def close(self) -> None:
+        """Show nothing any more."""
+        if self._server is not None:
+            self._server.close()
+
+    def log(self, loss: Tensor | float | None, values: Mapping[str, Value]) -> None:
+        """Keep a loss, and those of the values that are numbers."""
+        if loss is not None:
+            self._losses.append(loss)
+        for name, value in values.items():
+            is_new = name not in self._values
+            if isinstance(value, int | float) and not (is_new and len(self._values) >= MAX_LOGGED):
+                self._values[name] = float(value)
+
+    # By the server's thread.
+
+    def _status(self, engine: Engine, stats: Stats, options: Options) -> WorkerStatus:
+        now_s, stepped_s = since_boot_s(), self.stepped_s
+        members, neighbours = engine.view()
+        # Copied in one step, whatever the training loop does.
+        losses, logged = list(self._losses.copy()), self._values.copy()
+        if losses:
+            mean = _mean_loss(losses)
+            logged["loss"] = math.nan if mean is None else mean
+        lives = [each.incarnation for each in members if each.rank == engine.rank]
+        return WorkerStatus(
+            incarnation=max(lives, default=engine.incarnation),
+            num_workers=stats.world_size,
+            run_id=engine.run_id,
+            method=options.method,
+            graph=engine.graph,
+            comm_rate=options.comm_rate,
+            host=socket.gethostname(),
+            process_id=os.getpid(),
+            state="averaging" if engine.is_consolidating else "training",
+            run_samples=engine.total_samples(),
+            budget_samples=options.budget_samples,
+            since_step_s=None if stepped_s is None else now_s - stepped_s,
+            logged={name: _known(value) for name, value in logged.items()},
+            members=members,
+            neighbours=neighbours,
+            notices=tuple(
+                NoticeStatus(notice.rank, notice.kind, max(0.0, now_s - notice.at_s))
+                for notice in stats.noticed[-MAX_NOTICES:]
+            ),
+            **_shared(stats, WorkerStatus),
+        )
+
+
+def _shared(stats: Stats, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Those of a worker's counts that a ``kind`` holds too, by name; None for what is not known."""
+    return {
+        name: _known(getattr(stats, name))
+        for name in kind.__struct_fields__
+        if name in Stats.__dataclass_fields__
+    }
+
+
+def _known(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _one_loss(loss: Tensor | float) -> Tensor | float:
+    """Return a loss to keep, apart from its graph and not waited for."""
+    if not isinstance(loss, Tensor):
+        try:
+            return float(loss)
+        except (TypeError, ValueError):
+            raise ValueError(f"log(loss=...) takes one number, not {loss!r}") from None
+    if loss.numel() != 1:
+        raise ValueError(f"log(loss=...) takes one number, not {tuple(loss.shape)}")
+    return loss.detach()
+
+
+def _mean_loss(losses: Iterable[SupportsFloat]) -> float | None:
+    """Return the mean of the losses that can be read; None where there is none."""
+    numbers = []
+    for loss in losses:
+        # Torch refuses what a CUDA graph has computed once the graph has run again.
+        with contextlib.suppress(RuntimeError):
+            numbers.append(float(loss))
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def _plain(name: str, value: object) -> Value:
+    """Return what a script logs as Python's own number or text, which JSON can hold."""
+    match value:
+        case bool():
+            return value
+        case int():
+            if value.bit_length() >= 64:
+                raise ValueError(f"log({name}=...) takes whole numbers of at most 64 bits")
+            return int(value)
+        case float():  # NumPy's double is one
+            return float(value)
+        case str():
+            return _text(value)
+    raise ValueError(
+        f"log({name}=...) takes numbers and text, not a {type(value).__name__}; of a tensor with "
+        "one element, give .item()"
+    )
+
+
+def _text(text: str) -> str:
+    """Half a surrogate pair, as names of files may hold, becomes its escape sequence."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def describe(
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: Options,
+    num_workers: int,
+) -> dict[str, Any]:
+    """The configuration of one worker, for its log; plain values that JSON can hold."""
+    graph = build_graph(options.graph, num_workers, seed=options.seed)
+    parameters = list(module.parameters())
+    precisions = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
+    described: dict[str, Any] = {
+        "graph": graph_name(graph),
+        "workers": num_workers,
+        "budget_samples": options.budget_samples,
+        **{name: getattr(options, name) for name in OPTIONS},
+        **{name: getattr(options.network, name) for name in NETWORK_OPTIONS},
+        "checkpoint_every": options.checkpoints.every_steps,
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "precision": ", ".join(sorted(precisions)),
+        "device": ", ".join(sorted({parameter.device.type for parameter in parameters})),
+        "optimizer": "; ".join(_optimizer(optimizer) for optimizer in optimizers),
+        "script": Path(sys.argv[0]).name,
+        "host": platform.node(),
+        "versions": (
+            f"gossipdp {gossipdp.__version__}, torch {torch.__version__}, "
+            f"Python {platform.python_version()}"
+        ),
+    }
+    if graph.number_of_edges() <= MAX_EDGES:  # so that a reader needs no name to know the graph
+        described["edges"] = sorted(sorted(edge) for edge in graph.edges)
+    return {name: value for name, value in described.items() if value not in (None, "")}
+
+
+def _optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Its kind and the numbers of its first group."""
+    group = optimizer.param_groups[0]
+    numbers = [
+        f"{name}={value:g}" if isinstance(value, int | float) else f"{name}={value}"
+        for name in HYPERPARAMETERS
+        if (value := group.get(name))
+    ]
+    return f"{type(optimizer).__name__}({', '.join(numbers)})"

@@ -1,0 +1,133 @@
+"""What takes part in the run for one wrapper, and how it is put together and taken apart."""
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gossipdp.launcher.environment import Environment
+from gossipdp.parallel import training_state
+from gossipdp.parallel.allreduce_engine import AllReduceEngine
+from gossipdp.parallel.checkpoint import find_resumption, layout_of
+from gossipdp.parallel.checkpointer import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, Checkpointer
+from gossipdp.parallel.engine import Engine
+from gossipdp.parallel.feed import DataPosition, Feed
+from gossipdp.parallel.flat_parameters import named_tensors
+from gossipdp.parallel.gossip_engine import GossipEngine
+from gossipdp.parallel.hooks import Hooks, warn_of_step_counters
+from gossipdp.parallel.monitoring import Monitoring, describe
+from gossipdp.parallel.options import Options
+
+
+class Worker:
+    """Engine, checkpoints, log, data and hooks of one wrapper.
+
+    It does not know the wrapper, and neither does anything below: one that is dropped is closed.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: Options
+    ) -> None:
+        environment = Environment.read()
+        saving, joins = options.checkpoints, environment.is_joining
+        resumption = None
+        # One that comes into a run that goes on takes a live worker's state, and writes beside it.
+        if not joins:
+            resumption = find_resumption(
+                saving.resume,
+                None if saving.directory is None else Path(saving.directory),
+                rank=environment.rank,
+                world_size=environment.world_size,
+                method=options.method,
+                layout=layout_of(named_tensors(module)),
+            )
+        if resumption is not None:
+            training_state.restore(resumption.training, optimizers)
+        self.monitoring = Monitoring(options, environment)
+        self._optimizers = optimizers
+        self._process_id = os.getpid()
+        self.num_steps = 0
+        position = DataPosition()
+        # What was opened is closed in the reverse order, wherever this fails.
+        with contextlib.ExitStack() as opened:
+            opened.callback(self.monitoring.close)
+            make_engine = AllReduceEngine if options.method == "allreduce" else GossipEngine
+            self.engine: Engine = make_engine(
+                module, optimizers, options, resumption, self.monitoring.page
+            )
+            opened.callback(self.engine.close)
+            self.checkpointer = Checkpointer(
+                self.engine, optimizers, position, options, resumption, is_joining=joins
+            )
+            opened.callback(self.checkpointer.close)
+            self.monitoring.begin(
+                self.engine,
+                self.checkpointer.stats,
+                partial(describe, module, optimizers, options, self.engine.world_size),
+                joins=joins,
+                resumes=resumption is not None,
+            )
+            opened.pop_all()
+        self.feed = Feed(
+            position,
+            self.engine.total_samples,
+            options,
+            between=self.checkpointer.take_due,
+            within=self.checkpointer.of_batches,
+        )
+        self._hooks = Hooks(
+            module,
+            optimizers,
+            stepped=self.stepped,
+            loaded=self.engine.loaded,
+            watches_others=options.method != "allreduce",
+        )
+
+    def stepped(self, optimizer_index: int) -> None:
+        """An optimizer's step has ended; that of the first is a gradient step."""
+        if optimizer_index != 0:
+            self.engine.boundary(optimizer_index, 0)
+            return
+        samples = self.feed.take_counted()
+        self.engine.boundary(0, samples)
+        self.checkpointer.stepped()
+        self.monitoring.stepped(samples)
+        self.num_steps += 1
+        if self.num_steps == 2 and self.engine.world_size > 1:
+            warn_of_step_counters(self._optimizers)
+        self.feed.check_counted(self.num_steps)
+
+    def close(self, checkpoint_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Close all parts.
+
+        Garbage is collected in any thread, one of those that are ended here among them: what would
+        wait for itself is left to a thread of its own. A forked child leaves its parent's run
+        alone.
+        """
+        if os.getpid() != self._process_id:
+            return
+
+        def close() -> None:
+            self._hooks.remove()
+            self.monitoring.close()
+            self.engine.close()
+            self.checkpointer.close(checkpoint_timeout_s)
+
+        if threading.current_thread().name.startswith("gossipdp"):
+            threading.Thread(target=close, name="closing a dropped model", daemon=True).start()
+        else:
+            close()
+
+
+def close_at_exit(finalizer: "weakref.finalize[Any, Any]") -> None:
+    """Close the worker that nobody has closed, in the short time that there is at exit."""
+    detached = finalizer.detach()
+    if detached is not None:
+        detached[1](EXIT_TIMEOUT_S)

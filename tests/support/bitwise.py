@@ -1,0 +1,26 @@
+"""Whether two nested states are the same, to the bit."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def assert_bitwise(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.equal(
+            one.contiguous().reshape(-1).view(torch.uint8),
+            other.contiguous().reshape(-1).view(torch.uint8),
+        )
+    elif isinstance(one, dict):
+        assert [(type(key), key) for key in one] == [(type(key), key) for key in other]
+        for key in one:
+            assert_bitwise(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_bitwise(a, b)
+    else:
+        assert repr(one) == repr(other)  # tells -0.0 from 0.0, and takes NaN for NaN
