@@ -53,7 +53,7 @@ BYTES_OF_PROGRESS = 4096
 REPORT_INTERVAL_S = 0.2
 FAREWELL_S = 1.0
 # A handshake that fails so shows that the worker dialled lives.
-REFUSALS_OF_THE_LIVING = ("crossed", "incarnation", "own_rank")
+REFUSALS_OF_THE_LIVING = ("incarnation", "own_rank")
 
 
 class GossipLoop(LinkHandler):
@@ -308,10 +308,9 @@ class GossipLoop(LinkHandler):
             self.perform(self.protocol.reached(peer, now))
         else:
             self.perform(self.protocol.peer_unreachable(peer, now))
-        if refusal.field != "crossed":  # the link that it crossed with is on its way
-            # Who has another of this worker's rank may yet learn which of the two stands.
-            kind = PeerLostError if refusal.field in REFUSALS_OF_THE_LIVING else RefusedError
-            self.transfers.gone(peer, kind(f"worker {peer} refused this worker: {refusal}"))
+        # Who has another of this worker's rank may yet learn which of the two stands.
+        kind = PeerLostError if refusal.field in REFUSALS_OF_THE_LIVING else RefusedError
+        self.transfers.gone(peer, kind(f"worker {peer} refused this worker: {refusal}"))
 
     def dial_failed(
         self, peer: int | None, address: tuple[str, int], refused_connection: bool
