@@ -28,6 +28,7 @@ from torch import Tensor
 
 from gossipdp.cli.option_checks import check_output
 from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.dynamics.device import zeros
 from gossipdp.parallel.flat_parameters import chunk_bytes_for
 
 ETA, ALPHA_TILDE = 0.3, 1.3
@@ -147,7 +148,8 @@ class Training:
         def random() -> Tensor:
             return torch.randn(num_values, generator=generator)
 
-        x, gradients = random(), random()
+        x = zeros(num_values, torch.float32, torch.device("cpu")).copy_(random())
+        gradients = random()
         parts = [shape.numel() for shape in shapes]
         self._parameters = []
         for shape, values, gradient in zip(

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossipdp.dynamics.chunks import Role, Segment, State
-from gossipdp.gossip.codec import make_codec
+from gossipdp.dynamics.device import zeros
+from gossipdp.gossip.codec import make_codec, tensor_bytes
 from gossipdp.gossip.exchange import Exchange
-from gossipdp.gossip.wire_buffers import tensor_bytes
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.link import Link
 from gossipdp.links.tcp import SharedMemory
@@ -180,7 +180,8 @@ class Update(Contender):
 
     def __init__(self, rank: int, num_values: int) -> None:
         super().__init__(rank, num_values)
-        self.state = State([Segment(torch.zeros(num_values), Role.TRAINED)])
+        x = zeros(num_values, torch.float32, torch.device("cpu"))
+        self.state = State([Segment(x, Role.TRAINED)])
         self.state.compile()
 
     def prepare(self, round_number: int) -> None:

@@ -265,7 +265,7 @@ def test_the_page_is_rebuilt_from_what_is_stored(written):
 
 
 def test_the_committed_page_is_that_of_the_committed_results(tmp_path, monkeypatch):
-    for section in reproduce.SECTIONS.values():
+    for section in reproduce.SECTIONS.values():  # the text is compared; others look at figures
         monkeypatch.setattr(section, "draw", lambda result, path: None)
     figures = tmp_path / "figures"
     figures.mkdir()

@@ -127,10 +127,8 @@ def frame_header_seeds() -> list[bytes]:
 
 
 def _shake(machine: Handshake, data: bytes) -> None:
-    """Feed a machine as a connection does, driving it on where it waits for its owner."""
+    """Feed a machine as a connection does."""
     while True:
-        if machine.stage is Stage.DECIDING:
-            machine.welcome()
         wanted = machine.num_wanted
         assert 0 <= wanted <= MAX_MESSAGE_BYTES
         assert len(machine.take_output()) <= 2 * MAX_MESSAGE_BYTES
@@ -187,7 +185,6 @@ def handshake_in_tls_seeds() -> list[bytes]:
     hello = Handshake(identity(1), None, dialler=True).take_output()
     acceptor = Handshake(identity(1), None, dialler=False)
     _feed(acceptor, Handshake(identity(0), None, dialler=True).take_output())
-    acceptor.welcome()
     return [b"\0" + hello, b"\1" + acceptor.take_output(), *(b"\1" + r for r in _refusals(None))]
 
 
@@ -199,8 +196,6 @@ def _conversation() -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
     said: tuple[list[bytes], list[bytes]] = ([], [])
     for _ in range(2):
         for machine, other, words in ((dialler, acceptor, said[0]), (acceptor, dialler, said[1])):
-            if machine.stage is Stage.DECIDING:
-                machine.welcome()
             words.append(machine.take_output())
             _feed(other, words[-1])
     assert dialler.stage is acceptor.stage is Stage.DONE

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -57,8 +57,11 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def rendezvous() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    """A free port of those that are given to nobody who asks for any."""
+    for port in range(20000 + os.getpid() % 10000, 32768):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return f"127.0.0.1:{port}"
+    raise AssertionError("no free port")
 
 
 def outcome(*runs: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
@@ -85,6 +88,16 @@ def test_a_failure_before_all_met_ends_the_run_everywhere(script: Path, rendezvo
     told = "the run ended before it began: worker 1 ended with exit code 1"
     assert told in first[2]
     assert "ValueError: no good" in second[2]
+
+
+def test_a_host_that_starts_after_the_failure_ends_as_well(script: Path, rendezvous: str) -> None:
+    second = start(1, rendezvous, script, "--fail")
+    assert second.stderr is not None
+    lines = iter(second.stderr.readline, "")
+    assert any("worker 1 ended with exit code 1; the run had not begun" in line for line in lines)
+    first, second_end = outcome(start(0, rendezvous, script, "--fail"), second)
+    assert (first[0], second_end[0]) == (1, 1)
+    assert "the run ended before it began: worker 1 ended with exit code 1" in first[2]
 
 
 def ip(*words: str) -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from scipy.linalg import block_diag
 
 from gossipdp.graph import Constants, without
-from gossipdp.graph.stationary import GradientNoise, stationary_distance
+from gossipdp.graph.network_plan import GradientNoise, stationary_distance
 
 
 @st.composite

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from gossipdp.graph.constants import Constants
-from gossipdp.graph.stationary import GradientNoise
-from gossipdp.graph.stationary import stationary_distance as planned_distance
+from gossipdp.graph.network_plan import GradientNoise
+from gossipdp.graph.network_plan import stationary_distance as planned_distance
 from gossipdp.graph.topology import build_graph
 from gossipdp.simulate import Quadratic, Scenario, Sgd, simulate
 

@@ -14,8 +14,13 @@ from rich.text import Text
 
 from gossipdp.cli.option_checks import check_number
 from gossipdp.graph.constants import Constants
-from gossipdp.graph.network_plan import LATENCY_S, check_step_spread
-from gossipdp.graph.stationary import NOISE_MODELS, GradientNoise, stationary_distance
+from gossipdp.graph.network_plan import (
+    LATENCY_S,
+    NOISE_MODELS,
+    GradientNoise,
+    check_step_spread,
+    stationary_distance,
+)
 from gossipdp.graph.topology import build_graph, torus_shape
 from gossipdp.simulate.network import Conditions, Network, make_workers
 
@@ -152,11 +157,7 @@ def predict(
     *,
     served_share: float,
 ) -> GraphPrediction:
-    """What a graph makes of a network on which a share of the exchanges asked for take place.
-
-    Raises:
-        ValueError: ``served_share`` is not positive, or there is no edge.
-    """
+    """What a graph makes of a network on which a share of the exchanges asked for take place."""
     num_workers, num_edges = len(constants.workers), len(constants.edges)
     if not (math.isfinite(served_share) and served_share > 0 and num_edges):
         raise ValueError(f"{name}: no exchanges take place, so that workers never agree")

@@ -182,9 +182,13 @@ def run(arguments: RunArguments) -> int:
         code = (1 if supervisor.failures else 0) if ended_by is None else 128 + ended_by
         if supervisor.failures:
             _tell(f"what failed:\n{describe(supervisor.failures)}")
-    finally:  # however it ends: others may wait for this one's end
-        if team.told.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            _leave(team, supervisor.addresses, wait=code == 1 and some_go_on)
+    finally:  # however it ends: under torchrun others may wait for this one's end
+        wait = team.under_torchrun and code == 1 and some_go_on
+        if wait:
+            _tell("staying until the other workers have ended: torchrun would end them with this")
+        if lost := team.leave(supervisor.addresses, wait=wait):
+            ranks = ", ".join(map(str, lost))
+            _tell(f"not waiting for the end of workers {ranks}: nothing is heard of them")
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -192,19 +196,6 @@ def run(arguments: RunArguments) -> int:
         # Nothing is left to do, and without torch's own end, or that of its import, it is quick.
         os._exit(code)
     return code
-
-
-def _leave(team: "Team", addresses: Mapping[int, tuple[str, int]], *, wait: bool) -> None:
-    """Under torchrun, which ends everybody when one fails: tell the others, or wait for them."""
-    from gossipdp.launcher.store import leave_together
-
-    assert team.store is not None
-    assert team.first_rank is not None
-    prefix, rank, size = team.key_prefix, team.first_rank, team.world_size
-    lost = leave_together(team.store, prefix, rank, size, addresses, wait=wait)
-    if lost:
-        ranks = ", ".join(map(str, lost))
-        _tell(f"not waiting for the end of workers {ranks}: nothing is heard of them")
 
 
 def _join_line(arguments: RunArguments, address: tuple[str, int]) -> str:

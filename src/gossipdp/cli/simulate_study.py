@@ -172,12 +172,7 @@ class Study:
 
 
 def make_study(arguments: SimulateArguments) -> Study:
-    """What the arguments ask for.
-
-    Raises:
-        ValueError: they cannot be meant.
-        OSError: a file cannot be read.
-    """
+    """What the arguments ask for."""
     methods = _words("--methods", arguments.methods)
     for method in methods:
         if method not in METHODS:
@@ -304,11 +299,7 @@ def _compute_time(arguments: SimulateArguments) -> ComputeTime:
 
 
 def read_step_times(path: Path) -> tuple[float, ...]:
-    """The numbers of a file, one a line; what follows a '#' is a comment.
-
-    Raises:
-        ValueError: a line is no positive number, or there is none, or the file cannot be read.
-    """
+    """The numbers of a file, one a line; what follows a '#' is a comment."""
     try:
         lines = path.read_text("utf-8-sig").splitlines()
     except OSError as error:
@@ -424,15 +415,7 @@ def _parse_curvature(text: str) -> tuple[float, float]:
 
 
 def load_objective(place: str) -> Objective:
-    """The objective that a function of the user's returns, called without arguments.
-
-    Args:
-        place: ``package.module:function`` of a module that can be imported, or
-            ``file.py:function``.
-
-    Raises:
-        ValueError: there is no such module, file or function, or it returns something else.
-    """
+    """The objective that a function of the user's returns, called without arguments."""
     module_name, _, function_name = place.rpartition(":")
     if not module_name or not function_name:
         raise ValueError(

@@ -1,5 +1,5 @@
-"""The dynamics of A2CiD2: the (x, c) state, its transitions, and the phase that drives the flow.
+"""The dynamics of A2CiD2: the (x, c) state, what exchange, flow and boundary do to it, the phase.
 
-Pure arithmetic on tensors: no thread, socket, file or clock. Read ``reference`` for the equations,
-``state`` for the buffers, ``kernels`` for what runs.
+Arithmetic on tensors: no socket, file or clock. ``update`` has the equations, ``chunks`` the state
+and its locks, ``device`` what a GPU needs.
 """

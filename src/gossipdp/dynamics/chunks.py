@@ -17,6 +17,8 @@ The training thread and the gossip thread meet here and nowhere else. The rules:
   nor delta, which comes from the stored snapshots. A snapshot writes nothing: the chunk remembers
   the phase it has been flowed to, so the flow is done once, by whichever of boundary and exchange
   comes first.
+* The boundary of a large model has helper threads. They work only while the main thread is in
+  that boundary, so for everyone else it is the main thread that writes.
 
 On a device that only queues work, :mod:`~gossipdp.dynamics.device` has further rules.
 """
@@ -24,14 +26,18 @@ On a device that only queues work, :mod:`~gossipdp.dynamics.device` has further 
 import enum
 import math
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
 
 from gossipdp.dynamics import update
-from gossipdp.dynamics.device import Device, device_of
+from gossipdp.dynamics.device import Device, device_of, zeros
 
 CHUNK_BYTES = 1 << 20
+# A boundary of fewer values is over before a second thread has woken.
+LEAST_HELPED_VALUES = 8_000_000
+MOST_BOUNDARY_THREADS = 8  # a few take all that memory gives
 
 
 class Role(enum.Enum):
@@ -61,7 +67,7 @@ class Role(enum.Enum):
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the precision of ``c`` and ``pending`` for parameters of ``dtype``."""
+    """The precision of ``c`` and ``pending`` for parameters of ``dtype``."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -69,7 +75,7 @@ class Chunk:
     """One or more MiB of the state: the unit that is locked, sent and applied, whole or not at all.
 
     ``x + pending`` is "the parameters" wherever others see them. All tensors are one-dimensional
-    views of ``num_elements``.
+    and of one length, but pending of what is not exchanged is empty.
 
     Attributes:
         role: what becomes of the values.
@@ -78,23 +84,11 @@ class Chunk:
         pending: what exchanges and flow brought and the next boundary adds.
         c: the momentum; None under plain averaging.
         theta: the phase this chunk has been flowed to.
-        has_pending: whether pending may hold anything but zeros.
-        lock: guards pending, c, theta and the two flags; see the module.
+        has_pending: whether the next boundary has anything to add. Known zeros are not added: with
+            no exchange, training is bitwise that of the plain loop.
+        is_compiled: whether numba's loops compute here.
+        lock: guards pending, c, theta and the flags; see the module.
     """
-
-    __slots__ = (
-        "_has_momentum",
-        "c",
-        "device",
-        "has_pending",
-        "index",
-        "is_compiled",
-        "lock",
-        "pending",
-        "role",
-        "theta",
-        "x",
-    )  # fmt: skip
 
     def __init__(self, role: Role, x: Tensor, pending: Tensor, c: Tensor | None) -> None:
         self.role = role
@@ -103,7 +97,6 @@ class Chunk:
         self.pending = pending
         self.c = c
         self.theta = 0.0
-        # Known zeros are not added: with no exchange, training is bitwise that of the plain loop.
         self.has_pending = False
         self._has_momentum = False
         self.is_compiled = False
@@ -158,10 +151,7 @@ class Chunk:
     def read(self, out: Tensor) -> None:
         """Write x + pending to ``out``, or x if the chunk is not exchanged."""
         with self.lock:
-            if self.role.is_exchanged:
-                self.device.write(self._write, out)
-            else:
-                self.device.write(lambda out: out.copy_(self.x), out)
+            self.device.write(self._write, out)
 
     def read_z(self, out: Tensor) -> None:
         """Write x + pending + c/2 to ``out``: where whoever takes over this state starts."""
@@ -179,17 +169,16 @@ class Chunk:
                 momentum = self.c
                 self.device.write(lambda out: out.copy_(momentum), c)
 
-    # The gossip thread's part.
+    # The gossip thread's part. Snapshots are in host memory.
 
     def snapshot(self, theta: float, out: Tensor) -> bool:
         """Write x + pending as they are at the phase ``theta``; return whether all is finite.
 
         Nothing else is written: the flow itself is left to the exchange or a boundary. That changes
-        no snapshot, as theta stands still meanwhile. ``out`` is in host memory.
+        no snapshot, as theta stands still meanwhile.
         """
         with self.lock:
-            there = self.device.there(0, out)
-            is_finite = self._snapshot(there, self._decay(theta))
+            is_finite = self._snapshot(self.device.there(0, out), self._decay(theta))
             self.device.store(0, out)
             return is_finite
 
@@ -217,16 +206,8 @@ class Chunk:
     ) -> float:
         """:meth:`snapshot`, whole in any case, and :meth:`exchange`, if peers' half is there."""
         with self.lock:
-            squared_norm = update.snapshot_and_exchange(
-                self.device.there(0, out),
-                self.x,
-                self.pending,
-                self.c,
-                self.device.load(1, peers),
-                self._decay(theta),
-                alpha_tilde,
-                compiled=self.is_compiled,
-            )
+            there = self.device.there(0, out), self.device.load(1, peers)
+            squared_norm = self._snapshot_and_exchange(*there, self._decay(theta), alpha_tilde)
             self.device.store(0, out)
             self._exchanged(squared_norm, theta)
             return squared_norm
@@ -246,18 +227,30 @@ class Chunk:
     # Under the lock.
 
     def _add_pending(self, decay: float) -> None:
-        update.boundary(self.x, self.pending, self.c, decay, compiled=self.is_compiled)
+        if self.has_pending or self.c is None or self.x.dtype != self.pending.dtype:
+            update.boundary(self.x, self.pending, self.c, decay, compiled=self.is_compiled)
+        else:  # pending is zero: a third of the memory need not be passed over
+            update.flow(self.x, self.c, decay, compiled=self.is_compiled)
 
     def _write(self, out: Tensor) -> None:
-        torch.add(self.x, self.pending, out=out)
+        if self.role.is_exchanged:
+            torch.add(self.x, self.pending, out=out)
+        else:
+            out.copy_(self.x)
 
     def _snapshot(self, out: Tensor, decay: float) -> bool:
         return update.snapshot(out, self.x, self.pending, self.c, decay, compiled=self.is_compiled)
 
     def _exchange(self, mine: Tensor, peers: Tensor, decay: float, alpha_tilde: float) -> float:
-        return update.exchange(
-            self.pending, self.c, mine, peers, decay, alpha_tilde, compiled=self.is_compiled
-        )
+        numbers, compiled = (decay, alpha_tilde), self.is_compiled
+        return update.exchange(self.pending, self.c, mine, peers, *numbers, compiled=compiled)
+
+    def _snapshot_and_exchange(
+        self, out: Tensor, peers: Tensor, decay: float, alpha_tilde: float
+    ) -> float:
+        state, numbers = (self.x, self.pending, self.c), (decay, alpha_tilde)
+        compiled = self.is_compiled
+        return update.snapshot_and_exchange(out, *state, peers, *numbers, compiled=compiled)
 
     def _decay(self, theta: float) -> float:
         """What the flow to ``theta`` leaves of c; 1 where there is nothing to flow."""
@@ -293,24 +286,13 @@ class BufferChunk(Chunk):
     running variance stays positive. While x stands still this is the plain average.
     """
 
-    __slots__ = ("weight",)
-
-    def __init__(self, role: Role, x: Tensor, pending: Tensor, c: Tensor | None) -> None:
-        super().__init__(role, x, pending, c)
-        self.weight = 1.0
+    weight = 1.0
 
     def copy_momentum(self, pending: Tensor, c: Tensor | None) -> None:
         """See :class:`Chunk`: pending becomes what x lacks of the present values."""
         with self.lock:
             more = self.weight - 1.0
             self.device.write(lambda p: torch.add(self.pending, self.x, alpha=more, out=p), pending)
-
-    def snapshot_and_exchange(
-        self, theta: float, out: Tensor, peers: Tensor, alpha_tilde: float
-    ) -> float:
-        """See :class:`Chunk`."""
-        self.snapshot(theta, out)
-        return self.exchange(theta, out, peers, alpha_tilde)
 
     # Under the lock.
 
@@ -324,7 +306,8 @@ class BufferChunk(Chunk):
         torch.add(self.pending, self.x, alpha=self.weight, out=out)
 
     def _snapshot(self, out: Tensor, decay: float) -> bool:
-        return update.is_finite(torch.add(self.pending, self.x, alpha=self.weight, out=out))
+        self._write(out)
+        return update.is_finite(out)
 
     def _exchange(self, mine: Tensor, peers: Tensor, decay: float, alpha_tilde: float) -> float:
         only_its_norm = update.scratch(self.pending, 1)
@@ -333,6 +316,12 @@ class BufferChunk(Chunk):
             self.pending.add_(peers).mul_(0.5)
             self.weight *= 0.5
         return squared_norm
+
+    def _snapshot_and_exchange(
+        self, out: Tensor, peers: Tensor, decay: float, alpha_tilde: float
+    ) -> float:
+        self._snapshot(out, decay)
+        return self._exchange(out, peers, decay, alpha_tilde)
 
     def _reset(self) -> None:
         super()._reset()
@@ -368,27 +357,21 @@ class Segment:
         length = x.numel() if role.is_exchanged else 0
         # In float64 the mean of equal values is that value: what nobody moved stays.
         dtype = torch.float64 if role is Role.FOLLOWING else working_dtype(x.dtype)
-        self.pending = torch.zeros(length, dtype=dtype, device=x.device)
+        self.pending = zeros(length, dtype, x.device)
         has_c = momentum and role is Role.TRAINED
-        self.c = torch.zeros_like(self.pending) if has_c else None
-        length = max(1, chunk_bytes // x.element_size())
+        self.c = zeros(length, dtype, x.device) if has_c else None
         kind = BufferChunk if role is Role.BUFFER else Chunk
+        length = max(1, chunk_bytes // x.element_size())
+        parts = (slice(start, start + length) for start in range(0, x.numel(), length))
         self.chunks = [
-            kind(
-                role,
-                x[start : start + length],
-                self.pending[start : start + length],
-                None if self.c is None else self.c[start : start + length],
-            )
-            for start in range(0, x.numel(), length)
+            kind(role, x[part], self.pending[part], None if self.c is None else self.c[part])
+            for part in parts
         ]
 
     def split(self, flat: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
         """Pair each chunk with its part of another tensor of this segment's length."""
-        start = 0
-        for chunk in self.chunks:
-            yield chunk, flat[start : start + chunk.num_elements]
-            start += chunk.num_elements
+        parts = torch.split(flat, [chunk.num_elements for chunk in self.chunks])
+        return zip(self.chunks, parts, strict=True)
 
 
 class State:
@@ -401,33 +384,26 @@ class State:
     Attributes:
         segments: as given.
         chunks: those that exchanges average; their ``index`` is their place here.
-        following_chunks: those that are averaged and not exchanged, numbered on from there.
+        averaged_chunks: those and the following ones, of which the average of all workers consists.
         copied_chunks: those of integer buffers, numbered on from there.
-        frozen_chunks: those of frozen parameters, numbered on from there.
+        all_chunks: everything that a worker who starts must be given, by ``index``.
     """
 
     def __init__(self, segments: Iterable[Segment], device: Device | None = None) -> None:
         self.segments = list(segments)
         chunks = [chunk for segment in self.segments for chunk in segment.chunks]
         self.chunks = [chunk for chunk in chunks if chunk.role.is_exchanged]
-        self.following_chunks = [chunk for chunk in chunks if chunk.role is Role.FOLLOWING]
+        following = [chunk for chunk in chunks if chunk.role is Role.FOLLOWING]
+        self.averaged_chunks = self.chunks + following
         self.copied_chunks = [chunk for chunk in chunks if chunk.role is Role.COPIED]
-        self.frozen_chunks = [chunk for chunk in chunks if chunk.role is Role.FROZEN]
+        frozen = [chunk for chunk in chunks if chunk.role is Role.FROZEN]
+        self.all_chunks = self.averaged_chunks + self.copied_chunks + frozen
         self.device = device or device_of({segment.x.device for segment in self.segments})
         for index, chunk in enumerate(self.all_chunks):
             chunk.index = index
             chunk.device = self.device
             chunk.lock = self.device.lock()
-
-    @property
-    def all_chunks(self) -> list[Chunk]:
-        """Everything that a worker who starts must be given, by ``index``."""
-        return self.averaged_chunks + self.copied_chunks + self.frozen_chunks
-
-    @property
-    def averaged_chunks(self) -> list[Chunk]:
-        """What the average of all workers consists of, by ``index``."""
-        return self.chunks + self.following_chunks
+        self._helpers = _helpers()
 
     def description(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return what must agree between workers for their chunks to: a text and a shape each.
@@ -438,10 +414,8 @@ class State:
         for index, segment in enumerate(self.segments):
             dtype = str(segment.x.dtype).removeprefix("torch.")
             length = segment.chunks[0].num_elements if segment.chunks else 0
-            text = (
-                f"segment {index} ({segment.role.value}, {dtype}, of optimizer "
-                f"{segment.optimizer_index}, in chunks of {length})"
-            )
+            kind = f"{segment.role.value}, {dtype}, of optimizer {segment.optimizer_index}"
+            text = f"segment {index} ({kind}, in chunks of {length})"
             lines.append((text, (segment.x.numel(),)))
         return lines
 
@@ -493,11 +467,41 @@ class State:
             wait: wait for a chunk in use instead of leaving it to the next boundary.
         """
         self.device.finish()
-        skipped = 0
-        for segment in self.segments:
-            if segment.role.is_exchanged and optimizer_index in (None, segment.optimizer_index):
-                skipped += sum(not chunk.boundary(theta, wait=wait) for chunk in segment.chunks)
-        return skipped
+        chunks = [
+            chunk
+            for segment in self.segments
+            if segment.role.is_exchanged and optimizer_index in (None, segment.optimizer_index)
+            for chunk in segment.chunks
+        ]
+        compiled = [chunk for chunk in chunks if chunk.is_compiled]
+        if sum(chunk.num_elements for chunk in compiled) < LEAST_HELPED_VALUES:
+            return sum(not chunk.boundary(theta, wait=wait) for chunk in chunks)
+        others = (chunk for chunk in chunks if not chunk.is_compiled)
+        skipped = sum(not chunk.boundary(theta, wait=wait) for chunk in others)
+        return skipped + self._helped_boundary(compiled, theta, wait)
+
+    def _helped_boundary(self, chunks: list[Chunk], theta: float, is_patient: bool) -> int:
+        """The boundary of many compiled chunks, by as many threads as the optimizer's step has.
+
+        A compiled loop has one thread, which reads half or less of what memory gives. All take the
+        next chunk from one list: the interpreter's lock gives each chunk to one of them.
+        """
+        rest = iter(chunks)
+
+        def work() -> int:
+            return sum(not chunk.boundary(theta, wait=is_patient) for chunk in rest)
+
+        num_helpers = min(torch.get_num_threads(), MOST_BOUNDARY_THREADS) - 1
+        helpers = [self._helpers.submit(work) for _ in range(num_helpers)]
+        try:
+            return work() + sum(helper.result() for helper in helpers)
+        finally:
+            wait(helpers)
+
+    def end_helpers(self) -> None:
+        """End the helper threads: there will hardly be another boundary."""
+        self._helpers.shutdown()
+        self._helpers = _helpers()
 
     def flow(self, theta: float) -> None:
         """Flow every chunk to the phase ``theta``, into its pending; x stays."""
@@ -510,3 +514,8 @@ class State:
         self.device.finish()
         for chunk in self.chunks:
             chunk.reset()
+
+
+def _helpers() -> ThreadPoolExecutor:
+    """Threads for boundaries; the first starts with the first boundary that needs one."""
+    return ThreadPoolExecutor(MOST_BOUNDARY_THREADS, "gossipdp-boundary")

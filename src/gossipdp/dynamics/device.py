@@ -37,16 +37,18 @@ scratch belongs to one thread, so to one stream.
 
 import abc
 import contextlib
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
 
 SWITCH, ON = "GOSSIPDP_CUDA", "experimental"
+HUGE_PAGE_BYTES = 1 << 21
+LEAST_HUGE_BYTES = 16 * HUGE_PAGE_BYTES
 
 
 def is_cuda_allowed() -> bool:
@@ -135,14 +137,12 @@ class QueuedDevice(Device, abc.ABC):
     def holds(self, values: Tensor) -> bool:
         """Whether ``values`` is in the device's memory."""
 
-    @final
+    # See Device.
+
     def lock(self) -> ChunkLock:
-        """See :class:`Device`."""
         return OrderedLock(self.mark())
 
-    @final
     def write(self, write: Callable[[Tensor], object], out: Tensor) -> None:
-        """See :class:`Device`."""
         if self.holds(out):
             write(out)
             return
@@ -151,19 +151,13 @@ class QueuedDevice(Device, abc.ABC):
         out.copy_(there)
         self.finish()
 
-    @final
     def there(self, number: int, out: Tensor) -> Tensor:
-        """See :class:`Device`."""
         return self._slot(number, out).there(out)
 
-    @final
     def store(self, number: int, out: Tensor) -> None:
-        """See :class:`Device`."""
         self._slot(number, out).store(out)
 
-    @final
     def load(self, number: int, values: Tensor) -> Tensor:
-        """See :class:`Device`."""
         return self._slot(number, values).load(values)
 
     def _slot(self, number: int, values: Tensor) -> "Slot":
@@ -202,16 +196,9 @@ class OrderedLock:
             self._lock.release()
 
     def __enter__(self) -> bool:
-        """Take it."""
         return self.acquire()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Give it back."""
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -263,31 +250,25 @@ class CudaDevice(QueuedDevice):
 
     @contextlib.contextmanager
     def gossip_thread(self) -> Iterator[None]:
-        """See :class:`Device`; a current stream is a thread's own."""
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):  # a current stream is a thread's own
             try:
                 yield
             finally:
                 self.finish()
 
     def finish(self) -> None:
-        """See :class:`Device`; the interpreter's lock is free meanwhile."""
-        torch.cuda.current_stream(self._device).synchronize()
+        torch.cuda.current_stream(self._device).synchronize()  # without the interpreter's lock
 
     def mark(self) -> Mark:
-        """See :class:`QueuedDevice`."""
         return _Event(self._device)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """See :class:`QueuedDevice`."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def room(self, num_bytes: int) -> Tensor:
-        """See :class:`QueuedDevice`."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def holds(self, values: Tensor) -> bool:
-        """See :class:`QueuedDevice`."""
         return values.device == self._device
 
 
@@ -301,15 +282,12 @@ class _Event(Mark):
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
-        """See :class:`Mark`."""
         self._event.record(torch.cuda.current_stream(self._device))
 
     def precede(self) -> None:
-        """See :class:`Mark`."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
-        """See :class:`Mark`."""
         self._event.synchronize()
 
 
@@ -331,3 +309,21 @@ def device_of(devices: set[torch.device]) -> Device:
     if device.type != "cuda":
         raise ValueError(f"parameters are on {device}; exchanges know the CPU and CUDA devices")
     return CudaDevice(device)
+
+
+def zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in memory of their own: many megabytes of host memory on huge pages.
+
+    A pass over pages of 4 KiB takes a sixth longer: the processor reads nothing ahead across their
+    ends. A kernel without huge pages gives small ones.
+    """
+    num_bytes = length * dtype.itemsize
+    if device.type != "cpu" or num_bytes < LEAST_HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(length, dtype=dtype, device=device)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=private)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    values = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -values.data_ptr() % HUGE_PAGE_BYTES
+    return values[start : start + num_bytes].view(dtype)

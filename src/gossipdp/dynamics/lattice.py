@@ -167,21 +167,17 @@ class LatticeSteps:
         by_rounding[self._largest == 0] = SMALLEST_EXPONENT
         return clamped(torch.maximum(by_reach, by_rounding))
 
-    def decoded(self, difference: Tensor, sizes: Tensor) -> None:
-        """Learn from an exchange whose codes decoded.
+    def learn(self, difference: Tensor, sizes: Tensor, *, is_rounded: bool = False) -> None:
+        """Learn from an exchange that was applied.
 
         Args:
             difference: of the two snapshots, of shape (blocks, BLOCK).
             sizes: the largest absolute values of this worker's snapshot, of shape (blocks,).
+            is_rounded: whether the snapshots were repeated in bfloat16, which hides differences.
         """
-        self._observe(largest(difference), sizes)
-
-    def repeated(self, difference: Tensor, sizes: Tensor) -> None:
-        """Learn from an exchange repeated in bfloat16; arguments as of :meth:`decoded`."""
-        self._observe(largest(difference) + _HIDDEN_BY_BFLOAT16 * sizes, sizes)
-
-    def _observe(self, distance: Tensor, sizes: Tensor) -> None:
-        self._reach = torch.maximum(MARGIN * distance.float(), SHRINK * self._reach)
+        hidden = _HIDDEN_BY_BFLOAT16 * sizes if is_rounded else 0.0
+        distance = (largest(difference) + hidden).float()
+        self._reach = torch.maximum(MARGIN * distance, SHRINK * self._reach)
         self._largest = sizes.float()
 
 

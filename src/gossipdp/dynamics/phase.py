@@ -42,7 +42,7 @@ class Phase:
     def __init__(self, eta: float, worker_rate: float) -> None:
         self._speed = self._speed_of(eta, worker_rate)
         self._theta = 0.0
-        self._mean_gap_s = math.nan
+        self._mean_gap_s = math.nan  # before the second exchange
         self._num_gaps = 0
         self._last_start_s: float | None = None
         self._counted_periods = 0.0
@@ -53,11 +53,6 @@ class Phase:
     def _speed_of(eta: float, worker_rate: float) -> float:
         """Phase gained in one period. A worker without neighbours has no periods."""
         return eta / worker_rate if worker_rate > 0 else 0.0
-
-    @property
-    def mean_gap_s(self) -> float:
-        """The running mean of the gaps between exchange starts; NaN before the second exchange."""
-        return self._mean_gap_s
 
     def at(self, now_s: float) -> float:
         """Return theta at ``now_s``. It stands still while an exchange is under way."""

@@ -53,9 +53,12 @@ LEAST_COMPILED_VALUES = 1_000_000
 # The events.
 
 
-def flow(pending: Tensor, c: Tensor, decay: float) -> None:
-    """Flow: pending += (1 - decay)/2 c, then c *= decay."""
-    pending.add_(c, alpha=0.5 * (1.0 - decay))
+def flow(values: Tensor, c: Tensor, decay: float, *, compiled: bool = False) -> None:
+    """Flow: values += (1 - decay)/2 c, then c *= decay; values are pending, or x itself."""
+    if compiled:
+        _loops().flow(_array(values), _array(c), decay)
+        return
+    values.add_(c, alpha=0.5 * (1.0 - decay))
     c.mul_(decay)
 
 
@@ -116,17 +119,10 @@ def exchange(
     A norm that is not finite says that delta was not, and that nothing was written.
     """
     if compiled:
-        return float(
-            _loops().exchange(
-                _array(pending),
-                _array(c, pending),
-                c is not None,
-                _array(mine),
-                _array(peers),
-                decay,
-                alpha_tilde,
-            )
-        )
+        momentum = _array(c, pending), c is not None
+        snapshots = _array(mine), _array(peers)
+        norm = _loops().exchange(_array(pending), *momentum, *snapshots, decay, alpha_tilde)
+        return float(norm)
     delta = scratch(pending)
     squared_norm = difference(delta, mine, peers)
     if not math.isfinite(squared_norm):
@@ -156,20 +152,10 @@ def snapshot_and_exchange(
 ) -> float:
     """Both at once, where the peer's snapshot is there already; return as :func:`exchange` does."""
     if compiled:
-        return float(
-            _loops().snapshot_and_exchange(
-                _array(out),
-                _array(x),
-                _array(pending),
-                _array(c, pending),
-                c is not None,
-                _array(peers),
-                _array(scratch(pending, 0)),
-                _array(scratch(pending, 1)),
-                decay,
-                alpha_tilde,
-            )
-        )
+        state = _array(out), _array(x), _array(pending), _array(c, pending), c is not None
+        kept = _array(scratch(pending, 0)), _array(scratch(pending, 1))
+        both = _loops().snapshot_and_exchange
+        return float(both(*state, _array(peers), *kept, decay, alpha_tilde))
     snapshot(out, x, pending, c, decay)
     return exchange(pending, c, out, peers, decay, alpha_tilde)
 
@@ -204,7 +190,7 @@ _kept = _Kept()
 
 
 def scratch(like: Tensor, number: int = 0) -> Tensor:
-    """Return the calling thread's room ``number`` for values ``like`` these; kept for the next."""
+    """The calling thread's room ``number`` for values ``like`` these; kept for the next."""
     key = number, like.dtype, like.device
     room = _kept.rooms.get(key)
     if room is None or room.numel() < like.numel():
@@ -248,13 +234,13 @@ def compile_loops(x: torch.dtype, wire: torch.dtype) -> None:
     Raises:
         ImportError: numba cannot be imported.
     """
-    pending, values = torch.empty(0), torch.empty(0, dtype=x)
-    out = torch.empty(0, dtype=wire)
+    p, values, out = torch.empty(0), torch.empty(0, dtype=x), torch.empty(0, dtype=wire)
     for call in (
-        lambda: snapshot(out, values, pending, pending, 1.0, compiled=True),
-        lambda: exchange(pending, pending, out, out, 1.0, 0.5, compiled=True),
-        lambda: snapshot_and_exchange(out, values, pending, pending, out, 1.0, 0.5, compiled=True),
-        lambda: boundary(values, pending, pending, 1.0, compiled=True),
+        lambda: snapshot(out, values, p, p, 1.0, compiled=True),
+        lambda: exchange(p, p, out, out, 1.0, 0.5, compiled=True),
+        lambda: snapshot_and_exchange(out, values, p, p, out, 1.0, 0.5, compiled=True),
+        lambda: boundary(values, p, p, 1.0, compiled=True),
+        lambda: flow(p, p, 1.0, compiled=True),
     ):
         try:
             call()

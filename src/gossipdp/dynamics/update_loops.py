@@ -93,6 +93,16 @@ def _overload_put(values: Any, i: Any, value: Any) -> Any:
 
 
 @_compiled
+def flow(values: Any, c: Any, decay: float) -> None:
+    """Values += (1 - decay)/2 c, then c *= decay; all float32."""
+    half_lost, s = _F32(0.5 * (1.0 - decay)), _F32(decay)
+    for i in range(values.size):
+        momentum = c[i]
+        values[i] = values[i] + half_lost * momentum
+        c[i] = s * momentum
+
+
+@_compiled
 def snapshot(out: Any, x: Any, pending: Any, c: Any, has_c: bool, decay: float) -> Any:
     """Out = x + pending + (1 - decay)/2 c; return whether all is finite."""
     half_lost = _F32(0.5 * (1.0 - decay))

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossipdp.dynamics.chunks import Chunk, Role, State
+from gossipdp.dynamics.chunks import Role, State
 from gossipdp.dynamics.update import is_finite
-from gossipdp.gossip.wire_buffers import tensor_bytes
+from gossipdp.gossip.codec import tensor_bytes
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.link import Link
 from gossipdp.protocol.actions import (
@@ -50,6 +50,7 @@ class Averaging:
         protocol: told what has landed and what was measured.
         links: by peer; the loop's own table, which it keeps up to date.
         perform: does the actions that the protocol answers with.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Averaging:
         protocol: WorkerProtocol,
         links: Mapping[int, Link],
         perform: Callable[[list[Action]], None],
+        clock: Callable[[], float],
     ) -> None:
         self.has_begun = False
         self.outcome: Outcome | None = None
@@ -67,6 +69,7 @@ class Averaging:
         self._protocol = protocol
         self._links = links
         self._perform = perform
+        self._clock = clock
         self._chunks = state.averaged_chunks + state.copied_chunks
         self._num_averaged = len(state.averaged_chunks)
         # Integer results wait here for the commit.
@@ -79,7 +82,7 @@ class Averaging:
         """Call ``callback`` in the loop's thread when this worker may leave."""
         self._on_end = callback
 
-    def perform(self, action: DataAction, now_s: float) -> None:
+    def perform(self, action: DataAction) -> None:
         """Do one action of the consolidation."""
         match action:
             case Prepare():
@@ -96,7 +99,7 @@ class Averaging:
                     for chunk in self._state.chunks
                     if chunk.role is Role.TRAINED
                 )
-                self._perform(self._protocol.distance_measured(origin, distance, now_s))
+                self._perform(self._protocol.distance_measured(origin, distance, self._clock()))
             case Commit(consensus_distance=distance, num_members=num_members):
                 self._commit(Outcome(distance, num_members))
             case Finished():
@@ -158,41 +161,35 @@ class Averaging:
 
     # Landing.
 
-    def landing(
-        self, peer: int, frame_type: FrameType, key: ChunkKey, length: int
-    ) -> memoryview | None:
-        """Return where a partial sum or a result goes, or None if it is not awaited."""
-        if not self._accepts(peer, frame_type, key):
+    def landing(self, link: Link, frame_type: FrameType, key: ChunkKey) -> memoryview | None:
+        """Where a partial sum or a result goes, or None if it is not awaited."""
+        if not self._accepts(link.peer, frame_type, key):
             return None
-        dtype, num_elements = self._layout(self._chunks[key.index])
-        if length != num_elements * dtype.itemsize:
-            return None
-        room = self._landings.get(peer)
-        if room is None or room.numel() < length:
-            room = self._landings[peer] = torch.empty(length, dtype=torch.uint8)
-        return tensor_bytes(room)[:length]
+        _, num_bytes = self._layout(key.index)
+        room = self._landings.get(link.peer)
+        if room is None or room.numel() < num_bytes:
+            room = self._landings[link.peer] = torch.empty(num_bytes, dtype=torch.uint8)
+        return tensor_bytes(room[:num_bytes])
 
-    def landed(self, peer: int, frame_type: FrameType, key: ChunkKey, now_s: float) -> None:
+    def landed(self, link: Link, frame_type: FrameType, key: ChunkKey) -> None:
         """Add the partial sum, or keep the result, that has just landed, if still awaited.
 
         One that holds NaN or infinity is not let in: its link is closed, and what it stood for is
         asked for again. A worker looks for poison in its own values before it consolidates.
         """
+        peer, index, epoch = link.peer, key.index, _epoch(key)
         if not self._accepts(peer, frame_type, key):
             return
-        chunk = self._chunks[key.index]
-        dtype, num_elements = self._layout(chunk)
-        values = self._landings[peer][: num_elements * dtype.itemsize].view(dtype)
-        epoch = _epoch(key)
-        if chunk.role.is_averaged and not is_finite(values):
-            self._links[peer].close("what it sent to be averaged holds NaN or infinity")
-            return
-        if frame_type is FrameType.PARTIAL_CHUNK:
-            self._sums[key.index].add_(values)
-            self._perform(self._protocol.partial_landed(peer, epoch, key.index, now_s))
-            return
-        self._values(key.index).copy_(values)
-        self._perform(self._protocol.result_landed(peer, epoch, key.index, now_s))
+        dtype, num_bytes = self._layout(index)
+        values = self._landings[peer][:num_bytes].view(dtype)
+        if index < self._num_averaged and not is_finite(values):
+            link.close("what it sent to be averaged holds NaN or infinity")
+        elif frame_type is FrameType.PARTIAL_CHUNK:
+            self._sums[index].add_(values)
+            self._perform(self._protocol.partial_landed(peer, epoch, index, self._clock()))
+        else:
+            self._values(index).copy_(values)
+            self._perform(self._protocol.result_landed(peer, epoch, index, self._clock()))
 
     def _accepts(self, peer: int, frame_type: FrameType, key: ChunkKey) -> bool:
         consolidation = self._protocol.consolidation
@@ -200,10 +197,11 @@ class Averaging:
             return consolidation.accepts_partial(peer, _epoch(key), key.index)
         return consolidation.accepts_result(peer, _epoch(key), key.index)
 
-    def _layout(self, chunk: Chunk) -> tuple[torch.dtype, int]:
-        if chunk.index < self._num_averaged:
-            return chunk.pending.dtype, chunk.num_elements
-        return chunk.x.dtype, chunk.num_elements
+    def _layout(self, index: int) -> tuple[torch.dtype, int]:
+        """Precision and bytes of what travels of a chunk."""
+        chunk = self._chunks[index]
+        dtype = chunk.pending.dtype if index < self._num_averaged else chunk.x.dtype
+        return dtype, chunk.num_elements * dtype.itemsize
 
 
 def _epoch(key: ChunkKey) -> Epoch:

@@ -22,7 +22,8 @@ frozen parameters are not exchanged.
 import math
 import struct
 from collections.abc import Callable
-from typing import final
+from functools import partial
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -37,27 +38,16 @@ from gossipdp.dynamics.lattice import (
     num_blocks,
 )
 from gossipdp.dynamics.update import is_finite
-from gossipdp.gossip.wire_buffers import WireBuffers, tensor_bytes
 
-WIRE_FORMATS = ("full", "bfloat16", "lattice8")
+PAGE_BYTES = 4096
 _CHECKSUM = struct.Struct("<I")
 
+Allocate: TypeAlias = Callable[[int], memoryview]
 
-def make_codec(
-    name: str, state: State, allocate: Callable[[int], memoryview] | None = None
-) -> "Codec":
-    """Return the form that ``name``, one of ``WIRE_FORMATS``, stands for; reused by all exchanges.
 
-    ``allocate``: the transport's, so that peers of the same host can read the slots in place.
-    """
-    match name:
-        case "full":
-            return Codec(state, allocate)
-        case "bfloat16":
-            return Bfloat16Codec(state, allocate)
-        case "lattice8":
-            return LatticeCodec(state, allocate)
-    raise ValueError(f"unknown wire_format {name!r}; choose one of: {', '.join(WIRE_FORMATS)}")
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous host tensor as bytes."""
+    return tensor.detach().view(torch.uint8).numpy().data
 
 
 class PoisonFound(Exception):
@@ -72,11 +62,13 @@ class Codec:
     """Values as they are held; other forms override what differs.
 
     Owns the memory of the window, which exchanges use one after the other: slot ``i % window`` for
-    chunk ``i`` on its way out, and one more for the chunk that is coming in.
+    chunk ``i`` on its way out, and one more for the chunk that is coming in. A slot begins at a
+    page, and so fits numbers of any type: the arithmetic sees a tensor, the link bytes.
 
     Args:
         state: whose chunks.
-        allocate: where the slots' memory comes from; see ``Transport.allocate``.
+        allocate: where the slots' memory comes from; see ``Transport.allocate``. None: memory that
+            nobody else sees.
 
     Attributes:
         window: chunks that may be open at a time.
@@ -86,10 +78,40 @@ class Codec:
     window = 4
     most_queued = 4
 
-    def __init__(self, state: State, allocate: Callable[[int], memoryview] | None = None) -> None:
-        self._buffers = WireBuffers(state, self.window + 1, allocate)
+    def __init__(self, state: State, allocate: Allocate | None = None) -> None:
+        most = max((max(c.x.nbytes, c.pending.nbytes) for c in state.chunks), default=1)
+        self._slot_bytes = -(-most // PAGE_BYTES) * PAGE_BYTES
+        num_bytes = (self.window + 1) * self._slot_bytes
+        self._allocate: Callable[[], memoryview]
+        if allocate is None:
+            own = tensor_bytes(torch.empty(num_bytes, dtype=torch.uint8))
+            self._allocate = lambda: own
+        else:
+            self._allocate = partial(allocate, num_bytes)
+        self._memory = memoryview(b"")
+        self._renew()
         for dtype in {self._dtype(chunk) for chunk in state.chunks}:
             state.compile_for(dtype)
+
+    def _renew(self) -> None:
+        """Ask for the memory again: it may be other than before, and what it held is lost then."""
+        memory = self._allocate()
+        if memory is not self._memory:
+            self._memory = memory
+            # Kept: making one gives the interpreter's lock away, in training's way.
+            self._tensors: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+    def _bytes(self, slot: int, chunk: Chunk, dtype: torch.dtype) -> memoryview:
+        start = slot * self._slot_bytes
+        return self._memory[start : start + chunk.num_elements * dtype.itemsize]
+
+    def _tensor(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        """Where our snapshot of a chunk is, if it travels in this precision."""
+        key = chunk.index % self.window, chunk.num_elements, dtype
+        if key not in self._tensors:
+            room = self._bytes(key[0], chunk, dtype)
+            self._tensors[key] = torch.frombuffer(room, dtype=dtype)
+        return self._tensors[key]
 
     def _dtype(self, chunk: Chunk) -> torch.dtype:
         """The precision in which a chunk travels that is not coded."""
@@ -97,29 +119,16 @@ class Codec:
 
     def start(self) -> memoryview | None:
         """Begin an exchange; return what the peer must know before the first chunk, if anything."""
-        self._buffers.renew()
+        self._renew()
         return None
 
-    @property
-    def preface_landing(self) -> memoryview:
-        """Where what the peer returned from :meth:`start` lands."""
-        raise NotImplementedError
-
-    def agree(self, preface: memoryview) -> None:
-        """Take in what the peer returned from :meth:`start`."""
-        raise NotImplementedError
-
-    def is_certain(self, chunk: Chunk) -> bool:
-        """Whether the peer can always read the chunk; else it sends a verdict on each."""
-        return True
-
     def room(self, chunk: Chunk, *, lands: bool = False, repeats: bool = False) -> memoryview:
-        """Return where a chunk's bytes are before they leave, or where the peer's land.
+        """Where a chunk's bytes are before they leave, or (``lands``) where the peer's land.
 
         ``repeats``: those of a chunk that could not be decoded and is sent again in bfloat16.
         """
         slot = self.window if lands else chunk.index % self.window
-        return self._buffers.bytes(slot, chunk, torch.bfloat16 if repeats else self._dtype(chunk))
+        return self._bytes(slot, chunk, torch.bfloat16 if repeats else self._dtype(chunk))
 
     def encode(self, chunk: Chunk, theta: float) -> None:
         """Take a snapshot at the phase ``theta`` and write its bytes to :meth:`room`.
@@ -127,7 +136,7 @@ class Codec:
         Raises:
             PoisonFound: it holds NaN or infinity.
         """
-        if not chunk.snapshot(theta, self._mine(chunk)):
+        if not chunk.snapshot(theta, self._tensor(chunk, self._dtype(chunk))):
             raise PoisonFound(ours=True)
 
     def exchange(
@@ -140,7 +149,7 @@ class Codec:
         Raises:
             PoisonFound: our own snapshot holds NaN or infinity.
         """
-        mine = self._mine(chunk)
+        mine = self._tensor(chunk, self._dtype(chunk))
         peers = torch.frombuffer(payload, dtype=mine.dtype)
         if is_encoded:
             return chunk.exchange(theta, mine, peers, gain)
@@ -149,10 +158,20 @@ class Codec:
             raise PoisonFound(ours=True)
         return squared_norm
 
-    def _mine(self, chunk: Chunk) -> Tensor:
-        return self._buffers.tensor(chunk.index % self.window, chunk, self._dtype(chunk))
+    # Of forms whose chunks the peer may not be able to read, such as a code of the difference.
 
-    # Of chunks that are not certain.
+    def is_certain(self, chunk: Chunk) -> bool:
+        """Whether the peer can always read the chunk; else it sends a verdict on each."""
+        return True
+
+    @property
+    def preface_landing(self) -> memoryview:
+        """Where what the peer returned from :meth:`start` lands."""
+        raise NotImplementedError
+
+    def agree(self, preface: memoryview) -> None:
+        """Take in what the peer returned from :meth:`start`."""
+        raise NotImplementedError
 
     def decode(self, chunk: Chunk, payload: memoryview) -> bool:
         """Decode the peer's code against our snapshot; return whether that could be done."""
@@ -194,7 +213,7 @@ class LatticeCodec(Codec):
     window = 6  # more than for values: a chunk closes after the way there and back
     most_queued = 2  # codes wait here, not in the link's queue, where verdicts would wait behind
 
-    def __init__(self, state: State, allocate: Callable[[int], memoryview] | None = None) -> None:
+    def __init__(self, state: State, allocate: Allocate | None = None) -> None:
         super().__init__(state, allocate)
         for dtype in (torch.float32, torch.bfloat16):  # the code's difference, and repeats
             state.compile_for(dtype)
@@ -223,7 +242,6 @@ class LatticeCodec(Codec):
 
     @property
     def preface_landing(self) -> memoryview:
-        """See :class:`Codec`."""
         return self._landing
 
     def agree(self, preface: memoryview) -> None:
@@ -234,16 +252,14 @@ class LatticeCodec(Codec):
         self._exponents = dict(zip(self._steps, parts, strict=True))
 
     def is_certain(self, chunk: Chunk) -> bool:
-        """See :class:`Codec`."""
         is_coded = _CHECKSUM.size + chunk.num_elements <= chunk.pending.nbytes
         return chunk.role is not Role.TRAINED or not is_coded
 
     def room(self, chunk: Chunk, *, lands: bool = False, repeats: bool = False) -> memoryview:
-        """See :class:`Codec`."""
         if repeats or self.is_certain(chunk):
             return super().room(chunk, lands=lands, repeats=repeats)
         slot = self.window if lands else chunk.index % self.window
-        room = self._buffers.bytes(slot, chunk, chunk.pending.dtype)
+        room = self._bytes(slot, chunk, chunk.pending.dtype)
         return room[: _CHECKSUM.size + chunk.num_elements]
 
     def encode(self, chunk: Chunk, theta: float) -> None:
@@ -269,7 +285,6 @@ class LatticeCodec(Codec):
             )
 
     def decode(self, chunk: Chunk, payload: memoryview) -> bool:
-        """See :class:`Codec`."""
         slot, scratch = self._slot(chunk), self._scratch[chunk.pending.dtype]
         if not slot.fits:
             return False
@@ -294,12 +309,11 @@ class LatticeCodec(Codec):
             self._exponents[chunk.index],
             _blocks(scratch.delta, chunk),
         )
-        self._steps[chunk.index].decoded(delta, slot.sizes)
+        self._steps[chunk.index].learn(delta, slot.sizes)
         flat = delta.view(-1)[: chunk.num_elements]
         return chunk.exchange(theta, flat, scratch.zeros[: chunk.num_elements], gain)
 
     def repeat(self, chunk: Chunk) -> memoryview:
-        """See :class:`Codec`."""
         mine = self._repeated(chunk)
         mine.copy_(self._slot(chunk).snapshot[: chunk.num_elements])
         if not is_finite(mine):
@@ -309,18 +323,18 @@ class LatticeCodec(Codec):
     def exchange_repeated(
         self, chunk: Chunk, theta: float, payload: memoryview, gain: float
     ) -> float:
-        """See :class:`Codec`."""
         mine, peers = self._repeated(chunk), torch.frombuffer(payload, dtype=torch.bfloat16)
         squared_norm = chunk.exchange(theta, mine, peers, gain)
         if math.isfinite(squared_norm):
             delta = _blocks(self._scratch[chunk.pending.dtype].delta, chunk)
             delta.view(-1)[: chunk.num_elements].copy_(mine).sub_(peers)
             delta.view(-1)[chunk.num_elements :] = 0
-            self._steps[chunk.index].repeated(delta, self._slot(chunk).sizes)
+            sizes = self._slot(chunk).sizes
+            self._steps[chunk.index].learn(delta, sizes, is_rounded=True)
         return squared_norm
 
     def _repeated(self, chunk: Chunk) -> Tensor:
-        return self._buffers.tensor(chunk.index % self.window, chunk, torch.bfloat16)
+        return self._tensor(chunk, torch.bfloat16)
 
     def _slot(self, chunk: Chunk) -> "_Slot":
         return self._slots[chunk.pending.dtype][chunk.index % self.window]
@@ -351,3 +365,17 @@ class _Scratch:
 def _blocks(flat: Tensor, chunk: Chunk) -> Tensor:
     """Return the part of ``flat`` that a chunk takes, as (blocks, BLOCK)."""
     return flat[: num_blocks(chunk.num_elements) * BLOCK].view(-1, BLOCK)
+
+
+CODECS = {"full": Codec, "bfloat16": Bfloat16Codec, "lattice8": LatticeCodec}
+WIRE_FORMATS = tuple(CODECS)
+
+
+def make_codec(name: str, state: State, allocate: Allocate | None = None) -> Codec:
+    """Return the form that ``name``, one of ``WIRE_FORMATS``, stands for; reused by all exchanges.
+
+    ``allocate``: the transport's, so that peers of the same host can read the slots in place.
+    """
+    if name not in CODECS:
+        raise ValueError(f"unknown wire_format {name!r}; choose one of: {', '.join(WIRE_FORMATS)}")
+    return CODECS[name](state, allocate)

@@ -186,34 +186,35 @@ class Exchange:
         Raises:
             PoisonFound: the difference is not finite; nothing was applied.
         """
-        index = key.index
+        index, codec = key.index, self._codec
         match frame_type:
             case FrameType.EXCHANGE_STEPS:
-                self._codec.agree(payload)
+                codec.agree(payload)
                 self._has_agreed = True
             case FrameType.EXCHANGE_CHUNK:
-                self._chunk_landed(index, payload)
+                if codec.is_certain(self._chunks[index]):
+                    self._values_landed(index, payload)
+                else:
+                    self._code_landed(index, payload)
             case FrameType.EXCHANGE_VERDICT:
                 self._follow(index, self._confirmation.verdict(index, payload == _YES))
             case FrameType.EXCHANGE_REPEAT:
                 self._confirmation.repeat(index)
-                chunk = self._chunks[index]
-                self._applied(
-                    index,
-                    self._codec.exchange_repeated(chunk, self._theta, payload, self._alpha_tilde),
-                )
+                what = self._chunks[index], self._theta, payload, self._alpha_tilde
+                self._applied(index, codec.exchange_repeated(*what))
 
-    def _chunk_landed(self, index: int, payload: memoryview) -> None:
+    def _values_landed(self, index: int, payload: memoryview) -> None:
+        """Apply them; where they came first, our snapshot is taken in the same pass."""
+        self._confirmation.code(index, decoded=True)
+        what = self._chunks[index], self._theta, payload, self._alpha_tilde
+        is_encoded = index < self._num_encoded
+        squared_norm = self._codec.exchange(*what, is_encoded=is_encoded)
+        self._num_encoded = max(self._num_encoded, index + 1)
+        self._applied(index, squared_norm)
+
+    def _code_landed(self, index: int, payload: memoryview) -> None:
+        """Say whether it could be decoded; it is applied once both ends have said so."""
         chunk = self._chunks[index]
-        if self._codec.is_certain(chunk):
-            self._confirmation.code(index, decoded=True)
-            is_encoded = index < self._num_encoded
-            squared_norm = self._codec.exchange(
-                chunk, self._theta, payload, self._alpha_tilde, is_encoded=is_encoded
-            )
-            self._num_encoded = max(self._num_encoded, index + 1)
-            self._applied(index, squared_norm)
-            return
         self._encode(index)
         decoded = self._codec.decode(chunk, payload)
         decision = self._confirmation.code(index, decoded)
@@ -224,9 +225,8 @@ class Exchange:
         chunk = self._chunks[index]
         match decision:
             case Decision.APPLY:
-                self._applied(
-                    index, self._codec.exchange_decoded(chunk, self._theta, self._alpha_tilde)
-                )
+                what = chunk, self._theta, self._alpha_tilde
+                self._applied(index, self._codec.exchange_decoded(*what))
             case Decision.REPEAT:
                 self.num_repeated += 1
                 self._hand(FrameType.EXCHANGE_REPEAT, index, self._codec.repeat(chunk))

@@ -121,13 +121,8 @@ def ask_members(
     while True:
         rank = FIRST_VISITOR_RANK + secrets.randbelow(LAST_VISITOR_RANK - FIRST_VISITOR_RANK + 1)
         visitor = _Visitor()
-        transport = TcpTransport(
-            visitor,
-            msgspec.structs.replace(identity, rank=rank, incarnation=0, graph=""),
-            secret,
-            listen(identity.host, 0),
-            tls=tls,
-        )
+        visiting = msgspec.structs.replace(identity, rank=rank, incarnation=0, graph="")
+        transport = TcpTransport(visitor, visiting, secret, listen(identity.host, 0), tls=tls)
         round_ends_s = min(deadline_s, clock() + ROUND_S)
         try:
             for host, port in _resolved(addresses):

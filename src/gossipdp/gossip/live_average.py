@@ -27,7 +27,7 @@ from torch import Tensor
 from gossipdp.dynamics.chunks import Chunk, State
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import PeerLostError
-from gossipdp.gossip.wire_buffers import tensor_bytes
+from gossipdp.gossip.codec import tensor_bytes
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.link import Link
 from gossipdp.protocol.messages import (
@@ -73,6 +73,7 @@ class _Request:
     """What one worker has to do for one request.
 
     Chunks pass in order: opened (our own z is in its slot), summed (with all children's), sent.
+    The root, which has no parent, has a slot for each chunk, the others have a window of them.
     """
 
     caller: int
@@ -80,9 +81,9 @@ class _Request:
     parent: int | None
     children: dict[int, _Child]
     gives: bool
+    slots: list[Tensor]
     deadline_s: float
-    slots: list[Tensor] = field(default_factory=list)
-    result: "Future[Averaged] | None" = None
+    result: "Future[Averaged]" = field(default_factory=Future)  # the root's
     has_told: bool = False
     count: int = 0
     without: tuple[int, ...] = ()
@@ -96,8 +97,8 @@ class _Request:
         return min((child.num_landed for child in self.children.values()), default=self.num_opened)
 
     def slot(self, chunk: Chunk) -> Tensor:
-        """Where the sum of a chunk is: the root has room for all, the others for a window."""
-        slot = self.slots[chunk.index if self.parent is None else chunk.index % WINDOW]
+        """Where the sum of a chunk is."""
+        slot = self.slots[chunk.index % len(self.slots)]
         return slot[: _sum_bytes(chunk)].view(chunk.pending.dtype)
 
 
@@ -143,33 +144,32 @@ class LiveAverages:
         The future's exception is an :class:`AverageFailedError`; then ``sums`` hold nothing of use.
         """
         self._counter += 1
-        request = self._join(self._rank, self._counter, members, gives=True)
-        request.slots = [values.view(torch.uint8) for values in sums]
-        request.result = Future()
+        slots = [values.view(torch.uint8) for values in sums]
+        request = self._join(self._rank, self._counter, members, slots, gives=True)
         self.pump()
         return request.result
 
     def end(self, reason: str) -> None:
         """Fail what this worker has asked for: it closes."""
         own = self._requests.pop(self._rank, None)
-        if own is not None and own.result is not None:
-            own.result.set_exception(PeerLostError(reason))
         self._requests.clear()
+        if own is not None:
+            own.result.set_exception(PeerLostError(reason))
 
-    def _join(self, caller: int, counter: int, members: Sequence[int], *, gives: bool) -> _Request:
+    def _join(
+        self, caller: int, counter: int, members: Sequence[int], slots: list[Tensor], *, gives: bool
+    ) -> _Request:
         index = members.index(self._rank)
-        children = members[2 * index + 1 : 2 * index + 3]
-        request = self._requests[caller] = _Request(
-            caller,
-            counter,
-            parent=members[(index - 1) // 2] if index else None,
-            children={rank: _Child() for rank in children},
-            gives=gives,
-            deadline_s=self._clock() + self._timeout_s,
-        )
+        parent = members[(index - 1) // 2] if index else None
+        children = {rank: _Child() for rank in members[2 * index + 1 : 2 * index + 3]}
+        request = _Request(caller, counter, parent, children, gives, slots, self._deadline_s())
+        self._requests[caller] = request
         for rank in children:
             self._send(rank, AskAverage(caller, counter, tuple(members)))
         return request
+
+    def _deadline_s(self) -> float:
+        return self._clock() + self._timeout_s
 
     # What the loop reports.
 
@@ -183,17 +183,14 @@ class LiveAverages:
         if request is None or request.counter != message.counter:
             return
         match message:
-            case TellAverage():
-                if peer in request.children:
-                    request.children[peer].told = message
-                    self._advanced(request)
-            case PullAverage(stop=stop):
-                if peer == request.parent:
-                    request.stop = max(request.stop, min(stop, len(self._chunks)))
-                    self._advanced(request)
-            case AverageFailed(rank=rank, reason=reason):
-                if peer in request.children:
-                    self._fail(request, rank, reason)
+            case TellAverage() if peer in request.children:
+                request.children[peer].told = message
+                request.deadline_s = self._deadline_s()
+            case PullAverage(stop=stop) if peer == request.parent:
+                request.stop = max(request.stop, min(stop, len(self._chunks)))
+                request.deadline_s = self._deadline_s()
+            case AverageFailed(rank=rank, reason=reason) if peer in request.children:
+                self._fail(request, rank, reason)
 
     def _asked(self, peer: int, message: AskAverage) -> None:
         members = message.members
@@ -208,17 +205,15 @@ class LiveAverages:
             reason = f"it takes part in {MAX_REQUESTS} averages already"
             self._send(peer, AverageFailed(message.caller, message.counter, self._rank, reason))
             return
-        request = self._join(
-            message.caller, message.counter, members, gives=self._refusal() is None
-        )
         most_bytes = max(map(_sum_bytes, self._chunks), default=0)
-        size = -(-most_bytes // 64) * 64
-        request.slots = list(torch.empty(WINDOW, size, dtype=torch.uint8))
+        slots = list(torch.empty(WINDOW, -(-most_bytes // 64) * 64, dtype=torch.uint8))
+        gives = self._refusal() is None
+        self._join(message.caller, message.counter, members, slots, gives=gives)
 
-    def landing(self, peer: int, key: ChunkKey) -> memoryview | None:
-        """Return where a partial sum goes, or None if it is not awaited."""
+    def landing(self, link: Link, frame_type: FrameType, key: ChunkKey) -> memoryview | None:
+        """Where a partial sum goes, or None if it is not awaited."""
         request = self._requests.get(key.initiator)
-        child = None if request is None else request.children.get(peer)
+        child = None if request is None else request.children.get(link.peer)
         if request is None or child is None or request.counter != key.counter:
             return None
         if key.index != child.num_landed or key.index >= request.num_opened:
@@ -229,20 +224,20 @@ class LiveAverages:
             child.room = torch.empty(num_bytes, dtype=torch.uint8)
         return tensor_bytes(child.room[:num_bytes])
 
-    def landed(self, peer: int, key: ChunkKey) -> None:
+    def landed(self, link: Link, frame_type: FrameType, key: ChunkKey) -> None:
         """Add the partial sum that has just landed, if it is still awaited."""
-        if self.landing(peer, key) is None:
+        if self.landing(link, frame_type, key) is None:
             return
         request, chunk = self._requests[key.initiator], self._chunks[key.index]
-        child = request.children[peer]
+        child = request.children[link.peer]
         assert child.room is not None
         values = child.room[: _sum_bytes(chunk)].view(chunk.pending.dtype)
         if not is_finite(values):
-            self._fail(request, peer, "the sums that it sent hold NaN or infinity")
+            self._fail(request, link.peer, "the sums that it sent hold NaN or infinity")
             return
         request.slot(chunk).add_(values)
         child.num_landed += 1
-        self._advanced(request)
+        request.deadline_s = self._deadline_s()
 
     def gone(self, peer: int, reason: str) -> None:
         """The link to ``peer`` has ended, or it is not to be reached."""
@@ -261,23 +256,17 @@ class LiveAverages:
             if stopped:
                 self._fail(request, stopped[0], "it is silent")
             elif now >= request.deadline_s:
-                behind = min(
-                    request.children,
-                    key=lambda rank: request.children[rank].num_landed,
-                    default=self._rank,
-                )
+                landed = {rank: child.num_landed for rank, child in request.children.items()}
+                behind = min(landed, key=landed.__getitem__, default=self._rank)
                 self._fail(request, behind, f"nothing of it came for {self._timeout_s:g} s")
 
     def _fail(self, request: _Request, rank: int, reason: str) -> None:
         self._requests.pop(request.caller, None)
-        if request.result is not None:
+        if request.parent is None:
             request.result.set_exception(AverageFailedError(rank, reason))
-        elif request.parent is not None and request.parent in self._links:
+        elif request.parent in self._links:
             failed = AverageFailed(request.caller, request.counter, rank, reason)
             self._send(request.parent, failed)
-
-    def _advanced(self, request: _Request) -> None:
-        request.deadline_s = self._clock() + self._timeout_s
 
     # Passing chunks on.
 
@@ -294,7 +283,8 @@ class LiveAverages:
                     self._send_on(request, self._links.get(request.parent))
             is_whole = request.num_freed == len(self._chunks) and request.has_told
             if is_whole and self._requests.get(request.caller) is request:
-                self._finish(request)
+                del self._requests[request.caller]
+                request.result.set_result(Averaged(request.count, request.without))
 
     def _open(self, request: _Request) -> bool:
         """Put our own z into the slots that are free, and let the children send as much."""
@@ -344,11 +334,6 @@ class LiveAverages:
             queued = link.queued_of(FrameType.AVERAGE_CHUNK)
         # Those of other requests may be among the queued: then fewer count as free than are.
         request.num_freed = max(request.num_freed, request.num_sent - queued)
-
-    def _finish(self, request: _Request) -> None:
-        del self._requests[request.caller]
-        if request.result is not None:
-            request.result.set_result(Averaged(request.count, request.without))
 
 
 def _sum_bytes(chunk: Chunk) -> int:

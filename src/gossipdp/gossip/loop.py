@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from random import Random
 
-from gossipdp.dynamics.chunks import Chunk, State
+from gossipdp.dynamics.chunks import State
 from gossipdp.dynamics.phase import Phase
 from gossipdp.errors import PeerLostError, PoisonedError, RefusedError, SupersededError
 from gossipdp.gossip.averaging import Averaging, Outcome
@@ -27,7 +27,6 @@ from gossipdp.links.handshake import Refusal
 from gossipdp.links.link import Dialer, Link, LinkHandler, Transport
 from gossipdp.protocol.actions import (
     Begin,
-    Prepare,
     Reach,
     Rebuilt,
     Send,
@@ -37,18 +36,10 @@ from gossipdp.protocol.actions import (
 )
 from gossipdp.protocol.messages import (
     DIALLED_MESSAGES,
-    AskAverage,
-    AverageFailed,
     AverageMessage,
     Envelope,
-    OfferTraining,
     Propose,
     ProtocolError,
-    PullAverage,
-    RequestState,
-    RequestTraining,
-    StateRefused,
-    TellAverage,
     decode,
     encode,
 )
@@ -62,7 +53,7 @@ BYTES_OF_PROGRESS = 4096
 REPORT_INTERVAL_S = 0.2
 FAREWELL_S = 1.0
 # A handshake that fails so shows that the worker dialled lives.
-REFUSALS_OF_THE_LIVING = ("crossed", "incarnation", "own_rank")
+REFUSALS_OF_THE_LIVING = ("incarnation", "own_rank")
 
 
 class GossipLoop(LinkHandler):
@@ -106,7 +97,6 @@ class GossipLoop(LinkHandler):
         self._codec = make_codec(wire_format, state, self.transport.allocate)
         self.transfers = Transfers(
             state.all_chunks,
-            Chunk.read_z,
             links=self._links,
             send=self._send,
             refusal=self._refusal_to_give,
@@ -121,7 +111,14 @@ class GossipLoop(LinkHandler):
             clock=clock,
             timeout_s=protocol.timeout_s,
         )
-        self.averaging = Averaging(state, protocol, self._links, self.perform)
+        self.averaging = Averaging(state, protocol, self._links, self.perform, clock)
+        self._owners: dict[FrameType, Transfers | LiveAverages | Averaging] = {
+            FrameType.STATE_CHUNK: self.transfers,
+            FrameType.TRAINING_CHUNK: self.transfers,
+            FrameType.AVERAGE_CHUNK: self.averages,
+            FrameType.PARTIAL_CHUNK: self.averaging,
+            FrameType.RESULT_CHUNK: self.averaging,
+        }
         self._publisher = Publisher(protocol, self._links)
         self.published = self._publisher.publish(clock())
         self._reported: dict[int, tuple[str, int]] = {}
@@ -275,9 +272,7 @@ class GossipLoop(LinkHandler):
             case Superseded(reason=reason):
                 raise SupersededError(reason)
             case _:
-                if isinstance(action, Prepare):  # pending is about to hold sums
-                    self.transfers.refuse_parameters("it consolidates")
-                self.averaging.perform(action, self.clock())
+                self.averaging.perform(action)
 
     # Links.
 
@@ -313,10 +308,9 @@ class GossipLoop(LinkHandler):
             self.perform(self.protocol.reached(peer, now))
         else:
             self.perform(self.protocol.peer_unreachable(peer, now))
-        if refusal.field != "crossed":  # the link that it crossed with is on its way
-            # Who has another of this worker's rank may yet learn which of the two stands.
-            kind = PeerLostError if refusal.field in REFUSALS_OF_THE_LIVING else RefusedError
-            self.transfers.gone(peer, kind(f"worker {peer} refused this worker: {refusal}"))
+        # Who has another of this worker's rank may yet learn which of the two stands.
+        kind = PeerLostError if refusal.field in REFUSALS_OF_THE_LIVING else RefusedError
+        self.transfers.gone(peer, kind(f"worker {peer} refused this worker: {refusal}"))
 
     def dial_failed(
         self, peer: int | None, address: tuple[str, int], refused_connection: bool
@@ -348,16 +342,13 @@ class GossipLoop(LinkHandler):
             link.close(str(error))
             return
         self.perform(self.protocol.receive(link.peer, envelope, now))
-        match envelope.message:
-            case RequestState() | StateRefused() | RequestTraining() | OfferTraining() as message:
-                self.transfers.receive(link, message)
-            case AskAverage() | TellAverage() | PullAverage() | AverageFailed() as message:
-                try:
-                    self.averages.receive(link, message)
-                except ProtocolError as error:
-                    link.close(str(error))
-            case _:
-                pass
+        if isinstance(envelope.message, TransferMessage):
+            self.transfers.receive(link, envelope.message)
+        elif isinstance(envelope.message, AverageMessage):
+            try:
+                self.averages.receive(link, envelope.message)
+            except ProtocolError as error:
+                link.close(str(error))
 
     def _send(self, peer: int, message: TransferMessage | AverageMessage) -> None:
         envelope = self.protocol.wrap(peer, message, self.clock()).message
@@ -371,41 +362,30 @@ class GossipLoop(LinkHandler):
             self._outbox.setdefault(peer, []).append(encode(envelope))
             self._dialer.want([peer], self.clock(), at_once=True)
 
-    # Chunks.
+    # Chunks. One of another length than where it is to land ends its link.
 
     def chunk_buffer(
         self, link: Link, frame_type: FrameType, key: ChunkKey, length: int
     ) -> memoryview | None:
-        match frame_type:
-            case FrameType.STATE_CHUNK | FrameType.TRAINING_CHUNK:
-                return self.transfers.landing(link, frame_type, key, length)
-            case FrameType.AVERAGE_CHUNK:
-                return self.averages.landing(link.peer, key)
-            case FrameType.PARTIAL_CHUNK | FrameType.RESULT_CHUNK:
-                return self.averaging.landing(link.peer, frame_type, key, length)
-            case _:
-                exchange = self._exchange
-                if exchange is None or exchange.link is not link:
-                    return None
-                return exchange.landing(frame_type, key)
+        owner = self._owners.get(frame_type)
+        if owner is not None:
+            return owner.landing(link, frame_type, key)
+        exchange = self._exchange
+        if exchange is None or exchange.link is not link:
+            return None
+        return exchange.landing(frame_type, key)
 
     def chunk(
         self, link: Link, frame_type: FrameType, key: ChunkKey, payload: memoryview | None
     ) -> None:
         if payload is None:
             return
-        match frame_type:
-            case FrameType.STATE_CHUNK | FrameType.TRAINING_CHUNK:
-                self.transfers.landed(link, key)
-            case FrameType.AVERAGE_CHUNK:
-                self.averages.landed(link.peer, key)
-            case FrameType.PARTIAL_CHUNK | FrameType.RESULT_CHUNK:
-                self.averaging.landed(link.peer, frame_type, key, self.clock())
-            case _:
-                exchange = self._exchange
-                # It may have been stopped while its chunk was arriving.
-                if exchange is not None and exchange.expects(frame_type, key):
-                    self._guarded(lambda: exchange.landed(frame_type, key, payload))
+        owner, exchange = self._owners.get(frame_type), self._exchange
+        if owner is not None:
+            owner.landed(link, frame_type, key)
+        # It may have been stopped while its chunk was arriving.
+        elif exchange is not None and exchange.expects(frame_type, key):
+            self._guarded(lambda: exchange.landed(frame_type, key, payload))
 
     def writable(self, link: Link) -> None:
         self._pump()

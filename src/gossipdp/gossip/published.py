@@ -6,17 +6,40 @@ nothing else of what the gossip thread changes. A value that they hold stays as 
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from gossipdp.gossip.exchange import CompletedExchange
-from gossipdp.gossip.noticed import Notice, Noticed
 from gossipdp.links.link import Link
-from gossipdp.protocol.members import Member
+from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.worker import WorkerProtocol
 
 RECENT_EXCHANGES = 16
+MAX_NOTICES = 1000
 LOOK_AT_OTHERS_EVERY_S = 0.2
+
+NoticeKind: TypeAlias = Literal["dead", "stopped", "rejoined", "joined"]
+
+
+@dataclass(frozen=True)
+class Notice:
+    """One thing noticed.
+
+    Attributes:
+        rank: of the worker concerned.
+        kind: ``dead``: declared dead, here or elsewhere, or replaced by a new process;
+            ``stopped``: its link has been silent for the time-out, though it is open;
+            ``rejoined``: it takes part again, as a new process or as the old one that was taken
+            for dead; ``joined``: it takes part, and was not one of the run's first workers;
+        at_s: :func:`~gossipdp.links.clock.since_boot_s`, the same for all of one machine.
+        number: of this worker's notices so far, this one included.
+    """
+
+    rank: int
+    kind: NoticeKind
+    at_s: float
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +66,7 @@ class Published:
             that have ended included.
         exchanges_by_neighbour, exchange_seconds, chunks_exchanged, chunks_repeated,
             recent_exchanges: completed exchanges.
-        noticed: see :class:`~gossipdp.gossip.noticed.Noticed`.
+        noticed: see :class:`Notice`.
         silent: linked peers that have been silent for the time-out.
         neighbours: in the graph of the live workers.
         links: those that are up.
@@ -84,14 +107,14 @@ class Publisher:
     """
 
     def __init__(self, protocol: WorkerProtocol, links: Mapping[int, Link]) -> None:
-        self.noticed = Noticed(protocol.rank, protocol.neighbourhood.num_originals)
+        self._noticed = Noticed(protocol.rank, protocol.neighbourhood.num_originals)
         self._protocol = protocol
         self._links = links
         self._by_neighbour: dict[int, int] = {}
         self._recent: deque[CompletedExchange] = deque(maxlen=RECENT_EXCHANGES)
         self._exchange_seconds = 0.0
         self._num_chunks = self._num_repeated = 0
-        self._ended = [0, 0, 0, 0]  # bytes of links that have ended, in the order of Published
+        self._ended = (0, 0, 0, 0)  # bytes of links that have ended
         self._others_due_s = -math.inf
         self._version = -1
         self._members: tuple[Member, ...] = ()
@@ -100,10 +123,8 @@ class Publisher:
 
     def exchanged(self, exchange: CompletedExchange, num_chunks: int, num_repeated: int) -> None:
         """An exchange was completed here."""
-        self._by_neighbour = {
-            **self._by_neighbour,
-            exchange.peer: self._by_neighbour.get(exchange.peer, 0) + 1,
-        }
+        num_before = self._by_neighbour.get(exchange.peer, 0)
+        self._by_neighbour = {**self._by_neighbour, exchange.peer: num_before + 1}
         self._recent.append(exchange)
         self._exchange_seconds += exchange.ended_s - exchange.started_s
         self._num_chunks += num_chunks
@@ -111,14 +132,13 @@ class Publisher:
 
     def link_down(self, link: Link) -> None:
         """A link has ended: its counts stay in the sums."""
-        for index, count in enumerate(_bytes(link)):
-            self._ended[index] += count
+        self._ended = _summed([self._ended, _bytes(link)])
 
     def publish(self, now: float) -> Published:
         """Return what there is to tell now."""
         protocol, membership = self._protocol, self._protocol.membership
         silent = protocol.suspects()
-        self.noticed.look(membership.version, membership.members, silent, now)
+        self._noticed.look(membership.version, membership.members, silent, now)
         if membership.version != self._version or now >= self._others_due_s:
             self._version = membership.version
             self._others_due_s = now + LOOK_AT_OTHERS_EVERY_S
@@ -126,8 +146,9 @@ class Publisher:
             self._progress = protocol.progress.by_rank()
             times = {rank: protocol.progress.stepped_at(rank) for rank in self._progress}
             self._stepped_s = {rank: at_s for rank, at_s in times.items() if at_s is not None}
-        links = tuple(
-            LinkCounts(link.peer, link.last_heard_s, *_bytes(link)) for link in self._links.values()
+        counts = [(link, _bytes(link)) for link in self._links.values()]
+        sent, received, shared_sent, shared_received = _summed(
+            [self._ended, *(each for _, each in counts)]
         )
         return Published(
             others_samples=protocol.progress.others_samples,
@@ -136,30 +157,106 @@ class Publisher:
             exchanges_failed=protocol.exchanges_failed,
             num_ticks=protocol.clock.num_ticks,
             step_seconds=protocol.clock.step_seconds,
-            bytes_sent=self._ended[0] + sum(link.bytes_sent for link in links),
-            bytes_received=self._ended[1] + sum(link.bytes_received for link in links),
-            shared_bytes_sent=self._ended[2] + sum(link.shared_bytes_sent for link in links),
-            shared_bytes_received=self._ended[3]
-            + sum(link.shared_bytes_received for link in links),
+            bytes_sent=sent,
+            bytes_received=received,
+            shared_bytes_sent=shared_sent,
+            shared_bytes_received=shared_received,
             exchanges_by_neighbour=self._by_neighbour,
             exchange_seconds=self._exchange_seconds,
             chunks_exchanged=self._num_chunks,
             chunks_repeated=self._num_repeated,
             recent_exchanges=tuple(self._recent),
-            noticed=self.noticed.notices,
+            noticed=self._noticed.notices,
             silent=silent,
             neighbours=protocol.neighbours,
-            links=links,
+            links=tuple(LinkCounts(link.peer, link.last_heard_s, *each) for link, each in counts),
             members=self._members,
             progress=self._progress,
             stepped_s=self._stepped_s,
         )
 
 
-def _bytes(link: Link) -> tuple[int, int, int, int]:
-    return (
-        link.bytes_sent,
-        link.bytes_received,
-        link.shared_bytes_sent,
-        link.shared_bytes_received,
-    )
+_Bytes: TypeAlias = tuple[int, int, int, int]
+
+
+def _bytes(link: Link) -> _Bytes:
+    """In the order of :class:`Published`."""
+    shared = link.shared_bytes_sent, link.shared_bytes_received
+    return link.bytes_sent, link.bytes_received, *shared
+
+
+def _summed(counts: Iterable[_Bytes]) -> _Bytes:
+    one, two, three, four = map(sum, zip(*counts, strict=True))
+    return one, two, three, four
+
+
+class Noticed:
+    """What one worker notices of the others' lives, at most ``MAX_NOTICES``, oldest first.
+
+    Worked out from the membership view and the silent links, so it is what this worker acts on. If
+    there are more, the oldest goes that is not the last word on its worker: no death is forgotten.
+
+    Args:
+        rank: of this worker.
+        num_workers: that the run began with.
+    """
+
+    def __init__(self, rank: int, num_workers: int) -> None:
+        self._rank = rank
+        self._num_workers = num_workers
+        self.notices: tuple[Notice, ...] = ()
+        self._num_noted = 0
+        self._version = -1
+        self._known: dict[int, Member] = {}
+        self._silent: frozenset[int] = frozenset()
+
+    def note(self, rank: int, kind: NoticeKind, now_s: float) -> None:
+        """Add one notice."""
+        self._num_noted += 1
+        notices = [*self.notices, Notice(rank, kind, now_s, self._num_noted)]
+        if len(notices) > MAX_NOTICES:
+            last = {notice.rank: index for index, notice in enumerate(notices)}
+            old = (index for index, notice in enumerate(notices) if last[notice.rank] != index)
+            del notices[next(old, 0)]
+        self.notices = tuple(notices)
+
+    def look(
+        self,
+        version: int,
+        members: Callable[[], Iterable[Member]],
+        silent: Collection[int],
+        now_s: float,
+    ) -> None:
+        """Note what has changed since the last look at a view of this ``version``."""
+        for rank in sorted(set(silent) - self._silent):
+            self.note(rank, "stopped", now_s)
+        self._silent = frozenset(silent)
+        if version == self._version:
+            return
+        self._version = version
+        for member in members():
+            before = self._known.get(member.rank)
+            if member is before:
+                continue
+            self._known[member.rank] = member
+            if member.rank != self._rank:
+                self._compare(before, member, now_s)
+
+    def _compare(self, before: Member | None, member: Member, now_s: float) -> None:
+        if member.status is Status.DEAD:
+            if before is None or before.status is not Status.DEAD:
+                self.note(member.rank, "dead", now_s)
+            return
+        is_another = before is not None and before.process_id not in (0, member.process_id)
+        if is_another and before is not None and before.is_live:
+            # Started again so soon that its new life is known before the death is.
+            self.note(member.rank, "dead", now_s)
+        if not member.is_live:
+            return
+        if before is None or before.status is Status.JOINING:
+            if member.rank >= self._num_workers and member.incarnation == 0:
+                self.note(member.rank, "joined", now_s)
+            elif member.incarnation > 0:
+                self.note(member.rank, "rejoined", now_s)
+        elif before.is_over or is_another:
+            self.note(member.rank, "rejoined", now_s)

@@ -22,11 +22,8 @@ Races:
   what still arrives under the old one is dropped.
 - The taker dies in the middle: its link goes down, and what was to be sent is dropped.
 - Asked while this worker has no state to give (it joins, is poisoned, consolidates): it says so.
-- Consolidation begins while this worker's parameters are under way: before pending lends its memory
-  to the sums the loop calls :meth:`Transfers.refuse_parameters`, and from then on no chunk is read.
-  Chunks read before are copies, and sound; where all were, the taker has the state whole. Else it
-  is refused, asks others, who refuse too, and ends as one that came too late. The optimizers' state
-  may be read on.
+- Consolidation begins while this worker's parameters are under way: they go on. Each chunk holds
+  this worker's z before the commit and the average after it, and either will do.
 """
 
 import logging
@@ -40,6 +37,7 @@ from torch import Tensor
 from gossipdp.dynamics.chunks import Chunk
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import PeerLostError
+from gossipdp.gossip.codec import tensor_bytes
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.link import Link
 from gossipdp.protocol.messages import (
@@ -80,106 +78,73 @@ class Offer:
     copy: Callable[[Tensor, Tensor], bool]
 
 
-class StateSender:
-    """Streams a state over one link.
+@dataclass(eq=False)
+class _Sender:
+    """Streams a state over one link, in pieces of these ``sizes``.
 
-    Args:
-        link: to the worker that asked.
-        frame_type: of the chunks.
-        counter: of its request.
-        num_chunks: of the state.
-        slot_bytes: of the largest chunk.
-        read: copies the chunk of an index to the beginning of a slot and returns its bytes; 0: not
-            just now.
-        start: the first chunk to send.
+    Attributes:
+        read: writes the piece of an index to a slot of its size; False: not just now.
+        num_sent: pieces, so far.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        frame_type: FrameType,
-        counter: int,
-        *,
-        num_chunks: int,
-        slot_bytes: int,
-        read: Callable[[int, Tensor], int],
-        start: int = 0,
-    ) -> None:
-        self.link = link
-        self.frame_type = frame_type
-        self.counter = counter
-        self.num_sent = min(start, num_chunks)
-        self._num_chunks = num_chunks
-        self._read = read
+    link: Link
+    counter: int
+    sizes: Sequence[int]
+    read: Callable[[int, Tensor], bool]
+    is_training: bool
+    num_sent: int = 0
+
+    def __post_init__(self) -> None:
         # Rows that begin where numbers of any type may.
-        self._slots = torch.empty(SLOTS, -(-slot_bytes // 64) * 64, dtype=torch.uint8)
+        slot_bytes = -(-max(self.sizes, default=0) // 64) * 64
+        self._slots = torch.empty(SLOTS, slot_bytes, dtype=torch.uint8)
 
     @property
     def has_read_all(self) -> bool:
-        """Whether every chunk was copied and handed to the link."""
-        return self.num_sent == self._num_chunks
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether every chunk was handed to the link, and by the link to the kernel."""
-        return self.has_read_all and self.link.queued_chunks == 0
+        """Whether every piece was copied and handed to the link."""
+        return self.num_sent >= len(self.sizes)
 
     def pump(self) -> None:
-        """Send chunks as long as a slot is free: its last chunk has left, and fewer are queued."""
-        while not self.has_read_all and self.link.queued_chunks < SLOTS:
-            slot = self._slots[self.num_sent % SLOTS]
-            num_bytes = self._read(self.num_sent, slot)
-            if num_bytes == 0:
+        """Send pieces as long as a slot is free: its last one has left, and fewer are queued."""
+        frame_type = FrameType.TRAINING_CHUNK if self.is_training else FrameType.STATE_CHUNK
+        link = self.link
+        while not self.has_read_all and link.queued_chunks < SLOTS:
+            index = self.num_sent
+            slot = self._slots[index % SLOTS][: self.sizes[index]]
+            if not self.read(index, slot):
                 return
-            link = self.link
-            key = ChunkKey(link.peer, link.peer_incarnation, self.counter, self.num_sent)
             self.num_sent += 1
-            link.send_chunk(self.frame_type, key, slot[:num_bytes].numpy().data)
+            key = ChunkKey(link.peer, link.peer_incarnation, self.counter, index)
+            link.send_chunk(frame_type, key, tensor_bytes(slot))
 
 
+@dataclass(eq=False)
 class _Fetch:
     """A state on its way to this worker.
 
     Attributes:
-        frame_type: of its chunks.
         rooms: yields the room of each chunk, and takes what fills it when it is asked for the next;
             it raises ValueError for what is not to be taken. None: the state has not been offered.
+        unfold: for the optimizers' state; see :meth:`Transfers.fetch_training`. None: parameters.
         room: where the next chunk goes; None: no chunk is awaited.
-        unfold: for the optimizers' state; see :meth:`Transfers.fetch_training`.
     """
 
-    def __init__(
-        self,
-        frame_type: FrameType,
-        peer: int,
-        on_end: OnEnd,
-        timeout_s: float,
-        *,
-        rooms: Iterator[Tensor] | None = None,
-        unfold: Unfold | None = None,
-    ) -> None:
-        self.frame_type = frame_type
-        self.peer = peer
-        self.on_end = on_end
-        self.timeout_s = timeout_s
-        self.deadline_s = 0.0
-        self.counter = 0
-        self.num_received = 0
-        self.rooms = rooms
-        self.room = None if rooms is None else next(rooms, None)
-        self.unfold = unfold
-
-    def next_room(self) -> None:
-        """Take what fills the room, and make the next."""
-        assert self.rooms is not None
-        self.room = next(self.rooms, None)
+    peer: int
+    on_end: OnEnd
+    timeout_s: float
+    rooms: Iterator[Tensor] | None = None
+    unfold: Unfold | None = None
+    room: Tensor | None = None
+    deadline_s: float = 0.0
+    counter: int = 0
+    num_received: int = 0
 
 
 def _parameters(chunks: Sequence[Chunk], sink: Sink) -> Iterator[Tensor]:
     """Rooms for another worker's parameters, laid out as this one's (the fingerprints agree)."""
-    slot = torch.empty(_largest(chunks), dtype=torch.uint8)
+    slot = torch.empty(max((c.x.nbytes for c in chunks), default=0), dtype=torch.uint8)
     for chunk in chunks:
-        room = slot[: _num_bytes(chunk)]
+        room = slot[: chunk.x.nbytes]
         yield room
         values = room.view(chunk.x.dtype)
         if chunk.role.is_averaged and not is_finite(values):
@@ -201,7 +166,6 @@ class Transfers:
 
     Args:
         chunks: all of this worker's, in the order in which every worker has them.
-        read: writes what another takes over of one chunk to a tensor in host memory.
         links: by peer; the loop's own table, which it keeps up to date.
         send: posts a message, and dials where there is no link.
         refusal: why this worker's state is not to be had just now, or None.
@@ -216,7 +180,6 @@ class Transfers:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        read: Sink,
         *,
         links: Mapping[int, Link],
         send: Callable[[int, TransferMessage], None],
@@ -228,13 +191,12 @@ class Transfers:
         self.num_chunks_received = 0
         self.num_given = 0
         self._chunks = chunks
-        self._read = read
         self._links = links
         self._send = send
         self._refusal = refusal
         self._clock = clock
         # By peer: one at most for each, so that no peer can make this worker hold more.
-        self._senders: dict[int, StateSender] = {}
+        self._senders: dict[int, _Sender] = {}
         self._early_requests: dict[int, RequestState] = {}
         self._training_requests: dict[int, RequestTraining] = {}
         self._serves = False
@@ -255,33 +217,20 @@ class Transfers:
         self._early_requests.clear()
         self._count_served()
 
-    def refuse_parameters(self, reason: str) -> None:
-        """Read no more of the parameters for anybody, and say why."""
-        for peer, sender in list(self._senders.items()):
-            if sender.frame_type is FrameType.STATE_CHUNK and not sender.has_read_all:
-                del self._senders[peer]
-                self._send(peer, StateRefused(sender.counter, reason))
-
     def _give(self, peer: int, request: RequestState) -> None:
         link = self._links.get(peer)
         if link is None or not self._may_give(peer, request.counter):
             return
 
-        def read(index: int, slot: Tensor) -> int:
+        def read(index: int, slot: Tensor) -> bool:
             chunk = self._chunks[index]
-            num_bytes = _num_bytes(chunk)
-            self._read(chunk, slot[:num_bytes].view(chunk.x.dtype))
-            return num_bytes
+            chunk.read_z(slot.view(chunk.x.dtype))
+            return True
 
-        self._senders[peer] = StateSender(
-            link,
-            FrameType.STATE_CHUNK,
-            request.counter,
-            num_chunks=len(self._chunks),
-            slot_bytes=_largest(self._chunks),
-            read=read,
-            start=request.start,
-        )
+        sizes = [chunk.x.nbytes for chunk in self._chunks]
+        sender = _Sender(link, request.counter, sizes, read, is_training=False)
+        sender.num_sent = request.start
+        self._senders[peer] = sender
 
     def _give_training(self, peer: int, request: RequestTraining) -> bool:
         """Begin to send the optimizers' state, or say why not; False: not just now."""
@@ -298,18 +247,11 @@ class Transfers:
         text = torch.frombuffer(bytearray(offer.text), dtype=torch.uint8)
         pieces = list(_pieces([text, *offer.tensors]))
 
-        def read(index: int, slot: Tensor) -> int:
-            piece = pieces[index]
-            return piece.numel() if offer.copy(piece, slot[: piece.numel()]) else 0
+        def read(index: int, slot: Tensor) -> bool:
+            return offer.copy(pieces[index], slot)
 
-        self._senders[peer] = StateSender(
-            link,
-            FrameType.TRAINING_CHUNK,
-            request.counter,
-            num_chunks=len(pieces),
-            slot_bytes=max(piece.numel() for piece in pieces),
-            read=read,
-        )
+        sizes = [piece.numel() for piece in pieces]
+        self._senders[peer] = _Sender(link, request.counter, sizes, read, is_training=True)
         self._send(peer, OfferTraining(request.counter, len(offer.text)))
         return True
 
@@ -336,7 +278,7 @@ class Transfers:
             timeout_s: the longest time without progress.
         """
         rooms = _parameters(self._chunks, sink)
-        self._begin(_Fetch(FrameType.STATE_CHUNK, peer, on_end, timeout_s, rooms=rooms))
+        self._begin(_Fetch(peer, on_end, timeout_s, rooms, room=next(rooms, None)))
 
     def fetch_training(self, peer: int, unfold: Unfold, on_end: OnEnd, timeout_s: float) -> None:
         """Ask ``peer`` for its optimizers' state; the other arguments are those of :meth:`fetch`.
@@ -347,7 +289,7 @@ class Transfers:
                 refuses them.
             on_end, timeout_s: see :meth:`fetch`.
         """
-        self._begin(_Fetch(FrameType.TRAINING_CHUNK, peer, on_end, timeout_s, unfold=unfold))
+        self._begin(_Fetch(peer, on_end, timeout_s, unfold=unfold))
 
     def end(self, error: Exception | None) -> None:
         """End what is being fetched, if anything is."""
@@ -412,22 +354,15 @@ class Transfers:
         self._count_served()
         self.gone(peer, PeerLostError(f"worker {peer} is gone: its address refuses us"))
 
-    def landing(
-        self, link: Link, frame_type: FrameType, key: ChunkKey, length: int
-    ) -> memoryview | None:
-        """Return where a chunk goes, or None if it is not awaited.
-
-        One that is awaited and has another length than it must ends the link: the room returned is
-        not of that length.
-        """
+    def landing(self, link: Link, frame_type: FrameType, key: ChunkKey) -> memoryview | None:
+        """Where a chunk goes, or None if it is not awaited."""
         fetch = self._awaited(link, key.counter)
-        if fetch is None or fetch.room is None:
+        if fetch is None or fetch.room is None or key.index != fetch.num_received:
             return None
-        if frame_type is not fetch.frame_type or key.index != fetch.num_received:
-            return None
-        return fetch.room.numpy().data
+        is_training = frame_type is FrameType.TRAINING_CHUNK
+        return tensor_bytes(fetch.room) if is_training == (fetch.unfold is not None) else None
 
-    def landed(self, link: Link, key: ChunkKey) -> None:
+    def landed(self, link: Link, frame_type: FrameType, key: ChunkKey) -> None:
         """The chunk that was to land is here."""
         fetch = self._awaited(link, key.counter)
         if fetch is not None:  # else given up while it was arriving
@@ -446,7 +381,8 @@ class Transfers:
         """Take what has come; what is wrong with the state ends the fetch."""
         fetch.deadline_s = self._clock() + fetch.timeout_s
         try:
-            fetch.next_room()
+            assert fetch.rooms is not None
+            fetch.room = next(fetch.rooms, None)
         except ValueError as error:
             self.end(TurnedAwayError(f"worker {fetch.peer} cannot give its state: {error}"))
             return
@@ -467,13 +403,12 @@ class Transfers:
             before = sender.num_sent
             sender.pump()
             self.num_chunks_sent += sender.num_sent - before
-            is_training = sender.frame_type is FrameType.TRAINING_CHUNK
-            if is_training and sender.has_read_all and sender.num_sent > before:
+            if sender.is_training and sender.has_read_all and sender.num_sent > before:
                 self.num_given += 1
                 logger.info("worker %d has been sent this worker's optimizers' state", peer)
-            if sender.is_finished:
+            if sender.has_read_all and sender.link.queued_chunks == 0:  # the kernel has it all
                 del self._senders[peer]
-                if not is_training:
+                if not sender.is_training:
                     self._unserved.discard(peer)
         self._count_served()
         fetch = self._fetch
@@ -482,14 +417,6 @@ class Transfers:
             self.end(PeerLostError(reason))
             if (link := self._links.get(fetch.peer)) is not None:
                 link.close(reason)
-
-
-def _num_bytes(chunk: Chunk) -> int:
-    return chunk.num_elements * chunk.x.element_size()
-
-
-def _largest(chunks: Sequence[Chunk]) -> int:
-    return max(map(_num_bytes, chunks), default=0)
 
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -3,8 +3,7 @@
     topology      named graphs, edge lists, checks, the graph after deaths    (networkx graphs)
     constants     a graph with its rates: chi1, chi2, eta, alpha_tilde; the graph over the live
     spectrum      the linear algebra behind it: lambda_2, effective resistances
-    stationary    how far apart gradient noise keeps the workers, exactly
-    network_plan  what a graph promises, and what a model on a network makes of it
+    network_plan  what a graph promises: how fast workers agree, how far apart noise keeps them
 
 Pure: no thread, socket, file descriptor kept open, or clock. Everything above may import this
 package; it imports numpy, scipy and networkx alone.

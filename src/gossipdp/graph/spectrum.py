@@ -28,13 +28,7 @@ class Spectrum(NamedTuple):
 
 
 def spectrum(num_workers: int, edges: IndexArray, rates: FloatArray) -> Spectrum:
-    """Second eigenvalue and effective resistances of L = sum rates_ij (e_i-e_j)(e_i-e_j)^T.
-
-    Args:
-        num_workers: n, at least 2; the graph is connected.
-        edges: Positions 0..n-1 of each edge's two ends. Shape (edges, 2).
-        rates: The rate of each edge, positive. Shape (edges,).
-    """
+    """Second eigenvalue and effective resistances of L = sum rates_ij (e_i-e_j)(e_i-e_j)^T."""
     if num_workers <= MAX_DENSE_WORKERS:
         return dense_spectrum(num_workers, edges, rates)
     return sparse_spectrum(num_workers, edges, rates)

@@ -11,8 +11,8 @@ import difflib
 import math
 import operator
 import random
-from collections.abc import Callable, Iterable, Iterator
-from itertools import combinations
+from collections.abc import Callable, Iterable
+from itertools import combinations, pairwise
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -231,9 +231,8 @@ def without(graph: nx.Graph[int], dead: Iterable[int]) -> nx.Graph[int]:
     for rank in ranks:
         neighbours = sorted(survivors[rank])
         survivors.remove_node(rank)
-        survivors.add_edges_from(
-            (neighbours[left], neighbours[right]) for left, right in _ring(len(neighbours))
-        )
+        if len(neighbours) > 1:
+            survivors.add_edges_from(pairwise([*neighbours, neighbours[0]]))
     if ranks:
         survivors.graph["name"] = f"{name} without {', '.join(map(str, ranks))}"
     return survivors
@@ -309,22 +308,13 @@ def _from_edges(num_workers: int, edges: Edges) -> nx.Graph[int]:
     return built
 
 
-def _ring(num_workers: int) -> Iterator[tuple[int, int]]:
-    for rank in range(num_workers):
-        following = (rank + 1) % num_workers
-        if following != rank:
-            yield rank, following
+def _circulant(num_workers: int, hops: Iterable[int]) -> nx.Graph[int]:
+    import networkx as nx
+
+    return nx.circulant_graph(num_workers, [hop for hop in hops if hop < num_workers])
 
 
-def _exponential(num_workers: int) -> Iterator[tuple[int, int]]:
-    hop = 1
-    while hop < num_workers:
-        for rank in range(num_workers):
-            yield rank, (rank + hop) % num_workers
-        hop *= 2
-
-
-def _hypercube(num_workers: int) -> Edges:
+def _hypercube(num_workers: int) -> nx.Graph[int]:
     dimension = num_workers.bit_length() - 1
     if num_workers != 1 << dimension:
         raise ValueError(
@@ -332,22 +322,16 @@ def _hypercube(num_workers: int) -> Edges:
             f"Use {1 << dimension} or {2 << dimension} workers, or graph 'exponential', which "
             "mixes about as well with any number"
         )
-    return [
-        (rank, rank ^ (1 << bit))
-        for rank in range(num_workers)
-        for bit in range(dimension)
-        if not rank >> bit & 1
-    ]
+    bits = [1 << power for power in range(dimension)]
+    ranks = range(num_workers)
+    return _from_edges(num_workers, ((rank, rank ^ bit) for rank in ranks for bit in bits))
 
 
-def _torus(num_workers: int) -> Iterator[tuple[int, int]]:
-    rows, columns = torus_shape(num_workers)
-    for row in range(rows):
-        for left, right in _ring(columns):
-            yield row * columns + left, row * columns + right
-    for column in range(columns):
-        for upper, lower in _ring(rows):
-            yield upper * columns + column, lower * columns + column
+def _torus(num_workers: int) -> nx.Graph[int]:
+    import networkx as nx
+
+    grid = nx.grid_2d_graph(*torus_shape(num_workers), periodic=True)
+    return nx.convert_node_labels_to_integers(grid)
 
 
 def _random_regular(num_workers: int, stream: random.Random) -> nx.Graph[int]:
@@ -385,13 +369,13 @@ def _until_connected(name: str, draw: Callable[[], nx.Graph[int]]) -> nx.Graph[i
 
 
 _BUILDERS: dict[str, Callable[[int, random.Random], nx.Graph[int]]] = {
-    "ring": lambda n, _: _from_edges(n, _ring(n)),
-    "path": lambda n, _: _from_edges(n, [(rank, rank + 1) for rank in range(n - 1)]),
-    "star": lambda n, _: _from_edges(n, [(0, rank) for rank in range(1, n)]),
+    "ring": lambda n, _: _circulant(n, [1]),
+    "path": lambda n, _: _from_edges(n, pairwise(range(n))),
+    "star": lambda n, _: _from_edges(n, ((0, rank) for rank in range(1, n))),
     "complete": lambda n, _: _from_edges(n, combinations(range(n), 2)),
-    "exponential": lambda n, _: _from_edges(n, _exponential(n)),
-    "hypercube": lambda n, _: _from_edges(n, _hypercube(n)),
-    "torus": lambda n, _: _from_edges(n, _torus(n)),
+    "exponential": lambda n, _: _circulant(n, (1 << power for power in range(n.bit_length()))),
+    "hypercube": lambda n, _: _hypercube(n),
+    "torus": lambda n, _: _torus(n),
     "random-regular": _random_regular,
     "erdos-renyi": _erdos_renyi,
 }

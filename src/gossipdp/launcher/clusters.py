@@ -17,29 +17,17 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-LOOPBACK = "127.0.0.1"
 # Below the ports that Linux gives to whoever asks for any (32768 and up).
-FIRST_SLURM_PORT, NUM_SLURM_PORTS = 20000, 10000
-PORTS_A_JOB = 16
+FIRST_SLURM_PORT, NUM_SLURM_PORTS, PORTS_A_JOB = 20000, 10000, 16
 # What `hidden` hides: torchrun's and ours; those of Slurm's srun, of PMI, Open MPI and MVAPICH,
 # which the frameworks take for a launcher's as well.
 PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
-NAMES = frozenset(
-    f"{group}{kind}"
-    for group in ("", "LOCAL_", "GROUP_", "ROLE_")
-    for kind in ("RANK", "WORLD_SIZE")
-) | {
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "ROLE_NAME",
-    "PMI_RANK",
-    "PMI_SIZE",
-    "MPI_LOCALRANKID",
-    "MPI_LOCALNRANKS",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "SLURM_NTASKS",
+NAMES = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+    *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
 }
 
 _hidden: dict[str, str] = {}
@@ -62,47 +50,40 @@ def with_launcher(variables: Mapping[str, str]) -> dict[str, str]:
     if "RANK" in given:
         return given
     if "SLURM_PROCID" in given and "SLURM_STEP_NUM_TASKS" in given:
-        return slurm_variables(given) | given
+        return _slurm_variables(given) | given
     if "JOB_COMPLETION_INDEX" in given and "WORLD_SIZE" in given:
         rank = given["JOB_COMPLETION_INDEX"]
         return {"RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | given
     return given
 
 
-def slurm_variables(variables: Mapping[str, str]) -> dict[str, str]:
+def _slurm_variables(given: Mapping[str, str]) -> dict[str, str]:
     """RANK and the like of one task of a Slurm step.
 
     The workers meet at the step's first node, on a port that follows from the job and the step:
     20000 + (16 · job + step) mod 10000.
-
-    Raises:
-        ValueError: a variable has a form that is not known.
-
-    Example:
-        >>> step = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
-        >>> step |= {"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
-        >>> step |= {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_NUM_NODES": "2"}
-        >>> slurm_variables(step | {"SLURM_JOB_ID": "3", "SLURM_STEP_ID": "0"})["MASTER_ADDR"]
-        'gpu07'
     """
-    first_node = LOOPBACK
-    if variables.get("SLURM_STEP_NUM_NODES") != "1":
-        first_node = first_host(variables.get("SLURM_STEP_NODELIST", LOOPBACK))
-    job, step = _number(variables, "SLURM_JOB_ID"), _number(variables, "SLURM_STEP_ID")
-    tasks = tasks_per_node(variables.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    node = _number(variables, "SLURM_NODEID")
+    numbers = {
+        name: given.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
+    }
+    for name, text in numbers.items():
+        if not text.isdecimal():
+            raise ValueError(f"{name} is {text!r}; it must be a whole number")
+    job, step, node = map(int, numbers.values())
+    tasks = tasks_per_node(given.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     if node >= len(tasks):
         raise ValueError(
             f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE has {len(tasks)} nodes; set "
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself"
         )
+    on_one_node = given.get("SLURM_STEP_NUM_NODES") == "1"
+    hosts = "127.0.0.1" if on_one_node else given.get("SLURM_STEP_NODELIST", "127.0.0.1")
     return {
-        "RANK": variables["SLURM_PROCID"],
-        "WORLD_SIZE": variables["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": variables.get("SLURM_LOCALID", "0"),
+        "RANK": given["SLURM_PROCID"],
+        "WORLD_SIZE": given["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": given.get("SLURM_LOCALID", "0"),
         "LOCAL_WORLD_SIZE": str(tasks[node]),
-        "GROUP_RANK": str(node),
-        "MASTER_ADDR": first_node,
+        "MASTER_ADDR": first_host(hosts),
         "MASTER_PORT": str(FIRST_SLURM_PORT + (PORTS_A_JOB * job + step) % NUM_SLURM_PORTS),
     }
 
@@ -137,13 +118,6 @@ def tasks_per_node(text: str) -> list[int]:
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
-
-
-def _number(variables: Mapping[str, str], name: str) -> int:
-    text = variables.get(name, "0")
-    if not text.isdecimal():
-        raise ValueError(f"{name} is {text!r}; it must be a whole number")
-    return int(text)
 
 
 def visible_and_hidden() -> Mapping[str, str]:

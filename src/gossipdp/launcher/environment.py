@@ -13,7 +13,6 @@ import socket
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from gossipdp.errors import RendezvousError
 from gossipdp.launcher.clusters import visible_and_hidden, with_launcher
@@ -136,8 +135,14 @@ class Environment:
         given = with_launcher(variables) if is_ranked else dict(variables)
         if not join and not given.get("RANK") and not given.get("WORLD_SIZE"):
             given = {"GOSSIPDP_PORT": given.get("GOSSIPDP_PORT", "")}  # one worker alone
-        elif not join:
-            _check_complete(given)
+        missing = [name for name in REQUIRED if not given.get(name)]
+        if missing and (given.get("RANK") or given.get("WORLD_SIZE")) and not join:
+            present = [name for name in REQUIRED if name not in missing]
+            raise ValueError(
+                f"{', '.join(present)} set, but not {', '.join(missing)}: start the workers with "
+                "`gossipdp run`, torchrun or srun, or set all four; set neither RANK nor "
+                "WORLD_SIZE to train with one worker"
+            )
         local_rank = _number(given, "LOCAL_RANK", 0)
         first_port = _number(given, "GOSSIPDP_PORT", 0)
         run_id = given.get("GOSSIPDP_RUN_ID") or ""
@@ -185,7 +190,7 @@ class Environment:
             RendezvousError: the name does not resolve, or no interface leads there.
         """
         if self.host:
-            return str(_resolve("GOSSIPDP_HOST", self.host)[1][0])
+            return _look_up("GOSSIPDP_HOST", self.host)
         return self._routed_host()
 
     def announced_host(self, bound: str) -> str:
@@ -203,13 +208,7 @@ class Environment:
         name, target = "MASTER_ADDR", self.store_host or "127.0.0.1"
         if self.join and not self.store_host:
             name, target = "GOSSIPDP_JOIN", self.join[0][0]
-        family, address = _resolve(name, target)
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(address)  # sends nothing; picks the route
-            except OSError as error:
-                raise _unreachable(name, target, error) from error
-            host = str(probe.getsockname()[0])
+        host = _look_up(name, target, route=True)
         elsewhere = self.local_world_size is not None and self.local_world_size < self.world_size
         if elsewhere and ipaddress.ip_address(host).is_loopback:
             logger.warning(
@@ -222,30 +221,19 @@ class Environment:
         return host
 
 
-def _check_complete(variables: Mapping[str, str]) -> None:
-    missing = [name for name in REQUIRED if not variables.get(name)]
-    if missing:
-        present = [name for name in REQUIRED if variables.get(name)]
-        raise ValueError(
-            f"{', '.join(present)} set, but not {', '.join(missing)}: start the workers with "
-            "`gossipdp run`, torchrun or srun, or set all four; set neither RANK nor WORLD_SIZE to "
-            "train with one worker"
-        )
-
-
-def _resolve(name: str, host: str) -> tuple[int, Any]:
-    """The family and the address of a host that ``name`` names."""
+def _look_up(name: str, host: str, *, route: bool = False) -> str:
+    """The numeric address of a host, or with ``route`` the one of ours that leads there."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        if not route:
+            return str(address[0])
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing; picks the route
+            return str(probe.getsockname()[0])
     except OSError as error:
-        raise _unreachable(name, host, error) from error
-    return family, address
-
-
-def _unreachable(name: str, host: str, error: OSError) -> RendezvousError:
-    return RendezvousError(
-        f"cannot reach {name} {host!r} ({error}); check the name and the network"
-    )
+        raise RendezvousError(
+            f"cannot reach {name} {host!r} ({error}); check the name and the network"
+        ) from error
 
 
 def key_prefix(run_id: str | None, restart_count: int) -> str:

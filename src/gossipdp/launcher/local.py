@@ -144,9 +144,8 @@ def launch(
 def start_fork_server(also: Sequence[str] = ()) -> None:
     """Start the fork server ahead of the first :func:`launch`; returns at once.
 
-    Args:
-        also: modules that it imports besides torch, so that the workers need not; nothing that
-            starts a thread on import. Where the server runs already, this does nothing.
+    ``also`` are modules that it imports besides torch, so that the workers need not; nothing that
+    starts a thread on import. Where the server runs already, this does nothing.
     """
     from multiprocessing import forkserver
 
@@ -190,15 +189,7 @@ def pickled(value: Any) -> bytes:
 class ForkedWorker(WorkerProcess):
     """A worker forked from the server; its result or traceback comes back through a pipe.
 
-    Args:
-        rank: of the worker.
-        payload: the pickled function and its arguments.
-        variables: its whole environment.
-        cores: those it may run on; None for all.
-        num_threads: with which it computes.
-
-    Attributes:
-        result: what the function returned, after an ending without failure.
+    ``result`` is what the function returned, after an ending without failure.
     """
 
     def __init__(

@@ -54,6 +54,9 @@ _numbers = itertools.count()
 # What is read from the store: a model of 100,000 tensors has about 8 MiB of names and shapes.
 MAX_VALUE_BYTES, MAX_TENSORS_BYTES = 1 << 16, 1 << 24
 
+# From the beginning of a wait to the line that says for whom.
+SAY_AFTER_S = 30.0
+
 # Name and shape of everything that is exchanged, in order.
 Tensors = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -224,14 +227,14 @@ class Rendezvous:
             else:
                 reference = self._agree(self._store, settings, secret)
                 arrivals = self._gather(self._store, _Arrival(*address), secret)
+        except (RefusedError, RendezvousError):
+            raise
         except msgspec.MsgspecError as error:
             raise RendezvousError(
                 f"{where} holds something else under this run's keys ({printable(str(error))}); "
                 "give the run another port"
             ) from error
         except RuntimeError as error:  # TCPStore's errors, all of them
-            if isinstance(error, (RefusedError, RendezvousError)):
-                raise
             raise RendezvousError(
                 f"worker {environment.rank} lost {where} while the workers met "
                 f"({str(error).splitlines()[0]}); whoever hosts it has ended"
@@ -299,8 +302,7 @@ class Rendezvous:
         refused = self._difference(store, settings, secret, found)
         if refused is not None:
             refused = printable(refused, 1000)
-            told = f"worker {rank} was refused: {refused}"
-            put_notice(store, self._environment.key_prefix, told, secret)
+            put_notice(store, self._prefix, f"worker {rank} was refused: {refused}", secret)
             raise RefusedError(f"worker {rank} cannot join: {refused}; start all workers alike")
         return found
 
@@ -368,31 +370,43 @@ class Rendezvous:
 
         Polled in Python, because the store's own wait cannot be interrupted by Ctrl+C.
         """
-        deadline = self._clock() + self._timeout_s
-        pause_s = 0.01
+        began = self._clock()
+        pause_s, has_said = 0.01, False
         while not store.check([self._prefix + key for key in keys]):
-            told = read_notice(store, self._environment.key_prefix, secret)
-            if told is not None:
-                raise RendezvousError(f"the run ended before it began: {told}")
-            if self._clock() >= deadline:
-                raise self._absence(store)
+            for prefix in (self._prefix, self._environment.key_prefix):  # a worker's, a launcher's
+                told = read_notice(store, prefix, secret)
+                if told is not None:
+                    raise RendezvousError(f"the run ended before it began: {told}")
+            waited_s = self._clock() - began
+            if waited_s >= self._timeout_s:
+                raise RendezvousError(self._absence(store))
+            if waited_s >= SAY_AFTER_S and not has_said:
+                has_said = True
+                present, absent = self._present(store)
+                if absent and present[0] == self._environment.rank:
+                    who, most_s = _listed(absent), self._timeout_s
+                    logger.warning("waiting for workers %s to arrive, at most %g s", who, most_s)
             self._sleep(pause_s)
             pause_s = min(0.1, pause_s * 1.5)
 
-    def _absence(self, store: "Store") -> RendezvousError:
+    def _present(self, store: "Store") -> tuple[list[int], list[int]]:
+        """The ranks of those who have arrived, and of those who have not."""
         ranks = range(self._environment.world_size)
         present = [rank for rank in ranks if store.check([f"{self._prefix}arrivals/{rank}"])]
-        absent = [str(rank) for rank in ranks if rank not in present]
+        return present, [rank for rank in ranks if rank not in present]
+
+    def _absence(self, store: "Store") -> str:
+        present, absent = self._present(store)
         if not absent:
-            return RendezvousError(
+            return (
                 f"all workers arrived but did not finish meeting within {self._timeout_s:g} s; "
                 "one of them is stuck or has ended: look at their output"
             )
         noun = "worker" if len(absent) == 1 else "workers"
-        return RendezvousError(
-            f"{noun} {', '.join(absent)} did not arrive within {self._timeout_s:g} s; present: "
-            f"{', '.join(map(str, present))}; check that every worker was started, that it runs "
-            "the same script, and its output; a slow start needs a longer start_timeout_s"
+        return (
+            f"{noun} {_listed(absent)} did not arrive within {self._timeout_s:g} s; present: "
+            f"{_listed(present)}; check that every worker was started, that it runs the same "
+            "script, and its output; a slow start needs a longer start_timeout_s"
         )
 
     def _take(
@@ -419,3 +433,7 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return all(ipaddress.ip_address(str(each)).is_loopback for each in found)
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -31,12 +31,8 @@ class ScriptWorker(WorkerProcess):
     until its last checkpoint, would get BrokenPipeError and lose that checkpoint. So the worker
     holds reading ends of its own, and what nobody reads any more stays in the pipe.
 
-    Args:
-        command: the program and its words.
-        variables: its whole environment.
-        label: what stands before each line.
-        output: takes its standard output; by default ours.
-        errors: takes its standard error; by default ours.
+    ``variables`` are its whole environment, ``label`` is what stands before each line, and
+    ``output`` and ``errors`` take the lines; by default our own streams.
     """
 
     def __init__(

@@ -14,8 +14,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -38,8 +36,6 @@ CHECK_EVERY_S = 0.5
 CONNECT_S = 5.0
 # The end of a run does not wait longer for a thread that may be importing torch.
 LEAVE_S = 0.2
-# Of whose supervisor nothing is heard for so long, its host is gone, or it was killed.
-LOST_AFTER_S = 300.0
 MAX_TEXT, MAX_RUN_ID = 500, 200
 
 
@@ -244,76 +240,3 @@ def read_notice(store: "Store", prefix: str, secret: bytes | None) -> str | None
     ):
         return None
     return printable(notice.text, MAX_TEXT)
-
-
-def tell_host_0(
-    address: tuple[str, int], prefix: str, text: str, secret: bytes | None, timeout_s: float
-) -> None:
-    """Put a notice into the store of host 0, for those who wait there, or soon will.
-
-    Host 0 may not have started yet, and its store answers only once it has imported ``torch``: so
-    this tries again until ``timeout_s`` have passed, or a store that was there has gone.
-    """
-    deadline = time.monotonic() + timeout_s
-    was_there = False
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection(address, CONNECT_S).close()
-        except OSError:
-            if was_there:
-                return
-        else:
-            was_there = True
-            with suppress(OSError, RuntimeError):
-                put_notice(reach(address), prefix, text, secret)
-                return
-        time.sleep(CHECK_EVERY_S / 2)
-
-
-def leave_together(
-    store_address: tuple[str, int],
-    prefix: str,
-    rank: int,
-    world_size: int,
-    addresses: Mapping[int, tuple[str, int]],
-    *,
-    wait: bool,
-) -> list[int]:
-    """Under torchrun: tell that this supervisor ends, and with ``wait`` do so after all others.
-
-    torchrun ends everybody when one of its processes fails, so a supervisor whose worker failed
-    stays until the others have ended. SIGTERM ends it at any moment.
-
-    Args:
-        store_address: of torchrun's own store.
-        prefix: of the run's keys in it.
-        rank, world_size: of our worker, and of the run.
-        addresses: (host, port) of the workers; one that listens there lives.
-        wait: whether to wait for the others.
-
-    Returns:
-        The ranks that were waited for in vain: for LOST_AFTER_S they neither ended nor listened.
-    """
-    others = [other for other in range(world_size) if other != rank]
-    heard_at = dict.fromkeys(others, time.monotonic())
-    with suppress(OSError, RuntimeError):  # torchrun has ended, and with it everybody
-        store = reach(store_address)
-        store.set(f"{prefix}ended/{rank}", "1")
-        while wait:
-            others = [each for each in others if not store.check([f"{prefix}ended/{each}"])]
-            now = time.monotonic()
-            heard_at |= {each: now for each in others if _listens(addresses.get(each))}
-            if all(now - heard_at[each] > LOST_AFTER_S for each in others):
-                return others
-            time.sleep(CHECK_EVERY_S)
-    return []
-
-
-def _listens(address: tuple[str, int] | None) -> bool:
-    if address is None:
-        return False
-    try:
-        socket.create_connection(address, 1.0).close()
-    except OSError:
-        return False
-    return True

@@ -30,6 +30,8 @@ GRACE_S = 0.25
 # From the signal that ends a worker to SIGKILL, and from there to giving it up: a process that
 # hangs in the kernel cannot be killed.
 PATIENCE_S, UNKILLABLE_S = 1.5, 10.0
+# How long a run that was interrupted before it began waits until other hosts know of it.
+INTERRUPTED_S = 10.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 10.0
 # A worker that lived this long did not die of what killed it before.
 LONG_LIFE_S = 60.0
@@ -227,16 +229,24 @@ class Supervisor:
                         self.kill()
                 for worker in self.workers.values():
                     worker.close()
-                if not self._team.others_told(1.0):
-                    logger.warning(
-                        "waiting until the other hosts know that the run has ended before it "
-                        "began, at most %.0f s; Ctrl+C ends the wait",
-                        NOTICE_S,
-                    )
-                while not self._team.others_told(0.1) and len(caught) == heeded:
-                    pass
+                # Who interrupts us also knows of the other hosts.
+                most_s = INTERRUPTED_S if caught else NOTICE_S
+                self._wait_until_told(most_s, lambda: len(caught) > heeded)
                 self._team.close()
         return caught[0] if caught else None
+
+    def _wait_until_told(self, most_s: float, is_interrupted: Callable[[], bool]) -> None:
+        """Until the other hosts know that the run has ended before it began."""
+        deadline = time.monotonic() + most_s
+        if not self._team.others_told(1.0):
+            logger.warning(
+                "the run has ended before it began: waiting until the other hosts know, at most "
+                "%.0f s; Ctrl+C ends the wait",
+                most_s,
+            )
+        while not self._team.others_told(0.1) and time.monotonic() < deadline:
+            if is_interrupted():
+                return
 
     def step(self, timeout_s: float = POLL_S) -> bool:
         """Wait for something to happen, at most so long, and act on it.

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.clusters import with_launcher
@@ -16,7 +17,14 @@ from gossipdp.launcher.environment import (
     key_prefix,
     show_address,
 )
-from gossipdp.launcher.store import MAX_RUN_ID, HostedStore, tell_host_0
+from gossipdp.launcher.store import (
+    CHECK_EVERY_S,
+    CONNECT_S,
+    MAX_RUN_ID,
+    HostedStore,
+    put_notice,
+    reach,
+)
 from gossipdp.links.handshake import Handshake, HandshakeError, Identity
 from gossipdp.links.strangers import printable
 from gossipdp.links.tls import Tls
@@ -24,6 +32,8 @@ from gossipdp.links.tls import Tls
 # How long the end of a run that failed before it began waits until the others are told: host 0 may
 # not have started yet, and on a busy machine the import of torch takes long, here and there.
 NOTICE_S = 60.0
+# Of whose supervisor nothing is heard for so long, its host is gone, or it was killed.
+LOST_AFTER_S = 300.0
 # What another launcher says of our one worker, by torchrun's names; not which host this is, which
 # Slurm counts in its own way.
 TOLD = (
@@ -141,6 +151,11 @@ class Team:
         return self.world_size != self.num_local
 
     @property
+    def under_torchrun(self) -> bool:
+        """Whether torchrun started us, which ends all its processes when one of them fails."""
+        return self.told.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    @property
     def key_prefix(self) -> str:
         """What our keys in the store begin with."""
         return key_prefix(self.run_id or self.told.get("TORCHELASTIC_RUN_ID"), self.num_rounds)
@@ -159,7 +174,7 @@ class Team:
             own |= {
                 "RANK": str(self.first_rank + local_rank),
                 "WORLD_SIZE": str(self.world_size),
-                "GROUP_RANK": str(self.first_rank // self.num_local),
+                "GROUP_RANK": str(self.first_rank // self.num_local),  # torchrun's, for scripts
                 "MASTER_ADDR": self.store[0],
                 "MASTER_PORT": str(self.store[1]),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -191,22 +206,77 @@ class Team:
 
         The first reason is told, by a thread: it may have to import ``torch``.
         """
-        if not self.others_elsewhere or self.store is None or self._notice is not None:
-            return
+        if self.others_elsewhere and self.store is not None and self._notice is None:
+            self._notice = threading.Thread(
+                target=self._tell, args=(self.store, reason), name="gossipdp notice", daemon=True
+            )
+            self._notice.start()
+
+    def _tell(self, address: tuple[str, int], reason: str) -> None:
+        """Put a notice into the store of host 0, for those who wait there, or soon will.
+
+        Host 0 may not have started yet, and its store answers only once it has imported ``torch``:
+        so this tries again until NOTICE_S have passed, or a store that was there has gone.
+        """
         secret = self.secret.encode() if self.secret else None
-        self._notice = threading.Thread(
-            target=tell_host_0,
-            args=(self.store, self.key_prefix, reason, secret, NOTICE_S),
-            name="gossipdp notice",
-            daemon=True,
-        )
-        self._notice.start()
+        deadline = time.monotonic() + NOTICE_S
+        was_there = False
+        while time.monotonic() < deadline:
+            if listens(address):
+                was_there = True
+                with suppress(OSError, RuntimeError):
+                    put_notice(reach(address), self.key_prefix, reason, secret)
+                    return
+            elif was_there:
+                return
+            time.sleep(CHECK_EVERY_S / 2)
 
     def others_told(self, timeout_s: float) -> bool:
         """Whether the others have been told what is to be told; waits at most so long for it."""
         if self._notice is not None:
             self._notice.join(timeout_s)
         return self._notice is None or not self._notice.is_alive()
+
+    def leave(self, addresses: Mapping[int, tuple[str, int]], *, wait: bool) -> list[int]:
+        """Under torchrun: tell that this supervisor ends, and with ``wait`` do so after all others.
+
+        So a supervisor whose worker failed stays until the others have ended, whom torchrun would
+        end with it. SIGTERM ends it at any moment.
+
+        Args:
+            addresses: (host, port) of the workers by rank; one that listens there lives.
+            wait: whether to wait for the others.
+
+        Returns:
+            The ranks waited for in vain: for LOST_AFTER_S they neither ended nor listened.
+        """
+        if not self.under_torchrun or self.store is None:
+            return []
+        others = [rank for rank in range(self.world_size) if rank != self.first_rank]
+        heard_at = dict.fromkeys(others, time.monotonic())
+        ended = f"{self.key_prefix}ended/"
+        with suppress(OSError, RuntimeError):  # torchrun has ended, and with it everybody
+            store = reach(self.store)
+            store.set(f"{ended}{self.first_rank}", "1")
+            while wait:
+                others = [rank for rank in others if not store.check([f"{ended}{rank}"])]
+                now = time.monotonic()
+                for rank in others:
+                    if rank in addresses and listens(addresses[rank]):
+                        heard_at[rank] = now
+                if all(now - heard_at[rank] > LOST_AFTER_S for rank in others):
+                    return others
+                time.sleep(CHECK_EVERY_S)
+        return []
+
+
+def listens(address: tuple[str, int]) -> bool:
+    """Whether anybody takes connections there."""
+    try:
+        socket.create_connection(address, CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def ask_run_id(

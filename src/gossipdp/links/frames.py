@@ -146,18 +146,9 @@ def pack_header(
     assert (frame_type in KEYLESS_TYPES) == (packed_key is None)
     check_length(frame_type, length)
     _check_place(frame_type, segment, offset)
-    return _HEADER.pack(
-        MAGIC,
-        VERSION,
-        frame_type,
-        segment,
-        tag,
-        sequence % SEQUENCE_MODULUS,
-        length,
-        num_read % SEQUENCE_MODULUS,
-        packed_key or _NO_KEY,
-        offset,
-    )
+    sequence, num_read = sequence % SEQUENCE_MODULUS, num_read % SEQUENCE_MODULUS
+    front = (MAGIC, VERSION, frame_type, segment, tag, sequence, length, num_read)
+    return _HEADER.pack(*front, packed_key or _NO_KEY, offset)
 
 
 def parse_header(data: bytes | bytearray | memoryview, tag: bytes, sequence: int) -> Header:

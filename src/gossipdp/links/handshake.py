@@ -26,6 +26,7 @@ import enum
 import hmac
 import secrets
 import struct
+from collections.abc import Callable
 from typing import final
 
 import msgspec
@@ -190,7 +191,6 @@ class Stage(enum.Enum):
 
     OPENING = "opening"  # acceptor: the dialler's Hello is due
     CHALLENGED = "challenged"  # acceptor: the dialler's Proof is due
-    DECIDING = "deciding"  # acceptor: call welcome() or refuse() next
     OPENED = "opened"  # dialler: Challenge (in TLS Welcome) or Refused is due
     PROVED = "proved"  # dialler: Welcome or Refused is due
     DONE = "done"
@@ -205,10 +205,11 @@ class Handshake:
         identity: what this worker says of itself.
         secret: shared by all workers of the run, not empty; None inside TLS.
         wanted_rank: whom the dialler wants to reach; None: whoever is there, or an acceptor.
+        admit: what an acceptor has against a member whose run agrees; None: nothing.
         nonce: 32 fresh random bytes; given by tests alone.
 
     Attributes:
-        peer: what the other side says of itself, from DECIDING (acceptor) or DONE (dialler) on.
+        peer: what the other side says of itself, once it is known to be a member.
         refusal: why it ended, at stage REFUSED.
     """
 
@@ -219,6 +220,7 @@ class Handshake:
         *,
         dialler: bool,
         wanted_rank: int | None = None,
+        admit: Callable[[Identity], Refusal | None] = lambda peer: None,
         nonce: bytes | None = None,
     ) -> None:
         if secret is not None and not secret:
@@ -230,6 +232,7 @@ class Handshake:
         self.stage = Stage.OPENED if dialler else Stage.OPENING
         self._identity = identity
         self._secret = secret
+        self._admit = admit
         self._nonce = nonce or secrets.token_bytes(NONCE_BYTES)
         self._peer_nonce = b""
         self._hello = _Hello(identity, wanted_rank, self._nonce)  # an acceptor's is the dialler's
@@ -242,7 +245,7 @@ class Handshake:
     @property
     def num_wanted(self) -> int:
         """How many bytes to read next; 0 when this side awaits nothing."""
-        if self.stage in (Stage.DECIDING, Stage.DONE, Stage.REFUSED):
+        if self.stage in (Stage.DONE, Stage.REFUSED):
             return 0
         size = _PREFIX.size if self._body_bytes is None else self._body_bytes
         return size - len(self._buffer)
@@ -271,19 +274,12 @@ class Handshake:
             raise HandshakeError(f"malformed handshake message: {error}") from None
         self._take_message(message)
 
-    def welcome(self) -> None:
-        """Acceptor at DECIDING: the link is made."""
-        assert self.stage is Stage.DECIDING
-        self.stage = Stage.DONE
-        self._send(_Welcome(self._identity, self._prove("acceptor", self._identity.rank)))
-
     def refuse(self, refusal: Refusal) -> None:
         """End without a link; an acceptor tells the dialler why, and proves it to a member."""
-        is_member = self.stage is Stage.DECIDING
         self.stage, self.refusal = Stage.REFUSED, refusal
         self._output.clear()
         if not self.dialler:
-            proof = self._prove("refusal", self._hello.wanted_rank) if is_member else b""
+            proof = self._prove("refusal", self._hello.wanted_rank) if self.peer else b""
             self._send(_Refused(refusal.field, refusal.ours, refusal.theirs, proof))
 
     def _take_prefix(self, data: bytearray) -> None:
@@ -341,17 +337,20 @@ class Handshake:
         self._peer_nonce = nonce
 
     def _decide(self) -> None:
-        """The dialler is a member: leave it to the caller, unless what it runs does not fit."""
+        """The dialler is a member: make a link, unless something speaks against it."""
         mine, peer, wanted = self._identity, self._hello.identity, self._hello.wanted_rank
         self.peer = peer
-        self.stage = Stage.DECIDING
         refusal = mine.disagreement(peer)
         if refusal is None and wanted not in (None, mine.rank):
             refusal = Refusal("rank", str(mine.rank), str(wanted))
         if refusal is None and peer.rank == mine.rank:
             refusal = Refusal("own_rank", str(mine.rank), str(peer.rank))
+        refusal = refusal or self._admit(peer)
         if refusal is not None:
             self.refuse(refusal)
+        else:
+            self.stage = Stage.DONE
+            self._send(_Welcome(mine, self._prove("acceptor", mine.rank)))
 
     def _take_welcome(self, welcome: _Welcome) -> None:
         peer = welcome.identity

@@ -5,7 +5,6 @@ handshake. Of a stranger little is read, and of TLS nothing is allocated before 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from typing import final
 
 from gossipdp.links import fork, sockets
@@ -16,13 +15,9 @@ from gossipdp.links.tls import Tls, TlsStream
 
 @final
 class Opening:
-    """A connection whose handshake is not over.
+    """A connection to ``there`` whose handshake is not over, given up at ``deadline_s``.
 
-    Attributes:
-        handshake: ours.
-        there: host and port of the other end.
-        deadline_s: when it is given up, by the transport's clock.
-        stream: what carries the handshake; None until that is known.
+    ``stream`` carries the handshake; it is None until its kind is known.
     """
 
     def __init__(
@@ -60,8 +55,8 @@ class Opening:
         """What it has shown so far: nothing; a TLS hello; that it knows the run's id."""
         return 2 if self.handshake.stage is not Stage.OPENING else int(self._has_spoken)
 
-    def advance(self, decide: Callable[[Handshake], None]) -> None:
-        """Go on without waiting, to stage DONE or REFUSED; ``decide`` answers at DECIDING.
+    def advance(self) -> None:
+        """Go on without waiting, to stage DONE or REFUSED.
 
         Raises:
             BlockingIOError: The other end is to speak first.
@@ -83,18 +78,15 @@ class Opening:
             self._output += handshake.take_output()
             if self._output:
                 self._output = self._output[stream.send([self._output]) :]
-            if handshake.stage is Stage.DECIDING:
-                decide(handshake)
-            elif self._output:
+            if self._output:
                 raise BlockingIOError
-            elif handshake.num_wanted == 0:
+            if handshake.num_wanted == 0:
                 return
-            else:
-                room = bytearray(handshake.num_wanted)
-                count = stream.receive_into([memoryview(room)])
-                if count == 0:
-                    raise EOFError
-                handshake.receive(bytes(room[:count]))
+            room = bytearray(handshake.num_wanted)
+            count = stream.receive_into([memoryview(room)])
+            if count == 0:
+                raise EOFError
+            handshake.receive(bytes(room[:count]))
 
     def _begin_stream(self) -> None:
         """Choose what carries the handshake."""

@@ -22,10 +22,9 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
-from types import MappingProxyType
 from typing import Any, Literal, final
 
 import msgspec
@@ -63,22 +62,20 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
     """Listens, dials, and moves frames between links and one handler.
 
     Args:
-        handler: is told of everything; see :mod:`~gossipdp.links.link` for the guarantees.
+        handler: is told of everything; see :mod:`.link` for the guarantees.
         identity: this worker's hello; its ``host`` and ``port`` are filled in with where it
             listens (an own ``host`` is kept: the address that others are to dial).
         secret: shared by all workers of the run; with ``tls`` it is not looked at.
         listener: from :func:`listen`; the transport closes it.
         tls: what all links go through; None: in the clear.
         clock: seconds, monotonic; the handler's own, which looks at ``last_heard_s``.
-        max_unauthenticated: of accepted connections beyond this many, one is closed: the oldest
-            of those that have shown least.
+        max_unauthenticated: bounds the accepted connections without a handshake.
         max_bytes_per_s: what each link sends at most; None for no cap.
         shared_memory: "auto": workers of one host read each other's exchange chunks in place,
-            where the system has what it takes; "off": all chunks are sent. With a cap on what a
-            link sends there is none either.
+            where the system has what it takes and links are not capped; "off": all are sent.
 
     Attributes:
-        segment: what peers of this host may read; None: nothing.
+        links: the link to each peer that has one. ``link_up`` may still be on its way.
     """
 
     def __init__(
@@ -115,7 +112,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self._may_share = shared_memory == "auto" and max_bytes_per_s is None
         self._memory_socket: MemorySocket | None = None
         self._polling = False
-        self._links: dict[int, TcpLink] = {}
+        self.links: dict[int, TcpLink] = {}
         self._openings: dict[Opening, None] = {}  # the oldest first
         self._by_descriptor: dict[int, TcpLink | Opening] = {}
         self._notices: deque[Callable[[], None]] = deque()
@@ -138,11 +135,6 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         # accept does not end every wait at once.
         for source in (self._listener, self._wake_descriptor):
             self._epoll.register(source, select.EPOLLIN | select.EPOLLET)
-
-    @property
-    def links(self) -> Mapping[int, TcpLink]:
-        """The link to each peer that has one. ``link_up`` may still be on its way."""
-        return MappingProxyType(self._links)
 
     def poll(self, timeout_s: float) -> None:
         assert not self._closed
@@ -189,7 +181,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
     def close(self) -> None:
         if self._closed:
             return
-        for link in list(self._links.values()):
+        for link in list(self.links.values()):
             link.flush_controls()
             sockets.empty(link.connection, self.scratch)
         with fork.descriptors_guard, self._wake_guard:
@@ -198,10 +190,10 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
                 connection.close()
             self._epoll.close()
             os.close(self._wake_descriptor)
-        for link in list(self._links.values()):
+        for link in list(self.links.values()):
             link.end("this worker closed its transport")
         self.segment = self._memory = None
-        for mine in (self._links, self._openings, self._by_descriptor, self.to_read):
+        for mine in (self.links, self._openings, self._by_descriptor, self.to_read):
             mine.clear()
         self.to_write.clear()
         self._notices.clear()
@@ -230,7 +222,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
     def _connections(self) -> list[socket.socket]:
         """All sockets but the listener, which sees to itself in a child."""
         unix = self._memory_socket.sockets if self._memory_socket is not None else []
-        links = (link.connection for link in self._links.values())
+        links = (link.connection for link in self.links.values())
         return [*links, *(opening.connection for opening in self._openings), *unix]
 
     # Links.
@@ -249,8 +241,8 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self.to_read.pop(link, None)
         self.to_write.pop(link, None)
         with fork.descriptors_guard:
-            if self._links.get(link.peer) is link:
-                del self._links[link.peer]
+            if self.links.get(link.peer) is link:
+                del self.links[link.peer]
             self._close_connection(link.connection, link.connection.fileno())
         self._notices.append(partial(self.handler.link_down, link, reason))
 
@@ -259,7 +251,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         handshake = opening.handshake
         peer, mine = handshake.peer, self.identity.rank
         assert peer is not None
-        old = self._links.get(peer.rank)
+        old = self.links.get(peer.rank)
         if old is not None:
             if peer.incarnation < old.peer_identity.incarnation:
                 self._release(opening)
@@ -271,9 +263,9 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         assert opening.stream is not None
         link = TcpLink(self, opening.stream, peer, mine if handshake.dialler else peer.rank)
         # Listed as a link before it ceases to be listed as an opening, for a fork in between.
-        self._links[peer.rank] = link
+        self.links[peer.rank] = link
         del self._openings[opening]
-        self._by_descriptor[link.connection.fileno()] = link
+        self._by_descriptor[opening.descriptor] = link
         self.to_read[link] = None
         self._notices.append(partial(self.handler.link_up, link))
         if self._memory_socket is not None:
@@ -294,7 +286,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             family = socket.AF_INET if version == 4 else socket.AF_INET6
             with fork.descriptors_guard:
                 connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-                opening = self._begin(connection, (host, port), dialler=True, wanted=peer)
+                opening = self._begin(connection, (host, port), True, peer)
             code = connection.connect_ex((host, port))
         except (ValueError, OSError) as error:  # such as an IPv6 address with a foreign zone
             self._log.warn_once("dial", f"{host}:{port}", "cannot dial rank %s: %s", peer, error)
@@ -306,22 +298,19 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             self._end(opening, code == errno.ECONNREFUSED)
 
     def _note_failure(self, peer: int | None, address: tuple[str, int], refused: bool) -> None:
-        if peer not in self._links:
+        if peer not in self.links:
             self._notices.append(partial(self.handler.dial_failed, peer, address, refused))
 
     def _dials_to(self, peer: int) -> list[Opening]:
         return [each for each in self._openings if each.handshake.wanted_rank == peer]
 
     def _begin(
-        self,
-        connection: socket.socket,
-        there: tuple[str, int],
-        *,
-        dialler: bool,
-        wanted: int | None = None,
+        self, connection: socket.socket, there: tuple[str, int], dialler: bool, wanted: int | None
     ) -> Opening:
         """List a new socket, under the guard of :mod:`.fork`."""
-        handshake = Handshake(self.identity, self._secret, dialler=dialler, wanted_rank=wanted)
+        handshake = Handshake(
+            self.identity, self._secret, dialler=dialler, wanted_rank=wanted, admit=self._admit
+        )
         deadline_s = self.clock() + HANDSHAKE_TIMEOUT_S
         opening = Opening(connection, handshake, there, deadline_s, self._tls)
         try:
@@ -345,7 +334,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
                         return
                     except ConnectionError:
                         continue  # it was gone before we looked
-                    opening = self._begin(connection, address[:2], dialler=False)
+                    opening = self._begin(connection, address[:2], False, None)
                 # What it has said by now counts when one must go.
                 self._advance(opening)
                 if len(self._accepted()) > self._max_unauthenticated:
@@ -380,7 +369,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
     def _advance(self, opening: Opening) -> None:
         """Carry an opening as far as it goes without waiting."""
         try:
-            opening.advance(self._decide)
+            opening.advance()
         except BlockingIOError:
             pass
         except (ConnectionError, EOFError) as error:  # as happens in a healthy run
@@ -395,21 +384,17 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             else:
                 self._end(opening)
 
-    def _decide(self, handshake: Handshake) -> None:
-        """Acceptor: welcome a member, unless it is outdated or our own link takes precedence."""
-        peer, mine = handshake.peer, self.identity.rank
-        assert peer is not None
-        old = self._links.get(peer.rank)
+    def _admit(self, peer: Identity) -> Refusal | None:
+        """Whether a member is outdated, or our own link to it takes precedence."""
+        old = self.links.get(peer.rank)
         if old is not None:
             held = old.peer_identity
             if peer.incarnation < held.incarnation:
-                incarnations = str(held.incarnation), str(peer.incarnation)
-                handshake.refuse(Refusal("incarnation", *incarnations))
-                return
+                return Refusal("incarnation", str(held.incarnation), str(peer.incarnation))
             same_life = (held.incarnation, held.process_id) == (peer.incarnation, peer.process_id)
-            if same_life and old.dialler == mine < peer.rank:
+            if same_life and old.dialler == self.identity.rank < peer.rank:
                 raise ConnectionAbortedError  # its dial comes to nothing, and it may try again
-        handshake.welcome()
+        return None
 
     def _abandon(self, opening: Opening, reason: str) -> None:
         """End an opening for a reason that somebody may want to look into."""
@@ -466,7 +451,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self.segment = self._make_segment(num_bytes) if self._may_share else None
         if self.segment is not None:
             self._memory = self.segment.memory
-            for link in self._links.values():
+            for link in self.links.values():
                 self.link_found_memory_socket(link)
         else:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -478,7 +463,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         try:
             if self._memory_socket is None:
                 self._memory_socket = MemorySocket(self._log, self._epoll)
-                for link in self._links.values():
+                for link in self.links.values():
                     link.invite(self._memory_socket.name)
             segment = SharedSegment(num_bytes, self._num_segments + 1)
         except (OSError, AttributeError) as error:  # AttributeError: not on this system
@@ -505,7 +490,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
 
     def _take_segments(self) -> None:
         if self._memory_socket is not None:
-            by_token = {link.memory_token: link for link in self._links.values()}
+            by_token = {link.memory_token: link for link in self.links.values()}
             for token, number, memory in self._memory_socket.take(by_token):
                 by_token[token].map(number, memory)
 

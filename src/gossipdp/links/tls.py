@@ -128,11 +128,7 @@ def _write_new(path: Path, data: bytes, mode: int) -> None:
 
 @final
 class Tls:
-    """What a worker needs to open either end of a TLS connection.
-
-    Args:
-        files: read and checked here and not looked at again.
-        clock: seconds since the epoch.
+    """What a worker needs to open either end of a TLS connection; ``files`` are read here once.
 
     Raises:
         ValueError: A file cannot be read or used, the key does not fit the certificate, or another

@@ -78,7 +78,7 @@ class NeighbourStatus(msgspec.Struct, frozen=True):
 
 
 class NoticeStatus(msgspec.Struct, frozen=True):
-    """What this worker noticed of ``rank``: see :class:`gossipdp.gossip.noticed.Notice`."""
+    """What this worker noticed of ``rank``: see :class:`gossipdp.gossip.published.Notice`."""
 
     rank: int
     kind: str

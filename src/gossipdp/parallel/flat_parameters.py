@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from gossipdp.dynamics.chunks import CHUNK_BYTES, Chunk, Role, Segment, State
-from gossipdp.dynamics.device import ON, SWITCH, is_cuda_allowed
+from gossipdp.dynamics.device import ON, SWITCH, is_cuda_allowed, zeros
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import ModelChangedError
 
@@ -147,7 +147,7 @@ class FlatParameters:
             for view in views:
                 view.segment, view.offset = index, length
                 length += -(-view.tensor.numel() // alignment) * alignment
-            flat = torch.zeros(length, dtype=dtype, device=device)
+            flat = zeros(length, dtype, device)
             for view in views:
                 with torch.no_grad():
                     view.of(flat).copy_(view.tensor)

@@ -374,6 +374,7 @@ class GossipEngine(Engine):
         if self._arrival.thread is not None:
             # What the last exchange brought belongs to the parameters.
             self._state.boundary(self._theta(), wait=True)
+        self._state.end_helpers()
 
     # What other threads may ask: of one published value.
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from gossipdp.gossip.exchange import CompletedExchange
-from gossipdp.gossip.noticed import Notice
+from gossipdp.gossip.published import Notice
 
 
 @dataclass(frozen=True)

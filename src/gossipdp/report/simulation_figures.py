@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -44,19 +44,12 @@ MOST_ROWS, LEAST_WORKERS = 36, 6
 NUM_TIMELINE_STEPS = 10
 
 
-class _Axis(NamedTuple):
-    """A quantity to draw against."""
-
-    label: str
-    column: str
-    is_per_worker: bool
-
-
-AXES = (
-    _Axis("virtual time (s)", "time_s", False),
-    _Axis("exchanges per worker", "exchanges", True),
-    _Axis("gradient steps per worker", "gradient_steps", True),
-)
+AXES = {
+    "time_s": "virtual time (s)",
+    "exchanges": "exchanges per worker",
+    "gradient_steps": "gradient steps per worker",
+}
+"""The columns that others are drawn against."""
 
 
 def draw_simulation(ensembles: Sequence[Ensemble], path: Path, *, title: str) -> None:
@@ -67,20 +60,19 @@ def draw_simulation(ensembles: Sequence[Ensemble], path: Path, *, title: str) ->
     """
     has_loss = any(np.isfinite(ensemble.column("loss")).any() for ensemble in ensembles)
     rows = ["loss", "consensus_distance"] if has_loss else ["consensus_distance"]
-    axes_of = AXES if has_loss else AXES[:2]
-    figure = _figure(5.0 + 4.2 * (len(axes_of) - 1), 1.3 + 3.2 * len(rows))
-    panels = figure.subplots(len(rows), len(axes_of), squeeze=False, sharey="row", sharex="col")
+    columns = list(AXES) if has_loss else list(AXES)[:2]
+    figure = _figure(5.0 + 4.2 * (len(columns) - 1), 1.3 + 3.2 * len(rows))
+    panels = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row", sharex="col")
     for row, name in zip(panels, rows, strict=True):
-        for axes, axis in zip(row, axes_of, strict=True):
+        for axes, column in zip(row, columns, strict=True):
             for ensemble in ensembles:
-                _draw_band(axes, ensemble, axis, name)
+                _draw_band(axes, ensemble, column, name)
             _scale(axes, ensembles, name, has_loss=has_loss)
             axes.grid(True, which="major", linewidth=0.4, alpha=0.6)
-        if name == "consensus_distance":
-            _name_the_hidden(row[0], ensembles)
+            if name == rows[-1]:
+                axes.set_xlabel(AXES[column])
         row[0].set_ylabel("loss of the mean model" if name == "loss" else "consensus distance")
-    for axes, axis in zip(panels[-1], axes_of, strict=True):
-        axes.set_xlabel(axis.label)
+    _name_the_hidden(panels[-1][0], ensembles)
     handles, labels = panels[-1][0].get_legend_handles_labels()
     if len(ensembles[0].traces) > 1:
         title += "\nline: mean over seeds; band: from the least to the greatest"
@@ -89,15 +81,13 @@ def draw_simulation(ensembles: Sequence[Ensemble], path: Path, *, title: str) ->
     figure.savefig(path, dpi=120)
 
 
-def _draw_band(axes: Axes, ensemble: Ensemble, axis: _Axis, name: str) -> None:
-    against = ensemble.mean(axis.column)
-    if axis.is_per_worker:
-        ends = 2.0 if axis.column == "exchanges" else 1.0
-        against = against * ends / ensemble.traces[0].num_workers
+def _draw_band(axes: Axes, ensemble: Ensemble, column: str, name: str) -> None:
+    ends = {"time_s": float(ensemble.traces[0].num_workers), "exchanges": 2.0}.get(column, 1.0)
+    against = ensemble.mean(column) * ends / ensemble.traces[0].num_workers
     values = ensemble.column(name)
+    values = np.where((values > 0) & (values < MOST_SHOWN), values, np.nan)
     colour = METHOD_COLOURS[ensemble.method]
     style = CASE_STYLES[ensemble.case % len(CASE_STYLES)]
-    values = np.where((values > 0) & (values < MOST_SHOWN), values, np.nan)
     mean = values.mean(axis=0)
     axes.plot(against, mean, color=colour, linestyle=style, linewidth=1.6, label=ensemble.label)
     if len(values) > 1:

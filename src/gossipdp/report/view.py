@@ -8,9 +8,10 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 from gossipdp.observe.log import ExchangeRecord, RunLog, StepRecord, WorkerLog
 from gossipdp.observe.log_writer import GROWTH
@@ -43,8 +44,7 @@ class LinkSpeed:
     bytes_per_s: float
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A piece of one worker's time and the shares of it, between 0 and 1.
 
     computing, waiting, idle and away come to 1: gradient steps; held up by others; no gradient
@@ -108,7 +108,7 @@ def merged(spans: list[Span], most: int) -> list[Span]:
     few = []
     for group in groups.values():
         lengths = [span.end_s - span.start_s for span in group]
-        _, _, *shares = zip(*map(astuple, group), strict=True)
+        _, _, *shares = zip(*group, strict=True)
         means = [
             sum(share * length for share, length in zip(each, lengths, strict=True)) / sum(lengths)
             for each in shares
@@ -261,7 +261,7 @@ class RunView:
         worker, offset_s = self.workers[rank], self.offsets[rank]
         spans = [Span(0.0, offset_s, idle=1.0)]
         for each in spans_of(worker):
-            start_s, end_s, *shares = astuple(each)
+            start_s, end_s, *shares = each
             spans.append(Span(offset_s + start_s, offset_s + end_s, *shares))
         last_s = offset_s + worker.last_s
         over = {"idle": 1.0} if worker.end else {"away": 1.0}

@@ -26,18 +26,7 @@ class Event:
 
 
 class Engine:
-    """Runs callbacks in the order of their virtual time.
-
-    Example:
-        >>> engine = Engine()
-        >>> _ = engine.at(2.0, lambda: print("two"))
-        >>> _ = engine.at(1.0, lambda: print("one"))
-        >>> engine.run(until=5.0)
-        one
-        two
-        >>> engine.now
-        5.0
-    """
+    """Runs callbacks in the order of their virtual time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -46,11 +35,7 @@ class Engine:
         self._counter = 0
 
     def at(self, time: float, callback: Callable[[], None], *, priority: int = 0) -> Event:
-        """Run ``callback`` at ``time``; among events of one time the lowest priority is first.
-
-        Raises:
-            ValueError: ``time`` is in the past or not finite.
-        """
+        """Run ``callback`` at ``time``; among events of one time the lowest priority is first."""
         if not (math.isfinite(time) and time >= self.now):
             raise ValueError(f"an event at {time} cannot be scheduled at {self.now}")
         event = Event(time, callback)

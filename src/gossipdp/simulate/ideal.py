@@ -98,15 +98,8 @@ class PoissonEdges:
     the phase of that moment, then average: the dynamics of the paper's equation (4), exactly.
     Exchanges are applied in blocks, by :meth:`advance`, whenever somebody looks at the state.
 
-    Args:
-        constants: the graph with its rates.
-        population: the state that exchanges change.
-        unit_s: the unit of time, in seconds.
-        eta: mixing speed per unit of time; 0 for plain gossip.
-        alpha_tilde: gain of an exchange on the momentum copy.
-        is_released: exchange as the authors' released code does: each end subtracts its own
-            flowed value from the other's value before it flowed.
-        seed: of the times.
+    ``unit_s`` is the unit of time, ``eta`` the mixing speed per unit. With ``is_released`` each end
+    subtracts its own flowed value from the other's value before it flowed.
     """
 
     def __init__(
@@ -173,7 +166,7 @@ def exchanges(  # noqa: PLR0917
     """Flow and exchange, event by event, as compiled by numba; buffers have no column in ``c``.
 
     The only arithmetic of x and c beside :mod:`gossipdp.dynamics.update`, which a test compares it
-    with: an exchange of two short rows takes 0.5 microseconds here, and 74 by calls of that.
+    with: an exchange of two short rows takes 3.7 microseconds here, and 74 by calls of that.
     """
     for event in range(len(phases)):
         i, j = ends[event, 0], ends[event, 1]

@@ -105,7 +105,6 @@ class _Open:
     alpha_tilde: float
     began_s: float
     snapshot: Tensor
-    has_applied: bool = False
 
 
 class CarriedRows(Payload):
@@ -119,11 +118,7 @@ class CarriedRows(Payload):
     The released exchange, for comparison only: what travels is the row before it flowed; delta is
     the live row when the data arrive, flowed and with the steps taken meanwhile, minus that.
 
-    Args:
-        training: the rows and their gradient steps.
-        phases: the phase of each rank.
-        is_released: exchange as the authors' released code does.
-        interval: told what each worker did when.
+    ``interval`` is told what each worker did when.
     """
 
     def __init__(
@@ -165,7 +160,6 @@ class CarriedRows(Payload):
         exchange, population = self._open[rank], self.population
         mine = population.x[rank].clone() if self._is_released else exchange.snapshot
         population.apply(rank, mine, data, exchange.alpha_tilde)
-        exchange.has_applied = True
         if self._halves.pop(id, None) is None:
             gain = 0.5 if population.c is None else 0.5 + 0.5 * (exchange.alpha_tilde - 0.5)
             self._halves[id] = (mine - data)[: population.num_trained].double() * -gain

@@ -104,9 +104,6 @@ class RowLayout:
 
     A parameter under several names is one, under the first of them. Frozen parameters and integer
     buffers are not in the row.
-
-    Args:
-        model: has at least one trainable parameter; all of one dtype, on the CPU.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -170,14 +170,9 @@ class Wire:
 
 
 class Network:
-    """Drives the protocols of ``workers`` under ``conditions``.
+    """Drives the protocols of ``workers``, of which those of ``edges`` are linked.
 
-    Args:
-        workers: their protocols, by rank.
-        edges: who is linked, from the start.
-        conditions: how long everything takes.
-        payload: what the workers hold; None: nothing.
-        keeps_exchanges: whether ``exchanges`` keeps those that are over, in a long run many.
+    ``keeps_exchanges``: ``exchanges`` keeps those that are over too, in a long run many.
 
     Attributes:
         engine: the clock and its events; ``engine.run`` raises a RuntimeError when a worker begins

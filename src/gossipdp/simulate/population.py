@@ -21,12 +21,7 @@ class Population:
 
     A row of ``x`` is what others see of a worker: its parameters and what exchanges and flow have
     brought (``x + pending`` of a real worker). ``c`` is the momentum of the trained columns; float
-    buffers, in the columns after them, are averaged without.
-
-    Args:
-        start: the workers' first values; (n, d). It is copied.
-        num_trained: the number of trained columns.
-        momentum: whether there is a ``c`` (method ``a2cid2``).
+    buffers, in the columns after them, are averaged without. Without ``momentum`` there is no c.
     """
 
     def __init__(self, start: Tensor, num_trained: int, *, momentum: bool) -> None:
@@ -101,11 +96,7 @@ class Training:
     And so the gradients of all steps under way can be evaluated together: when the first of them
     is needed, all are, in one batch. What a step finds does not depend on that.
 
-    Args:
-        source: the gradients, or None where workers take none (consensus): steps then only count.
-        optimizer: how rows step.
-        population: the rows.
-        decay_s: over how long the learning rate decays; None: it is constant.
+    Without a ``source`` (consensus) steps only count. The learning rate decays over ``decay_s``.
     """
 
     def __init__(

@@ -196,22 +196,13 @@ def run_all(
     """``[function(task, progress) for task in tasks]``, over processes.
 
     Torch and numpy compute with one thread in each process, also where there is but this one, so
-    that sums do not depend on the number of cores.
+    that sums do not depend on the number of cores. With ``processes=None`` there are as many as
+    cores, unless the rest would soon be done here: the cheapest tasks, by ``costs``, are done here
+    first, to see how long they take. A function may tell its ``progress`` the share of its task
+    done, which is heard in this process alone; ``on_progress`` hears of all costs.
 
-    Args:
-        function: what to do with a task; it may tell ``progress`` the share of the task done, which
-            is heard in this process alone.
-        tasks: they, the function and its answers must be picklable, by cloudpickle at least.
-        processes: how many at once; with 1 all happens in this process. None: as many as there are
-            cores, unless the rest would soon be done here: the cheapest tasks are done here first,
-            to see how long they take.
-        costs: how long the tasks take, in any unit: the longest start first.
-        on_progress: told in this thread which share of all costs is done, 0 to 1.
-
-    Raises:
-        ValueError: ``processes`` is not positive.
-        Exception: what a task raised; with joblib's traceback as its cause, if that was in another
-            process.
+    Functions, tasks and answers must be picklable, by cloudpickle at least. What a task raised in
+    another process has joblib's traceback as its cause.
     """
     if processes is not None and processes < 1:
         raise ValueError(f"processes is {processes}; it must be at least 1")

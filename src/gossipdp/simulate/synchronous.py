@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import networkx as nx
 import numpy as np
@@ -75,15 +75,16 @@ def multiplications_per_step(gamma: float) -> int:
 
 
 class Mixing:
-    """Round after round of multiplications by W, plain or accelerated by Chebyshev.
+    """Round after round of multiplications by W, plain or, with ``gamma``, by Chebyshev.
 
         x_1     = W x_0
         x_{t+1} = (1 + omega_t) W x_t - omega_t x_{t-1}
         1 + omega_1 = 1 / (1 - gamma^2 / 2),   1 + omega_t = 1 / (1 - gamma^2 (1 + omega_{t-1}) / 4)
 
-    so that x_t = T_t(W / gamma) / T_t(1 / gamma) x_0 with the Chebyshev polynomials T_t: of all
-    polynomials of degree t in W that keep the mean, the one whose largest value over the
-    eigenvalues [-gamma, gamma] is least. omega_t rises at once to
+    with gamma the second largest absolute eigenvalue of W (0: omega stays 0). So x_t =
+    T_t(W / gamma) / T_t(1 / gamma) x_0 with the Chebyshev polynomials T_t: of all polynomials of
+    degree t in W that keep the mean, the one whose largest value over the eigenvalues
+    [-gamma, gamma] is least. omega_t rises at once to
 
         omega = (1 - sqrt(1 - gamma^2)) / (1 + sqrt(1 - gamma^2))
 
@@ -91,10 +92,6 @@ class Mixing:
     a gap 1 - gamma of W becomes about sqrt(2 (1 - gamma)).
 
     Source: Golub, Varga 1961; for gossip Arioli, Scott 2014, and Scaman et al. 2017 (algorithm 2).
-
-    Args:
-        matrix: W; (n, n).
-        gamma: its second largest absolute eigenvalue, 0 <= gamma < 1; 0 for no acceleration.
     """
 
     def __init__(self, matrix: FloatArray, gamma: float = 0.0) -> None:
@@ -180,14 +177,14 @@ def run_dpsgd(
 class _Rounds(ABC):
     """Round after round of all workers; the clock is a list of when each worker ended the last."""
 
+    starts_alike: ClassVar[bool] = False
+
     def __init__(
         self, scenario: Scenario, method: str, on_progress: Callable[[float], None]
     ) -> None:
         self.scenario = scenario
         self.ranks = range(scenario.num_workers)
-        self.training = Training.of(
-            scenario, momentum=False, starts_alike=isinstance(self, _AllReduce)
-        )
+        self.training = Training.of(scenario, momentum=False, starts_alike=self.starts_alike)
         self.population = self.training.population
         self.recorder = Recorder(scenario, method, self.training, on_progress)
         row = self.population.x[0]
@@ -241,6 +238,8 @@ class _Rounds(ABC):
 
 
 class _AllReduce(_Rounds):
+    starts_alike = True
+
     def __init__(
         self, scenario: Scenario, method: str, on_progress: Callable[[float], None]
     ) -> None:

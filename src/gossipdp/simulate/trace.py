@@ -168,14 +168,7 @@ def _first(condition: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
 
 
 class Recorder:
-    """Records the network at evenly spaced moments, and says when the run is over.
-
-    Args:
-        scenario: how long the run is, how many records, and when to stop before.
-        method: its method.
-        training: the rows that are recorded, and what judges their mean.
-        on_progress: told the share of the run that is done, at each record.
-    """
+    """Records the network at evenly spaced moments, and says when the run is over."""
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from simulated_faults.averaged_rows import AveragedRows
     from simulated_faults.network import FaultyNetwork
 
+ONE_AT_A_TIME, NO_DEADLOCK = "one exchange at a time", "no deadlock"
 ACCOUNT_EVERY = 256
 """Inputs between two looks at the sum over all rows."""
 MANY_DEMANDS = 12.0
@@ -91,24 +92,21 @@ class Invariants:
         for action in actions:
             match action:
                 case Stop(id=id):
-                    self._expect(
-                        running == id, "one exchange at a time", rank, f"stops {id} in {running}"
-                    )
+                    if running != id:
+                        raise self._broken(ONE_AT_A_TIME, rank, f"stops {id} in {running}")
                     running = None
                 case Begin(id=id):
-                    self._expect(
-                        running is None,
-                        "one exchange at a time",
-                        rank,
-                        f"begins {id} while in {running}",
-                    )
+                    if running is not None:
+                        raise self._broken(ONE_AT_A_TIME, rank, f"begins {id} while in {running}")
                     running = id
                     # Its own alone: what is applied was sent when the other end began.
-                    self._expect_parameters(rank, worker)
+                    own = worker.membership.own.status
+                    if own is Status.JOINING:
+                        invariant = "nobody exchanges without parameters"
+                        raise self._broken(invariant, rank, f"it is {own.name}")
                 case Prepare():
-                    self._expect(
-                        running is None, "one exchange at a time", rank, "consolidates in one"
-                    )
+                    if running is not None:
+                        raise self._broken(ONE_AT_A_TIME, rank, "consolidates in one")
 
     def after(self, rank: int) -> None:
         """``rank`` has performed what an input asked for."""
@@ -120,34 +118,22 @@ class Invariants:
             )
         total_steps = worker.progress.total_steps
         if total_steps != seen.total_steps:
-            self._expect(
-                total_steps > seen.total_steps,
-                "progress never falls",
-                rank,
-                f"{seen.total_steps} steps were known, now {total_steps}",
-            )
-            self._expect(
-                total_steps <= self._ledger.total_steps,
-                "progress never exceeds the truth",
-                rank,
-                f"{total_steps} steps are known, {self._ledger.total_steps} were taken",
-            )
+            if total_steps < seen.total_steps:
+                known = f"{seen.total_steps} steps were known, now {total_steps}"
+                raise self._broken("progress never falls", rank, known)
+            if total_steps > self._ledger.total_steps:
+                taken = f"{total_steps} steps are known, {self._ledger.total_steps} were taken"
+                raise self._broken("progress never exceeds the truth", rank, taken)
             seen.total_steps = total_steps
-        self._expect(
-            worker.proposals_unanswered == 0 or not self._all_answer,
-            "no deadlock",
-            rank,
-            "a proposal was not answered within the time-out",
-        )
+        if self._all_answer and worker.proposals_unanswered:
+            waited = "a proposal was not answered within the time-out"
+            raise self._broken(NO_DEADLOCK, rank, waited)
         self._check_hunger(rank, worker, seen)
         state, running = worker.pairing.state, network.running(rank)
         id = state.id if isinstance(state, Exchanging) else None
-        self._expect(
-            running is None or running == id,  # an exchange has ended here before it is said so
-            "one exchange at a time",
-            rank,
-            f"the protocol is in {id}, its driver in {running}",
-        )
+        if running is not None and running != id:  # it may have ended here before it is said so
+            parted = f"the protocol is in {id}, its driver in {running}"
+            raise self._broken(ONE_AT_A_TIME, rank, parted)
         if worker.membership.version != seen.members_version:
             self._check_members(rank, worker, seen)
         self.num_inputs += 1
@@ -157,42 +143,36 @@ class Invariants:
     def _check_hunger(self, rank: int, worker: WorkerProtocol, seen: _Seen) -> None:
         now, pairing = self._network.engine.now, worker.pairing
         num_exchanges = worker.exchanges_initiated + worker.exchanges_answered
-        is_hungry = pairing.backlog > 0 and pairing.available and pairing.answers
-        if num_exchanges > seen.num_exchanges:
+        has_eaten = num_exchanges > seen.num_exchanges
+        if has_eaten:
             seen.num_exchanges, seen.exchanged_s = num_exchanges, now
-            is_hungry = False
-        if not is_hungry or isinstance(pairing.state, Exchanging):
+        if (
+            has_eaten
+            or pairing.backlog <= 0
+            or not pairing.answers
+            or not pairing.available
+            or isinstance(pairing.state, Exchanging)
+        ):
             seen.hungry_since_s = math.inf
             return
         seen.hungry_since_s = min(seen.hungry_since_s, now)
         hungry_s = now - seen.hungry_since_s
         self.hungriest_s = max(self.hungriest_s, hungry_s)
-        self._expect(
-            hungry_s <= self._longest_hunger_s,
-            "no deadlock",
-            rank,
-            f"a demand unserved for {hungry_s:.3f} s; it is {pairing.state}, open to "
-            f"{sorted(pairing.available)}",
-        )
-
-    def _expect_parameters(self, rank: int, worker: WorkerProtocol) -> None:
-        own = worker.membership.own.status
-        self._expect(
-            own is not Status.JOINING,
-            "nobody exchanges without parameters",
-            rank,
-            f"it is {own.name}",
-        )
+        if hungry_s > self._longest_hunger_s:
+            raise self._broken(
+                NO_DEADLOCK,
+                rank,
+                f"a demand unserved for {hungry_s:.3f} s; it is {pairing.state}, open to "
+                f"{sorted(pairing.available)}",
+            )
 
     def _check_members(self, rank: int, worker: WorkerProtocol, seen: _Seen) -> None:
         for member in worker.membership.members():
             known = seen.members.get(member.rank)
-            self._expect(
-                known is None or known == member or member.supersedes(known),
-                "views only grow",
-                rank,
-                f"{known} became {member}",
-            )
+            if known is member:
+                continue
+            if known is not None and known != member and not member.supersedes(known):
+                raise self._broken("views only grow", rank, f"{known} became {member}")
             seen.members[member.rank] = member
         seen.members_version = worker.membership.version
 

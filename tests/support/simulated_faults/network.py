@@ -22,7 +22,7 @@ from gossipdp.protocol.actions import (
     Superseded,
     Unlink,
 )
-from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope
+from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope, ExchangeId
 from gossipdp.protocol.worker import Action, WorkerProtocol
 from gossipdp.simulate.network import Conditions, Exchange, Network, Wire
 from simulated_faults.averaged_rows import AveragedRows
@@ -93,8 +93,8 @@ class FaultyNetwork(Network):
             workers, edges, conditions, self._faulty_payload, keeps_exchanges=keeps_exchanges
         )
 
-    def running(self, rank: int) -> Any:
-        """The id of the exchange that ``rank`` is in; None for none."""
+    def running(self, rank: int) -> ExchangeId | None:
+        """The exchange that ``rank`` is in."""
         running = self._running.get(rank)
         return None if running is None else running.id
 
@@ -253,6 +253,10 @@ class FaultyNetwork(Network):
             return True
         return self.stands_still(peer, callback)
 
+    def _can_hold_up(self) -> bool:
+        """Whether anything stands still or is parted: mostly not, and events are many."""
+        return bool(self._stalled_until) or self.engine.now < self._heals_at
+
     def before(self, rank: int, actions: Sequence[Action]) -> None:
         """``rank`` is about to perform ``actions``, its answer to one input."""
 
@@ -260,12 +264,14 @@ class FaultyNetwork(Network):
         """``rank`` has performed them."""
 
     def perform(self, rank: int, actions: Sequence[Action]) -> None:
+        if rank in self.crashed:
+            return
         self.before(rank, actions)
         for action in actions:
             self.act(rank, action)
             if rank in self.crashed:
                 break
-        else:
+        if rank not in self.crashed:
             self._set_alarm(rank)
         self.after(rank, actions)
 
@@ -275,7 +281,7 @@ class FaultyNetwork(Network):
             super().end_step(rank, worker)
 
     def poll(self, rank: int) -> None:
-        if not self.stands_still(rank, partial(self.poll, rank)):
+        if not self._can_hold_up() or not self.stands_still(rank, partial(self.poll, rank)):
             super().poll(rank)
 
     def send(self, rank: int, peer: int, envelope: Envelope) -> None:
@@ -296,8 +302,9 @@ class FaultyNetwork(Network):
                 self.cut(rank, peer)
 
     def deliver(self, wire: Wire, rank: int, peer: int, envelope: Envelope) -> None:
-        again = partial(self.deliver, wire, rank, peer, envelope)
-        if not self.holds_up(rank, peer, again):
+        if not self._can_hold_up() or not self.holds_up(
+            rank, peer, partial(self.deliver, wire, rank, peer, envelope)
+        ):
             super().deliver(wire, rank, peer, envelope)
 
     def send_data(self, wire: Wire, rank: int, begin: Begin, data: object) -> None:

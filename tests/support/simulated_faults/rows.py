@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from gossipdp.dynamics.phase import Phase
 from gossipdp.protocol.actions import Rebuilt
 from gossipdp.protocol.messages import ExchangeId
 from gossipdp.simulate.links import CarriedRows
 from gossipdp.simulate.network import Payload
-from gossipdp.simulate.population import Population
+from gossipdp.simulate.population import Population, Training
 
 
 class FaultyPayload(Payload):
@@ -30,15 +33,25 @@ class FaultyRows(CarriedRows, FaultyPayload):
         torn: what those did to the sum of x + c/2 over the workers.
     """
 
-    num_torn = 0
-    torn = torch.zeros(())
+    def __init__(
+        self, training: Training, phases: Mapping[int, Phase], *, is_released: bool = False
+    ) -> None:
+        super().__init__(training, phases, is_released=is_released)
+        self.num_torn = 0
+        self.torn = torch.zeros_like(self.population.half_applied)
+        self._applied: set[int] = set()
+
+    def data_arrived(self, rank: int, id: ExchangeId, data: object, now_s: float) -> None:
+        super().data_arrived(rank, id, data, now_s)
+        self._applied.add(rank)
 
     def exchange_ended(self, rank: int, id: ExchangeId, now_s: float) -> None:
-        has_applied = self._open[rank].has_applied
         super().exchange_ended(rank, id, now_s)
+        has_applied = rank in self._applied
+        self._applied.discard(rank)
         if not has_applied and (half := self._halves.pop(id, None)) is not None:
             self.num_torn += 1
-            self.torn = self.torn + half
+            self.torn += half
 
     def rebuilt(self, rank: int, graph: Rebuilt, now_s: float) -> None:
         self.phases[rank].set_speed(graph.eta, graph.worker_rate, now_s)

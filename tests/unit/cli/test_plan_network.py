@@ -11,7 +11,7 @@ from gossipdp.cli.plan_network import (
     recommended,
 )
 from gossipdp.graph import Constants, build_graph
-from gossipdp.graph.stationary import NOISE_MODELS, stationary_distance
+from gossipdp.graph.network_plan import NOISE_MODELS, stationary_distance
 
 RESNET = TrainingConditions(model_bytes=1e8, step_s=0.1, bytes_per_s=1e9, latency_s=0.001)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gossipdp.dynamics import chunks
 from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
 
 
@@ -115,3 +116,27 @@ def test_buffers_of_low_precision_keep_the_remainder(dtype: torch.dtype) -> None
     one.boundary(0.0)
     expected = (mine.float() + theirs.float()) / 2
     torch.testing.assert_close(one.x.float() + one.pending, expected)
+
+
+def test_a_helper_s_error_reaches_the_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(chunks, "LEAST_HELPED_VALUES", 1)
+    state = State([Segment(torch.zeros(40), Role.TRAINED, chunk_bytes=4)])
+    state.compile("numba")
+    main = threading.get_ident()
+    helped = threading.Event()
+
+    def boundary(theta: float, *, wait: bool) -> bool:
+        if threading.get_ident() == main:
+            return helped.wait(10)
+        helped.set()
+        raise OSError("no such memory")
+
+    for chunk in state.chunks:
+        monkeypatch.setattr(chunk, "boundary", boundary, raising=False)
+    with pytest.raises(OSError, match="no such memory"):
+        state.boundary(0.0)
+    helpers = [each for each in threading.enumerate() if each.name.startswith("gossipdp-boundary")]
+    assert helpers
+    state.end_helpers()
+    assert not any(helper.is_alive() for helper in helpers)

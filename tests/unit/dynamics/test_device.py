@@ -16,7 +16,16 @@ from deferred_device import GOSSIP, MAIN, DeferredDevice
 from torch import Tensor, nn
 
 from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
-from gossipdp.dynamics.device import CudaDevice, Device, Slot, device_of, is_cuda_allowed
+from gossipdp.dynamics.device import (
+    HUGE_PAGE_BYTES,
+    LEAST_HUGE_BYTES,
+    CudaDevice,
+    Device,
+    Slot,
+    device_of,
+    is_cuda_allowed,
+    zeros,
+)
 from gossipdp.dynamics.phase import Phase
 from gossipdp.parallel.flat_parameters import FlatParameters
 
@@ -412,3 +421,17 @@ def test_a_module_on_a_card_is_refused_by_default(monkeypatch: pytest.MonkeyPatc
         FlatParameters(net, [optimizer], momentum=True)
     monkeypatch.setenv("GOSSIPDP_CUDA", "experimental")
     assert isinstance(FlatParameters(net, [optimizer], momentum=True).state.device, CudaDevice)
+
+
+def test_large_memory_is_zeros_on_page_ends_of_its_own():
+    cpu = torch.device("cpu")
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        length = LEAST_HUGE_BYTES // dtype.itemsize + 3
+        values, others = zeros(length, dtype, cpu), zeros(length, dtype, cpu)
+        assert values.shape == (length,)
+        assert values.dtype is dtype
+        assert values.data_ptr() % HUGE_PAGE_BYTES == 0
+        assert not values.any()
+        values[:5].fill_(1.0)
+        assert not others.any()
+    assert zeros(5, torch.float32, cpu).tolist() == [0.0] * 5

@@ -80,7 +80,7 @@ def test_a_weight_that_changes_after_all_agreed_is_found_out(old, x, y):
     steps = LatticeSteps(1, torch.float32)
     values = torch.full((1, BLOCK), old)
     for _ in range(60):
-        steps.decoded(torch.zeros(1, BLOCK), largest(values))
+        steps.learn(torch.zeros(1, BLOCK), largest(values))
     ours, theirs = values.clone(), values.clone()
     ours[0, :7], theirs[0, :7] = x, y
     exponents = steps.exponents()
@@ -116,25 +116,25 @@ def test_steps_grow_at_once_and_shrink_slowly():
     assert bool((steps.exponents() < -60).all()), "nothing is known: as if the two agreed"
     difference = torch.zeros(2, BLOCK)
     difference[1, 3] = -1.0
-    steps.decoded(difference, size)
+    steps.learn(difference, size)
     # 4/127 is between 2**-5 and 2**-4; the other block's values are rounded at 2**-23.
     assert steps.exponents().tolist() == [-23, -4]
-    steps.decoded(difference / 1000, size)
+    steps.learn(difference / 1000, size)
     assert steps.exponents()[1] == -5
     for _ in range(100):
-        steps.decoded(difference / 1e9, size)
+        steps.learn(difference / 1e9, size)
     assert steps.exponents().tolist() == [-23, -23]
-    steps.decoded(1000 * difference, size)
+    steps.learn(1000 * difference, size)
     assert steps.exponents()[1] == 5
 
 
 def test_after_a_repeat_the_step_covers_what_bfloat16_may_hide():
     steps = LatticeSteps(1, torch.float32)
-    steps.repeated(torch.zeros(1, BLOCK), torch.tensor([3.0]))
+    steps.learn(torch.zeros(1, BLOCK), torch.tensor([3.0]), is_rounded=True)
     assert 127 * 2.0 ** int(steps.exponents()[0]) > 4 * 3 * 2**-8
 
 
 def test_hostile_distances_give_ordinary_steps():
     steps = LatticeSteps(1, torch.float32)
-    steps.decoded(torch.full((1, BLOCK), 3e38), torch.tensor([3e38]))
+    steps.learn(torch.full((1, BLOCK), 3e38), torch.tensor([3e38]))
     assert -121 < int(steps.exponents()[0]) < 121

@@ -17,7 +17,7 @@ def test_the_first_exchange_only_starts_the_clock():
     phase = Phase(eta=0.5, worker_rate=1.0)
     assert phase.at(100.0) == 0.0
     assert exchange_at(phase, 100.0, 102.0) == [0.0, 0.0]
-    assert phase.mean_gap_s == 2.0
+    assert phase._mean_gap_s == 2.0
 
 
 def test_one_period_is_one_mean_gap_over_the_worker_rate():
@@ -55,16 +55,16 @@ def test_the_mean_gap_is_taken_after_the_flow_and_follows_a_change_of_pace():
     phase = Phase(eta=1.0, worker_rate=1.0)
     exchange_at(phase, 0.0, 1.0)
     assert exchange_at(phase, 3.0) == pytest.approx([2.0])
-    assert phase.mean_gap_s == pytest.approx(1.5)
+    assert phase._mean_gap_s == pytest.approx(1.5)
     exchange_at(phase, *(3.0 + 5.0 * k for k in range(1, 60)))
-    assert phase.mean_gap_s == pytest.approx(5.0, rel=0.02)
+    assert phase._mean_gap_s == pytest.approx(5.0, rel=0.02)
 
 
 def test_a_pause_of_any_length_moves_the_mean_gap_by_a_bounded_factor():
     phase = Phase(eta=1.0, worker_rate=1.0)
     exchange_at(phase, *map(float, range(30)))
     exchange_at(phase, 1e9)
-    assert phase.mean_gap_s <= 1.0 + 0.1 * (MAX_GAP_IN_MEANS - 1.0) + 1e-9
+    assert phase._mean_gap_s <= 1.0 + 0.1 * (MAX_GAP_IN_MEANS - 1.0) + 1e-9
 
 
 def test_a_new_graph_changes_the_speed_and_never_the_phase():

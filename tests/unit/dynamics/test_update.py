@@ -316,6 +316,21 @@ def test_a_chunk_that_took_nothing_has_not_flowed_either(computes: Computes) -> 
     assert_close(chunk, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_boundary_with_nothing_pending_flows_into_the_parameters(
+    computes: Computes, dtype: torch.dtype
+) -> None:
+    chunk = random_chunk(MOST, 5, dtype)
+    chunk.is_compiled = computes.options["compiled"]
+    chunk.pending.zero_()
+    chunk.restored()
+    assert not chunk.has_pending
+    expected = flowed(reference_of(chunk), math.exp(-0.6))
+    chunk.boundary(0.3)
+    assert_close(chunk, expected)
+    assert dtype is torch.bfloat16 or not chunk.pending.any()
+
+
 # The choice.
 
 

@@ -8,7 +8,7 @@ import torch
 
 from gossipdp.dynamics.chunks import Role, Segment, State
 from gossipdp.gossip.averaging import Averaging
-from gossipdp.gossip.wire_buffers import tensor_bytes
+from gossipdp.gossip.codec import tensor_bytes
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.protocol.actions import Prepare
 from gossipdp.protocol.messages import Epoch
@@ -44,9 +44,11 @@ class Worker:
         self.state = State(segments)
         self.landed: list[object] = []
         self.closed_for: list[str] = []
-        link = SimpleNamespace(close=self.closed_for.append)
-        self.averaging = Averaging(self.state, Awaiting(), {PEER: link}, self.landed.extend)
-        self.averaging.perform(Prepare(), 0.0)
+        self.link = SimpleNamespace(peer=PEER, close=self.closed_for.append)
+        self.averaging = Averaging(
+            self.state, Awaiting(), {PEER: self.link}, self.landed.extend, lambda: 0.0
+        )
+        self.averaging.perform(Prepare())
 
     def sums(self, chunk: int) -> torch.Tensor:
         return self.averaging._sums[chunk]
@@ -54,10 +56,10 @@ class Worker:
     def give(self, frame_type: FrameType, chunk: int, values: torch.Tensor) -> None:
         key = ChunkKey(EPOCH.leader, EPOCH.process_tag, EPOCH.number, chunk)
         data = tensor_bytes(values)
-        room = self.averaging.landing(PEER, frame_type, key, len(data))
+        room = self.averaging.landing(self.link, frame_type, key)
         assert room is not None
         room[:] = data
-        self.averaging.landed(PEER, frame_type, key, 0.0)
+        self.averaging.landed(self.link, frame_type, key)
 
 
 @pytest.mark.parametrize("frame_type", [FrameType.PARTIAL_CHUNK, FrameType.RESULT_CHUNK])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from links import MemoryLink
 
+from gossipdp.dynamics import chunks
 from gossipdp.dynamics.chunks import Role, Segment, State
 from gossipdp.dynamics.update import LEAST_COMPILED_VALUES
 from gossipdp.gossip.codec import WIRE_FORMATS, Codec, PoisonFound, make_codec
@@ -187,21 +188,25 @@ def switching_often():
     sys.setswitchinterval(before)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "numba"])
+@pytest.mark.parametrize("kernels", ["torch", "numba", "numba, with helpers"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_threads_lose_nothing(switching_often, kernels, dtype):
+def test_two_threads_lose_nothing(switching_often, monkeypatch, kernels, dtype):
     """Boundary, step and reading race snapshot and exchange, on the kernels that training uses.
 
     All numbers are multiples of 2**-8 and small, so every sum is exact: in the end x + pending is
     where it began, plus all steps, less half of all differences; and c is less all of them. If a
     thread wrote a chunk without its lock, some would be lost. With numba the state is above its
-    threshold. (A step of bfloat16 parameters rounds, so those take none.)
+    threshold. With helpers two more threads take chunks of each boundary, as in a large model.
+    (A step of bfloat16 parameters rounds, so those take none.)
     """
-    num_values = LEAST_COMPILED_VALUES if kernels == "numba" else 300_000
+    num_values = LEAST_COMPILED_VALUES if kernels.startswith("numba") else 300_000
     x = torch.zeros(num_values, dtype=dtype)
-    segment = Segment(
-        x, Role.TRAINED, chunk_bytes=x.nbytes // 2
-    )  # few and large, so that they meet
+    num_chunks = 2  # few and large, so that threads meet
+    if kernels.endswith("helpers"):
+        num_chunks, kernels = 7, "numba"
+        monkeypatch.setattr(chunks, "LEAST_HELPED_VALUES", num_values)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    segment = Segment(x, Role.TRAINED, chunk_bytes=x.nbytes // num_chunks)
     state = State([segment])
     state.compile(None if kernels == "numba" else "torch")
     state.compile_for(torch.float32)

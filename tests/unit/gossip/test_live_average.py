@@ -95,11 +95,11 @@ class World:
             to.averages.receive(back, decode(link.controls.popleft()).message)
         if link.queue:
             worker.most_sent = max(worker.most_sent, len(link.queue))
-            _, key, payload = link.take()
-            room = to.averages.landing(worker.rank, key)
+            frame_type, key, payload = link.take()
+            room = to.averages.landing(back, frame_type, key)
             if room is not None:
                 room[:] = payload
-                to.averages.landed(worker.rank, key)
+                to.averages.landed(back, frame_type, key)
         return True
 
 

@@ -39,7 +39,6 @@ class End:
         self.unsent: list[tuple[int, object]] = []
         self.transfers = Transfers(
             self.state.all_chunks,
-            Chunk.read_z,
             links=self.links,
             send=self.send,
             refusal=lambda: self.refusal,
@@ -123,10 +122,10 @@ def deliver(a: End, b: End, at_most: int = 10_000) -> int:
             receiver.transfers.receive(link, item[0])
             continue
         frame_type, key, payload = item
-        room = receiver.transfers.landing(link, frame_type, key, payload.nbytes)
+        room = receiver.transfers.landing(link, frame_type, key)
         if room is not None:
             room[:] = payload.cast("B")
-            receiver.transfers.landed(link, key)
+            receiver.transfers.landed(link, frame_type, key)
 
 
 @pytest.fixture
@@ -257,16 +256,16 @@ def test_a_peer_that_asks_again_and_again_is_given_one_state(ends):
     assert len(giver.transfers._senders) == 1
 
 
-def test_a_chunk_of_another_length_finds_no_room_of_that_length(ends):
+def test_a_chunk_finds_room_of_the_length_that_it_must_have(ends):
     giver, taker = ends
     giver.transfers.serve([], lambda: None)
     taker.fetch(0)
     deliver(giver, taker, at_most=1)
     giver.transfers.pump()
     frame_type, key, payload = giver.links[1].queue[0]
-    room = taker.transfers.landing(taker.links[0], frame_type, key, payload.nbytes + 4)
+    room = taker.transfers.landing(taker.links[0], frame_type, key)
     assert room is not None
-    assert len(room) == payload.nbytes, "so the link ends"
+    assert len(room) == payload.nbytes, "of another length it ends the link"
 
 
 def test_who_has_nothing_to_give_says_so(ends):
@@ -289,56 +288,34 @@ def test_who_has_nothing_to_give_says_so(ends):
     assert "described" in str(taker.ended[-1])
 
 
-def consolidates(end: End) -> None:
-    """Pending lends its memory to the sums."""
-    end.transfers.refuse_parameters("it consolidates")
-    end.refusal = "it consolidates"
-    end.state.boundary(float("inf"), wait=True)
-
-
-@pytest.mark.parametrize("overtakes", [False, True])
-def test_no_chunk_is_read_once_consolidation_has_begun(ends, overtakes):
-    giver, taker = ends
-    given = giver.values[0].clone()
-    before = taker.values[0].clone()
-    giver.transfers.serve([], lambda: None)
-    taker.fetch(0)
-    deliver(giver, taker, at_most=2)
-    consolidates(giver)
-    if overtakes:  # as control frames do
-        giver.links[1].queue.rotate(1)
-    deliver(giver, taker)
-    taker.fetch(0)
-    deliver(giver, taker)
-    assert [type(error) for error in taker.ended] == [TurnedAwayError, TurnedAwayError]
-    assert all("it consolidates" in str(error) for error in taker.ended)
-    # One chunk of 256 was there, and two more were on their way.
-    num_taken = 256 if overtakes else 3 * 256
-    assert torch.equal(taker.values[0][:num_taken], given[:num_taken])
-    assert torch.equal(taker.values[0][num_taken:], before[num_taken:])
-
-
-def test_what_was_read_whole_before_consolidation_is_taken(ends):
-    giver, taker = ends
-    given = [values.clone() for values in giver.values]
-    giver.transfers.serve([], lambda: None)
-    taker.fetch(0)
-    deliver(giver, taker, at_most=5)
-    assert giver.links[1].queued_chunks == 2
-    consolidates(giver)
-    deliver(giver, taker)
-    assert taker.ended == [None]
-    assert all(torch.equal(x, y) for x, y in zip(given, taker.values, strict=True))
-
-
-def test_the_optimizers_state_goes_on_while_consolidation_begins(ends):
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_state_that_is_under_way_goes_on_where_consolidation_begins(ends, at):
     giver, taker = ends
     tensors = giver.keep(*SIZES, text=TEXT)
-    taker.fetch_training(0)
-    deliver(giver, taker, at_most=3)
-    consolidates(giver)
+    giver.transfers.serve([], lambda: None)
+    giver.state.chunks[0].exchange(0.0, torch.zeros(256), torch.ones(256), 1.5)
+    z = []
+    for chunk in giver.state.all_chunks:
+        z.append(torch.empty_like(chunk.x))
+        chunk.read_z(z[-1])
+    taker.fetch(0)
+    deliver(giver, taker, at_most=at)
+    giver.refusal = "it consolidates"
+    giver.state.boundary(float("inf"), wait=True)  # which leaves z as it is
     deliver(giver, taker)
     assert taker.ended == [None]
+    for chunk, values in zip(taker.state.all_chunks, z, strict=True):
+        assert torch.equal(chunk.x, values)
+    taker.fetch(0)
+    deliver(giver, taker)
+    assert isinstance(taker.ended[1], TurnedAwayError)
+    assert "it consolidates" in str(taker.ended[1])
+    giver.refusal = None
+    taker.fetch_training(0)
+    deliver(giver, taker, at_most=3)
+    giver.refusal = "it consolidates"
+    deliver(giver, taker)
+    assert taker.ended[2] is None
     assert all(map(torch.equal, taker.rooms, tensors))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gossipdp.graph import Constants, build_graph
-from gossipdp.graph.stationary import NOISE_MODELS, GradientNoise, stationary_distance
+from gossipdp.graph.network_plan import NOISE_MODELS, GradientNoise, stationary_distance
 
 WHITE, MOMENTUM, DRIFT = (NOISE_MODELS[name] for name in ("white", "momentum", "drift"))
 RING_64 = Constants.of(build_graph("ring", 64))

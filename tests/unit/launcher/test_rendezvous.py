@@ -191,13 +191,14 @@ def alone(environment: Environment, store: object, timeout_s: float = 60) -> Ren
     )
 
 
-def test_who_never_arrives_is_named() -> None:
+def test_who_never_arrives_is_named(caplog: pytest.LogCaptureFixture) -> None:
     store = HashStore()
     store.set("gossipdp/default/0/0/arrivals/2", "1")
     with pytest.raises(
         RendezvousError, match=r"workers 1, 3 did not arrive within 60 s; present: 0, 2; check"
     ):
         alone(environment(0, 4), store).meet(("127.0.0.1", 1), SETTINGS)
+    assert "waiting for workers 1, 3 to arrive, at most 60 s" in caplog.messages
     with pytest.raises(RendezvousError, match=r"worker 0 did not arrive within 60 s; present: 1;"):
         alone(environment(1, 2), HashStore()).meet(("127.0.0.1", 1), SETTINGS)
 

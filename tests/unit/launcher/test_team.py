@@ -12,8 +12,9 @@ import pytest
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher import store as stores
+from gossipdp.launcher import team as teams
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.store import HostedStore, connect, leave_together, notice_key, ready_key
+from gossipdp.launcher.store import HostedStore, connect, notice_key, ready_key
 from gossipdp.launcher.team import Team, ask_run_id
 from gossipdp.links.handshake import MAGIC, VERSION, Handshake, Identity
 from gossipdp.links.tls import Tls
@@ -128,14 +129,6 @@ def begin(store: Any, team: Team) -> None:
         store.set(ready_key(team.key_prefix, rank), "1")
 
 
-def listens(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), 1.0).close()
-    except OSError:
-        return False
-    return True
-
-
 def test_a_store_that_others_reach_closes_once_all_have_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -145,9 +138,9 @@ def test_a_store_that_others_reach_closes_once_all_have_begun(
     with opened(team) as store:
         store.set(ready_key(team.key_prefix, 0), "1")
         time.sleep(2 * stores.CHECK_EVERY_S)
-        assert listens(*team.store)
+        assert teams.listens(team.store)
         begin(store, team)
-        until(lambda: not listens(*team.store))
+        until(lambda: not teams.listens(team.store))
         assert team.hosted is not None
         assert team.hosted.have_all_begun()
 
@@ -210,19 +203,20 @@ def test_a_failure_of_one_host_alone_is_told_to_nobody() -> None:
 
 
 @pytest.fixture
-def agent() -> Iterator[tuple[str, int]]:
-    """The store of torchrun itself."""
+def supervised() -> Iterator[list[Team]]:
+    """Two supervisors under torchrun, whose own store they share."""
     store = HostedStore()
     store.open_in_background("none/", 1)
-    yield store.host, store.port
+    told = TORCHRUN | {"MASTER_PORT": str(store.port)}
+    yield [Team.launched(told | {"RANK": str(rank)}, None) for rank in range(2)]
     store.close()
 
 
-def test_supervisors_under_torchrun_leave_together(agent: tuple[str, int]) -> None:
+def test_supervisors_under_torchrun_leave_together(supervised: list[Team]) -> None:
     ended = []
 
     def leave(rank: int, *, wait: bool) -> None:
-        assert leave_together(agent, "run/", rank, 2, {}, wait=wait) == []
+        assert supervised[rank].leave({}, wait=wait) == []
         ended.append(rank)
 
     waiting = threading.Thread(target=leave, args=(0,), kwargs={"wait": True})
@@ -235,21 +229,20 @@ def test_supervisors_under_torchrun_leave_together(agent: tuple[str, int]) -> No
 
 
 def test_a_lost_supervisor_is_not_waited_for_for_ever(
-    agent: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+    supervised: list[Team], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stores, "LOST_AFTER_S", 0.5)
+    monkeypatch.setattr(teams, "LOST_AFTER_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as worker:
         address = worker.getsockname()[:2]
         threading.Timer(1.5, worker.close).start()
         before = time.monotonic()
-        assert leave_together(agent, "run/", 0, 2, {1: address}, wait=True) == [1]
+        assert supervised[0].leave({1: address}, wait=True) == [1]
         assert time.monotonic() - before > 1.5  # as long as it listened it lived
 
 
 def test_without_torchruns_store_nobody_waits() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = free.getsockname()[:2]
-    assert leave_together(address, "run/", 0, 2, {}, wait=True) == []
+    told = TORCHRUN | {"MASTER_PORT": str(nobody()[1])}
+    assert Team.launched(told, None).leave({}, wait=True) == []
 
 
 def answer_as_a_worker(connection: socket.socket) -> None:

@@ -429,31 +429,6 @@ def test_garbage_is_dropped_and_logged_once(world: Any, caplog: pytest.LogCaptur
     assert "connection starts with b'GET '" in caplog.text
 
 
-def test_slow_strangers_are_dropped_after_the_time_limit(world: Any) -> None:
-    clock = Clock()
-    node = world.tcp(0, clock=clock)
-    guests = [stranger(node), stranger(node, b"GDPH")]
-    world.settle()
-    assert not any(ended(guest) for guest in guests)
-    clock.now_s = 5.0
-    world.until(lambda: all(ended(guest) for guest in guests))
-    for guest in guests:
-        guest.close()
-
-
-def test_the_oldest_of_too_many_strangers_is_dropped(world: Any) -> None:
-    first, second = world.tcp(0), world.tcp(1, max_unauthenticated=8)
-    guests = []
-    for _ in range(30):
-        guests.append(stranger(second))
-        world.settle(turns=1)
-    world.settle()
-    assert [ended(guest) for guest in guests] == [True] * 22 + [False] * 8
-    world.join(first, second)
-    for guest in guests:
-        guest.close()
-
-
 def test_warnings_are_bounded(world: Any, caplog: pytest.LogCaptureFixture) -> None:
     log = world.tcp(0).transport._log
     for number in range(3000):

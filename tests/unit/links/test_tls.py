@@ -268,24 +268,24 @@ def test_the_certificate_of_another_run_opens_nothing(
 def test_a_link_is_made_anew_before_its_key_has_protected_too_much(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_module, "MAX_RECORDS", 40)
+    monkeypatch.setattr(tls_module, "MAX_RECORDS", 10)
     first, second = world.tls(0), world.tls(1)
     payload = memoryview(bytes(50_000))
     longest = 0
-    for number in range(60):
+    for number in range(16):
         if not first.handler.links:
             world.join(first, second)
         there = first.link(second)
         there.send_chunk(FrameType.STATE_CHUNK, ChunkKey(0, 0, 0, number), payload)
         world.until(lambda there=there: there.closed or not there.queued_chunks, first)
         longest = max(longest, there.bytes_sent)
-        world.settle()
-    assert len(second.handler.of("chunk")) == 60  # it ends between two frames
+        world.settle(turns=5)
+    assert len(second.handler.of("chunk")) == 16  # it ends between two frames
     assert len(first.handler.of("link_up")) > 4
     assert {reason for _, reason in first.handler.of("link_down")} == {
         "its TLS key has protected as much as one may; a new link takes its place"
     }
-    assert longest < 40 * tls_module.RECORD_BYTES + 2 * len(payload)
+    assert longest < 10 * tls_module.RECORD_BYTES + 2 * len(payload)
 
 
 def test_a_link_that_never_runs_out_of_chunks_is_made_anew_too(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from gossipdp.gossip.noticed import Notice
+from gossipdp.gossip.published import Notice
 from gossipdp.parallel.stats import Stats
 from gossipdp.tasks.options import BytesGptOptions
 from gossipdp.tasks.text import Gpt
