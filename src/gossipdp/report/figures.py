@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ def draw_run(run_log: RunLog, path: Path, *, title: str) -> None:
     A panel for which the run has no values says so.
     """
     view, figure = RunView(run_log), _figure(13, 4.2)
-    figure.suptitle(title)
+    figure.suptitle(textwrap.fill(title, 130))
     loss, distance, exchanges = figure.subplots(1, 3, width_ratios=(1.2, 1.2, 1))
     loss.set_title("Loss")
     losses = view.over_time(lambda step, _: step.loss)
