@@ -2,8 +2,8 @@
 
 The layers; each imports only those to its left (a test says so):
 
-    graph, dynamics  →  protocol  →  { simulate ; links → launcher → gossip → observe }  →  parallel
-    →  tasks, integrations, report  →  cli
+    graph, dynamics  →  protocol  →  links  →  launcher  →  gossip  →  observe  →  parallel
+    →  tasks, integrations  →  simulate  →  report  →  cli
 
 graph       topologies, exchange rates, the constants of A2CiD2
 dynamics    the (x, c) state of a worker and what flow, step and exchange do to it
@@ -11,12 +11,12 @@ protocol    who exchanges when, membership, progress, termination: pure state ma
 links       bytes between two workers: frames, handshake, TCP, TLS, shared memory
 launcher    who am I, rendezvous, supervisor, launch()
 gossip      the gossip thread: exchanges, state transfers, averaging
-observe     what a run tells of itself: the log of each worker
-simulate    the same protocol on a virtual clock
+observe     what a run shows of itself: each worker's log and status, and a view of all
 parallel    GossipDataParallel: the module wrapper, optimizer hooks, schedules, statistics
 tasks       built-in trainings: digits, bytes, CIFAR-10, ImageNet
-report      figures and pages from the logs
 integrations    callbacks and strategies for the training loops of other frameworks
+simulate    the same protocol on a virtual clock
+report      figures and pages from the logs
 cli         the command line
 
 The way of a parameter: optimizer.step → parallel/gossip_engine (boundary) → dynamics/chunks, update

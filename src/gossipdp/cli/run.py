@@ -45,15 +45,15 @@ class RunArguments:
     """
 
     workers: Annotated[int | None, tyro.conf.arg(aliases=("-n", "--nproc-per-node"))] = None
-    """How many workers to start here; with --join 1 by default. Needed but where torchrun, srun or
-    an indexed Job of Kubernetes started this process: it starts the one worker of that rank."""
+    """How many workers to start here; with --join 1 by default. If torchrun, srun or an indexed Job
+    of Kubernetes started this process, leave it out: it starts the one worker of its rank."""
 
     max_restarts: int = 0
     """How often workers that died are started again, all of them here together."""
 
     host: str | None = None
-    """Address of this machine on which workers meet and listen; by default 127.0.0.1, with several
-    hosts the one from which --rendezvous is reached, with --join that from which a worker is."""
+    """Address of this machine on which workers meet and listen; by default 127.0.0.1. With
+    --rendezvous or --join: by default that of the interface that leads there."""
 
     port: int = 0
     """Port on which workers meet; 0 for any free one."""

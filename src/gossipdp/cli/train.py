@@ -23,7 +23,7 @@ class TrainArguments:
 
     The paper's ResNet-18 on CIFAR-10 and ResNet-50 on ImageNet, and a small GPT on any text. Each
     has options of its own. Under a launcher (gossipdp run, torchrun) this process is one of its
-    workers, and --workers says nothing.
+    workers, and --workers does not count.
     """
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]

@@ -333,11 +333,14 @@ class GossipDataParallel(nn.Module):
         Serves exchanges until every live worker has called it, waiting as long as they show life,
         or for ``timeout_s`` if that is given: then the average goes on without those that still
         train (a training loop may hang). Give all workers the same. While it waits, a line every
-        10 seconds says for whom, and when each was last seen to make a step.
+        10 seconds says for whom, and when each was last seen to make a step. If a worker has called
+        it and lives, but gives nothing to the average for a few time-outs, the others go on without
+        that one too. Whoever is left out ends with an average of its own;
+        ``Consolidated.world_size`` is the number of workers in the average.
 
-        Afterwards parameters and float buffers are equal on all workers bit for bit, integer
-        buffers are those of the lowest rank, and the wrapper is closed: the module trains on
-        alone, if at all.
+        Afterwards parameters and float buffers are equal on all workers that were averaged, bit for
+        bit, integer buffers are those of the lowest rank, and the wrapper is closed: the module
+        trains on alone, if at all.
         """
         self._checkpointer.take_last()
         self._monitoring.consolidating()

@@ -80,8 +80,8 @@ class Checkpoints:
             ``model.save_checkpoint()`` saves one.
         keep: how many of each worker's checkpoints stay.
         resume: ``"auto"`` goes on from the newest checkpoints in ``directory``, and starts afresh
-            if there are none; a path goes on from those in that directory; None starts afresh.
-            Give all workers the same.
+            if there are none; if all of them are damaged, wrapping raises ValueError. A path goes
+            on from those in that directory; None starts afresh. Give all workers the same.
 
     Raises:
         ValueError: a value cannot be meant.

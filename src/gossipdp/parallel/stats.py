@@ -35,8 +35,7 @@ class Stats:
         kernels: what computes exchanges: ``numba`` (compiled), ``torch``, or both.
         step_seconds: running median of the duration of a gradient step. NaN before it exists.
         recent_exchanges: the last 16 that were completed here, oldest first, with their times.
-        noticed: what this worker has noticed of others' deaths and returns, the oldest first, and
-            when it took over another's parameters itself.
+        noticed: what this worker has noticed of others' deaths and returns, the oldest first.
         states_donated: optimizers' states given to workers that joined or came back.
         checkpoints: that were written by this process.
         checkpoints_failed: that could not be written.
@@ -78,7 +77,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Consolidated:
-    """How a run ended; every worker holds the same parameters, bit for bit.
+    """How a run ended; every worker that took part holds the same parameters, bit for bit.
 
     Attributes:
         consensus_distance: (1/n) Σ ‖x_i - mean‖² just before averaging, after the momentum has
