@@ -313,7 +313,7 @@ def find_resumption(
     goes_on_there = (
         source is not None and directory is not None and source.resolve() == directory.resolve()
     )
-    if directory is not None and not goes_on_there and saved_in(directory):
+    if directory is not None and not goes_on_there and _holds_files(directory):
         raise ValueError(
             f"{str(directory)!r} holds checkpoints of another run; go on from them with "
             "resume='auto', or choose another directory"
@@ -331,7 +331,7 @@ def find_resumption(
             is_synchronous=is_synchronous,
             layout=layout,
         )
-    if any(source.glob("worker-*/step-*.safetensors")):
+    if _holds_files(source):
         raise DamagedFileError(f"no checkpoint in {source} is whole")
     if resume == "auto":
         return None
@@ -341,6 +341,11 @@ def find_resumption(
         f"{str(source.absolute())!r}), or leave resume out to start afresh; with a directory of "
         "one's own, resume='auto' does either"
     )
+
+
+def _holds_files(directory: Path) -> bool:
+    """Whether there are checkpoints, be they whole or not."""
+    return any(directory.glob("worker-*/step-*.safetensors"))
 
 
 def _of_one_step(source: Path, by_rank: Mapping[int, Sequence[Saved]]) -> dict[int, list[Saved]]:
