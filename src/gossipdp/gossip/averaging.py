@@ -139,7 +139,9 @@ class Averaging:
     # Sending.
 
     def _queue(self, peer: int, frame_type: FrameType, epoch: Epoch, chunk: int) -> None:
-        self._queues.setdefault(peer, deque()).append((frame_type, epoch, chunk))
+        queue = self._queues.setdefault(peer, deque())
+        if (frame_type, epoch, chunk) not in queue:  # asked for again while it waits here
+            queue.append((frame_type, epoch, chunk))
 
     def link_lost(self, peer: int) -> None:
         """Forget what was to be sent to ``peer``; the protocol asks for it again."""

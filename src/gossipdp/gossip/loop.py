@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from random import Random
+from weakref import WeakKeyDictionary
 
 from gossipdp.dynamics.chunks import State
 from gossipdp.dynamics.phase import Phase
@@ -93,6 +94,7 @@ class GossipLoop(LinkHandler):
         self._dialer = Dialer(protocol.rank, Random(protocol.rank))
         self._exchange: Exchange | None = None
         self._progress = 0, 0  # chunks applied and bytes moved when the exchange last got on
+        self._moved: WeakKeyDictionary[Link, int] = WeakKeyDictionary()  # the same of an average
         self._asked_s = self._exchange_started_s = 0.0
         self._codec = make_codec(wire_format, state, self.transport.allocate)
         self.transfers = Transfers(
@@ -415,16 +417,20 @@ class GossipLoop(LinkHandler):
         )
 
     def _note_progress(self, now: float) -> None:
-        """Tell the protocol whether the running exchange gets on; heartbeats alone do not count.
+        """Tell the protocol whether exchange and average get on; heartbeats alone do not count.
 
         Bytes count, not chunks: on a slow link one chunk may take longer than the time-out.
         """
+        if self.protocol.is_done:
+            for peer, link in self._links.items():
+                moved = _bytes_moved(link)
+                if moved >= self._moved.get(link, 0) + BYTES_OF_PROGRESS:
+                    self._moved[link] = moved
+                    self.protocol.moved(peer)
         exchange = self._exchange
         if exchange is None:
             return
-        link = exchange.link
-        moved = link.bytes_sent + link.bytes_received
-        moved += link.shared_bytes_sent + link.shared_bytes_received
+        moved = _bytes_moved(exchange.link)
         num_applied, before = self._progress
         if exchange.num_applied != num_applied or moved >= before + BYTES_OF_PROGRESS:
             self._progress = exchange.num_applied, moved
@@ -492,3 +498,8 @@ class GossipLoop(LinkHandler):
         if self.protocol.can_donate:
             return None
         return str(self.poisoned or "its parameters are not to be taken over just now")
+
+
+def _bytes_moved(link: Link) -> int:
+    sockets = link.bytes_sent + link.bytes_received
+    return sockets + link.shared_bytes_sent + link.shared_bytes_received

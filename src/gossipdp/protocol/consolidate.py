@@ -18,13 +18,14 @@ one worker leads, it hears of every higher epoch, goes above it, and all follow;
 failures cease.
 
 **Who stalls.** A live worker may be done, beat, and bring consolidation no further. Only progress
-of an epoch counts: its next chunk, distance or acknowledgement. A member tells the leader of a
-child that made none for two time-outs. The leader then begins anew with both of them as leaves:
-it may be the child, the one who accuses it, or the link between them. A suspect leaf that stalls
-again is *left out*: the epochs that follow are without it. A leader under whom nothing has landed
-for six time-outs is passed over: left out by whoever waits for it, so that the next lowest leads.
-One that is slow and gets on is waited for, since each chunk begins its deadline anew. A worker
-that was left out by mistake consolidates by itself once the others have left.
+of an epoch counts: its next chunk, distance or acknowledgement, and bytes on the link that carries
+them, since on a slow link one chunk may take longer than the time-out. A member tells the leader of
+a child that made none for two time-outs for each level of the tree that its next word has to come
+up through. The leader then begins anew with both of them as leaves: it may be the child, the one
+who accuses it, or the link between them. A suspect leaf that stalls again is *left out*: the epochs
+that follow are without it. A leader under whom nothing moved here for six time-outs and two for
+each level of the tree is passed over: left out by whoever waits for it, so that the next lowest
+leads. A worker that was left out by mistake consolidates by itself once the others have left.
 
 **One result only.** A new epoch does not always compute a new mean. A member that holds every
 chunk of a result refuses to join an epoch that would replace it (``Held``), and the leader begins
@@ -59,7 +60,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -102,12 +103,11 @@ TICKS_PER_TIMEOUT = 4
 """How often :meth:`Consolidation.tick` is called. The next five are in ticks."""
 REPEAT_AFTER = 4
 ACCUSE_AFTER = 8
-GIVE_UP_AFTER = 10
-"""Of a leader: once the accusations of its members, whose waits began before its own, are here."""
-FRESH_FOR = 6
+"""Of a leaf; as much again for each level below: the first word of a tree comes up hop by hop."""
+GIVE_UP_AFTER = ACCUSE_AFTER + REPEAT_AFTER
+"""Of a leader: the accusation has been said twice by then, and those of other waits are here."""
+FRESH_FOR = 8
 """An accusation is said again before."""
-PASS_OVER_AFTER = 24
-"""More than a leader needs to give up twice: for one worker that stalls, that is enough."""
 MAX_ACCUSED = 4
 """Epochs that a worker may have a part in stalling before it is left out, whatever excuses it."""
 MAX_RESTARTS = 8
@@ -137,16 +137,51 @@ def tree(begin: BeginEpoch) -> dict[int, int | None]:
     return parents | {rank: ranks[i // 2] for i, rank in enumerate(ranks[1:])}
 
 
+def heights(parents: Mapping[int, int | None]) -> dict[int, int]:
+    """How many levels there are below each member of a :func:`tree`.
+
+    Example:
+        >>> heights({0: None, 1: 0, 2: 0, 3: 1})
+        {0: 2, 1: 1, 2: 0, 3: 0}
+    """
+    found = dict.fromkeys(parents, 0)
+    for rank in reversed(found):  # whoever is below comes later
+        above = parents[rank]
+        if above is not None:
+            found[above] = max(found[above], found[rank] + 1)
+    return found
+
+
+def pass_over_after(num_members: int) -> int:
+    """Idle ticks after which a leader of so many is passed over.
+
+    More than it needs to give up twice, which is enough for one worker that stalls.
+    """
+    num_levels = num_members.bit_length() - 1
+    return ACCUSE_AFTER * (3 + num_levels)
+
+
 @dataclass
 class _Child:
     """What a member of an epoch has from one of its children in the tree."""
 
+    patience: int
+    """For how many ticks it may be quiet."""
     landed: int = 0
     """Chunks of its partial sums that have been added."""
     distance: float | None = None
     has_committed: bool = False
     quiet_ticks: int = 0
     """How long something has been awaited from it since it last got on."""
+
+
+@dataclass
+class _Accusation:
+    """What a parent says of a child: how often in a row, and at which tick last."""
+
+    num_times: int
+    last: int
+    is_heard: bool
 
 
 @dataclass
@@ -172,8 +207,8 @@ class _Attempt:
     is_committed: bool = False
     is_acknowledged: bool = False
     source_quiet_ticks: int = 0
-    accused: dict[tuple[int, int], tuple[int, bool]] = field(default_factory=dict)
-    """At the leader, by parent and child: the tick of the last accusation, and if it is heard."""
+    accused: dict[tuple[int, int], _Accusation] = field(default_factory=dict)
+    """At the leader, by parent and child."""
 
     @property
     def epoch(self) -> Epoch:
@@ -317,25 +352,31 @@ class Consolidation:
             self._repeat(attempt, peer)
         return self._settle()
 
-    def tick(self, heard: Collection[int]) -> Actions:
-        """A quarter of the time-out has passed; ``heard``: the peers whose links show life.
+    def tick(self, heard: Collection[int], moving: Collection[int] = ()) -> Actions:
+        """A quarter of the time-out has passed.
 
         Where nothing has come for long everything is asked for and said again. Every message may
         be repeated: who has heard it does nothing, or sends a chunk that is dropped where it is
         not the next one.
+
+        Args:
+            heard: the peers whose links show life.
+            moving: those whose links have carried more than words since the last tick.
         """
         self._ticks += 1
         self._vain_ticks += 1
         if self._is_taking_part:
-            self._watch_leader()
+            self._watch_leader(moving)
             attempt = self._attempt
             if attempt is not None:
                 if not attempt.is_refused:
                     if attempt.results_told < self._num_results:
                         self._pull_results(attempt)
-                    self._watch_below(attempt, heard)
+                    self._watch_below(attempt, heard, moving)
                 if attempt is self._attempt and self._vain_ticks % REPEAT_AFTER == 0:
                     others = {attempt.parent, attempt.source, attempt.epoch.leader}
+                    if attempt.parent is None:
+                        others.update(rank for rank, _ in attempt.begin.members)
                     for peer in sorted({*attempt.children, *others} - {None, self.rank}, key=str):
                         assert peer is not None
                         self._repeat(attempt, peer)
@@ -509,7 +550,12 @@ class Consolidation:
         average = begin.average or Average(epoch, len(begin.members), None)
         parents = tree(begin)
         parent = parents[self.rank]
-        children = {rank: _Child() for rank, above in parents.items() if above == self.rank}
+        levels = heights(parents)
+        children = {
+            rank: _Child(patience=ACCUSE_AFTER * (1 + levels[rank]))
+            for rank, above in parents.items()
+            if above == self.rank
+        }
         attempt = _Attempt(begin, average, parent, children, source if parent is None else parent)
         before, self._attempt = self._attempt, attempt
         if before is not None and before.begin.members == begin.members:
@@ -596,8 +642,9 @@ class Consolidation:
             if peer == attempt.epoch.leader:
                 self._say_held(attempt)
             return
+        if peer in attempt.children or attempt.parent is None:
+            self._say(peer, attempt.begin)  # a leader's own word may have been lost on its way
         if peer in attempt.children:
-            self._say(peer, attempt.begin)
             self._pull_partials(attempt, peer)
             if attempt.is_committed:
                 assert self._held is not None
@@ -628,28 +675,36 @@ class Consolidation:
             if self._restarts[peer] > MAX_RESTARTS:
                 self._leave_out(peer)
 
-    def _watch_leader(self) -> None:
-        """Pass over a leader whose epochs bring this member no further than earlier ones did."""
-        (leader, _), attempt = self._done()[0], self._attempt
+    def _watch_leader(self, moving: Collection[int]) -> None:
+        """Pass over a leader whose epochs bring this member no further than earlier ones did.
+
+        While the epoch under way gets on, whoever leads it, nobody is passed over.
+        """
+        members, attempt = self._done(), self._attempt
+        leader = members[0][0]
         if leader == self.rank:
             return
-        gained = 0
-        if attempt is not None and attempt.epoch.leader == leader:
+        if attempt is not None:
+            led_by = attempt.epoch.leader
             # Who has begun anew begins from nothing, but not for ever.
-            if self._watched_epoch != attempt.epoch and self._fresh_starts[leader] > 0:
-                self._fresh_starts[leader] -= 1
-                self._most_gained[leader] = 0
+            if self._watched_epoch != attempt.epoch and self._fresh_starts[led_by] > 0:
+                self._fresh_starts[led_by] -= 1
+                self._most_gained[led_by] = 0
             self._watched_epoch = attempt.epoch
-            # Chunks alone: anything else is said in no time.
+            # Chunks, and bytes of the next one: anything else is said in no time.
             gained = self._num_results + sum(child.landed for child in attempt.children.values())
-        elif self.missing():
+            around = {*attempt.children, attempt.parent, attempt.source}
+            moves = not around.isdisjoint(moving) and gained >= self._most_gained[led_by]
+            if moves or gained > self._most_gained[led_by]:
+                self._most_gained[led_by] = gained
+                self._idle_ticks.clear()
+                return
+        if (attempt is None or attempt.epoch.leader != leader) and self.missing():
             self._waited_ticks[leader] += 1
             if self._waited_ticks[leader] <= self.wait_ticks:
                 return  # it waits for them too, since it is done itself
         self._idle_ticks[leader] += 1
-        if gained > self._most_gained[leader]:
-            self._most_gained[leader], self._idle_ticks[leader] = gained, 0
-        if self._idle_ticks[leader] >= PASS_OVER_AFTER:
+        if self._idle_ticks[leader] >= pass_over_after(len(members)):
             self._leave_out(leader)
 
     def _awaits(self, attempt: _Attempt, rank: int, child: _Child) -> bool:
@@ -660,25 +715,47 @@ class Consolidation:
             return child.distance is None
         return attempt.computes and child.landed < self._granted(attempt, rank)
 
-    def _watch_below(self, attempt: _Attempt, heard: Collection[int]) -> None:
+    def _watch_below(
+        self, attempt: _Attempt, heard: Collection[int], moving: Collection[int]
+    ) -> None:
         """Count how long children are waited for; accuse them, or as the leader give up."""
-        quietest = 0
         for rank, child in attempt.children.items():
             child.quiet_ticks += self._awaits(attempt, rank, child)
-            quietest = max(quietest, child.quiet_ticks)
-            if child.quiet_ticks >= ACCUSE_AFTER and child.quiet_ticks % REPEAT_AFTER == 0:
+            if rank in moving:
+                child.quiet_ticks = 0
+            if child.quiet_ticks < child.patience:
+                attempt.accused.pop((self.rank, rank), None)
+                continue
+            if (child.quiet_ticks - child.patience) % REPEAT_AFTER == 0:
                 if attempt.parent is None:
-                    attempt.accused[self.rank, rank] = self._ticks, rank in heard
+                    self._note_accusation(attempt, self.rank, rank, rank in heard)
                 else:
                     self._say(attempt.epoch.leader, Accuse(attempt.epoch, rank, rank in heard))
         if attempt.parent is not None:
             return
         if attempt.source is not None and self._num_results < self.total_chunks:
             attempt.source_quiet_ticks += 1
+            if attempt.source in moving:
+                attempt.source_quiet_ticks = 0
             if attempt.source_quiet_ticks >= GIVE_UP_AFTER:
                 self._leave_out(attempt.source)
-        if quietest >= GIVE_UP_AFTER << min(5, max(0, self._num_given_up - 1)):
+        # Each time that it did not help the leader is more patient.
+        num_times = 2 << min(5, max(0, self._num_given_up - 1))
+        if any(each.num_times >= num_times for each in self._standing(attempt).values()):
             self._give_up(attempt)
+
+    def _note_accusation(self, attempt: _Attempt, parent: int, child: int, is_heard: bool) -> None:
+        before = self._standing(attempt).get((parent, child))
+        num_times = 1 if before is None else before.num_times + 1
+        attempt.accused[parent, child] = _Accusation(num_times, self._ticks, is_heard)
+
+    def _standing(self, attempt: _Attempt) -> dict[tuple[int, int], _Accusation]:
+        """What has been said of late."""
+        return {
+            pair: each
+            for pair, each in attempt.accused.items()
+            if self._ticks - each.last < FRESH_FOR
+        }
 
     def _give_up(self, attempt: _Attempt) -> None:
         """Begin anew, with those that may be to blame as leaves, or without them.
@@ -688,18 +765,14 @@ class Consolidation:
         next tree, where they have no child to accuse. A leaf waits for nobody, and has no excuse.
         """
         self._num_given_up += 1
-        fresh = {
-            pair: is_heard
-            for pair, (tick, is_heard) in attempt.accused.items()
-            if self._ticks - tick < FRESH_FOR
-        }
+        fresh = self._standing(attempt)
         inner = set(tree(attempt.begin).values())
         suspicion = Counter(self._suspicion)
-        for (parent, child), is_heard in fresh.items():
+        for (parent, child), accusation in fresh.items():
             if any(accuser == child for accuser, _ in fresh):
                 continue
             self._suspicion.update({parent, child} - {self.rank})
-            has_excuse = child in inner or not is_heard
+            has_excuse = child in inner or not accusation.is_heard
             is_certain = parent == self.rank or suspicion[child] > 0
             if (is_certain and not has_excuse) or self._suspicion[child] >= MAX_ACCUSED:
                 self._leave_out(child)
@@ -724,7 +797,7 @@ class Consolidation:
                     self._note_restart(peer)
             case Accuse(child=accused, is_heard=is_heard) if attempt.parent is None:
                 if tree(attempt.begin).get(accused) == peer:
-                    attempt.accused[peer, accused] = self._ticks, is_heard
+                    self._note_accusation(attempt, peer, accused, is_heard)
             case PullPartials(start=start, stop=stop) if peer == attempt.parent:
                 if attempt.next_partial is None:
                     attempt.next_partial = start

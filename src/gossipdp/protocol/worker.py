@@ -155,6 +155,7 @@ class WorkerProtocol:
         self._reviewed: int | None = None
         self._tick_at = -math.inf  # of consolidation
         self._waits_until = math.inf
+        self._moving: set[int] = set()
         self._deferred: deque[tuple[int, ConsolidationMessage]] = deque(maxlen=MAX_DEFERRED)
         # When a byte of the running exchange came or left last.
         self._progressed_at = -math.inf
@@ -314,6 +315,10 @@ class WorkerProtocol:
         """A byte of the running exchange came or left: its deadline begins anew."""
         self._progressed_at = max(now, self._progressed_at)
 
+    def moved(self, peer: int) -> None:
+        """More than words came from ``peer``, or left for it: an average with it gets on."""
+        self._moving.add(peer)
+
     def finished(self, id: ExchangeId, now: float) -> list[Action]:
         """The exchange ``id`` is complete at this end: all sent, all received and applied."""
         state = self.pairing.state
@@ -442,7 +447,9 @@ class WorkerProtocol:
         actions += [*self._ticks(now), *self.detector.poll(now, self._witnesses)]
         if self.is_done and now >= self._tick_at:
             self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
-            actions += self._after_consolidation(self.consolidation.tick(self.live_links), now)
+            ticked = self.consolidation.tick(self.live_links, self._moving)
+            self._moving = set()
+            actions += self._after_consolidation(ticked, now)
         if now >= self._waits_until and self.consolidation.waits_for_all:
             self.consolidation.waits_for_all = False
             self._reviewed = None
