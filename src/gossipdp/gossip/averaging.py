@@ -36,10 +36,11 @@ MAX_QUEUED_CHUNKS = 4
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was committed."""
+    """What was committed, and of which workers in vain nothing more was awaited."""
 
     consensus_distance: float
     num_workers: int
+    left_out: tuple[int, ...] = ()
 
 
 class Averaging:
@@ -101,7 +102,8 @@ class Averaging:
                 )
                 self._perform(self._protocol.distance_measured(origin, distance, self._clock()))
             case Commit(consensus_distance=distance, num_members=num_members):
-                self._commit(Outcome(distance, num_members))
+                left_out = self._protocol.consolidation.left_out
+                self._commit(Outcome(distance, num_members, left_out))
             case Finished():
                 assert self.outcome is not None
                 assert self._on_end is not None

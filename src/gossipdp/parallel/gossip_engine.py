@@ -335,11 +335,16 @@ class GossipEngine(Engine):
             self._come_anew(error)
             outcome = self._wait_for_average(timeout_s)
         if outcome.num_workers < self.world_size:
+            cause = "died, still train, or went on without this one"
+            if outcome.left_out:
+                ranks = ", ".join(map(str, outcome.left_out))
+                cause = f"died or still train, or gave nothing for too long, as did {ranks}"
             logger.warning(
-                "worker %d: the average is over %d of %d workers; the others died, or still train",
+                "worker %d: the average is over %d of %d workers; the others %s",
                 self.rank,
                 outcome.num_workers,
                 self.world_size,
+                cause,
             )
         progress = self._protocol.progress
         total = self._thread.call(

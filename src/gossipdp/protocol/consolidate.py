@@ -299,6 +299,11 @@ class Consolidation:
         """The live workers that are not done yet: who is waited for before anything begins."""
         return tuple(member.rank for member in self._view.values() if member.status is Status.ALIVE)
 
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """The workers that live and are done, and gave this one nothing for too long."""
+        return tuple(sorted(rank for rank, _ in self._left_out))
+
     def review(self, members: Iterable[Member]) -> Actions:
         """The membership view changed, be it that this worker itself is done now."""
         before, self._view = self._view, {member.rank: member for member in members}
