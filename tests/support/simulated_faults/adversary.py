@@ -20,6 +20,7 @@ import msgspec
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import Begin
+from gossipdp.protocol.consolidate import GIVE_UP_AFTER, TICKS_PER_TIMEOUT, pass_over_after
 from gossipdp.protocol.members import MAX_INCARNATION, MAX_RANK, Member, ProgressEntry, Status
 from gossipdp.protocol.messages import (
     Accept,
@@ -57,7 +58,9 @@ LONGEST_PAUSE_S = 8.0 * TIMEOUT_S
 """Of an honest worker's exchanges with the other honest ones."""
 WAIT_S = 2.0 * TIMEOUT_S
 """For those that are never done: ``consolidate(timeout_s=)``."""
-LONGEST_END_S = 15.0 * TIMEOUT_S
+END_TICKS = pass_over_after(NUM_WORKERS) + 2 * GIVE_UP_AFTER
+LONGEST_END_S = WAIT_S + END_TICKS / TICKS_PER_TIMEOUT * TIMEOUT_S
+"""Time to pass over one leader, and for the next to begin anew without a leaf."""
 MOST_ITEMS = 200_000
 """In all tables of one honest worker."""
 MOST_MESSAGES_PER_S = 400.0
