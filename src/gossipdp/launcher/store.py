@@ -196,9 +196,10 @@ def connect(environment: Environment, timeout_s: float) -> "Store":
 
 def reach(address: tuple[str, int]) -> "Store":
     """A connection to a store that is there; OSError or RuntimeError if it is not."""
-    socket.create_connection(address, CONNECT_S).close()
+    # The import takes seconds, and TCPStore tries long, and traces, where the store has gone since.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    socket.create_connection(address, CONNECT_S).close()
     timeout = timedelta(seconds=CONNECT_S)
     return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
 
