@@ -26,7 +26,7 @@ On a device that only queues work, :mod:`~gossipdp.dynamics.device` has further 
 import enum
 import math
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
@@ -484,7 +484,9 @@ class State:
         """The boundary of many compiled chunks, by as many threads as the optimizer's step has.
 
         A compiled loop has one thread, which reads half or less of what memory gives. All take the
-        next chunk from one list: the interpreter's lock gives each chunk to one of them.
+        next chunk from one list: the interpreter's lock gives each chunk to one of them. At the
+        interpreter's end there are no more helpers, long before the last boundary: then, and where
+        the system gives no thread, the calling thread does alone what is left.
         """
         rest = iter(chunks)
 
@@ -492,8 +494,14 @@ class State:
             return sum(not chunk.boundary(theta, wait=is_patient) for chunk in rest)
 
         num_helpers = min(torch.get_num_threads(), MOST_BOUNDARY_THREADS) - 1
-        helpers = [self._helpers.submit(work) for _ in range(num_helpers)]
+        helpers: list[Future[int]] = []
         try:
+            try:
+                for _ in range(num_helpers):
+                    helpers.append(self._helpers.submit(work))
+            except RuntimeError:
+                # The call that failed may stay queued: no helper takes it up after this boundary.
+                self.end_helpers()
             return work() + sum(helper.result() for helper in helpers)
         finally:
             wait(helpers)

@@ -20,7 +20,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from gossipdp.launcher.store import (
     proof_of,
     put_notice,
     read_notice,
+    read_unproved,
     ready_key,
 )
 from gossipdp.links.strangers import printable
@@ -56,6 +57,9 @@ MAX_VALUE_BYTES, MAX_TENSORS_BYTES = 1 << 16, 1 << 24
 
 # From the beginning of a wait to the line that says for whom.
 SAY_AFTER_S = 30.0
+# For workers who have all arrived, and so meet in a moment, where somebody says without proof that
+# the run has ended: one that was refused for its secret can prove nothing.
+UNPROVED_WAIT_S = 10.0
 
 # Name and shape of everything that is exchanged, in order.
 Tensors = tuple[tuple[str, tuple[int, ...]], ...]
@@ -287,7 +291,7 @@ class Rendezvous:
 
     def _agree(self, store: "Store", settings: Settings, secret: bytes | None) -> _Reference:
         rank = self._environment.rank
-        if store.add(f"{self._prefix}arrivals/{rank}", 1) > 1:
+        if store.add(self._arrival(rank), 1) > 1:
             raise RefusedError(
                 f"another worker already has RANK {rank}; give each worker its own, 0 to "
                 f"{self._environment.world_size - 1}, and each run its own store or GOSSIPDP_RUN_ID"
@@ -368,18 +372,28 @@ class Rendezvous:
     def _wait(self, store: "Store", keys: list[str], secret: bytes | None) -> None:
         """Poll until all keys are set; RendezvousError where somebody says that the run has ended.
 
+        A word without proof of the secret ends nothing: it shortens the wait once nobody is absent,
+        and is told if the wait is in vain.
+
         Polled in Python, because the store's own wait cannot be interrupted by Ctrl+C.
         """
         began = self._clock()
         pause_s, has_said = 0.01, False
+        limit_s, unproved = self._timeout_s, dict[str, str]()
+        arrivals = [self._arrival(rank) for rank in range(self._environment.world_size)]
         while not store.check([self._prefix + key for key in keys]):
             for prefix in (self._prefix, self._environment.key_prefix):  # a worker's, a launcher's
                 told = read_notice(store, prefix, secret)
                 if told is not None:
                     raise RendezvousError(f"the run ended before it began: {told}")
+                word = read_unproved(store, prefix)
+                if word is not None:
+                    unproved[prefix] = word
             waited_s = self._clock() - began
-            if waited_s >= self._timeout_s:
-                raise RendezvousError(self._absence(store))
+            if unproved and limit_s == self._timeout_s and store.check(arrivals):
+                limit_s = min(limit_s, int(waited_s) + UNPROVED_WAIT_S)
+            if waited_s >= limit_s:
+                raise RendezvousError(self._absence(store, limit_s) + _hearsay(unproved.values()))
             if waited_s >= SAY_AFTER_S and not has_said:
                 has_said = True
                 present, absent = self._present(store)
@@ -392,19 +406,22 @@ class Rendezvous:
     def _present(self, store: "Store") -> tuple[list[int], list[int]]:
         """The ranks of those who have arrived, and of those who have not."""
         ranks = range(self._environment.world_size)
-        present = [rank for rank in ranks if store.check([f"{self._prefix}arrivals/{rank}"])]
+        present = [rank for rank in ranks if store.check([self._arrival(rank)])]
         return present, [rank for rank in ranks if rank not in present]
 
-    def _absence(self, store: "Store") -> str:
+    def _arrival(self, rank: int) -> str:
+        return f"{self._prefix}arrivals/{rank}"
+
+    def _absence(self, store: "Store", waited_s: float) -> str:
         present, absent = self._present(store)
         if not absent:
             return (
-                f"all workers arrived but did not finish meeting within {self._timeout_s:g} s; "
+                f"all workers arrived but did not finish meeting within {waited_s:g} s; "
                 "one of them is stuck or has ended: look at their output"
             )
         noun = "worker" if len(absent) == 1 else "workers"
         return (
-            f"{noun} {_listed(absent)} did not arrive within {self._timeout_s:g} s; present: "
+            f"{noun} {_listed(absent)} did not arrive within {waited_s:g} s; present: "
             f"{_listed(present)}; check that every worker was started, that it runs the same "
             "script, and its output; a slow start needs a longer start_timeout_s"
         )
@@ -433,6 +450,11 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return all(ipaddress.ip_address(str(each)).is_loopback for each in found)
+
+
+def _hearsay(words: Iterable[str]) -> str:
+    said = "; somebody, a stranger maybe, said without proof of the secret: "
+    return "".join(said + word for word in words)
 
 
 def _listed(ranks: list[int]) -> str:

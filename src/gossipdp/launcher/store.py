@@ -196,9 +196,10 @@ def connect(environment: Environment, timeout_s: float) -> "Store":
 
 def reach(address: tuple[str, int]) -> "Store":
     """A connection to a store that is there; OSError or RuntimeError if it is not."""
-    socket.create_connection(address, CONNECT_S).close()
+    # The import takes seconds, and TCPStore tries long, and traces, where the store has gone since.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    socket.create_connection(address, CONNECT_S).close()
     timeout = timedelta(seconds=CONNECT_S)
     return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
 
@@ -210,9 +211,13 @@ class Notice(msgspec.Struct, frozen=True):
     proof: str
 
 
-def notice_key(prefix: str) -> str:
-    """The key of the notice that the run ended before it began."""
-    return f"{prefix}failed"
+def notice_key(prefix: str, secret: bytes | None = None) -> str:
+    """The key of the notice that the run ended before it began: anybody's, or the members' own.
+
+    Who does not know the secret cannot tell its key, and so hides no notice of those who do.
+    """
+    key = f"{prefix}failed"
+    return f"{key}/{proof_of(secret, f'key of {prefix}')}" if secret else key
 
 
 def proof_of(secret: bytes, text: str) -> str:
@@ -224,19 +229,34 @@ def put_notice(store: "Store", prefix: str, text: str, secret: bytes | None) -> 
     """Tell workers who wait at the store that the run has ended."""
     text = printable(text, MAX_TEXT)
     proof = proof_of(secret, prefix + text) if secret else ""
-    store.set(notice_key(prefix), msgspec.json.encode(Notice(text, proof)).decode())
+    notice = msgspec.json.encode(Notice(text, proof)).decode()
+    if secret:
+        store.set(notice_key(prefix, secret), notice)
+    store.set(notice_key(prefix), notice)  # for those who have another secret, or none
 
 
 def read_notice(store: "Store", prefix: str, secret: bytes | None) -> str | None:
     """Why the run has ended; None where nobody says so, or not one who knows the secret."""
-    if not store.check([notice_key(prefix)]):
-        return None
-    try:
-        notice = msgspec.json.decode(store.get(notice_key(prefix)), type=Notice)
-    except msgspec.MsgspecError:
+    notice = _notice(store, notice_key(prefix, secret))
+    if notice is None:
         return None
     if secret is not None and not hmac.compare_digest(
         proof_of(secret, prefix + notice.text).encode(), notice.proof.encode()
     ):
         return None
     return printable(notice.text, MAX_TEXT)
+
+
+def read_unproved(store: "Store", prefix: str) -> str | None:
+    """Why anybody, a stranger maybe, says that the run has ended; None where nobody does."""
+    notice = _notice(store, notice_key(prefix))
+    return None if notice is None else printable(notice.text, MAX_TEXT)
+
+
+def _notice(store: "Store", key: str) -> Notice | None:
+    if not store.check([key]):
+        return None
+    try:
+        return msgspec.json.decode(store.get(key), type=Notice)
+    except msgspec.MsgspecError:
+        return None

@@ -105,7 +105,7 @@ class Worker:
         self.feed.check_counted(self.num_steps)
 
     def close(self, checkpoint_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Close all parts.
+        """Close all parts, each of them whatever another raises.
 
         Garbage is collected in any thread, one of those that are ended here among them: what would
         wait for itself is left to a thread of its own. A forked child leaves its parent's run
@@ -115,10 +115,11 @@ class Worker:
             return
 
         def close() -> None:
-            self._hooks.remove()
-            self.monitoring.close()
-            self.engine.close()
-            self.checkpointer.close(checkpoint_timeout_s)
+            with contextlib.ExitStack() as parts:  # the last one first
+                parts.callback(self.checkpointer.close, checkpoint_timeout_s)
+                parts.callback(self.engine.close)
+                parts.callback(self.monitoring.close)
+                parts.callback(self._hooks.remove)
 
         if threading.current_thread().name.startswith("gossipdp"):
             threading.Thread(target=close, name="closing a dropped model", daemon=True).start()

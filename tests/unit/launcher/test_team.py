@@ -2,6 +2,7 @@
 
 import dataclasses
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher import store as stores
@@ -182,6 +184,23 @@ def test_a_host_that_starts_or_answers_later_is_told_all_the_same(
     with opened(first) as store:  # ... and now it has imported torch
         assert second.others_told(30)
         assert store.check([notice_key(first.key_prefix)])
+
+
+def test_a_store_that_goes_while_torch_is_imported_is_not_tried_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+
+    class Slow:
+        @property
+        def TCPStore(self) -> type:
+            listener.close()
+            return TCPStore
+
+    monkeypatch.setitem(sys.modules, "torch.distributed", Slow())
+    with pytest.raises(ConnectionRefusedError):
+        stores.reach(address)
 
 
 def test_a_host_that_has_ended_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -13,9 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_writers import AtOnce, WhenTold
+from run_processes import VARIABLES
 from torch import nn
 
 from gossipdp import Checkpoints, GossipDataParallel
+from gossipdp.dynamics.chunks import State
 from gossipdp.parallel.checkpoint import saved_by
 from gossipdp.parallel.checkpointer import Checkpointer, Termination, Write
 from gossipdp.parallel.feed import DataPosition
@@ -66,6 +70,70 @@ def test_the_last_one_due_is_taken_at_the_end(trained, tmp_path):
         step(model, optimizer)
     assert steps_saved(tmp_path) == []
     model.consolidate()
+    assert steps_saved(tmp_path) == [2]
+
+
+# A large model, which no line closes. Its checkpoint is written when that is waited for.
+NOT_CLOSED = """
+import sys, threading
+import torch
+from torch import nn
+from gossipdp import Checkpoints, GossipDataParallel
+from gossipdp.dynamics import chunks
+from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer
+
+chunks.LEAST_HELPED_VALUES = 1
+torch.set_num_threads(2)
+closing = threading.Event()
+
+class Waiting(BackgroundWriter):
+    def begin(self, write):
+        return super().begin(lambda is_given_up: (closing.wait(60), write(is_given_up))[1])
+
+    def close(self, timeout_s):
+        closing.set()
+        super().close(60)
+
+Checkpointer.make_writer = Waiting
+net = nn.Linear(3, 2)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(sys.argv[1], every_steps=2))
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+sys.exit(3)
+"""
+
+
+@pytest.mark.processes
+def test_the_exit_waits_for_the_checkpoint_of_a_large_model(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", NOT_CLOSED, tmp_path],
+        env={**VARIABLES, "GOSSIPDP_KERNELS": "numba"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stderr) == (3, "")
+    assert steps_saved(tmp_path) == [2]
+
+
+def test_each_part_is_closed_whatever_another_raises(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(Checkpointer, "make_writer", WhenTold)
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(tmp_path, every_steps=2))
+    for _ in range(3):
+        step(model, optimizer)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no such thread")
+
+    monkeypatch.setattr(State, "boundary", fail)
+    with pytest.raises(OSError, match="no such thread"):
+        model.close()
     assert steps_saved(tmp_path) == [2]
 
 
