@@ -141,7 +141,7 @@ def test_no_checkpoint_within_averaged(trained):
     model, _ = trained
     with model.averaged(), pytest.raises(RuntimeError, match=r"within model\.averaged"):
         model.save_checkpoint()
-    assert model._engine._protocol.pairing._answers
+    assert model._engine._protocol.pairing.answers
 
 
 def test_none_is_taken_between_the_forward_passes_of_one_step(tmp_path, monkeypatch):
