@@ -153,6 +153,28 @@ def test_an_exchange_ends_with_its_link_where_its_peer_only_beats(moves):
     assert worker.loop.protocol.exchanges_failed == (moves == "nothing")
 
 
+@pytest.mark.parametrize("moves", ["nothing", "bytes of a chunk"])
+def test_who_is_done_and_only_beats_is_left_out_of_the_average(moves):
+    """On a slow link a chunk takes many time-outs: bytes of it count, words do not."""
+    worker = Worker()
+    protocol = worker.loop.protocol
+    protocol.membership.merge_all(
+        Member(rank, 0, 7, Status.DONE, *worker.address(rank)) for rank in (1, 2)
+    )
+    ends = []
+    worker.loop.averaging.on_end(ends.append)
+    worker.loop.perform(protocol.done(worker.now))
+    for _ in range(100):
+        worker.now += TIMEOUT_S / 10
+        for each in worker.links.values():
+            each.bytes_received += 100
+            each.last_heard_s = worker.now
+            if moves != "nothing":
+                each.bytes_received += 10_000
+        worker.loop.turn(0.0)
+    assert [end.left_out for end in ends] == ([(1, 2)] if moves == "nothing" else [])
+
+
 def test_a_state_under_way_goes_on_where_consolidation_begins():
     """Sums are in memory of their own: x + pending is this worker's parameters all the time."""
     worker = Worker(chunk_bytes=4)
