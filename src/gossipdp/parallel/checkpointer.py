@@ -57,6 +57,8 @@ class BackgroundWriter:
 
     def begin(self, write: Write) -> "Future[Path]":
         """Begin to write; the future gets the path or the error. The one before has ended."""
+        if self._thread is not None:  # it has told so, and is about to end: no thread is lost
+            self._thread.join(CLOSE_TIMEOUT_S)
         written: Future[Path] = Future()
 
         def run() -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from gossipdp import Checkpoints, GossipDataParallel
 from gossipdp.dynamics.chunks import State
 from gossipdp.parallel.checkpoint import saved_by
-from gossipdp.parallel.checkpointer import Checkpointer, Termination, Write
+from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer, Termination, Write
 from gossipdp.parallel.feed import DataPosition
 from gossipdp.parallel.options import Options
 
@@ -445,3 +445,26 @@ def test_who_joins_a_run_that_was_resumed_with_the_same_number_is_of_its_generat
     make(is_joining=True, world_size=2, resume="auto").save()
     joiner = make(tmp_path / "new", is_joining=True, world_size=2, resume=tmp_path)
     assert generation(joiner.save()) == 2
+
+
+def test_a_writer_leaves_no_thread_behind_that_told_its_end_and_has_not_ended():
+    writer, told, may_end = BackgroundWriter(0), threading.Event(), threading.Event()
+    may_write = threading.Event()
+
+    def told_its_end(_):
+        told.set()
+        may_end.wait(30)
+
+    def first(_):
+        may_write.wait(30)
+        return Path("first")
+
+    written = writer.begin(first)
+    thread = writer._thread
+    written.add_done_callback(told_its_end)  # called by the writer's thread
+    may_write.set()
+    assert told.wait(30)
+    threading.Timer(0.05, may_end.set).start()
+    assert writer.begin(lambda _: Path("second")).result(30) == Path("second")
+    assert not thread.is_alive()
+    writer.close(30.0)
