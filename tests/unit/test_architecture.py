@@ -42,7 +42,7 @@ EVERYONE_MAY = {"errors", "logs", "progress"}
 # Top-level third-party imports of the pure layers.
 LIBRARIES = {
     "graph": {"networkx", "numpy", "scipy"},
-    "dynamics": {"torch", "numba", "numpy"},  # numba is optional: only numba_* files import it
+    "dynamics": {"torch", "numba", "numpy"},
     "protocol": {"msgspec"},
 }
 PURE_LAYERS = ("graph", "dynamics", "protocol")

@@ -1,5 +1,6 @@
 """How the loop performs what the protocol asks when something goes wrong, without a network."""
 
+from collections.abc import Collection
 from random import Random
 
 import pytest
@@ -96,6 +97,15 @@ class Worker:
     def address(rank: int) -> tuple[str, int]:
         return "127.0.0.1", 1 + rank
 
+    def beat(self, times: int, moving: Collection[FakeLink]) -> None:
+        """Tenths of a time-out: words come on every link, bytes of a chunk on those ``moving``."""
+        for _ in range(times):
+            self.now += TIMEOUT_S / 10
+            for link in self.links.values():
+                link.bytes_received += 10_100 if link in moving else 100
+                link.last_heard_s = self.now
+            self.loop.turn(0.0)
+
     def request(self, link: FakeLink) -> RequestState | None:
         return next((each for each in link.said if isinstance(each, RequestState)), None)
 
@@ -141,14 +151,7 @@ def test_an_exchange_ends_with_its_link_where_its_peer_only_beats(moves):
     worker = Worker()
     link = worker.links[1]
     worker.loop.control(link, encode(Envelope(Propose(ExchangeId(1, 0, 1), 0.6))))
-    for _ in range(12):
-        worker.now += TIMEOUT_S / 10
-        for each in worker.links.values():
-            each.bytes_received += 100
-            each.last_heard_s = worker.now
-        if moves != "nothing":
-            link.bytes_received += 10_000
-        worker.loop.turn(0.0)
+    worker.beat(12, moving=[] if moves == "nothing" else [link])
     assert (link.closed_for is not None) == (moves == "nothing")
     assert worker.loop.protocol.exchanges_failed == (moves == "nothing")
 
@@ -164,14 +167,7 @@ def test_who_is_done_and_only_beats_is_left_out_of_the_average(moves):
     ends = []
     worker.loop.averaging.on_end(ends.append)
     worker.loop.perform(protocol.done(worker.now))
-    for _ in range(100):
-        worker.now += TIMEOUT_S / 10
-        for each in worker.links.values():
-            each.bytes_received += 100
-            each.last_heard_s = worker.now
-            if moves != "nothing":
-                each.bytes_received += 10_000
-        worker.loop.turn(0.0)
+    worker.beat(100, moving=[] if moves == "nothing" else worker.links.values())
     assert [end.left_out for end in ends] == ([(1, 2)] if moves == "nothing" else [])
 
 
