@@ -12,7 +12,8 @@ Guarantees:
 - A peer is found dead only if nobody asked has heard it, and it refused a dial or was silent here
   for the whole time-out. One bad link, or one firewall, between two healthy workers kills nobody:
   all but these two still hear both.
-- A process that ends is found dead as soon as those asked have dialled it in vain, within a second.
+- A process that ends is found dead as soon as those asked have dialled it in vain, within a second;
+  after ``ANSWER_WITHIN`` at the latest where one of those asked stands still.
 - A peer that falls silent to everybody is found dead within max(1, ASK_AFTER + ANSWER_WITHIN) =
   1.1 time-outs of its last sign of life here, whatever the others do; with nobody to ask, after
   the time-out alone. Where one of them heard it after being asked, the next inquiry begins a
