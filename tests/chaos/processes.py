@@ -1,15 +1,17 @@
 """``make chaos``, second part: real worker processes under kill -9, stops, restarts and cut links.
 
-    .venv/bin/python tests/chaos/processes.py                  two minutes of faults, seed 0
+    .venv/bin/python tests/chaos/processes.py                  two minutes of faults, new each time
     .venv/bin/python tests/chaos/processes.py --seed 17 --seconds 40
 
-The plan of faults follows from the seed, and is printed with the command that runs it again.
+The plan of faults follows from the seed, which is drawn unless it is given; both are printed, with
+the command that runs them again.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shlex
 import sys
 import tempfile
@@ -302,10 +304,11 @@ def not_back(results: Sequence[dict[str, Any]]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seed", type=int, default=0, help="of the plan")
+    parser.add_argument("--seed", type=int, help="of the plan; default: drawn")
     parser.add_argument("--seconds", type=float, default=120.0, help="of training under faults")
     arguments = parser.parse_args()
-    plan = draw_plan(arguments.seed, arguments.seconds)
+    seed = secrets.randbelow(10**9) if arguments.seed is None else arguments.seed
+    plan = draw_plan(seed, arguments.seconds)
     print(plan, flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         undisturbed = run_plan(None, Path(temporary, "undisturbed"))

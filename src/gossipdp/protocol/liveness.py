@@ -12,8 +12,9 @@ Guarantees:
 - A peer is found dead only if nobody asked has heard it, and it refused a dial or was silent here
   for the whole time-out. One bad link, or one firewall, between two healthy workers kills nobody:
   all but these two still hear both.
-- A process that ends is found dead as soon as those asked have dialled it in vain, within a second;
-  after ``ANSWER_WITHIN`` at the latest where one of those asked stands still.
+- A process that ends is found dead as soon as those asked have dialled it in vain. One of them may
+  stand still itself: where its address refuses this worker and one that was asked, the others have
+  ``CONFIRMED_WITHIN`` to say that they hear it.
 - A peer that falls silent to everybody is found dead within max(1, ASK_AFTER + ANSWER_WITHIN) =
   1.1 time-outs of its last sign of life here, whatever the others do; with nobody to ask, after
   the time-out alone. Where one of them heard it after being asked, the next inquiry begins a
@@ -52,6 +53,7 @@ MAX_WITNESSES = 3
 # answers after it.
 ASK_AFTER = 0.6
 ANSWER_WITHIN = 0.5
+CONFIRMED_WITHIN = 0.15  # longer than a heartbeat, which is what those that hear it wait for
 REACH_FOR = 0.3
 FIRST_RETRY = 1.0
 LONGEST_RETRY = 8.0
@@ -84,6 +86,8 @@ class _Inquiry:
     counter: int
     deadline: float
     unanswered: set[int]
+    is_confirmed: bool = False
+    """Whether one who was asked has answered that it does not hear the peer either."""
 
 
 @dataclass
@@ -244,7 +248,9 @@ class FailureDetector:
                     watch.not_before = now + watch.retry_s
                     watch.retry_s = min(2 * watch.retry_s, LONGEST_RETRY * self.timeout_s)
                     return [Verdict(suspect, is_dead=False)]
-                inquiry.unanswered.discard(peer)
+                if peer in inquiry.unanswered:
+                    inquiry.unanswered.discard(peer)
+                    inquiry.is_confirmed = True
         return []
 
     def poll(self, now: float, witnesses: Witnesses) -> list[DetectorAction]:
@@ -298,7 +304,11 @@ class FailureDetector:
             due_at = min(watch.inquire_at, heard_at + ASK_AFTER * self.timeout_s)
             return max(due_at, watch.not_before)
         answered_at = inquiry.deadline if inquiry.unanswered else -math.inf
-        return answered_at if watch.is_refused else max(heard_at + self.timeout_s, answered_at)
+        if not watch.is_refused:
+            return max(heard_at + self.timeout_s, answered_at)
+        if inquiry.is_confirmed:
+            answered_at -= (ANSWER_WITHIN - CONFIRMED_WITHIN) * self.timeout_s
+        return answered_at
 
     def _inquire(
         self, peer: int, watch: _Watch, now: float, witnesses: Witnesses

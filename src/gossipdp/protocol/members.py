@@ -305,6 +305,8 @@ class Progress:
         self.version = 0
         self.total_samples = 0
         self.total_steps = 0
+        self.own: ProgressEntry | None = None
+        """What this worker has counted itself; None before its first step."""
         self._own = (rank, process_id)
         self._entries: dict[tuple[int, int], ProgressEntry] = {}
         self._changed_at: dict[tuple[int, int], int] = {}
@@ -315,16 +317,20 @@ class Progress:
         """Count work of this worker."""
         if samples < 0 or steps < 0:
             raise ValueError(f"progress only grows: got samples={samples}, steps={steps}")
-        known = self._entries.get(self._own)
-        own = known or ProgressEntry(*self._own, 0, 0)
-        entry = ProgressEntry(*self._own, own.samples + samples, own.steps + steps)
-        self._store(entry, known, now)
+        known, self.own = (
+            self.own,
+            ProgressEntry(
+                *self._own,
+                samples + (self.own.samples if self.own else 0),
+                steps + (self.own.steps if self.own else 0),
+            ),
+        )
+        self._store(self.own, known, now)
 
     @property
     def others_samples(self) -> int:
         """Samples of all processes but this one."""
-        own = self._entries.get(self._own)
-        return self.total_samples - (own.samples if own else 0)
+        return self.total_samples - (self.own.samples if self.own else 0)
 
     def merge_all(self, entries: Iterable[ProgressEntry], now: float = 0.0) -> bool:
         """Take in what others know; return whether any of it changed this view.

@@ -11,6 +11,7 @@ from gossipdp.protocol.actions import Send
 from gossipdp.protocol.liveness import (
     ANSWER_WITHIN,
     ASK_AFTER,
+    CONFIRMED_WITHIN,
     REACH_FOR,
     DetectorAction,
     FailureDetector,
@@ -226,6 +227,18 @@ def test_a_refused_dial_is_death_once_nobody_asked_has_heard_it_either() -> None
         no = TellLife(1, question.counter, is_heard=False)
         made.receive(peer, no, 1.1, is_linked=False, is_live=True)
     assert made.poll(1.1, nobody) == [Verdict(1, is_dead=True)]
+
+
+def test_one_of_the_asked_that_stands_still_holds_up_a_confirmed_death_for_a_moment_only() -> None:
+    made, confirmed_at = detector(1), 1.0 + CONFIRMED_WITHIN * TIMEOUT_S
+    made.refused(1, 1.0)
+    question = asked(made.poll(1.0, lambda suspect: ([2, 3], [])))[2]
+    assert made.poll(confirmed_at, nobody) == []
+    no = TellLife(1, question.counter, is_heard=False)
+    made.receive(2, no, 1.1, is_linked=False, is_live=True)
+    assert made.next_deadline() == pytest.approx(confirmed_at)
+    assert made.poll(confirmed_at - 0.01, nobody) == []
+    assert made.poll(confirmed_at + 0.01, nobody) == [Verdict(1, is_dead=True)]
 
 
 def test_a_refused_dial_is_death_at_once_where_nobody_is_left_to_ask() -> None:

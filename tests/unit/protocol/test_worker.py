@@ -12,7 +12,7 @@ from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import Begin, Send, Stop
 from gossipdp.protocol.links import OVERDUE_AFTER
-from gossipdp.protocol.members import Member, Status
+from gossipdp.protocol.members import Member, ProgressEntry, Status
 from gossipdp.protocol.messages import (
     Accept,
     Busy,
@@ -283,17 +283,22 @@ def test_news_does_not_wait_for_the_heartbeat() -> None:
     assert (member(3, Status.DONE),) in told
 
 
-def test_progress_is_told_four_times_a_second() -> None:
+def test_own_progress_is_told_with_each_message_that_of_others_four_times_a_second() -> None:
     worker = linked()
-    told = []
+    own, of_others = [], []
     for tenth in range(1, 31):
         now = tenth / 10
+        news = Envelope(Heartbeat(), progress=(ProgressEntry(2, 79, 5 * tenth, tenth),))
+        worker.receive(2, news, now)
+        worker.progress.add(8, now=now)  # a step would have it ask itself
         actions = worker.receive(0, ask(0, tenth), now)
         worker.finished(ExchangeId(0, 0, tenth), now)
-        worker.step(8, now)
-        told += [a for a in actions if isinstance(a, Send) and a.message.progress]
-    assert 8 <= len(told) <= 12
-    assert told[-1].message.progress[0].samples > 200
+        told = [a.message.progress for a in actions if isinstance(a, Send) and a.peer == 0]
+        own += [entry.samples for entries in told for entry in entries if entry.rank == 1]
+        of_others += [entry.samples for entries in told for entry in entries if entry.rank == 2]
+    assert own == [8 * tenth for tenth in range(1, 31)]
+    assert 8 <= len(of_others) <= 12
+    assert of_others[-1] > 100
 
 
 def test_declared_dead_by_mistake_it_lives_on() -> None:
