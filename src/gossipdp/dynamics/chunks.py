@@ -25,8 +25,10 @@ On a device that only queues work, :mod:`~gossipdp.dynamics.device` has further 
 
 import enum
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -54,16 +56,19 @@ class Role(enum.Enum):
     """Parameters of no optimizer, such as target networks: averaged when the average is made."""
     FROZEN = "frozen"
     """Parameters that nobody changes: sent once, at the start."""
+    MOMENT = "moment"
+    """What an optimizer keeps of trained parameters: averaged by some exchanges, never at the end.
+    Each worker holds, saves and gives its own, as a part of its optimizer's state."""
 
     @property
     def is_exchanged(self) -> bool:
         """Whether exchanges average these values."""
-        return self in (Role.TRAINED, Role.BUFFER)
+        return self in (Role.TRAINED, Role.BUFFER, Role.MOMENT)
 
     @property
     def is_averaged(self) -> bool:
         """Whether the average of all workers is one of these values too."""
-        return self.is_exchanged or self is Role.FOLLOWING
+        return self in (Role.TRAINED, Role.BUFFER, Role.FOLLOWING)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -313,9 +318,12 @@ class BufferChunk(Chunk):
         only_its_norm = update.scratch(self.pending, 1)
         squared_norm = update.exchange(only_its_norm, None, mine, peers, decay, alpha_tilde)
         if math.isfinite(squared_norm):
-            self.pending.add_(peers).mul_(0.5)
-            self.weight *= 0.5
+            self._take(peers)
         return squared_norm
+
+    def _take(self, peers: Tensor) -> None:
+        self.pending.add_(peers).mul_(0.5)
+        self.weight *= 0.5
 
     def _snapshot_and_exchange(
         self, out: Tensor, peers: Tensor, decay: float, alpha_tilde: float
@@ -328,6 +336,78 @@ class BufferChunk(Chunk):
         self.weight = 1.0
 
 
+@dataclass
+class Moment:
+    """One tensor that an optimizer keeps of each parameter, such as Adam's ``exp_avg_sq``.
+
+    Attributes:
+        name: in the optimizer's state.
+        period: one exchange in so many carries it.
+        decay: the share of it that a step keeps (beta); 0 where the optimizer corrects no bias.
+        steps: the optimizer's age t; 0: it has no such tensor yet. Written by the main thread.
+    """
+
+    name: str
+    period: int
+    decay: float = 0.0
+    steps: int = 0
+
+    @property
+    def mass(self) -> float:
+        """What the optimizer's bias correction divides by: 1 - beta^t."""
+        return 1.0 - self.decay**self.steps
+
+    def travels_with(self, counter: int) -> bool:
+        """Whether the exchange of this number carries it; both ends know the number.
+
+        The multiples of the golden ratio are spread evenly over the unit interval, and so are
+        those of every second or third number. A worker whose proposals are refused in a rhythm,
+        so that all its exchanges have even numbers, still carries one in ``period``.
+
+        Example:
+            >>> [n for n in range(80) if n and Moment("exp_avg_sq", 16).travels_with(n)]
+            [13, 34, 47, 68]
+        """
+        return (counter * 2_654_435_769 & 0xFFFFFFFF) * self.period < 1 << 32
+
+
+class MomentChunk(BufferChunk):
+    r"""A chunk of a moment, in the optimizer's own memory; averaged as buffers are.
+
+    The optimizer writes x in its steps, and so a second moment stays positive, whatever steps come
+    between snapshot and boundary. Workers of different age t are averaged by what their optimizers
+    make of it, :math:`\hat v = v / (1 - \beta^t)`:
+
+    .. math:: v \leftarrow \tfrac12 v + \tfrac12 (1 - \beta^t) \hat v_\text{peer}
+
+    Averaged as they are, a worker at t = 20 and one at t = 400 (beta 0.999) would have steps of a
+    third and of 1.4 times their size after it. An optimizer that has made no step sends zeros and
+    takes nothing; zeros are not averaged.
+    """
+
+    def __init__(
+        self, role: Role, x: Tensor, pending: Tensor, c: Tensor | None, moment: Moment
+    ) -> None:
+        super().__init__(role, x, pending, c)
+        self._moment = moment
+
+    # Under the lock.
+
+    def _snapshot(self, out: Tensor, decay: float) -> bool:
+        if self._moment.steps == 0:
+            out.zero_()
+            return True
+        values = update.scratch(self.pending)
+        self._write(values)
+        torch.mul(values, 1.0 / self._moment.mass, out=out)
+        return update.is_finite(out)
+
+    def _take(self, peers: Tensor) -> None:
+        if self._moment.steps and peers.any():
+            self.pending.add_(peers, alpha=self._moment.mass).mul_(0.5)
+            self.weight *= 0.5
+
+
 class Segment:
     """A run of parameters of one role, dtype, device and optimizer, in one flat tensor.
 
@@ -337,6 +417,7 @@ class Segment:
         momentum: whether trained values carry c (method ``a2cid2``).
         optimizer_index: whose boundary covers this segment.
         chunk_bytes: the size a chunk may have at most.
+        moment: of what, where the role is MOMENT.
     """
 
     def __init__(
@@ -347,12 +428,14 @@ class Segment:
         momentum: bool = True,
         optimizer_index: int = 0,
         chunk_bytes: int = CHUNK_BYTES,
+        moment: Moment | None = None,
     ) -> None:
         if x.dim() != 1:
             raise ValueError(f"a segment is one-dimensional, not of shape {tuple(x.shape)}")
         self.x = x
         self.role = role
         self.optimizer_index = optimizer_index
+        self.moment = moment
         # What is not exchanged has no pending; the empty tensor keeps the attribute's type simple.
         length = x.numel() if role.is_exchanged else 0
         # In float64 the mean of equal values is that value: what nobody moved stays.
@@ -360,7 +443,10 @@ class Segment:
         self.pending = zeros(length, dtype, x.device)
         has_c = momentum and role is Role.TRAINED
         self.c = zeros(length, dtype, x.device) if has_c else None
+        kind: Callable[[Role, Tensor, Tensor, Tensor | None], Chunk]
         kind = BufferChunk if role is Role.BUFFER else Chunk
+        if moment is not None:
+            kind = partial(MomentChunk, moment=moment)
         length = max(1, chunk_bytes // x.element_size())
         parts = (slice(start, start + length) for start in range(0, x.numel(), length))
         self.chunks = [
@@ -380,17 +466,25 @@ class State:
     Args:
         segments: in the order of all workers.
         device: where they live, if not where torch says.
+        moments: segments of what optimizers keep, in the order of all workers.
 
     Attributes:
-        segments: as given.
-        chunks: those that exchanges average; their ``index`` is their place here.
+        segments, moments: as given.
+        chunks: those that every exchange averages; their ``index`` is their place here.
         averaged_chunks: those and the following ones, of which the average of all workers consists.
         copied_chunks: those of integer buffers, numbered on from there.
         all_chunks: everything that a worker who starts must be given, by ``index``.
+        moment_chunks: those of moments, numbered on from there.
     """
 
-    def __init__(self, segments: Iterable[Segment], device: Device | None = None) -> None:
-        self.segments = list(segments)
+    def __init__(
+        self,
+        segments: Iterable[Segment],
+        device: Device | None = None,
+        *,
+        moments: Iterable[Segment] = (),
+    ) -> None:
+        self.segments, self.moments = list(segments), list(moments)
         chunks = [chunk for segment in self.segments for chunk in segment.chunks]
         self.chunks = [chunk for chunk in chunks if chunk.role.is_exchanged]
         following = [chunk for chunk in chunks if chunk.role is Role.FOLLOWING]
@@ -398,8 +492,9 @@ class State:
         self.copied_chunks = [chunk for chunk in chunks if chunk.role is Role.COPIED]
         frozen = [chunk for chunk in chunks if chunk.role is Role.FROZEN]
         self.all_chunks = self.averaged_chunks + self.copied_chunks + frozen
+        self.moment_chunks = [chunk for segment in self.moments for chunk in segment.chunks]
         self.device = device or device_of({segment.x.device for segment in self.segments})
-        for index, chunk in enumerate(self.all_chunks):
+        for index, chunk in enumerate(self.all_chunks + self.moment_chunks):
             chunk.index = index
             chunk.device = self.device
             chunk.lock = self.device.lock()
@@ -408,16 +503,30 @@ class State:
     def description(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return what must agree between workers for their chunks to: a text and a shape each.
 
-        It tells how parameters are grouped, by role and by optimizer, and how they are cut.
+        It tells how parameters are grouped, by role and by optimizer, how they are cut, and which
+        moments travel how often.
         """
         lines: list[tuple[str, tuple[int, ...]]] = []
-        for index, segment in enumerate(self.segments):
+        for index, segment in enumerate(self.segments + self.moments):
             dtype = str(segment.x.dtype).removeprefix("torch.")
             length = segment.chunks[0].num_elements if segment.chunks else 0
-            kind = f"{segment.role.value}, {dtype}, of optimizer {segment.optimizer_index}"
+            role, moment = segment.role.value, segment.moment
+            if moment is not None:
+                role = f"{moment.name} in one exchange of {moment.period}"
+            kind = f"{role}, {dtype}, of optimizer {segment.optimizer_index}"
             text = f"segment {index} ({kind}, in chunks of {length})"
             lines.append((text, (segment.x.numel(),)))
         return lines
+
+    def carried(self, counter: int) -> Sequence[Chunk]:
+        """Return the chunks that the exchange of this number averages, in order."""
+        due = [
+            chunk
+            for segment in self.moments
+            if segment.moment is not None and segment.moment.travels_with(counter)
+            for chunk in segment.chunks
+        ]
+        return self.chunks + due if due else self.chunks
 
     def drop_momentum(self) -> None:
         """Hold no c, before training: where alpha_tilde is 1/2 it would stay zero."""
@@ -469,7 +578,7 @@ class State:
         self.device.finish()
         chunks = [
             chunk
-            for segment in self.segments
+            for segment in self.segments + self.moments
             if segment.role.is_exchanged and optimizer_index in (None, segment.optimizer_index)
             for chunk in segment.chunks
         ]
