@@ -354,15 +354,16 @@ class Moment:
 
     @property
     def mass(self) -> float:
-        """What the optimizer's bias correction divides by: 1 - beta^t."""
+        """What the optimizer's bias correction divides by: 1 - beta^t; 0 before its first step."""
         return 1.0 - self.decay**self.steps
 
     def travels_with(self, counter: int) -> bool:
         """Whether the exchange of this number carries it; both ends know the number.
 
-        The multiples of the golden ratio are spread evenly over the unit interval, and so are
-        those of every second or third number. A worker whose proposals are refused in a rhythm,
-        so that all its exchanges have even numbers, still carries one in ``period``.
+        The multiples of the golden ratio, less their whole parts, are spread evenly from 0 to 1,
+        and so are those of every second or third number. So where proposals are refused in a
+        rhythm, and all exchanges have even numbers, one in ``period`` still carries it. The first
+        ones do not. A moment of a longer period travels with those of shorter ones.
 
         Example:
             >>> [n for n in range(80) if n and Moment("exp_avg_sq", 16).travels_with(n)]
@@ -394,17 +395,19 @@ class MomentChunk(BufferChunk):
     # Under the lock.
 
     def _snapshot(self, out: Tensor, decay: float) -> bool:
-        if self._moment.steps == 0:
+        mass = self._moment.mass  # read once: the main thread may change it
+        if mass == 0.0:
             out.zero_()
             return True
         values = update.scratch(self.pending)
         self._write(values)
-        torch.mul(values, 1.0 / self._moment.mass, out=out)
+        torch.mul(values, 1.0 / mass, out=out)
         return update.is_finite(out)
 
     def _take(self, peers: Tensor) -> None:
-        if self._moment.steps and peers.any():
-            self.pending.add_(peers, alpha=self._moment.mass).mul_(0.5)
+        mass = self._moment.mass
+        if mass != 0.0 and peers.any():
+            self.pending.add_(peers, alpha=mass).mul_(0.5)
             self.weight *= 0.5
 
 

@@ -85,7 +85,12 @@ class GossipEngine(Engine):
         self._state = self._flat.state
         self._state.compile()
         self._master_weights = MasterWeights(self._state)
-        self._moments = Moments(self._flat.moment_places, optimizers, is_default=choice is True)
+        self._moments = Moments(
+            self._flat.moment_places,
+            optimizers,
+            is_default=choice is True,
+            finish=self._state.device.finish,
+        )
         self._first_link_due_s: float | None = None
         self._rate_warning_due = True
         self._is_averaged = False

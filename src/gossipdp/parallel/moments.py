@@ -11,7 +11,7 @@ that memory as they do buffers (:class:`~gossipdp.dynamics.chunks.MomentChunk`).
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -116,6 +116,7 @@ class Moments:
         optimizers: of the wrapper.
         is_default: nobody named these moments, so that what cannot travel is left out with a
             warning; else it is an error.
+        finish: waits for what is queued on a device.
     """
 
     def __init__(
@@ -124,11 +125,12 @@ class Moments:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         is_default: bool,
+        finish: Callable[[], None],
     ) -> None:
         self._kept: list[list[_Kept]] = [[] for _ in optimizers]
         for segment, places in segments:
             optimizer = optimizers[segment.optimizer_index]
-            self._kept[segment.optimizer_index].append(_Kept(segment, places, optimizer))
+            self._kept[segment.optimizer_index].append(_Kept(segment, places, optimizer, finish))
         self._is_default = is_default
 
     def stepped(self, optimizer_index: int) -> None:
@@ -159,11 +161,16 @@ class _Kept:
     """One moment of one optimizer, over one flat tensor."""
 
     def __init__(
-        self, segment: Segment, places: Sequence[Place], optimizer: torch.optim.Optimizer
+        self,
+        segment: Segment,
+        places: Sequence[Place],
+        optimizer: torch.optim.Optimizer,
+        finish: Callable[[], None],
     ) -> None:
         assert segment.moment is not None
         self._moment: Moment = segment.moment
         self._chunks = segment.chunks
+        self._finish = finish
         self._places = places
         self._optimizer = optimizer
         # Where each tensor lies once it is in flat memory; 0 before.
@@ -235,6 +242,7 @@ class _Kept:
             was_there = was_there or self._addresses[index] != 0
             self._addresses[index] = place.view.data_ptr()
         if is_any:
+            self._finish()  # queued on a device: no zeros are read once there are steps
             if steps < 1.0:  # it counts no steps, so it corrects no bias
                 self._moment.decay = 0.0
             self._moment.steps = max(1, int(steps))

@@ -15,7 +15,7 @@ import torch
 from deferred_device import GOSSIP, MAIN, DeferredDevice
 from torch import Tensor, nn
 
-from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
+from gossipdp.dynamics.chunks import Chunk, Moment, Role, Segment, State
 from gossipdp.dynamics.device import (
     HUGE_PAGE_BYTES,
     LEAST_HUGE_BYTES,
@@ -34,9 +34,11 @@ ETA, ALPHA_TILDE = 0.4, 1.5
 
 
 class World:
-    """A state of three chunks and one of a buffer, and the time."""
+    """A state of three chunks and one of a buffer, by choice one of a moment, and the time."""
 
-    def __init__(self, device: Device, dtype: torch.dtype, eta: float) -> None:
+    def __init__(
+        self, device: Device, dtype: torch.dtype, eta: float, *, has_moment: bool = False
+    ) -> None:
         generator = torch.Generator().manual_seed(1)
         self.phase = Phase(eta, 1.0)
         self.now_s = 0.0
@@ -47,7 +49,9 @@ class World:
             Segment(torch.arange(5.0), Role.BUFFER),
             Segment(torch.arange(3), Role.COPIED),
         ]
-        self.state = State(segments, device)
+        moment = Moment("exp_avg_sq", 1, 0.5, steps=1)
+        moments = [Segment(torch.arange(1.0, 9.0), Role.MOMENT, momentum=False, moment=moment)]
+        self.state = State(segments, device, moments=moments if has_moment else ())
         if isinstance(device, DeferredDevice):
             device.adopt_state(self.state)
         with self.main():
@@ -80,7 +84,7 @@ class World:
                 with self.device.on(stream):
                     self.device.wait_for_stream()
         held = {}
-        for index, segment in enumerate(self.state.segments):
+        for index, segment in enumerate(self.state.segments + self.state.moments):
             held[f"x {index}"], held[f"pending {index}"] = segment.x, segment.pending
             if segment.c is not None:
                 held["c"] = segment.c
@@ -94,7 +98,7 @@ def random_values(random: Random, chunk: Chunk, dtype: torch.dtype) -> Tensor:
 def run_script(world: World, seed: int, wire: torch.dtype) -> list[object]:
     """A random run without steps; what the host got to see."""
     random, seen = Random(seed), []
-    chunks = world.state.chunks
+    chunks = world.state.carried(1)
     outs = [
         torch.empty(chunk.num_elements, dtype=wire if chunk.role is Role.TRAINED else chunk.x.dtype)
         for chunk in chunks
@@ -157,8 +161,8 @@ def test_whatever_the_order_of_the_work_the_bits_are_those_of_host_memory(
     dtype: torch.dtype, wire: torch.dtype
 ) -> None:
     for seed in SEEDS:
-        at_once = World(Device(), dtype, ETA)
-        late = World(DeferredDevice(seed), dtype, ETA)
+        at_once = World(Device(), dtype, ETA, has_moment=True)
+        late = World(DeferredDevice(seed), dtype, ETA, has_moment=True)
         for one, other in zip(
             run_script(at_once, seed, wire), run_script(late, seed, wire), strict=True
         ):
@@ -281,7 +285,7 @@ def test_two_threads_lose_nothing(kind: str) -> None:
 
 def test_a_boundary_leaves_out_a_chunk_that_is_in_use() -> None:
     device = DeferredDevice(0)
-    world = World(device, torch.float32, ETA)
+    world = World(device, torch.float32, ETA, has_moment=True)
     chunk = world.state.chunks[0]
     skipped = []
 
