@@ -56,6 +56,9 @@ class PlanArguments:
     model_mb: float | None = None
     """Size of the model in megabytes, instead of --parameters."""
 
+    optimizer: Literal["sgd", "adam"] | None = None
+    """What trains, sgd by default: exchanges carry Adam's second moment too, now and then."""
+
     step_ms: float | None = None
     """Mean duration of a gradient step in milliseconds."""
 
@@ -72,6 +75,7 @@ class PlanArguments:
 NETWORK_OPTIONS = (
     "parameters",
     "model_mb",
+    "optimizer",
     "step_ms",
     "link_mbps",
     "latency_ms",
