@@ -370,13 +370,13 @@ class Moment:
 
 
 class MomentChunk(BufferChunk):
-    r"""A chunk of a moment, in the optimizer's own memory; averaged as buffers are.
+    r"""A chunk of a moment, in the optimizer's own memory; averaged much as buffers are.
 
-    The optimizer writes x in its steps, and so a second moment stays positive, whatever steps come
-    between snapshot and boundary. Workers of different age t are averaged by what their optimizers
-    make of it, :math:`\hat v = v / (1 - \beta^t)`:
-
-    .. math:: v \leftarrow \tfrac12 v + \tfrac12 (1 - \beta^t) \hat v_\text{peer}
+    Workers of different age t are averaged by what their optimizers make of a moment,
+    :math:`\hat v = v / (1 - \beta^t)`. The present value of it is ``weight x / mass + pending``,
+    with the mass :math:`1 - \beta^t` of the moment that it is asked for; an exchange halves both
+    and adds half of the peer's. So a second moment stays positive, whatever steps the optimizer
+    makes between snapshot and boundary.
 
     Averaged as they are, a worker at t = 20 and one at t = 400 (beta 0.999) would have steps of a
     third and of 1.4 times their size after it. An optimizer that has made no step sends zeros and
@@ -389,26 +389,38 @@ class MomentChunk(BufferChunk):
         super().__init__(role, x, pending, c)
         self._moment = moment
 
-    # Under the lock.
+    # Under the lock. The mass is read once each time: the main thread may change it.
+
+    def _add_pending(self, decay: float) -> None:
+        mass = self._moment.mass
+        if mass == 0.0:  # given up since
+            self._reset()
+            return
+        self.pending.mul_(mass).add_(self.x, alpha=self.weight)
+        self.x.copy_(self.pending)
+        self.pending.sub_(self.x).div_(mass)  # what x's precision cannot hold
+        self.weight = 1.0
+
+    def _write(self, out: Tensor) -> None:
+        values = torch.mul(self.pending, self._moment.mass, out=update.scratch(self.pending))
+        torch.add(values, self.x, alpha=self.weight, out=out)
 
     def _snapshot(self, out: Tensor, decay: float) -> bool:
-        mass = self._moment.mass  # read once: the main thread may change it
+        mass = self._moment.mass
         if mass == 0.0:
             out.zero_()
-            return True
-        values = update.scratch(self.pending)
-        self._write(values)
-        torch.mul(values, 1.0 / mass, out=out)
+        else:
+            torch.add(self.pending, self.x, alpha=self.weight / mass, out=out)
         return update.is_finite(out)
 
     def _exchange(self, mine: Tensor, peers: Tensor, decay: float, alpha_tilde: float) -> float:
         """As of buffers; how far apart the two are is not worth its passes."""
-        theirs = update.scratch(self.pending, 1).copy_(peers)
+        theirs = update.scratch(self.pending).copy_(peers)
         if not update.is_finite(theirs):
             return math.inf
-        mass = self._moment.mass
-        if mass != 0.0 and (theirs.sum() != 0.0 or theirs.any()):  # the sum is 20 times as fast
-            self.pending.add_(theirs, alpha=mass).mul_(0.5)
+        has_any = bool(theirs.sum()) or bool(theirs.any())  # the sum is 20 times as fast
+        if has_any and self._moment.mass != 0.0:
+            self.pending.add_(theirs).mul_(0.5)
             self.weight *= 0.5
         return 0.0
 

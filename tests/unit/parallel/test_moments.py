@@ -56,13 +56,15 @@ def is_within(tensor: Tensor, segment: Segment) -> bool:
 
 
 def give(model: GossipDataParallel, value: float) -> None:
-    """An exchange with a worker of the same age: half of what it holds, and half of ``value``."""
+    """An exchange with a worker whose optimizer makes ``value`` of its moment everywhere."""
     for segment in moments_of(model):
-        assert segment.moment is not None
         for chunk in segment.chunks:
             out = torch.empty_like(chunk.x)
-            peers = torch.full_like(out, value / (segment.moment.mass or 1.0))
-            chunk.snapshot_and_exchange(0.0, out, peers, 0.5)
+            chunk.snapshot_and_exchange(0.0, out, torch.full_like(out, value), 0.5)
+
+
+def averaged(own: Tensor, value: float, age: int) -> Tensor:
+    return (own + (1 - 0.999**age) * value) / 2
 
 
 # The optimizer sees no difference.
@@ -118,12 +120,36 @@ def test_what_an_exchange_brings_is_in_the_next_step(wrap: Callable) -> None:
         train(each, optimizer, 1, seed=2)
         if module is plain:
             for value in kept(theirs):
-                value.add_(0.5).mul_(0.5)
+                value.copy_(averaged(value, 0.5, age=6))
         train(each, optimizer, 3, seed=3)
     for one, other in zip(plain.parameters(), net.parameters(), strict=True):
         torch.testing.assert_close(one, other)
     for one, other in zip(kept(theirs), kept(ours), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_workers_of_two_ages_go_on_with_steps_of_their_size(wrap: Callable) -> None:
+    """All gradients are 1, so each step of Adam's is as large as the learning rate.
+
+    Averaged as they are, steps would be 0.0034 at the younger and 0.0138 at the older one.
+    """
+    models, optimizers = [], []
+    for age in (20, 400):
+        net = nn.Linear(3, 3)
+        optimizers.append(torch.optim.Adam(net.parameters(), lr=0.01))
+        models.append(wrap(net, optimizers[-1], samples_per_step=1))
+        stepped(optimizers[-1], age)
+    chunks = [moments_of(model)[0].chunks[0] for model in models]
+    sent = [torch.empty_like(chunk.x) for chunk in chunks]
+    for chunk, mine in zip(chunks, sent, strict=True):
+        assert chunk.snapshot(0.0, mine)
+    for chunk, mine, theirs in zip(chunks, sent, reversed(sent), strict=True):
+        chunk.exchange(0.0, mine, theirs, 0.5)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for _ in range(3):
+            before = model.module.weight.detach().clone()
+            stepped(optimizer, 1)
+            torch.testing.assert_close(before - model.module.weight, torch.full((3, 3), 0.01))
 
 
 def test_its_age_is_counted_and_taken_from_a_state_that_is_loaded(wrap: Callable) -> None:
@@ -186,7 +212,7 @@ def test_a_checkpoint_holds_what_exchanges_have_brought(wrap: Callable) -> None:
     give(model, 3.0)
     model._engine.capture()
     for value, old in zip(kept(optimizer), before, strict=True):
-        torch.testing.assert_close(value, (old + 3.0) / 2)
+        torch.testing.assert_close(value, averaged(old, 3.0, age=5))
 
 
 def test_a_parameter_that_has_its_first_gradient_later_is_taken_in(wrap: Callable) -> None:
@@ -208,10 +234,9 @@ def test_a_parameter_that_has_its_first_gradient_later_is_taken_in(wrap: Callabl
     step(used, late)
     (segment,) = moments_of(model)
     assert all(is_within(value, segment) for value in kept(optimizer))
-    own = 0.001 * (1 + 0.999)  # of two steps with gradient 1
-    torch.testing.assert_close(
-        optimizer.state[late]["exp_avg_sq"], torch.full_like(late, (own + 3.0) / 2)
-    )
+    own = torch.full_like(late, 0.001 * (1 + 0.999))  # of two steps with gradient 1
+    held = optimizer.state[late]["exp_avg_sq"]
+    torch.testing.assert_close(held, averaged(own, 3.0, age=3))
     assert age_of(model) == 3
 
 
@@ -366,7 +391,7 @@ def test_an_optimizer_that_makes_its_tensors_anew_is_left_out_with_a_warning(
     assert age_of(model) > 0
     give(model, 3.0)
     stepped(optimizer, 1)
-    assert all(value.eq(2.0).all() for value in kept(optimizer, "kept"))
+    assert all(value.eq(1.0).all() for value in kept(optimizer, "kept"))
     assert age_of(model) == 0
     assert "the OwnOptimizer makes its 'kept' anew at every step, so it" in caplog.text
     give(model, 3.0)  # such a worker takes nothing
