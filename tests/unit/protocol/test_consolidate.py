@@ -14,14 +14,10 @@ from gossipdp.protocol.actions import (
     SendResult,
 )
 from gossipdp.protocol.consolidate import (
-    ACCUSE_AFTER,
-    GIVE_UP_AFTER,
-    MAX_RESTARTS,
     MAX_REWINDS,
     Consolidation,
     ConsolidationAction,
     ConsolidationMessage,
-    pass_over_after,
     tree,
 )
 from gossipdp.protocol.members import Member, Status
@@ -38,6 +34,12 @@ from gossipdp.protocol.messages import (
     PullPartials,
     PullResults,
     Release,
+)
+from gossipdp.protocol.stalling import (
+    ACCUSE_AFTER,
+    GIVE_UP_AFTER,
+    MAX_RESTARTS,
+    pass_over_after,
 )
 
 
