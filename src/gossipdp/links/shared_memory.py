@@ -16,9 +16,9 @@ Guarantees:
 
 - A mapping lives as long as anything that looks at it: memoryviews, slices of them, tensors made of
   them all hold it. So none ends under a running read, whatever became of the link.
-- A forked child has neither the mapping (``MADV_DONTFORK``) nor, once :mod:`.fork` has closed it,
-  the descriptor. So its copies of these objects are not to be looked at; that they are collected
-  there does no harm.
+- A forked child has neither the mapping (``MADV_DONTFORK``) nor, once :mod:`.sockets` has closed
+  it, the descriptor. So its copies of these objects are not to be looked at; that they are
+  collected there does no harm.
 - Each end looks at the other's user id, for which the kernel vouches: a process of another user
   gets nothing and is not read. One of the same user could read a worker's memory anyway.
 - Nothing here waits: a peer whose queue is full is not offered anything, and its link stays as it
@@ -39,9 +39,9 @@ import struct
 from collections.abc import Collection, Iterator
 from typing import Any, final
 
-from gossipdp.links import fork
+from gossipdp.links import sockets
 from gossipdp.links.frames import MAX_SEGMENT, NAME_BYTES, TOKEN_BYTES, FrameError, Header
-from gossipdp.links.strangers import OnceLog
+from gossipdp.logs import OnceLog
 
 # A bound on what is mapped for a peer; slots are a few chunks.
 MAX_SEGMENT_BYTES = 1 << 30
@@ -80,7 +80,7 @@ class _Mapping:
         self.address: int | None = None
         self.process_id = os.getpid()
         self.num_bytes = num_bytes
-        with fork.descriptors_guard:  # no fork between the two
+        with sockets.descriptors_guard:  # no fork between the two
             address = _libc.mmap(None, num_bytes, protection, mmap.MAP_SHARED, descriptor, 0)
             if address == _MAP_FAILED:
                 raise OSError(ctypes.get_errno(), f"mmap: {os.strerror(ctypes.get_errno())}")
@@ -102,7 +102,7 @@ class _Mapping:
 
 
 @final
-class SharedSegment(fork.DescriptorOwner):
+class SharedSegment(sockets.DescriptorOwner):
     """A worker's own ``memory``, page-aligned, which it writes and its peers read.
 
     ``number``, 1 to 65535, names it among the segments of this worker. Raises OSError where the
@@ -116,9 +116,9 @@ class SharedSegment(fork.DescriptorOwner):
             raise OSError(errno.ENOMEM, f"a segment of {num_bytes} bytes")
         if not 0 < number <= MAX_SEGMENT:
             raise OSError(errno.EMFILE, f"there have been {number - 1} segments")
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             self.descriptor = os.memfd_create("gossipdp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            fork.register(self)
+            sockets.register(self)
         # At once, so that too little memory is an error here and no signal later.
         os.posix_fallocate(self.descriptor, 0, num_bytes)
         self.memory = _Mapping(self.descriptor, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE).view()
@@ -131,12 +131,12 @@ class SharedSegment(fork.DescriptorOwner):
         return address_of(payload) - address_of(self.memory)
 
     def close_in_child(self) -> None:
-        fork.close_descriptor(self.descriptor)
+        sockets.close_descriptor(self.descriptor)
         self.descriptor = -1
 
     def __del__(self) -> None:
         """Close the descriptor; the memory lives as long as somebody looks at it."""
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             if self.descriptor >= 0:
                 self.close_in_child()
 
@@ -201,7 +201,7 @@ def offer(segment: SharedSegment, memory_socket: bytes) -> bool:
     """
     name, token = memory_socket[:NAME_BYTES], memory_socket[NAME_BYTES:]
     packet = _OFFER.pack(_MAGIC, token, segment.number, len(segment.memory))
-    with fork.descriptors_guard, _socket() as connection:
+    with sockets.descriptors_guard, _socket() as connection:
         try:
             connection.connect(_address(name))
         except OSError as error:
@@ -227,7 +227,7 @@ class MemorySocket:
         self.name = secrets.token_bytes(NAME_BYTES)
         self._log = log
         self._epoll = epoll
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             listener = _socket()
             try:
                 listener.bind(_address(self.name))
@@ -258,7 +258,7 @@ class MemorySocket:
         """Those that have said nothing yet, then those that wait to be taken in."""
         yield from self.sockets[1:]
         for _ in range(BACKLOG):
-            with fork.descriptors_guard:
+            with sockets.descriptors_guard:
                 try:
                     connection = self.sockets[0].accept()[0]
                 except BlockingIOError:
@@ -277,7 +277,7 @@ class MemorySocket:
             yield connection
 
     def _drop(self, connection: socket.socket) -> None:
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             self.sockets.remove(connection)
             self._epoll.unregister(connection)
             connection.close()
@@ -286,7 +286,7 @@ class MemorySocket:
         self, connection: socket.socket, tokens: Collection[bytes]
     ) -> tuple[bytes, int, memoryview] | None:
         """What ``connection`` brings; None: for a link that is no more. ValueError: no offer."""
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             packet, descriptors, flags, _ = socket.recv_fds(
                 connection, _OFFER.size, 1, socket.MSG_CMSG_CLOEXEC
             )
@@ -301,7 +301,7 @@ class MemorySocket:
                 return token, number, map_peers_segment(descriptors[0], num_bytes)
             finally:
                 for descriptor in descriptors:
-                    fork.close_descriptor(descriptor)
+                    sockets.close_descriptor(descriptor)
 
     def _warn(self, what: str, why: object) -> None:
         self._log.warn_once("memory", f"{what}: {why}", "%s: %s", what, why)

@@ -29,7 +29,7 @@ from typing import Any, Literal, final
 
 import msgspec
 
-from gossipdp.links import fork, sockets
+from gossipdp.links import sockets
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.frames import run_tag
 from gossipdp.links.handshake import Handshake, HandshakeError, Identity, Refusal
@@ -37,9 +37,9 @@ from gossipdp.links.link import LinkHandler, Transport
 from gossipdp.links.opening import Opening
 from gossipdp.links.shared_memory import MemorySocket, SharedSegment, offer
 from gossipdp.links.sockets import Listener, listen
-from gossipdp.links.strangers import OnceLog
 from gossipdp.links.tcp_link import LinkOwner, TcpLink
 from gossipdp.links.tls import Tls
+from gossipdp.logs import OnceLog
 
 __all__ = ["TcpTransport", "listen"]
 
@@ -58,7 +58,7 @@ _EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 
 @final
-class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
+class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
     """Listens, dials, and moves frames between links and one handler.
 
     Args:
@@ -126,10 +126,10 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         # does not wait for its own thread.
         self._wake_guard = threading.RLock()
         self._listener = listener
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             self._epoll = select.epoll()
             self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            fork.register(self)
+            sockets.register(self)
             self._closed = False
         # Edge-triggered too, so that the counter need not be read back, and a listener that cannot
         # accept does not end every wait at once.
@@ -184,7 +184,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         for link in list(self.links.values()):
             link.flush_controls()
             sockets.empty(link.connection, self.scratch)
-        with fork.descriptors_guard, self._wake_guard:
+        with sockets.descriptors_guard, self._wake_guard:
             self._closed = True
             for connection in [*self._connections(), self._listener]:
                 connection.close()
@@ -199,7 +199,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self._notices.clear()
 
     def close_in_child(self) -> None:
-        """As of :class:`.fork.DescriptorOwner`.
+        """As of :class:`.sockets.DescriptorOwner`.
 
         Sockets are detached first: a socket object closed later, by the collector, must not close
         a number that the child has meanwhile given to a file of its own.
@@ -208,9 +208,9 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             return
         self._closed = True
         for connection in self._connections():
-            fork.close_descriptor(connection.detach())
+            sockets.close_descriptor(connection.detach())
         self._epoll.close()
-        fork.close_descriptor(self._wake_descriptor)
+        sockets.close_descriptor(self._wake_descriptor)
 
     def __del__(self) -> None:
         """Close what the owner forgot."""
@@ -240,7 +240,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             self._log.warn_once("broken", who, "ended the link to %s: %s", who, reason)
         self.to_read.pop(link, None)
         self.to_write.pop(link, None)
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             if self.links.get(link.peer) is link:
                 del self.links[link.peer]
             self._close_connection(link.connection, link.connection.fileno())
@@ -284,7 +284,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             if not 0 < port < 65536:
                 raise ValueError(f"port {port} is not in 1..65535")
             family = socket.AF_INET if version == 4 else socket.AF_INET6
-            with fork.descriptors_guard:
+            with sockets.descriptors_guard:
                 connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
                 opening = self._begin(connection, (host, port), True, peer)
             code = connection.connect_ex((host, port))
@@ -307,7 +307,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
     def _begin(
         self, connection: socket.socket, there: tuple[str, int], dialler: bool, wanted: int | None
     ) -> Opening:
-        """List a new socket, under the guard of :mod:`.fork`."""
+        """List a new socket, under the guard of :mod:`.sockets`."""
         handshake = Handshake(
             self.identity, self._secret, dialler=dialler, wanted_rank=wanted, admit=self._admit
         )
@@ -326,7 +326,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
     def _accept(self) -> None:
         try:
             for _ in range(sockets.BACKLOG):
-                with fork.descriptors_guard:
+                with sockets.descriptors_guard:
                     try:
                         connection, address = self._listener.accept()
                     except BlockingIOError:
@@ -430,7 +430,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
 
     def _release(self, opening: Opening) -> None:
         """Forget an opening and close its socket, in one step for a fork."""
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             del self._openings[opening]
             self._close_connection(opening.connection, opening.descriptor)
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import final
 
-from gossipdp.links import fork
+from gossipdp.links import sockets
 from gossipdp.links.sockets import Stream
 
 logger = logging.getLogger("gossipdp")
@@ -165,7 +165,7 @@ class Tls:
     def wrap(self, connection: socket.socket, *, server_side: bool) -> TlsStream:
         """The stream over a connected socket, whose object is emptied; its handshake is due."""
         context = self._server if server_side else self._client
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             wrapped = context.wrap_socket(
                 connection, server_side=server_side, do_handshake_on_connect=False
             )
