@@ -71,7 +71,7 @@ def transport_to_the_other(
         if rank == 0:
             transport.dial(1, *address)
         deadline_s = time.monotonic() + TIMEOUT_S
-        wants_memory = transport.segment is not None
+        wants_memory = transport.memory.segment is not None
         while end.link is None or (wants_memory and not end.link.is_shared):
             transport.poll(0.01)
             if time.monotonic() > deadline_s:

@@ -36,12 +36,15 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Collection, Iterator
-from typing import Any, final
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, final
 
 from gossipdp.links import sockets
 from gossipdp.links.frames import MAX_SEGMENT, NAME_BYTES, TOKEN_BYTES, FrameError, Header
 from gossipdp.logs import OnceLog
+
+if TYPE_CHECKING:
+    from gossipdp.links.tcp_link import TcpLink
 
 # A bound on what is mapped for a peer; slots are a few chunks.
 MAX_SEGMENT_BYTES = 1 << 30
@@ -305,6 +308,100 @@ class MemorySocket:
 
     def _warn(self, what: str, why: object) -> None:
         self._log.warn_once("memory", f"{what}: {why}", "%s: %s", what, why)
+
+
+@final
+class SlotMemory:
+    """What the slots of this worker's exchanges lie in, and whom of this host it is shared with.
+
+    Args:
+        links: those that are up, by peer.
+        log, epoll: as of :class:`MemorySocket`.
+        may_share: whether peers may read it in place, where the system has what that takes.
+
+    Attributes:
+        segment: the memory that peers may read; None: they may not, or there is none yet.
+    """
+
+    def __init__(
+        self, links: Mapping[int, TcpLink], log: OnceLog, epoll: select.epoll, *, may_share: bool
+    ) -> None:
+        self.segment: SharedSegment | None = None
+        self._memory: memoryview | None = None
+        self._num_segments = 0
+        self._links = links
+        self._log = log
+        self._epoll = epoll
+        self._may_share = may_share
+        self._socket: MemorySocket | None = None
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """All that are open."""
+        return self._socket.sockets if self._socket is not None else []
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        """As of :meth:`.Transport.allocate`."""
+        if self._memory is not None and len(self._memory) == num_bytes:
+            return self._memory
+        self.segment = self._make_segment(num_bytes) if self._may_share else None
+        if self.segment is not None:
+            self._memory = self.segment.memory
+            for link in self._links.values():
+                self.offer_to(link)
+        else:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._memory = memoryview(mmap.mmap(-1, num_bytes, flags))
+        return self._memory
+
+    def abandon(self) -> None:
+        """Write nothing there any more: the next exchange gets another segment.
+
+        A peer may be in the middle of a read, stopped there perhaps, and apply what it reads when
+        it goes on. This segment ends when it has let go of it too.
+        """
+        self.segment = self._memory = None
+
+    def invite(self, link: TcpLink) -> None:
+        """Tell the peer where we take segments, if we do."""
+        if self._socket is not None:
+            link.invite(self._socket.name)
+
+    def offer_to(self, link: TcpLink) -> None:
+        """Offer our segment to a peer that said where it takes them, unless it has been."""
+        segment = self.segment
+        if segment is None or not link.memory_socket or link.offered == segment.number:
+            return
+        try:
+            if offer(segment, link.memory_socket):
+                link.offered = segment.number
+            else:
+                link.memory_socket = b""  # on another host
+        except OSError as error:
+            text = "cannot share memory with rank %s: %s"
+            self._log.warn_once("memory", f"{link.peer}: {error}", text, link.peer, error)
+
+    def take_offers(self) -> None:
+        """Map what peers have offered."""
+        if self._socket is not None:
+            by_token = {link.memory_token: link for link in self._links.values()}
+            for token, number, memory in self._socket.take(by_token):
+                by_token[token].map(number, memory)
+
+    def _make_segment(self, num_bytes: int) -> SharedSegment | None:
+        try:
+            if self._socket is None:
+                self._socket = MemorySocket(self._log, self._epoll)
+                for link in self._links.values():
+                    self.invite(link)
+            segment = SharedSegment(num_bytes, self._num_segments + 1)
+        except (OSError, AttributeError) as error:  # AttributeError: not on this system
+            self._may_share = False
+            text = "no memory is shared with workers of this host: %s"
+            self._log.warn_once("memory", "none", text, error)
+            return None
+        self._num_segments += 1
+        return segment
 
 
 def _socket() -> socket.socket:

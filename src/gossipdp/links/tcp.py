@@ -16,7 +16,6 @@ import errno
 import ipaddress
 import logging
 import math
-import mmap
 import os
 import select
 import socket
@@ -35,7 +34,7 @@ from gossipdp.links.frames import run_tag
 from gossipdp.links.handshake import Handshake, HandshakeError, Identity, Refusal
 from gossipdp.links.link import LinkHandler, Transport
 from gossipdp.links.opening import Opening
-from gossipdp.links.shared_memory import MemorySocket, SharedSegment, offer
+from gossipdp.links.shared_memory import SlotMemory
 from gossipdp.links.sockets import Listener, listen
 from gossipdp.links.tcp_link import LinkOwner, TcpLink
 from gossipdp.links.tls import Tls
@@ -102,15 +101,10 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         self.tag = run_tag(identity.run_id)
         self.clock = clock
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
-        self.segment: SharedSegment | None = None
         self._secret = secret if tls is None else None
         self._tls = tls
         self._max_unauthenticated = max_unauthenticated
         self._max_bytes_per_s = max_bytes_per_s
-        self._memory: memoryview | None = None
-        self._num_segments = 0
-        self._may_share = shared_memory == "auto" and max_bytes_per_s is None
-        self._memory_socket: MemorySocket | None = None
         self._polling = False
         self.links: dict[int, TcpLink] = {}
         self._openings: dict[Opening, None] = {}  # the oldest first
@@ -126,8 +120,10 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         # does not wait for its own thread.
         self._wake_guard = threading.RLock()
         self._listener = listener
+        may_share = shared_memory == "auto" and max_bytes_per_s is None
         with sockets.descriptors_guard:
             self._epoll = select.epoll()
+            self.memory = SlotMemory(self.links, self._log, self._epoll, may_share=may_share)
             self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             sockets.register(self)
             self._closed = False
@@ -149,7 +145,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
                     self._accept()
                 if self._segments_due:
                     self._segments_due = False
-                    self._take_segments()
+                    self.memory.take_offers()
                 # A link may be there already, and its first frame: the other end was quick, or we
                 # slow.
                 self._tell()
@@ -192,7 +188,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             os.close(self._wake_descriptor)
         for link in list(self.links.values()):
             link.end("this worker closed its transport")
-        self.segment = self._memory = None
+        self.memory.abandon()
         for mine in (self.links, self._openings, self._by_descriptor, self.to_read):
             mine.clear()
         self.to_write.clear()
@@ -221,18 +217,19 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
 
     def _connections(self) -> list[socket.socket]:
         """All sockets but the listener, which sees to itself in a child."""
-        unix = self._memory_socket.sockets if self._memory_socket is not None else []
         links = (link.connection for link in self.links.values())
-        return [*links, *(opening.connection for opening in self._openings), *unix]
+        openings = (opening.connection for opening in self._openings)
+        return [*links, *openings, *self.memory.sockets]
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        assert not self._closed
+        return self.memory.allocate(num_bytes)
 
     # Links.
 
     def link_ended(self, link: TcpLink, reason: str, *, broken: bool, unread: bool) -> None:
         if unread:
-            # The peer may be in the middle of a read, stopped there perhaps, and apply what it
-            # reads when it goes on. So nothing is written there any more: the next exchange gets
-            # another segment, and this one ends when the peer has let go of it too.
-            self.segment = self._memory = None
+            self.memory.abandon()
         if self._closed:
             return
         if broken:
@@ -268,8 +265,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         self._by_descriptor[opening.descriptor] = link
         self.to_read[link] = None
         self._notices.append(partial(self.handler.link_up, link))
-        if self._memory_socket is not None:
-            link.invite(self._memory_socket.name)
+        self.memory.invite(link)
 
     # Openings.
 
@@ -441,58 +437,6 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             # connection, and with it the registration, alive.
             self._epoll.unregister(connection)
             connection.close()
-
-    # Memory that peers of this host read.
-
-    def allocate(self, num_bytes: int) -> memoryview:
-        assert not self._closed
-        if self._memory is not None and len(self._memory) == num_bytes:
-            return self._memory
-        self.segment = self._make_segment(num_bytes) if self._may_share else None
-        if self.segment is not None:
-            self._memory = self.segment.memory
-            for link in self.links.values():
-                self.link_found_memory_socket(link)
-        else:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._memory = memoryview(mmap.mmap(-1, num_bytes, flags))
-        return self._memory
-
-    def _make_segment(self, num_bytes: int) -> SharedSegment | None:
-        """A fresh segment, for the peers of this host; None: none can be had."""
-        try:
-            if self._memory_socket is None:
-                self._memory_socket = MemorySocket(self._log, self._epoll)
-                for link in self.links.values():
-                    link.invite(self._memory_socket.name)
-            segment = SharedSegment(num_bytes, self._num_segments + 1)
-        except (OSError, AttributeError) as error:  # AttributeError: not on this system
-            self._may_share = False
-            text = "no memory is shared with workers of this host: %s"
-            self._log.warn_once("memory", "none", text, error)
-            return None
-        self._num_segments += 1
-        return segment
-
-    def link_found_memory_socket(self, link: TcpLink) -> None:
-        """Offer our segment to the peer, unless it has been."""
-        segment = self.segment
-        if segment is None or not link.memory_socket or link.offered == segment.number:
-            return
-        try:
-            if offer(segment, link.memory_socket):
-                link.offered = segment.number
-            else:
-                link.memory_socket = b""  # on another host
-        except OSError as error:
-            text = "cannot share memory with rank %s: %s"
-            self._log.warn_once("memory", f"{link.peer}: {error}", text, link.peer, error)
-
-    def _take_segments(self) -> None:
-        if self._memory_socket is not None:
-            by_token = {link.memory_token: link for link in self.links.values()}
-            for token, number, memory in self._memory_socket.take(by_token):
-                by_token[token].map(number, memory)
 
     # A turn of the loop.
 
