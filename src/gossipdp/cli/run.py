@@ -317,7 +317,8 @@ def read_secret(path: Path | None) -> str | None:
     Raises:
         ValueError: the file cannot be read, is open to everybody, or holds too little.
     """
-    from gossipdp.launcher.environment import check_private, check_secret
+    from gossipdp.launcher.environment import check_secret
+    from gossipdp.links.tls import check_private
 
     if path is None:
         secret, name = os.environ.get("GOSSIPDP_SECRET") or None, "GOSSIPDP_SECRET"

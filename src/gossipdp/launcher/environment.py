@@ -26,7 +26,6 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 from gossipdp.errors import RendezvousError
 from gossipdp.links.tls import TlsFiles, tls_files
@@ -281,19 +280,6 @@ def check_secret(secret: bytes, name: str = "the secret") -> bytes:
             "`openssl rand -hex 16`"
         )
     return secret
-
-
-def check_private(name: str, path: Path) -> None:
-    """Warn where others than its owner may read or change a file with a secret."""
-    mode = path.stat().st_mode & 0o777
-    if mode & 0o077:
-        logger.warning(
-            "others than you may read %s %s (mode %03o), and whoever reads it can take part in the "
-            "run; chmod 600 it",
-            name,
-            path,
-            mode,
-        )
 
 
 def tls_from(variables: Mapping[str, str]) -> TlsFiles | None:

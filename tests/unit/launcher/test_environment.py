@@ -1,7 +1,6 @@
 import ipaddress
 import logging
 import os
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,7 +9,6 @@ from gossipdp.errors import RendezvousError
 from gossipdp.launcher.environment import (
     Environment,
     check_platform,
-    check_private,
     first_host,
     hidden,
     tasks_per_node,
@@ -137,17 +135,6 @@ def test_a_host_that_does_not_resolve_is_named() -> None:
     variables = {**TORCHRUN, "GOSSIPDP_HOST": "no such host"}
     with pytest.raises(RendezvousError, match="cannot reach GOSSIPDP_HOST 'no such host'"):
         Environment.read(variables).choose_host()
-
-
-@pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o400, False), (0o640, True)])
-def test_a_secret_file_that_others_may_read_is_warned_of(
-    tmp_path: Path, mode: int, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "secret"
-    path.touch()
-    path.chmod(mode)
-    check_private("--secret-file", path)
-    assert ("others than you may read --secret-file" in caplog.text) == warns
 
 
 def test_windows_is_told_at_once() -> None:
