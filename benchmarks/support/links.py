@@ -10,7 +10,8 @@ from multiprocessing.connection import Connection
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Identity, Refusal
 from gossipdp.links.link import Link, LinkHandler
-from gossipdp.links.tcp import SharedMemory, TcpTransport, listen
+from gossipdp.links.sockets import listen
+from gossipdp.links.tcp import SharedMemory, TcpTransport
 from gossipdp.links.tls import Tls, TlsFiles
 
 TIMEOUT_S = 60.0

@@ -35,12 +35,10 @@ from gossipdp.links.handshake import Handshake, HandshakeError, Identity, Refusa
 from gossipdp.links.link import LinkHandler, Transport
 from gossipdp.links.opening import Opening
 from gossipdp.links.shared_memory import SlotMemory
-from gossipdp.links.sockets import Listener, listen
+from gossipdp.links.sockets import Listener
 from gossipdp.links.tcp_link import LinkOwner, TcpLink
 from gossipdp.links.tls import Tls
 from gossipdp.logs import OnceLog
-
-__all__ = ["TcpTransport", "listen"]
 
 SharedMemory = Literal["auto", "off"]
 
@@ -65,7 +63,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         identity: this worker's hello; its ``host`` and ``port`` are filled in with where it
             listens (an own ``host`` is kept: the address that others are to dial).
         secret: shared by all workers of the run; with ``tls`` it is not looked at.
-        listener: from :func:`listen`; the transport closes it.
+        listener: from :func:`~.sockets.listen`; the transport closes it.
         tls: what all links go through; None: in the clear.
         clock: seconds, monotonic; the handler's own, which looks at ``last_heard_s``.
         max_unauthenticated: bounds the accepted connections without a handshake.

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from gossipdp.links import sockets
-from gossipdp.links.tcp import TcpTransport, listen
+from gossipdp.links.sockets import listen
+from gossipdp.links.tcp import TcpTransport
 
 # A child that is created here runs the test's code after a fork that threads may have seen.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -126,7 +127,8 @@ VICTIM = """
     import os, sys, time
     from gossipdp.links.handshake import Identity
     from gossipdp.links.link import LinkHandler
-    from gossipdp.links.tcp import TcpTransport, listen
+    from gossipdp.links.sockets import listen
+    from gossipdp.links.tcp import TcpTransport
 
     class Handler(LinkHandler):
         up = False
