@@ -581,7 +581,7 @@ class WorkerProtocol:
                     actions.append(found)
                 case _:
                     actions.append(found)
-        self.pairing.incarnation = self.incarnation  # one higher, where it was outbid
+        self.pairing.incarnation = self.membership.own.incarnation  # higher, where it was outbid
         return actions
 
     def _set_clock_rate(self) -> None:
