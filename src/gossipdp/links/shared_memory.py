@@ -391,7 +391,8 @@ class SlotMemory:
     def _make_segment(self, num_bytes: int) -> SharedSegment | None:
         try:
             if self._socket is None:
-                self._socket = MemorySocket(self._log, self._epoll)
+                with sockets.descriptors_guard:  # no fork before it is listed here
+                    self._socket = MemorySocket(self._log, self._epoll)
                 for link in self._links.values():
                     self.invite(link)
             segment = SharedSegment(num_bytes, self._num_segments + 1)

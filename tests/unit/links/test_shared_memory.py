@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import links
 import pytest
 import torch
 
-from gossipdp.links import shared_memory, tcp_link
+from gossipdp.links import shared_memory, sockets, tcp_link
 from gossipdp.links.frames import (
     MAX_SEGMENT,
     ChunkKey,
@@ -309,6 +310,28 @@ def test_a_system_without_sealed_memory_sends_bytes_and_says_so(
     assert [record.message for record in caplog.records] == [
         "no memory is shared with workers of this host: [Errno 1] not here"
     ]
+
+
+def test_no_fork_comes_between_the_opening_of_the_socket_and_its_listing(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_by, may_fork = shared_memory.MemorySocket, []
+
+    def make(*arguments: Any) -> shared_memory.MemorySocket:
+        made = made_by(*arguments)
+        with ThreadPoolExecutor(1) as other:
+            may_fork.append(other.submit(guard_is_free).result())
+        return made
+
+    def guard_is_free() -> bool:
+        is_free = sockets.descriptors_guard.acquire(blocking=False)
+        if is_free:
+            sockets.descriptors_guard.release()
+        return is_free
+
+    monkeypatch.setattr(shared_memory, "MemorySocket", make)
+    world.shared(0)
+    assert may_fork == [False]
 
 
 def test_the_socket_has_another_name_each_time_and_each_link_its_own_token(world: Any) -> None:
