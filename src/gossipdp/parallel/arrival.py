@@ -357,7 +357,7 @@ class Arrival:
             if c is not None and name in momenta:
                 momenta[name].copy_(c)
             elif c is not None and name in pendings:  # saved under another method: z goes on
-                update.flow(pendings[name], c.clone(), decay=0.0)
+                update.flow(pendings[name], c, 0.5)
         for chunk in self._state.chunks:
             chunk.restored()
 

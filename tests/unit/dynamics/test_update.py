@@ -43,24 +43,29 @@ class Computes:
         self.options = {"compiled": name == "numba"}
 
     def snapshot(self, chunk: Chunk, out: Tensor, decay: float) -> bool:
-        return update.snapshot(out, chunk.x, chunk.pending, chunk.c, decay, **self.options)
+        share, _ = flow_of(decay)
+        return update.snapshot(out, chunk.x, chunk.pending, chunk.c, share, **self.options)
 
     def exchange(
         self, chunk: Chunk, mine: Tensor, peers: Tensor, decay: float, alpha_tilde: float
     ) -> float:
-        return update.exchange(
-            chunk.pending, chunk.c, mine, peers, decay, alpha_tilde, **self.options
-        )
+        numbers = *flow_of(decay), alpha_tilde
+        return update.exchange(chunk.pending, chunk.c, mine, peers, *numbers, **self.options)
 
     def snapshot_and_exchange(
         self, chunk: Chunk, out: Tensor, peers: Tensor, decay: float, alpha_tilde: float
     ) -> float:
-        return update.snapshot_and_exchange(
-            out, chunk.x, chunk.pending, chunk.c, peers, decay, alpha_tilde, **self.options
-        )
+        state, numbers = (chunk.x, chunk.pending, chunk.c), (*flow_of(decay), alpha_tilde)
+        return update.snapshot_and_exchange(out, *state, peers, *numbers, **self.options)
 
     def boundary(self, chunk: Chunk, decay: float) -> None:
-        update.boundary(chunk.x, chunk.pending, chunk.c, decay, **self.options)
+        share, _ = flow_of(decay)
+        update.boundary(chunk.x, chunk.pending, chunk.c, share, **self.options)
+
+
+def flow_of(decay: float) -> tuple[float, float]:
+    """The share and what is left of a flow that begins where c was written."""
+    return 0.5 * (1.0 - decay), decay
 
 
 @pytest.fixture(params=KERNELS)
@@ -94,13 +99,14 @@ def same_bits(ours: Chunk, others: Chunk) -> bool:
     )
 
 
-def reference_of(chunk: Chunk) -> MomentumState:
+def reference_of(chunk: Chunk, left: float = 1.0) -> MomentumState:
     x = chunk.x.double() + chunk.pending.double()
-    return MomentumState(x, torch.zeros_like(x) if chunk.c is None else chunk.c.double())
+    return MomentumState(x, torch.zeros_like(x) if chunk.c is None else left * chunk.c.double())
 
 
-def assert_close(chunk: Chunk, expected: MomentumState) -> None:
-    found = reference_of(chunk)
+def assert_close(chunk: Chunk, expected: MomentumState, left: float = 1.0) -> None:
+    """Where c was written some time ago, ``left`` of it is left."""
+    found = reference_of(chunk, left)
     assert torch.allclose(found.x, expected.x, atol=1e-5, rtol=0)
     if chunk.c is not None:
         assert torch.allclose(found.c, expected.c, atol=1e-5, rtol=0)
@@ -165,7 +171,7 @@ def test_a_boundary_moves_everything_and_keeps_the_remainder(
         chunk = random_chunk(length, length, dtype, momentum)
         expected = flowed(reference_of(chunk), decay)
         computes.boundary(chunk, decay)
-        assert_close(chunk, expected)
+        assert_close(chunk, expected, left=decay)
         if dtype is torch.float32:
             assert not chunk.pending.any()
         else:
@@ -313,7 +319,7 @@ def test_a_chunk_that_took_nothing_has_not_flowed_either(computes: Computes) -> 
     assert chunk.theta == 0.0
     expected = flowed(reference_of(chunk), math.exp(-0.6))
     chunk.boundary(0.3)
-    assert_close(chunk, expected)
+    assert_close(chunk, expected, left=math.exp(-0.6))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -327,8 +333,58 @@ def test_a_boundary_with_nothing_pending_flows_into_the_parameters(
     assert not chunk.has_pending
     expected = flowed(reference_of(chunk), math.exp(-0.6))
     chunk.boundary(0.3)
-    assert_close(chunk, expected)
+    assert_close(chunk, expected, left=math.exp(-0.6))
     assert dtype is torch.bfloat16 or not chunk.pending.any()
+
+
+@with_and_without_momentum
+def test_many_flows_are_one_and_write_no_momentum(computes: Computes, momentum: bool) -> None:
+    """Before the next exchange, which takes what is left of it; steps come between."""
+    chunk = random_chunk(MOST, 5, torch.float32, momentum)
+    chunk.is_compiled = computes.options["compiled"]
+    chunk.restored()
+    expected, before = reference_of(chunk), copy_of(chunk)
+    thetas = [0.01, 0.01, 0.2, 0.5, 0.4, 0.9]  # a boundary may have read an older one
+    for theta in thetas:
+        chunk.boundary(theta)
+        chunk.x.add_(0.5)
+        expected = expected.increment(torch.tensor(0.5))
+    expected = flowed(expected, math.exp(-1.8))
+    assert_close(chunk, expected, left=math.exp(-1.8))
+    if chunk.c is not None and before.c is not None:
+        assert torch.equal(chunk.c, before.c)
+    z = torch.empty(MOST)
+    chunk.read_z(z)
+    assert torch.allclose(z.double(), expected.z, atol=1e-5)
+    mine, peers = torch.empty(MOST), snapshot_of(MOST, 7, torch.float32)
+    chunk.snapshot_and_exchange(1.0, mine, peers, ALPHA_TILDE)
+    expected = flowed(expected, math.exp(-0.2))
+    assert_close(chunk, expected.exchange(expected.x - peers.double(), ALPHA_TILDE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_momentum_of_long_ago_is_none(dtype: torch.dtype) -> None:
+    """The flow that leaves a last trace of it takes that too: no number grows too small."""
+    (chunk,) = State([Segment(torch.zeros(7, dtype=dtype), Role.TRAINED)]).chunks
+    mine, peers = torch.ones(7, dtype=dtype), torch.zeros(7, dtype=dtype)
+    chunk.exchange(0.0, mine, peers, ALPHA_TILDE)
+    chunk.boundary(0.0)
+    z = torch.empty_like(mine)
+    chunk.read_z(z)
+    theta = 0.0
+    while theta < 400.0:  # exp(-800) is no number of 64 bits any more
+        theta += 0.7
+        chunk.boundary(theta)
+        assert not chunk.pending.any()
+        x = chunk.x.clone()
+    assert torch.allclose(x, z, atol=1e-6 if dtype is torch.float32 else 1e-15, rtol=0)
+    pending, c = torch.empty_like(mine), torch.full_like(mine, 7.0)
+    chunk.copy_momentum(pending, c)
+    assert not c.any()
+    chunk.exchange(1000.0, peers, mine, ALPHA_TILDE)
+    chunk.copy_momentum(pending, c)
+    assert torch.equal(c, (ALPHA_TILDE - 0.5) * mine)
+    assert torch.equal(pending, 0.5 * mine)
 
 
 # The choice.
