@@ -6,8 +6,10 @@ The training thread and the gossip thread meet here and nowhere else. The rules:
   while the main thread only waits for it: at the start and in ``consolidate``. The gossip thread
   reads x for a snapshot without stopping the optimizer. A snapshot torn by a running step is
   harmless, because both ends of the exchange use that same snapshot.
-* ``pending``, ``c`` and the phases are read and written under the chunk's lock: by the gossip
-  thread in an exchange, by the main thread at a boundary.
+* ``pending``, ``c``, the phases and what the outer step has are read and written under the chunk's
+  lock: by the gossip thread in an exchange, by the main thread at a boundary.
+* The outer step reads x as a snapshot does, under the lock but beside a running optimizer. What it
+  read of each value is the new base; the rest of the optimizer's step counts in the next one.
 * The boundary only *tries* the lock. A chunk in use keeps its pending for the next boundary, so
   training never waits for a thread of lower priority.
 * A lock is held for one pass over one chunk, never across I/O and never two at a time. So there is
@@ -28,12 +30,14 @@ import enum
 import math
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossipdp.dynamics import update
 from gossipdp.dynamics.device import Device, device_of, zeros
+from gossipdp.dynamics.outer import OuterStep
 
 CHUNK_BYTES = 1 << 20
 # A boundary of fewer values is over before a second thread has woken.
@@ -75,6 +79,18 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+class Outer(NamedTuple):
+    """An outer step and its two tensors, of a chunk's length and in pending's precision.
+
+    ``base`` is where x would be without the optimizer's steps since the last outer step; ``m`` is
+    the outer momentum.
+    """
+
+    step: OuterStep
+    base: Tensor
+    m: Tensor
+
+
 class Chunk:
     """One or more MiB of the state: the unit that is locked, sent and applied, whole or not at all.
 
@@ -87,13 +103,14 @@ class Chunk:
         x: the parameter storage itself.
         pending: what exchanges and flow brought and the next boundary adds.
         c: the momentum as it was at ``theta_c``; None under plain averaging.
+        outer: the outer step; None without one.
         theta: the phase this chunk has been flowed to.
         theta_c: the phase at which c was written; minus infinity where there is no momentum,
             whatever c holds.
         has_pending: whether the next boundary has anything to add. Known zeros are not added: with
             no exchange, training is bitwise that of the plain loop.
         is_compiled: whether numba's loops compute here.
-        lock: guards pending, c, theta, theta_c and the flags; see the module.
+        lock: guards pending, c, base, m, the phases and the flags; see the module.
     """
 
     def __init__(self, role: Role, x: Tensor, pending: Tensor, c: Tensor | None) -> None:
@@ -102,6 +119,7 @@ class Chunk:
         self.x = x
         self.pending = pending
         self.c = c
+        self.outer: Outer | None = None
         self.theta = 0.0
         self.theta_c = -math.inf
         self.has_pending = False
@@ -143,7 +161,7 @@ class Chunk:
             self._flowed_to(theta)
 
     def reset(self) -> None:
-        """Drop pending and c: the parameters were loaded, and no exchange is in flight."""
+        """Drop all but x: the parameters were loaded, and no exchange is in flight."""
         with self.lock:
             self._reset()
 
@@ -170,15 +188,43 @@ class Chunk:
             state = self.x, self.pending, self.c
             self.device.write(lambda out: update.read_z(out, *state, left), out)
 
-    def copy_momentum(self, pending: Tensor, c: Tensor | None) -> None:
-        """Copy pending and the momentum of one moment to host memory, for a checkpoint."""
+    def copy_momentum(
+        self,
+        pending: Tensor,
+        c: Tensor | None,
+        g: Tensor | None = None,
+        m: Tensor | None = None,
+    ) -> None:
+        """Copy pending and momenta of one moment to host memory, for a checkpoint.
+
+        ``g``, the optimizer's steps since the last outer step, and ``m`` are that one's; the main
+        thread, which calls this, takes no step meanwhile.
+        """
         with self.lock:
             self.device.write(lambda out: out.copy_(self.pending), pending)
             if c is not None and self.c is not None:
                 momentum, left = self.c, self._left(self.theta)
                 self.device.write(lambda out: torch.mul(momentum, left, out=out), c)
+            if g is not None and m is not None and self.outer is not None:
+                _, base, velocity = self.outer
+                self.device.write(lambda out: torch.sub(self.x, base, out=out), g)
+                self.device.write(lambda out: out.copy_(velocity), m)
 
     # The gossip thread's part. Snapshots are in host memory.
+
+    def outer_step(self) -> None:
+        """Take the outer step, if there is one, before the snapshot of an exchange: once in each.
+
+        Between the two a boundary may move pending into x, and the optimizer may step: both ends of
+        the exchange use the snapshot, and what it holds of that step counts in the next outer step.
+        """
+        if self.outer is None:
+            return
+        with self.lock:
+            (rule, base, m), compiled = self.outer, self.is_compiled
+            numbers = rule.momentum, rule.lr
+            update.outer_step(self.x, self.pending, base, m, *numbers, compiled=compiled)
+            self.has_pending = True
 
     def snapshot(self, theta: float, out: Tensor) -> bool:
         """Write x + pending as they are at the phase ``theta``; return whether all is finite.
@@ -222,10 +268,10 @@ class Chunk:
             return squared_norm
 
     def replace(self, values: Tensor) -> None:
-        """Make x these values, pending and c zero, while the main thread only waits."""
+        """Make x these values and all else zero, while the main thread only waits."""
         with self.lock:
-            self._reset()
             self.x.copy_(values)
+            self._reset()
             self.device.finish()
 
     def squared_distance(self, values: Tensor) -> float:
@@ -236,10 +282,12 @@ class Chunk:
     # Under the lock.
 
     def _add_pending(self, share: float) -> None:
+        base, compiled = None if self.outer is None else self.outer.base, self.is_compiled
         if self.has_pending or self.c is None or self.x.dtype != self.pending.dtype:
-            update.boundary(self.x, self.pending, self.c, share, compiled=self.is_compiled)
+            update.boundary(self.x, self.pending, self.c, share, base, compiled=compiled)
         else:  # pending is zero: half of the memory need not be passed over
-            update.flow(self.x, self.c, share, compiled=self.is_compiled)
+            for values in (self.x,) if base is None else (self.x, base):
+                update.flow(values, self.c, share, compiled=compiled)
 
     def _write(self, out: Tensor) -> None:
         if self.role.is_exchanged:
@@ -290,6 +338,9 @@ class Chunk:
         self.pending.zero_()
         if self.c is not None:
             self.c.zero_()
+        if self.outer is not None:
+            self.outer.base.copy_(self.x)
+            self.outer.m.zero_()
         self.has_pending = False
         # A worker that takes its place anew has a phase that begins anew.
         self.theta, self.theta_c = 0.0, -math.inf
@@ -305,7 +356,13 @@ class BufferChunk(Chunk):
 
     weight = 1.0
 
-    def copy_momentum(self, pending: Tensor, c: Tensor | None) -> None:
+    def copy_momentum(
+        self,
+        pending: Tensor,
+        c: Tensor | None,
+        g: Tensor | None = None,
+        m: Tensor | None = None,
+    ) -> None:
         """See :class:`Chunk`: pending becomes what x lacks of the present values."""
         with self.lock:
             more = self.weight - 1.0
@@ -354,6 +411,7 @@ class Segment:
         x: one-dimensional; the module's parameters lie in its memory.
         role: what becomes of the values when workers meet.
         momentum: whether trained values carry c (method ``a2cid2``).
+        outer: the outer step of trained values.
         optimizer_index: whose boundary covers this segment.
         chunk_bytes: the size a chunk may have at most.
     """
@@ -364,6 +422,7 @@ class Segment:
         role: Role,
         *,
         momentum: bool = True,
+        outer: OuterStep | None = None,
         optimizer_index: int = 0,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
@@ -379,13 +438,21 @@ class Segment:
         self.pending = zeros(length, dtype, x.device)
         has_c = momentum and role is Role.TRAINED
         self.c = zeros(length, dtype, x.device) if has_c else None
+        self.outer: Outer | None = None
+        if outer is not None and role is Role.TRAINED:
+            base = zeros(length, dtype, x.device).copy_(x)
+            self.outer = Outer(outer, base, zeros(length, dtype, x.device))
         kind = BufferChunk if role is Role.BUFFER else Chunk
         length = max(1, chunk_bytes // x.element_size())
-        parts = (slice(start, start + length) for start in range(0, x.numel(), length))
+        parts = [slice(start, start + length) for start in range(0, x.numel(), length)]
         self.chunks = [
             kind(role, x[part], self.pending[part], None if self.c is None else self.c[part])
             for part in parts
         ]
+        if self.outer is not None:
+            rule, base, m = self.outer
+            for chunk, part in zip(self.chunks, parts, strict=True):
+                chunk.outer = Outer(rule, base[part], m[part])
 
     def split(self, flat: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
         """Pair each chunk with its part of another tensor of this segment's length."""
@@ -537,7 +604,7 @@ class State:
             chunk.flow(theta)
 
     def reset(self) -> None:
-        """Drop pending and c everywhere; see :meth:`Chunk.reset`."""
+        """Drop all but x everywhere; see :meth:`Chunk.reset`."""
         self.device.finish()
         for chunk in self.chunks:
             chunk.reset()

@@ -17,7 +17,11 @@ there is nothing to flow), :math:`s = e^{-2(\theta_2-\theta_c)}` → ``left`` an
     \text{exchange}:\quad & \delta = \text{mine} - \text{peers}, \quad
         \text{flow}, \quad p \leftarrow p - \tfrac12\delta, \quad
         c \leftarrow s\,c - (\tilde\alpha - \tfrac12)\,\delta, \quad \theta_c \leftarrow \theta_2 \\
-    \text{boundary}:\quad & \text{flow}, \quad x \leftarrow x + p, \quad p \leftarrow 0
+    \text{boundary}:\quad & \text{flow}, \quad x \leftarrow x + p, \quad p \leftarrow 0, \quad
+        \text{base} \leftarrow \text{base} + (x_\text{new} - x_\text{old})
+
+With an :mod:`outer step <gossipdp.dynamics.outer>` a chunk has ``base`` and ``m`` too, in
+pending's precision.
 
 An event is computed by torch, in several passes over the values, or by a loop that numba compiles,
 in one pass (``compiled=True``: :mod:`~gossipdp.dynamics.update_loops`, for parameters and snapshots
@@ -68,15 +72,27 @@ def flow(values: Tensor, c: Tensor, share: float, *, compiled: bool = False) -> 
 
 
 def boundary(
-    x: Tensor, pending: Tensor, c: Tensor | None, share: float, *, compiled: bool = False
+    x: Tensor,
+    pending: Tensor,
+    c: Tensor | None,
+    share: float,
+    base: Tensor | None = None,
+    *,
+    compiled: bool = False,
 ) -> None:
-    """Flow, then x += pending; pending keeps what x's precision cannot hold."""
+    """Flow, then x += pending; pending keeps what x's precision cannot hold.
+
+    What x changes by is added to ``base`` too, if there is one: x - base stays.
+    """
     flows = c is not None and share != 0.0
     if compiled:
-        _loops().boundary(_array(x), _array(pending), _array(c, pending), flows, share)
+        momentum = _array(c, pending), flows, share
+        _loops().boundary(_array(x), _array(pending), *momentum, *_base(base, pending))
         return
     if c is not None and flows:
         flow(pending, c, share)
+    if base is not None:
+        base.sub_(x)
     if x.dtype == pending.dtype:
         x.add_(pending)
         pending.zero_()
@@ -84,6 +100,34 @@ def boundary(
         pending.add_(x)
         x.copy_(pending)
         pending.sub_(x)
+    if base is not None:
+        base.add_(x)
+
+
+def outer_step(
+    x: Tensor,
+    pending: Tensor,
+    base: Tensor,
+    m: Tensor,
+    momentum: float,
+    lr: float,
+    *,
+    compiled: bool = False,
+) -> None:
+    """The outer step: m = momentum m + g, pending += lr (g + momentum m) - g, base = x.
+
+    With g = x - base. Another thread may write x meanwhile: each value is read once.
+    """
+    if compiled:
+        state = _array(x), _array(pending), _array(base), _array(m)
+        _loops().outer_step(*state, momentum, lr)
+        return
+    values, g = scratch(pending, 0), scratch(pending, 1)
+    values.copy_(x)
+    torch.sub(values, base, out=g)
+    base.copy_(values)
+    m.mul_(momentum).add_(g)
+    pending.add_(torch.add(g, m, alpha=momentum, out=values).mul_(lr).sub_(g))
 
 
 def snapshot(
@@ -166,9 +210,7 @@ def snapshot_and_exchange(
     return exchange(pending, c, out, peers, share, left, alpha_tilde)
 
 
-def read_z(
-    out: Tensor, x: Tensor, pending: Tensor, c: Tensor | None, left: float = 1.0
-) -> None:
+def read_z(out: Tensor, x: Tensor, pending: Tensor, c: Tensor | None, left: float = 1.0) -> None:
     """Out = x + pending + left c/2: where the flow ends, whose mean over workers is conserved."""
     torch.add(x, pending, out=out)
     if c is not None:
@@ -249,6 +291,7 @@ def compile_loops(x: torch.dtype, wire: torch.dtype) -> None:
         lambda: snapshot_and_exchange(out, values, p, p, out, 0.0, 1.0, 0.5, compiled=True),
         lambda: boundary(values, p, p, 0.0, compiled=True),
         lambda: flow(p, p, 0.0, compiled=True),
+        lambda: outer_step(values, p, p, p, 0.0, 1.0, compiled=True),
     ):
         try:
             call()
@@ -262,6 +305,10 @@ def _loops() -> Any:
     from gossipdp.dynamics import update_loops
 
     return update_loops
+
+
+def _base(base: Tensor | None, instead: Tensor) -> tuple[Any, bool]:
+    return _array(base, instead), base is not None
 
 
 def _array(values: Tensor | None, instead: Tensor | None = None) -> Any:

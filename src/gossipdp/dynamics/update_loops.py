@@ -1,8 +1,8 @@
 """The events of :mod:`~gossipdp.dynamics.update` as loops that numba compiles, one pass each.
 
-All arrays are one-dimensional and of one length. Those of ``pending`` and ``c`` are float32; those
-of ``x`` and of snapshots are float32, or uint16 that holds the bits of bfloat16. Without a ``c``,
-``has_c`` is False and any array takes its place.
+All arrays are one-dimensional and of one length. Those of ``pending``, ``c``, ``base`` and ``m``
+are float32; those of ``x`` and of snapshots are float32, or uint16 that holds the bits of bfloat16.
+Without a ``c`` (or ``base``), ``has_c`` is False and any array takes its place.
 
 Rounding: the loops that hold delta are compiled without fast-math, so no operation is fused or
 reordered and delta is the exact negative of the other end's. Only :func:`_add_square` and
@@ -192,10 +192,20 @@ def snapshot_and_exchange(
 
 
 @_compiled
-def boundary(x: Any, pending: Any, c: Any, has_c: bool, share: float) -> None:
-    """Flow, then x += pending; pending keeps what rounding x left over."""
+def boundary(
+    x: Any, pending: Any, c: Any, has_c: bool, share: float, base: Any, has_base: bool
+) -> None:
+    """Flow, then x += pending; pending keeps what rounding x left over. x - base stays."""
     q = _F32(share)
-    if has_c:
+    if has_base:  # before the flow: q c is 0 without c, whose place pending takes
+        q = q if has_c else _F32(0.0)
+        for i in range(x.size):
+            before = _get(x, i)
+            moved = before + (pending[i] + q * c[i])
+            stored = _put(x, i, moved)
+            pending[i] = moved - stored
+            base[i] = stored - (before - base[i])
+    elif has_c:
         for i in range(x.size):
             moved = _get(x, i) + (pending[i] + q * c[i])
             pending[i] = moved - _put(x, i, moved)
@@ -203,3 +213,19 @@ def boundary(x: Any, pending: Any, c: Any, has_c: bool, share: float) -> None:
         for i in range(x.size):
             moved = _get(x, i) + pending[i]
             pending[i] = moved - _put(x, i, moved)
+
+
+@_compiled
+def outer_step(x: Any, pending: Any, base: Any, m: Any, momentum: float, lr: float) -> None:
+    """Outer step: m = momentum m + g, pending += lr (g + momentum m) - g, base = x.
+
+    With g = x - base.
+    """
+    mu, rate = _F32(momentum), _F32(lr)
+    for i in range(x.size):
+        value = _get(x, i)  # once: the optimizer may write it meanwhile
+        g = value - base[i]
+        velocity = mu * m[i] + g
+        m[i] = velocity
+        pending[i] = pending[i] + (rate * (g + mu * velocity) - g)
+        base[i] = value

@@ -85,7 +85,7 @@ class Arrival:
         self.before = Counts() if resumption is None else resumption.counts
         self.settings = Settings(
             tensors=(*flat.description(), *flat.state.description()),
-            method=options.method,
+            method=options.exchange_method,
             graph="",
             comm_rate=f"{options.comm_rate:g}",
             wire_format=options.wire_format,
@@ -358,8 +358,20 @@ class Arrival:
                 momenta[name].copy_(c)
             elif c is not None and name in pendings:  # saved under another method: z goes on
                 update.flow(pendings[name], c, 0.5)
+        self._restore_outer(tensors)
         for chunk in self._state.chunks:
             chunk.restored()
+
+    def _restore_outer(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write the outer step's part, after x; without one in the checkpoint it begins anew."""
+        held = [segment.outer for segment in self._state.segments]
+        momenta = self._flat.named([outer and outer.m for outer in held])
+        for name, base in self._flat.named([outer and outer.base for outer in held]).items():
+            base.copy_(self._flat.named([s.x for s in self._state.segments])[name])
+            g, m = tensors.get(f"outer_g/{name}"), tensors.get(f"outer_m/{name}")
+            if g is not None and m is not None:
+                base.sub_(g)
+                momenta[name].copy_(m)
 
     def _call(self, function: Callable[[], object]) -> None:
         """Run a function in the gossip thread, to its end."""

@@ -77,6 +77,7 @@ class GossipEngine(Engine):
             module,
             optimizers,
             momentum=options.method == "a2cid2",
+            outer=options.outer,
             exchange_frozen=options.exchange_frozen,
         )
         self._state = self._flat.state

@@ -14,11 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import MomentumState
+from reference import MomentumState, OuterState
 from torch import Tensor
 
 from gossipdp.dynamics import update
-from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
+from gossipdp.dynamics.chunks import Chunk, Outer, Role, Segment, State
+from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.update import KERNELS, LEAST_COMPILED_VALUES, choose_kernels
 
 MOST = 1001
@@ -60,7 +61,14 @@ class Computes:
 
     def boundary(self, chunk: Chunk, decay: float) -> None:
         share, _ = flow_of(decay)
-        update.boundary(chunk.x, chunk.pending, chunk.c, share, **self.options)
+        base = None if chunk.outer is None else chunk.outer.base
+        update.boundary(chunk.x, chunk.pending, chunk.c, share, base, **self.options)
+
+    def outer_step(self, chunk: Chunk) -> None:
+        assert chunk.outer is not None
+        rule, base, m = chunk.outer
+        numbers = rule.momentum, rule.lr
+        update.outer_step(chunk.x, chunk.pending, base, m, *numbers, **self.options)
 
 
 def flow_of(decay: float) -> tuple[float, float]:
@@ -177,6 +185,90 @@ def test_a_boundary_moves_everything_and_keeps_the_remainder(
         else:
             total = chunk.x.float() + chunk.pending
             assert torch.equal(total.bfloat16(), chunk.x)
+
+
+# The outer step.
+
+
+def with_outer_step(chunk: Chunk, rule: OuterStep) -> Chunk:
+    """The chunk, with optimizer steps since the last outer step, and a momentum."""
+    generator = torch.Generator().manual_seed(chunk.num_elements + 1)
+    g, m = (0.1 * torch.randn(chunk.num_elements, generator=generator) for _ in range(2))
+    chunk.outer = Outer(rule, chunk.x.float() - g, m)
+    return chunk
+
+
+def outer_reference(chunk: Chunk) -> OuterState:
+    assert chunk.outer is not None
+    x, pending = chunk.x.double(), chunk.pending.double()
+    return OuterState(x + pending, chunk.outer.base.double() + pending, chunk.outer.m.double())
+
+
+def assert_outer_close(chunk: Chunk, expected: OuterState) -> None:
+    found = outer_reference(chunk)
+    for one, other in (
+        (found.x, expected.x),
+        (found.anchor, expected.anchor),
+        (found.m, expected.m),
+    ):
+        assert torch.allclose(one, other, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", [OuterStep(), OuterStep(0.9, 0.3), OuterStep(0.0, 2.0)])
+def test_an_outer_step_is_the_reference_s(
+    computes: Computes, dtype: torch.dtype, rule: OuterStep
+) -> None:
+    for length in LENGTHS:
+        chunk = with_outer_step(random_chunk(length, length, dtype), rule)
+        expected, before = outer_reference(chunk), copy_of(chunk)
+        for _ in range(2):  # the second finds no step of the optimizer's, and a momentum
+            computes.outer_step(chunk)
+            expected = expected.outer_step(rule.momentum, rule.lr)
+            assert_outer_close(chunk, expected)
+        assert chunk.outer is not None
+        assert torch.equal(chunk.outer.base, chunk.x.float())
+        assert torch.equal(chunk.x, before.x)
+        assert torch.equal(chunk.c, before.c)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@with_and_without_momentum
+@pytest.mark.parametrize("decay", [1.0, 0.7])
+def test_a_boundary_adds_to_base_what_it_adds_to_x(
+    computes: Computes, dtype: torch.dtype, momentum: bool, decay: float
+) -> None:
+    for length in LENGTHS:
+        chunk = with_outer_step(random_chunk(length, length, dtype, momentum), OuterStep())
+        assert chunk.outer is not None
+        base = chunk.outer.base
+        base[::2] = chunk.x[::2].float()  # values that no optimizer has stepped since
+        alone = copy_of(chunk)
+        g, others = chunk.x.double() - base.double(), chunk.x[1::2].double()
+        computes.boundary(chunk, decay)
+        computes.boundary(alone, decay)
+        assert same_bits(chunk, alone)
+        assert torch.equal(base[::2], chunk.x[::2].float())
+        assert torch.allclose(chunk.x.double() - base.double(), g, atol=1e-6, rtol=0)
+        assert length < 3 or not torch.equal(chunk.x[1::2].double(), others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_momentum_at_rate_1_an_outer_step_adds_nothing(
+    computes: Computes, dtype: torch.dtype
+) -> None:
+    chunk = with_outer_step(random_chunk(MOST, 3, dtype), OuterStep(0.0, 1.0))
+    before = copy_of(chunk)
+    computes.outer_step(chunk)
+    assert same_bits(chunk, before)
+
+
+@pytest.mark.parametrize("value", POISON)
+def test_the_snapshot_after_an_outer_step_finds_poison(computes: Computes, value: float) -> None:
+    chunk = with_outer_step(random_chunk(MOST, 3, torch.float32), OuterStep())
+    chunk.x[500] = value
+    computes.outer_step(chunk)
+    assert not computes.snapshot(chunk, torch.empty(MOST), 1.0)
 
 
 # The two ends of an exchange.
