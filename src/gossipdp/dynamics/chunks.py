@@ -190,7 +190,7 @@ class Chunk:
 
     def copy_momentum(
         self,
-        pending: Tensor,
+        pending: Tensor | None,
         c: Tensor | None,
         g: Tensor | None = None,
         m: Tensor | None = None,
@@ -201,7 +201,8 @@ class Chunk:
         thread, which calls this, takes no step meanwhile.
         """
         with self.lock:
-            self.device.write(lambda out: out.copy_(self.pending), pending)
+            if pending is not None:
+                self.device.write(lambda out: out.copy_(self.pending), pending)
             if c is not None and self.c is not None:
                 momentum, left = self.c, self._left(self.theta)
                 self.device.write(lambda out: torch.mul(momentum, left, out=out), c)
@@ -358,12 +359,14 @@ class BufferChunk(Chunk):
 
     def copy_momentum(
         self,
-        pending: Tensor,
+        pending: Tensor | None,
         c: Tensor | None,
         g: Tensor | None = None,
         m: Tensor | None = None,
     ) -> None:
         """See :class:`Chunk`: pending becomes what x lacks of the present values."""
+        if pending is None:
+            return
         with self.lock:
             more = self.weight - 1.0
             self.device.write(lambda p: torch.add(self.pending, self.x, alpha=more, out=p), pending)
@@ -453,6 +456,19 @@ class Segment:
             rule, base, m = self.outer
             for chunk, part in zip(self.chunks, parts, strict=True):
                 chunk.outer = Outer(rule, base[part], m[part])
+
+    def copy_momentum(self) -> list[Tensor | None]:
+        """Copy pending (None: it is zero), c, g and m to host memory; see :class:`Chunk`."""
+        _, base, m = self.outer or (None, None, None)
+        held = self.pending, self.c, base, m
+        copies = [None if each is None else torch.empty_like(each, device="cpu") for each in held]
+        start = 0
+        for chunk in self.chunks if self.role.is_exchanged else ():
+            part = slice(start, start + chunk.num_elements)
+            chunk.copy_momentum(*(None if copy is None else copy[part] for copy in copies))
+            start = part.stop
+        pending, *others = copies
+        return [pending if pending is not None and pending.any() else None, *others]
 
     def split(self, flat: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
         """Pair each chunk with its part of another tensor of this segment's length."""

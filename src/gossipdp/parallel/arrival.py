@@ -349,6 +349,8 @@ class Arrival:
         segments = self._state.segments
         pendings = self._flat.named([s.pending if s.role.is_exchanged else None for s in segments])
         momenta = self._flat.named([s.c for s in segments])
+        bases = self._flat.named([s.outer and s.outer.base for s in segments])
+        outer_momenta = self._flat.named([s.outer and s.outer.m for s in segments])
         for name, x in self._flat.named([s.x for s in segments]).items():
             x.copy_(tensors[f"model/{name}"])
             pending, c = tensors.get(f"pending/{name}"), tensors.get(f"c/{name}")
@@ -358,20 +360,14 @@ class Arrival:
                 momenta[name].copy_(c)
             elif c is not None and name in pendings:  # saved under another method: z goes on
                 update.flow(pendings[name], c, 0.5)
-        self._restore_outer(tensors)
+            if name in bases:
+                g, m = tensors.get(f"outer_g/{name}"), tensors.get(f"outer_m/{name}")
+                bases[name].copy_(x)
+                if g is not None and m is not None:
+                    bases[name].sub_(g)
+                    outer_momenta[name].copy_(m)
         for chunk in self._state.chunks:
             chunk.restored()
-
-    def _restore_outer(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the outer step's part, after x; without one in the checkpoint it begins anew."""
-        held = [segment.outer for segment in self._state.segments]
-        momenta = self._flat.named([outer and outer.m for outer in held])
-        for name, base in self._flat.named([outer and outer.base for outer in held]).items():
-            base.copy_(self._flat.named([s.x for s in self._state.segments])[name])
-            g, m = tensors.get(f"outer_g/{name}"), tensors.get(f"outer_m/{name}")
-            if g is not None and m is not None:
-                base.sub_(g)
-                momenta[name].copy_(m)
 
     def _call(self, function: Callable[[], object]) -> None:
         """Run a function in the gossip thread, to its end."""
