@@ -12,6 +12,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from gossipdp.dynamics.chunks import CHUNK_BYTES, Chunk, Moment, Role, Segment, State
 from gossipdp.dynamics.device import ON, SWITCH, is_cuda_allowed, zeros
+from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import ModelChangedError
 from gossipdp.parallel.moments import Periods, Place, decay_of
@@ -93,6 +94,7 @@ class FlatParameters:
     Args:
         module, optimizers: the user's.
         momentum: whether trained parameters carry c (method ``a2cid2``).
+        outer: the outer step of trained parameters.
         exchange_frozen: exchange frozen parameters too, so that they may be unfrozen later.
         moments: what travels of each optimizer's state; by default nothing.
         chunk_bytes: the size of a chunk; by default one that grows with the model.
@@ -113,6 +115,7 @@ class FlatParameters:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         momentum: bool,
+        outer: OuterStep | None = None,
         exchange_frozen: bool = False,
         moments: Sequence[Periods] = (),
         chunk_bytes: int | None = None,
@@ -125,7 +128,7 @@ class FlatParameters:
         _check_device(self._views)
         if chunk_bytes is None:
             chunk_bytes = chunk_bytes_for(sum(view.tensor.nbytes for view in self._views))
-        segments = list(self._move(momentum, chunk_bytes))
+        segments = list(self._move(momentum, outer, chunk_bytes))
         self.moment_places: list[tuple[Segment, list[Place]]] = []
         for index, segment in enumerate(segments):
             periods = moments[segment.optimizer_index] if moments else {}
@@ -149,7 +152,7 @@ class FlatParameters:
         ]
         self._seen: list[Tensor] = []
 
-    def _move(self, momentum: bool, chunk_bytes: int) -> Iterator[Segment]:
+    def _move(self, momentum: bool, outer: OuterStep | None, chunk_bytes: int) -> Iterator[Segment]:
         """Lay out one segment per (role, optimizer, dtype, device) and move the values there."""
         groups: dict[tuple[Role, int, torch.dtype, torch.device], list[_View]] = {}
         for view in self._views:
@@ -171,6 +174,7 @@ class FlatParameters:
                 flat,
                 role,
                 momentum=momentum,
+                outer=outer,
                 optimizer_index=optimizer_index,
                 chunk_bytes=chunk_bytes,
             )
