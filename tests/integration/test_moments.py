@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossipdp import GossipDataParallel, Network
+from gossipdp import GossipDataParallel, Network, OuterStep
 from gossipdp.errors import GossipError
 
 pytestmark = pytest.mark.processes
@@ -61,7 +61,7 @@ def spread(results: Any) -> float:
 
 CASES = {
     "memory": {},
-    "TCP": {"network": {"max_bytes_per_s": 4e9}},
+    "TCP, outer step": {"network": {"max_bytes_per_s": 4e9}, "outer": OuterStep()},
     "lattice8, gossip": {"wire_format": "lattice8", "method": "gossip"},
 }
 
