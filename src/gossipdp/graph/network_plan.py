@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from gossipdp.graph.constants import Constants
-from gossipdp.graph.spectrum import FloatArray
+from gossipdp.graph.constants import Constants, FloatArray
 from gossipdp.graph.topology import graph_name
 
 if TYPE_CHECKING:

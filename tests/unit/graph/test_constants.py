@@ -161,7 +161,7 @@ def test_a_ring_of_4096_workers():
 
 def test_the_same_graph_and_rates_are_worked_out_once(monkeypatch):
     from gossipdp.graph import constants as module
-    from gossipdp.graph.spectrum import spectrum
+    from gossipdp.graph.constants import spectrum
 
     asked = []
     monkeypatch.setattr(
