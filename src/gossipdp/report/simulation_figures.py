@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gossipdp.report.figures import OKABE_ITO
 from gossipdp.simulate.study import SYNCHRONOUS, Ensemble
 from gossipdp.simulate.trace import Activity, Interval, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
+"""Colours that people with any common colour blindness can tell apart; yellow left out."""
 
 METHOD_COLOURS = {
     "a2cid2": OKABE_ITO[0],

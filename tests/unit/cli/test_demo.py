@@ -18,7 +18,7 @@ from gossipdp.cli.demo import (
     run,
     summarize,
 )
-from gossipdp.cli.demo_faults import parse_slow_worker
+from gossipdp.cli.demo_watch import parse_slow_worker
 from gossipdp.parallel.options import METHODS
 from gossipdp.tasks import WORKLOADS
 

@@ -1,10 +1,17 @@
 import importlib.util
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from gossipdp.observe.log import RunLog
-from gossipdp.report.tensorboard import tensorboard_is_installed, write_tensorboard
+from gossipdp.observe.log import ExchangeRecord, RunLog, StartRecord, StepRecord, WorkerLog
+from gossipdp.report.tensorboard import (
+    draw_exchanges,
+    draw_graph,
+    exchange_counts,
+    tensorboard_is_installed,
+    write_tensorboard,
+)
 
 
 def test_it_says_whether_tensorboard_is_installed(
@@ -46,3 +53,36 @@ def test_a_second_call_replaces_the_files_of_the_first(run_log: RunLog, tmp_path
     events = accumulator.EventAccumulator(str(tmp_path / "worker-2")).Reload()
     assert len(events.Scalars("train/loss")) == len(run_log.workers[2].steps)
     assert not list((tmp_path / "worker-3").iterdir())
+
+
+def small_run(counts: dict[int, dict[int, int]], *, num_workers: int) -> RunLog:
+    return RunLog(
+        {
+            rank: WorkerLog(
+                StartRecord(rank, num_workers, 1, 1.7e9, {}),
+                tuple(StepRecord(time, int(time), 8, 1 / time, 8.0) for time in (1.0, 2.0)),
+                (ExchangeRecord(2.0, 1, 1, 0, row, 0.5 if row else None, 0.0, 0.0, 0, 0),),
+                None,
+            )
+            for rank, row in counts.items()
+        }
+    )
+
+
+def test_counts_are_symmetric_and_the_larger_of_both_ends() -> None:
+    counts = exchange_counts(small_run({0: {1: 7}, 1: {0: 6, 2: 4}}, num_workers=3))
+    assert counts.tolist() == [[0, 7, 0], [7, 0, 4], [0, 4, 0]]
+
+
+def test_a_worker_that_joined_and_left_no_log_here_is_counted() -> None:
+    run_log = small_run({0: {1: 7, 2: 3}, 1: {0: 7}}, num_workers=2)
+    assert exchange_counts(run_log).tolist() == [[0, 7, 3], [7, 0, 0], [3, 0, 0]]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 12, 40])
+def test_pictures_of_any_number_of_workers_and_of_none_that_exchange(num_workers: int) -> None:
+    apart = np.zeros((num_workers, num_workers), np.int64)
+    for counts in (apart, apart + 3):
+        for picture in (draw_exchanges(counts), draw_graph(counts)):
+            assert picture.shape == (500, 550, 3)
+            assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 10
