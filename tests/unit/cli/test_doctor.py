@@ -151,24 +151,6 @@ def test_the_table_reads_in_80_columns() -> None:
     assert len({len(line) - len(line.lstrip()) for line in lines[1:]}) == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--json", "nowhere/x"], "the directory to write it to does not exist"),
-        (["--json", "/"], "--json / cannot be written"),
-    ],
-)
-def test_a_mistake_in_the_call_is_one_line(
-    words: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["doctor", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
 def test_what_is_not_here_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.judge_gpu([]) is None
     for name in ("CERT", "KEY", "CA"):
