@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gossipdp.cli.option_checks import check_output
-
 if TYPE_CHECKING:
     import networkx as nx
     from rich.table import Table
@@ -86,7 +84,6 @@ def run(arguments: PlanArguments) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     from rich.console import Console
 
-    check_output("--json", arguments.json)
     given = [name for name in NETWORK_OPTIONS if getattr(arguments, name) is not None]
     if arguments.noise is not None and not given:
         raise ValueError(f"--noise {arguments.noise} needs a network: add --step-ms 100")
