@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch.utils.tensorboard.writer import SummaryWriter
 
+SIZE = (5.5, 5.0)
+"""Of a picture, in inches of 100 dots."""
+
 
 def tensorboard_is_installed() -> bool:
     """Whether ``write_tensorboard`` can write."""
@@ -46,9 +49,8 @@ def write_tensorboard(run_log: RunLog, directory: Path) -> None:
     counts = exchange_counts(run_log)
     with SummaryWriter(str(directory / "run")) as writer:
         time_s = run_log.started_at + max(worker.last_s for worker in run_log.workers.values())
-        pictures = {"run/exchanges": draw_exchanges(counts), "run/graph": draw_graph(counts)}
-        for name, picture in pictures.items():
-            writer.add_image(name, picture, walltime=time_s, dataformats="HWC")
+        for name, draw in (("run/exchanges", draw_exchanges), ("run/graph", draw_graph)):
+            writer.add_figure(name, draw(counts), walltime=time_s)
 
 
 def _write_worker(worker: WorkerLog, writer: SummaryWriter) -> None:
@@ -89,11 +91,12 @@ def exchange_counts(run_log: RunLog) -> NDArray[np.int64]:
     return counts
 
 
-def draw_exchanges(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """The heat map of ``counts`` as a picture; shape (height, width, 3)."""
+def draw_exchanges(counts: NDArray[np.int64]) -> Figure:
+    """The heat map of ``counts``."""
     import numpy as np
+    from matplotlib.figure import Figure
 
-    figure = _figure()
+    figure = Figure(figsize=SIZE, layout="constrained")
     axes, num_workers = figure.subplots(), len(counts)
     axes.set_title("Who exchanged with whom")
     image = axes.imshow(counts, cmap="cividis", vmin=0, vmax=max(1, counts.max()))
@@ -107,14 +110,15 @@ def draw_exchanges(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
         for (row, column), count in np.ndenumerate(counts):
             colour = "black" if count > 0.5 * counts.max() else "white"
             axes.text(column, row, str(count), ha="center", va="center", color=colour)
-    return _pixels(figure)
+    return figure
 
 
-def draw_graph(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """The workers in a circle, lines as wide as exchanges are many; shape (height, width, 3)."""
+def draw_graph(counts: NDArray[np.int64]) -> Figure:
+    """The workers in a circle, lines as wide as exchanges are many."""
     import numpy as np
+    from matplotlib.figure import Figure
 
-    figure = _figure()
+    figure = Figure(figsize=SIZE, layout="constrained")
     axes, num_workers, most = figure.subplots(), len(counts), max(1, int(counts.max()))
     angles = 2 * np.pi * np.arange(num_workers) / num_workers
     x, y = np.sin(angles), np.cos(angles)
@@ -129,22 +133,4 @@ def draw_graph(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
     axes.set_title("Exchanges on the graph of the workers")
     axes.set_aspect("equal")
     axes.set_axis_off()
-    return _pixels(figure)
-
-
-def _figure() -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.5, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     return figure
-
-
-def _pixels(figure: Figure) -> NDArray[np.uint8]:
-    import numpy as np
-
-    canvas = figure.canvas
-    canvas.draw()
-    pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[attr-defined]
-    return pixels[:, :, :3].copy()

@@ -83,6 +83,6 @@ def test_a_worker_that_joined_and_left_no_log_here_is_counted() -> None:
 def test_pictures_of_any_number_of_workers_and_of_none_that_exchange(num_workers: int) -> None:
     apart = np.zeros((num_workers, num_workers), np.int64)
     for counts in (apart, apart + 3):
-        for picture in (draw_exchanges(counts), draw_graph(counts)):
-            assert picture.shape == (500, 550, 3)
-            assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 10
+        for figure in (draw_exchanges(counts), draw_graph(counts)):
+            figure.canvas.draw()
+            assert figure.axes[0].get_title()
