@@ -126,7 +126,8 @@ def run(arguments: DemoArguments) -> int:
 
     from gossipdp.launcher.local import launch, start_fork_server
 
-    start_fork_server()  # it imports torch while this process does so too
+    # It imports torch and this module while this process does so too, so that no worker need.
+    start_fork_server(also=[__name__])
     import torch
     from rich.console import Console
 
