@@ -14,10 +14,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
 from gossipdp import logs
 from gossipdp.cli.demo_watch import (
     Fault,
     FaultInjector,
+    LiveView,
     fault_line,
     fault_results,
     least_duration_s,
@@ -29,8 +34,6 @@ from gossipdp.observe.log import FILE_PATTERN, RunLog, read_worker, worker_file
 from gossipdp.tasks.options import RunOptions, check_numbers
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from gossipdp.launcher.supervisor import Failure
 
 DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib": 6_000}
@@ -129,9 +132,7 @@ def run(arguments: DemoArguments) -> int:
     # It imports torch and this module while this process does so too, so that no worker need.
     start_fork_server(also=[__name__])
     import torch
-    from rich.console import Console
 
-    from gossipdp.cli.demo_watch import LiveView
     from gossipdp.errors import WorkerFailedError
     from gossipdp.tasks import make_workload
 
@@ -454,8 +455,6 @@ def _opening(arguments: DemoArguments) -> str:
 
 
 def _table(results: list[WorkerResult], words: str) -> Table:
-    from rich.table import Table
-
     table = Table()
     headings = ("worker", "gradient steps", "samples/s", "exchanges", "waited (s)")
     for heading in (*headings, f"{words} before averaging"):
@@ -495,8 +494,6 @@ def _lines(arguments: DemoArguments, summary: dict[str, Any], words: str) -> lis
 
 def _write_reports(arguments: DemoArguments, run_log: RunLog) -> list[str]:
     """Write the page of the run and TensorBoard files from the logs; where everything is."""
-    from rich.markup import escape
-
     from gossipdp.report.page import render
     from gossipdp.report.tensorboard import tensorboard_is_installed, write_tensorboard
 

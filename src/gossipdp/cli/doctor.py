@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 import gossipdp
 from gossipdp.errors import GossipError
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 LAST_PYTHON = (3, 13)
@@ -64,8 +65,6 @@ Check = tuple[str, Callable[[], Finding | None]]
 
 def run(arguments: DoctorArguments) -> int:
     """Look, show what was found and write the file; 1 if anything failed."""
-    from rich.console import Console
-
     console = Console()
     with Console(stderr=True).status("looking") as status:
         findings = examine(machine_checks(), lambda name: status.update(f"looking at: {name}"))
@@ -110,9 +109,6 @@ def examine(checks: Sequence[Check], begins: Callable[[str], None]) -> list[Find
 
 def table_of(findings: Sequence[Finding]) -> Table:
     """The findings, advice under what it is about."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, show_header=False, padding=(0, 1))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
