@@ -146,7 +146,7 @@ def test_a_mistake_in_the_call_is_one_line(
         (tmp_path / name).chmod(0o600)
     (tmp_path / "edges").write_text("0 1\n1 2\n")
     before = set(tmp_path.iterdir())
-    monkeypatch.setattr("gossipdp.launcher.local.start_fork_server", lambda: None)
+    monkeypatch.setattr("gossipdp.launcher.local.start_fork_server", lambda **_: None)
     monkeypatch.setattr(
         "gossipdp.launcher.local.launch", lambda *_, **__: pytest.fail("a worker was started")
     )
