@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from gossipdp.launcher.clusters import hidden
-from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.environment import Environment, hidden
 
 __all__ = ["Worker", "single_process"]
 

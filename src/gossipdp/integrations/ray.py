@@ -10,8 +10,7 @@ from typing import Any
 
 from gossipdp.errors import RendezvousError, WorkerFailedError
 from gossipdp.launcher.environment import identity_variables, join_variables
-from gossipdp.launcher.reports import ReportChannel, report_variables
-from gossipdp.launcher.team import Team
+from gossipdp.launcher.team import ReportChannel, Team, report_variables
 
 
 def launch(

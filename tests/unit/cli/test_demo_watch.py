@@ -18,8 +18,14 @@ from gossipdp.cli.demo_watch import (
     parse_faults,
 )
 from gossipdp.launcher.supervisor import Ending, Failure
-from gossipdp.observe.log import BeganRecord, EndRecord, ExchangeRecord, RunLog, worker_file
-from gossipdp.observe.log_writer import RunLogWriter
+from gossipdp.observe.log import (
+    BeganRecord,
+    EndRecord,
+    ExchangeRecord,
+    RunLog,
+    RunLogWriter,
+    worker_file,
+)
 
 
 def parse(kill: str | None = None, stop: str | None = None, **options: Any) -> tuple[Fault, ...]:
