@@ -183,12 +183,14 @@ squared_gradients = st.floats(2.0**-40, 2.0**40, width=32)
 moment_events = st.lists(
     st.one_of(
         st.tuples(st.just("step"), st.sampled_from([0, 1]), squared_gradients),
+        st.tuples(st.just("pause"), st.sampled_from([0, 1]), st.integers(1, 300)),
         st.tuples(
-            st.sampled_from(["boundary", "snapshot", "exchange"]),
+            st.sampled_from(["boundary", "snapshot", "exchange", "meet"]),
             st.sampled_from([0, 1]),
             st.none(),
         ),
     ),
+    min_size=20,  # all is looked at after each
     max_size=60,
 )
 
@@ -197,39 +199,65 @@ moment_events = st.lists(
 @given(
     script=moment_events,
     decay=st.sampled_from([0.5, 0.9, 0.999]),
-    wire=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtypes=st.sampled_from(
+        [
+            (torch.float32, torch.float32),
+            (torch.float32, torch.bfloat16),
+            (torch.bfloat16, torch.bfloat16),
+        ]
+    ),
 )
-def test_second_moments_stay_positive_whatever_steps_come_between(script, decay, wire):
-    """Snapshots may be old, boundaries late, workers of any age.
+def test_second_moments_stay_positive_whatever_steps_come_between(script, decay, dtypes):
+    """Snapshots may be old, boundaries late, workers of any age; a pause is steps without gradient.
 
-    What an optimizer makes of its moment stays between the squares that the two have seen.
+    What an optimizer makes of its moment stays between the squares that the two have seen. One that
+    rounds it to bfloat16 in each step makes less of it, but nothing below zero.
     """
+    held_in, wire = dtypes
     kept = [Moment("exp_avg_sq", 1, decay) for _ in range(2)]
-    segments = [Segment(torch.zeros(3), Role.MOMENT, momentum=False, moment=each) for each in kept]
+    segments = [
+        Segment(torch.zeros(32, dtype=held_in), Role.MOMENT, momentum=False, moment=each)
+        for each in kept
+    ]
     chunks = [State([], moments=[segment]).moment_chunks[0] for segment in segments]
-    sent = [torch.zeros(3, dtype=wire) for _ in chunks]
-    seen = []
-    for kind, end, squared in script:
+    sent = [torch.zeros(32, dtype=wire) for _ in chunks]
+    seen, spread = [], torch.linspace(1.0, 2.0, 32)
+    for kind, end, amount in script:
         chunk, moment = chunks[end], kept[end]
         match kind:
             case "step":
-                chunk.x.mul_(decay).add_(squared, alpha=1 - decay)
+                chunk.x.mul_(decay).add_(amount * spread, alpha=1 - decay)
                 moment.steps += 1
-                seen.append(squared)
+                seen.append(amount)
+            case "pause" if moment.steps:
+                chunk.x.mul_(decay**amount)
+                moment.steps += amount
+                seen.append(0.0)
             case "boundary":
                 chunk.boundary(0.0)
             case "snapshot":
                 assert chunk.snapshot(0.0, sent[end])
+                assert (sent[end] >= 0.0).all()
             case "exchange":
                 assert math.isfinite(chunk.exchange(0.0, sent[end], sent[1 - end], 0.5))
-        held = torch.empty(3)
+            case "meet":
+                for each, values in zip(chunks, sent, strict=True):
+                    assert each.snapshot(0.0, values)
+                    assert (values >= 0.0).all()
+                for each, values in zip(chunks, sent, strict=True):
+                    each.exchange(0.0, values, sent[each is chunks[0]], 0.5)
+                    each.boundary(0.0)
+        held = torch.empty(32)
         chunk.read(held)
         if not moment.steps:
             assert not held.any()
             continue
+        assert (held >= 0.0).all()
+        if held_in == torch.bfloat16:
+            continue
         rounded = 1 + len(script) * wire_error(wire)
-        assert (held >= moment.mass * min(seen) / rounded).all()
-        assert (held <= moment.mass * max(seen) * rounded).all()
+        assert (held >= moment.mass * min(seen) * spread / rounded).all()
+        assert (held <= moment.mass * max(seen) * spread * rounded).all()
 
 
 def wire_error(wire: torch.dtype) -> float:

@@ -381,7 +381,7 @@ class BufferChunk(Chunk):
     def _add_pending(self, share: float) -> None:
         self._write(self.pending)
         self.x.copy_(self.pending)
-        self.pending.sub_(self.x)  # what x's precision cannot hold
+        self.pending.zero_()  # what rounding left over would outlive an x that shrinks
         self.weight = 1.0
 
     def _write(self, out: Tensor) -> None:
@@ -477,7 +477,7 @@ class MomentChunk(BufferChunk):
             return
         self.pending.mul_(mass).add_(self.x, alpha=self.weight)
         self.x.copy_(self.pending)
-        self.pending.sub_(self.x).div_(mass)  # what x's precision cannot hold
+        self.pending.zero_()  # as of buffers: below zero, it would turn v negative
         self.weight = 1.0
 
     def _write(self, out: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -164,19 +165,29 @@ def test_whatever_the_rhythm_of_its_numbers_one_exchange_in_a_period_carries_a_m
     assert 90 <= carried <= 110
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_buffers_of_low_precision_keep_the_remainder(dtype: torch.dtype) -> None:
-    one, other = (
-        buffers(torch.tensor([1.0], dtype=dtype)),
-        buffers(torch.tensor([1.01], dtype=dtype)),
-    )
-    mine, theirs = torch.empty(1, dtype=dtype), torch.empty(1, dtype=dtype)
-    one.snapshot(0.0, mine)
-    other.snapshot(0.0, theirs)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("make", [buffers, lambda values: moment(values, steps=5000)])
+def test_a_variance_of_low_precision_that_shrinks_after_a_boundary_stays_positive(
+    make: Callable[[Tensor], Chunk], dtype: torch.dtype
+) -> None:
+    """Half of the averages lie below what x is rounded to: that must not be taken away later."""
+    torch.manual_seed(0)
+    values = torch.rand(2, 1000).to(dtype).add(1.0)
+    one, other = (make(each.clone()) for each in values)
+    mine, theirs = torch.empty_like(one.x), torch.empty_like(one.x)
+    assert one.snapshot(0.0, mine)
+    assert other.snapshot(0.0, theirs)
     one.exchange(0.0, mine, theirs, 0.5)
     one.boundary(0.0)
-    expected = (mine.float() + theirs.float()) / 2
-    torch.testing.assert_close(one.x.float() + one.pending, expected)
+    torch.testing.assert_close(one.x, values.float().mean(dim=0).to(dtype), rtol=0.01, atol=0)
+    one.x.mul_(2.0**-12)
+    sent = torch.empty_like(mine)
+    for _ in range(2):
+        assert one.snapshot(0.0, sent)
+        assert (sent > 0.0).all()
+        one.boundary(0.0)
+        assert (one.x > 0.0).all()
+        one.exchange(0.0, sent, sent, 0.5)
 
 
 def test_a_helper_s_error_reaches_the_boundary(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,44 @@ def test_workers_of_two_ages_go_on_with_steps_of_their_size(wrap: Callable) -> N
             torch.testing.assert_close(before - model.module.weight, torch.full((3, 3), 0.01))
 
 
+def test_a_second_moment_of_bfloat16_stays_positive_where_gradients_become_rare(
+    wrap: Callable,
+) -> None:
+    """150 steps after an exchange v has shrunk to less than what rounding it left over."""
+    generator = torch.Generator().manual_seed(0)
+    workers = []
+    for _ in range(2):
+        net = nn.Embedding(64, 8).bfloat16()
+        optimizer = ADAMW(net.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+        (segment,) = moments_of(wrap(net, optimizer, samples_per_step=1))
+        workers.append((net, optimizer, segment.chunks[0]))
+
+    def train_tokens(num_tokens: int, steps: int) -> None:
+        for _ in range(steps):
+            for net, optimizer, _ in workers:
+                net.weight.grad = torch.zeros_like(net.weight)
+                seen = torch.randn(num_tokens, 8, generator=generator)
+                net.weight.grad[:num_tokens] = seen.bfloat16()
+                optimizer.step()
+
+    def exchange() -> None:
+        sent = [torch.empty_like(chunk.x) for _, _, chunk in workers]
+        for (_, _, chunk), mine in zip(workers, sent, strict=True):
+            assert chunk.snapshot(0.0, mine)
+            assert (mine >= 0.0).all()
+        for (_, _, chunk), mine, theirs in zip(workers, sent, reversed(sent), strict=True):
+            assert chunk.exchange(0.0, mine, theirs, 0.5) == 0.0
+
+    train_tokens(64, steps=30)
+    exchange()
+    train_tokens(32, steps=150)
+    exchange()
+    train_tokens(64, steps=2)
+    for net, optimizer, _ in workers:
+        assert (optimizer.state[net.weight]["exp_avg_sq"] >= 0.0).all()
+        assert net.weight.isfinite().all()
+
+
 def test_its_age_is_counted_and_taken_from_a_state_that_is_loaded(wrap: Callable) -> None:
     net = make_net()
     optimizer = ADAMW(net.parameters())
