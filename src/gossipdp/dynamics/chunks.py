@@ -421,12 +421,14 @@ class Moment:
         period: one exchange in so many carries it.
         decay: the share of it that a step keeps (beta); 0 where the optimizer corrects no bias.
         steps: the optimizer's age t; 0: it has no such tensor yet. Written by the main thread.
+        is_unsound: whether some of it could not be sent. Written by the gossip thread.
     """
 
     name: str
     period: int
     decay: float = 0.0
     steps: int = 0
+    is_unsound: bool = False
 
     @property
     def mass(self) -> float:
@@ -458,8 +460,11 @@ class MomentChunk(BufferChunk):
     makes between snapshot and boundary.
 
     Averaged as they are, a worker at t = 20 and one at t = 400 (beta 0.999) would have steps of a
-    third and of 1.4 times their size after it. An optimizer that has made no step sends zeros and
-    takes nothing; zeros are not averaged.
+    third and of 1.4 times their size after it.
+
+    Zeros are not averaged. A chunk sends them, and takes nothing in that exchange, where its
+    optimizer has made no step, or where a value is not finite in the precision in which it travels:
+    after one huge gradient a second moment is infinite for good, beside finite parameters.
     """
 
     def __init__(
@@ -467,6 +472,7 @@ class MomentChunk(BufferChunk):
     ) -> None:
         super().__init__(role, x, pending, c)
         self._moment = moment
+        self._gives = False  # in this exchange; the gossip thread's
 
     # Under the lock. The mass is read once each time: the main thread may change it.
 
@@ -486,11 +492,14 @@ class MomentChunk(BufferChunk):
 
     def _snapshot(self, out: Tensor, share: float) -> bool:
         mass = self._moment.mass
-        if mass == 0.0:
-            out.zero_()
-        else:
+        self._gives = mass != 0.0
+        if self._gives:
             torch.add(self.pending, self.x, alpha=self.weight / mass, out=out)
-        return update.is_finite(out)
+            self._gives = update.is_finite(out)
+            self._moment.is_unsound |= not self._gives
+        if not self._gives:
+            out.zero_()
+        return True
 
     def _exchange(
         self, mine: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
@@ -500,16 +509,10 @@ class MomentChunk(BufferChunk):
         if not update.is_finite(theirs):
             return math.inf
         has_any = bool(theirs.sum()) or bool(theirs.any())  # the sum is 20 times as fast
-        if has_any and self._moment.mass != 0.0:
+        if has_any and self._gives:
             self.pending.add_(theirs).mul_(0.5)
             self.weight *= 0.5
         return 0.0
-
-    def _snapshot_and_exchange(
-        self, out: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
-    ) -> float:
-        is_sound = self._snapshot(out, flow[0])
-        return self._exchange(out, peers, flow, alpha_tilde) if is_sound else math.inf
 
 
 class Segment:

@@ -447,9 +447,9 @@ class GossipLoop(LinkHandler):
             if poison.ours:
                 self.poison(
                     PoisonedError(
-                        f"the parameters of worker {self.protocol.rank} hold NaN or infinity, or "
-                        "what its optimizer keeps of them does; it has stopped exchanging, and "
-                        "nothing of it was sent. Lower the learning rate or clip gradients"
+                        f"the parameters of worker {self.protocol.rank} hold NaN or infinity; it "
+                        "has stopped exchanging, and nothing of it was sent. Lower the learning "
+                        "rate or clip gradients"
                     )
                 )
             else:

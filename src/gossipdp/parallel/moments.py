@@ -140,6 +140,7 @@ class Moments:
             ValueError: it keeps no such tensor as was named.
         """
         for kept in list(self._kept[optimizer_index]):
+            kept.warn_if_unsound()
             try:
                 kept.stepped()
             except _CannotTravelError as error:
@@ -177,6 +178,19 @@ class _Kept:
         self._addresses = [0] * len(places)
         self._next = 0
         self._num_replaced = 0
+        self._is_warning_due = True
+
+    def warn_if_unsound(self) -> None:
+        """Say once that some of it was not exchanged. Here: the gossip thread holds a lock."""
+        if self._moment.is_unsound and self._is_warning_due:
+            self._is_warning_due = False
+            logger.warning(
+                "the %s keeps as %r of some parameters NaN, infinity, or what is too large to be "
+                "sent: chunks with such values neither give nor take. Parameters are exchanged as "
+                "before. Lower the learning rate or clip gradients",
+                self._who,
+                self._moment.name,
+            )
 
     def stepped(self) -> None:
         """Count a step, and take in what the optimizer has made anew.

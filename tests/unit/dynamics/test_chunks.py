@@ -144,13 +144,41 @@ def test_an_optimizer_without_steps_gives_nothing_and_takes_nothing(steps: int) 
         assert torch.equal(end.x, expected)
 
 
-def test_a_moment_that_is_poisoned_is_not_sent_and_not_taken() -> None:
-    one, other = moment(torch.ones(3), steps=1), moment(torch.ones(3), steps=1)
-    other.x[1] = torch.inf
-    mine, theirs = torch.empty(3), torch.empty(3)
+@pytest.mark.parametrize("is_together", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "steps", "value"),
+    [
+        (torch.float32, 400, math.inf),
+        (torch.float32, 400, math.nan),
+        (torch.float16, 15, 1000.0),  # v / (1 - beta^t) is beyond what float16 holds
+    ],
+)
+def test_a_moment_that_cannot_be_sent_gives_nothing_and_takes_nothing(
+    dtype: torch.dtype, steps: int, value: float, is_together: bool
+) -> None:
+    held = torch.tensor([1.0, value, 1.0], dtype=dtype)
+    one = moment(torch.ones(3, dtype=dtype), steps=400)
+    other = moment(held.clone(), steps)
+    mine, theirs = torch.empty_like(held), torch.empty_like(held)
     assert one.snapshot(0.0, mine)
-    assert not other.snapshot(0.0, theirs)
-    assert not math.isfinite(one.exchange(0.0, mine, theirs, 0.5))
+    if is_together:
+        assert other.snapshot_and_exchange(0.0, theirs, mine, 0.5) == 0.0
+    else:
+        assert other.snapshot(0.0, theirs)
+        assert other.exchange(0.0, theirs, mine, 0.5) == 0.0
+    assert not theirs.any()
+    assert one.exchange(0.0, mine, theirs, 0.5) == 0.0
+    for end, expected in ((one, torch.ones_like(held)), (other, held)):
+        assert end.boundary(0.0)
+        torch.testing.assert_close(end.x, expected, rtol=0, atol=0, equal_nan=True)
+        assert end._moment.is_unsound == (end is other)  # type: ignore[attr-defined]
+
+
+def test_what_a_peer_sends_that_is_not_finite_is_not_taken() -> None:
+    one = moment(torch.ones(3), steps=1)
+    mine = torch.empty(3)
+    assert one.snapshot(0.0, mine)
+    assert not math.isfinite(one.exchange(0.0, mine, torch.tensor([1.0, math.inf, 1.0]), 0.5))
     one.boundary(0.0)
     assert torch.equal(one.x, torch.ones(3))
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -436,6 +437,32 @@ def test_an_optimizer_that_makes_its_tensors_anew_is_left_out_with_a_warning(
     stepped(optimizer, 2)
     assert all(value.eq(1.0).all() for value in kept(optimizer, "kept"))
     assert caplog.text.count("anew at every step") == 1
+
+
+def test_after_one_huge_gradient_parameters_are_exchanged_as_before(
+    wrap: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.Linear(3, 3)
+    optimizer = ADAMW(net.parameters())
+    model = wrap(net, optimizer, samples_per_step=1)
+    stepped(optimizer, 5)
+    for parameter in net.parameters():
+        parameter.grad = torch.full_like(parameter, 1e21)
+    optimizer.step()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    state = model._engine._state
+    for counter in (13, 34):
+        for chunk in state.carried(counter):
+            out = torch.empty_like(chunk.x)
+            peers = torch.zeros_like(out)
+            assert math.isfinite(chunk.snapshot_and_exchange(0.0, out, peers, 0.5))
+            assert out.isfinite().all()
+        stepped(optimizer, 1)
+    assert len(state.carried(13)) > len(state.chunks)
+    for parameter, old in zip(net.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter, old / 4, rtol=0, atol=0.01)
+    assert all(value.isinf().all() for value in kept(optimizer))
+    assert caplog.text.count("keeps as 'exp_avg_sq' of some parameters NaN, infinity, or") == 1
 
 
 def test_an_optimizer_that_counts_no_steps_has_no_bias_to_correct(wrap: Callable) -> None:
