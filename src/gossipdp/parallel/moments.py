@@ -238,7 +238,8 @@ class _Kept:
         optimizer holds. A parameter without such a tensor had no gradient yet. Its place takes part
         all the same, so that the mean over workers is kept for those that train it.
 
-        The gossip thread may take a snapshot meanwhile. It finds zeros, old values or new ones.
+        The gossip thread may take a snapshot meanwhile. While values are copied the age is 0, so it
+        gives nothing: new values would be sent by the old age.
         """
         name, steps, was_there, is_any = self._moment.name, 0.0, False, False
         for index, place in enumerate(self._places):
@@ -251,6 +252,7 @@ class _Kept:
             if self._is_at(index, tensor):
                 continue
             self._check(place, tensor)
+            self._hold_back()
             place.view.copy_(tensor)
             self._optimizer.state[place.parameter][name] = place.view
             was_there = was_there or self._addresses[index] != 0
@@ -269,6 +271,14 @@ class _Kept:
                 is_wrong=True,
             )
         return was_there
+
+    def _hold_back(self) -> None:
+        """Let no snapshot be of the present age; one that is being taken is waited for."""
+        if self._moment.steps:
+            self._moment.steps = 0
+            for chunk in self._chunks:
+                with chunk.lock:
+                    pass
 
     def _check(self, place: Place, tensor: Any) -> None:
         view = place.view

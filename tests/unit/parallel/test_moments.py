@@ -4,6 +4,7 @@ import copy
 import io
 import logging
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -208,6 +209,59 @@ def test_its_age_is_counted_and_taken_from_a_state_that_is_loaded(wrap: Callable
     train(model, optimizer, 1)
     assert age_of(model) == 31
     assert all(is_within(value, moments_of(model)[0]) for value in kept(optimizer))
+
+
+def test_while_a_loaded_state_is_taken_in_nothing_of_it_is_sent(
+    wrap: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All gradients are 1, so 1 is sent at any age: 4999 steps taken for 6 would be 170."""
+    nets = [nn.Linear(3, 3) for _ in range(2)]
+    optimizer, old = (ADAMW(net.parameters()) for net in nets)
+    model = wrap(nets[0], optimizer, samples_per_step=1)
+    stepped(optimizer, 5)
+    stepped(old, 4999)
+    (chunk,) = moments_of(model)[0].chunks
+    sent, copy_ = [], Tensor.copy_
+
+    def copy_and_send(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copy_(values, *args, **kwargs)
+        sent.append(torch.empty_like(chunk.x))
+        assert chunk.snapshot(0.0, sent[-1])
+        return values
+
+    optimizer.load_state_dict(copy.deepcopy(old.state_dict()))
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "copy_", copy_and_send)
+        stepped(optimizer, 1)
+    assert sent
+    assert not any(values.any() for values in sent)
+    assert age_of(model) == 5000
+    out = torch.empty_like(chunk.x)
+    chunk.snapshot(0.0, out)
+    held = chunk.x != 0.0
+    torch.testing.assert_close(out[held], torch.ones_like(out[held]))
+
+
+def test_a_loaded_state_waits_for_the_snapshot_that_is_being_taken(wrap: Callable) -> None:
+    """It has read the age already: values of another must not come under it."""
+    net = nn.Linear(3, 3)
+    optimizer = ADAMW(net.parameters())
+    model = wrap(net, optimizer, samples_per_step=1)
+    stepped(optimizer, 5)
+    saved = copy.deepcopy(optimizer.state_dict())
+    stepped(optimizer, 5)
+    (chunk,) = moments_of(model)[0].chunks
+    optimizer.load_state_dict(saved)
+    before = chunk.x.clone()
+    main = threading.Thread(target=lambda: stepped(optimizer, 1))
+    with chunk.lock:
+        main.start()
+        while age_of(model):
+            assert main.is_alive()
+        assert torch.equal(chunk.x, before)
+    main.join()
+    assert age_of(model) == 6
+    assert not torch.equal(chunk.x, before)
 
 
 def test_its_own_state_may_be_loaded_again(wrap: Callable) -> None:
