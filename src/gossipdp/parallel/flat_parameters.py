@@ -468,7 +468,8 @@ class MasterWeights:
 
     is about 0 for an optimizer that steps x, and -1 for one that takes the addition back. It costs
     some 20 microseconds a step, and ends once ``ENOUGH_SAMPLES`` have shown nothing. Parameters of
-    more than 16 bits are not looked at: nobody holds master weights of those.
+    more than 16 bits are not looked at: nobody holds master weights of those. Nor are those with an
+    outer step: what it adds is a multiple of the last steps, which the next one resembles.
 
     Args:
         state: of this worker.
@@ -477,7 +478,8 @@ class MasterWeights:
     def __init__(self, state: State) -> None:
         self._chunks: dict[int, list[Chunk]] = {}
         for segment in state.segments:
-            if segment.role.is_exchanged and segment.x.dtype in (torch.bfloat16, torch.float16):
+            is_watched = segment.role is Role.TRAINED and segment.outer is None
+            if is_watched and segment.x.dtype in (torch.bfloat16, torch.float16):
                 self._chunks.setdefault(segment.optimizer_index, []).extend(segment.chunks)
         # By optimizer: the values before its last boundary added to them, and after.
         self._added: dict[int, tuple[Chunk, Tensor, Tensor]] = {}
