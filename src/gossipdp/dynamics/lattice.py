@@ -43,7 +43,8 @@ follows half as fast; the error was 10%, 8%, 5% and 11% of the distance, root me
 LARGEST_EXPONENT = 120
 SMALLEST_EXPONENT = -120
 _MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
-# What rounding both ends to bfloat16 may have hidden: 2**-9 of each of two values.
+# What rounding both ends to bfloat16 may have hidden: of each of two values at most 2**-8, and half
+# of that as a rule.
 _HIDDEN_BY_BFLOAT16 = 2.0**-8
 
 # Of each precision: the type of k, and the bound on |k|.

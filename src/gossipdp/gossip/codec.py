@@ -8,7 +8,7 @@ and the transfer of whole states are exact in each.
 name          trained parameters                               bytes of a value     error
 ============  ===============================================  ===================  ===============
 full          as they are held                                 4 (float32)          none
-bfloat16      rounded to bfloat16; those of 2 bytes as they    2                    2**-9 of the
+bfloat16      rounded to bfloat16; those of 2 bytes as they    2                    2**-8 of the
               are                                                                   value
 lattice8      a code of the difference to the peer             1; 3 in a chunk      a few percent
               (:mod:`~gossipdp.dynamics.lattice`)              that is repeated     of the distance
