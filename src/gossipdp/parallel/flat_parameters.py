@@ -55,6 +55,7 @@ class _View:
     owners: list[tuple[dict[str, Tensor | None], str]]
     role: Role
     optimizer_index: int
+    is_optimized: bool
     requires_grad: bool
     shape: torch.Size
     stride: tuple[int, ...]
@@ -130,9 +131,11 @@ class FlatParameters:
             chunk_bytes = chunk_bytes_for(sum(view.tensor.nbytes for view in self._views))
         segments = list(self._move(momentum, outer, chunk_bytes))
         self.moment_places: list[tuple[Segment, list[Place]]] = []
+        optimized = {view.segment for view in self._views if view.is_optimized}
         for index, segment in enumerate(segments):
             periods = moments[segment.optimizer_index] if moments else {}
-            for name in sorted(periods) if segment.role is Role.TRAINED else ():
+            is_kept = segment.role is Role.TRAINED and index in optimized and segment.chunks
+            for name in sorted(periods) if is_kept else ():
                 optimizer = optimizers[segment.optimizer_index]
                 moment = Moment(name, periods[name], decay_of(name, optimizer))
                 self._lay_out(index, segment, moment, chunk_bytes)
@@ -153,13 +156,17 @@ class FlatParameters:
         self._seen: list[Tensor] = []
 
     def _move(self, momentum: bool, outer: OuterStep | None, chunk_bytes: int) -> Iterator[Segment]:
-        """Lay out one segment per (role, optimizer, dtype, device) and move the values there."""
-        groups: dict[tuple[Role, int, torch.dtype, torch.device], list[_View]] = {}
+        """Lay out one segment per (role, optimizer, dtype, device) and move the values there.
+
+        Parameters of no optimizer are apart from those of the first: they have no moments.
+        """
+        groups: dict[tuple[Role, int, bool, torch.dtype, torch.device], list[_View]] = {}
         for view in self._views:
             tensor = view.tensor
-            key = (view.role, view.optimizer_index, tensor.dtype, tensor.device)
+            holder = view.optimizer_index, view.is_optimized
+            key = (view.role, *holder, tensor.dtype, tensor.device)
             groups.setdefault(key, []).append(view)
-        for index, ((role, optimizer_index, dtype, device), views) in enumerate(groups.items()):
+        for index, ((role, optimizer_index, _, dtype, device), views) in enumerate(groups.items()):
             alignment = max(1, ALIGNMENT_BYTES // dtype.itemsize)
             length = 0
             for view in views:
@@ -400,6 +407,7 @@ def _views(
                 owners=[(owner, key)],
                 role=_role(name, tensor, index is not None, exchange_frozen),
                 optimizer_index=index or 0,
+                is_optimized=index is not None,
                 requires_grad=tensor.requires_grad,
                 shape=tensor.shape,
                 # The strides of a dense copy: the tensor's own, unless it overlaps itself.

@@ -66,7 +66,8 @@ class GossipDataParallel(nn.Module):
         exchange_frozen: exchange frozen parameters too, so that they may be unfrozen later.
         exchange_moments: what of the optimizer's state is averaged too. True: Adam's second moment
             (``exp_avg_sq``; also of AdamW, NAdam, RAdam) with one exchange in 16, nothing of other
-            optimizers. A mapping names such tensors, of their parameter's shape, and their periods:
+            optimizers, nor under ``amsgrad=True`` (a maximum keeps one worker's outlier for ever).
+            A mapping names such tensors, of their parameter's shape, and their periods:
             ``{"exp_avg": 1, "exp_avg_sq": 1}``. Each costs one more float a parameter in memory.
         wire_format: how parameters travel in exchanges: ``full`` (as they are), ``bfloat16``
             (half the bytes) or ``lattice8`` (a quarter; a code of the difference to the peer).

@@ -47,12 +47,20 @@ KINDS = (
     ),
     Kind((torch.optim.SGD, torch.optim.Muon), ("momentum_buffer",), {}),
 )
-"""What ``exchange_moments=True`` means. By class and not by what an optimizer holds: all workers
-must decide alike, those too whose optimizer has made no step."""
+"""What ``exchange_moments=True`` means; under ``amsgrad=True`` nothing. By class and settings, not
+by what an optimizer holds: all workers must decide alike, those too whose has made no step.
+"""
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> Kind | None:
     return next((kind for kind in KINDS if isinstance(optimizer, kind.optimizers)), None)
+
+
+def _default(optimizer: torch.optim.Optimizer) -> Periods:
+    kind = _kind(optimizer)
+    # With amsgrad one worker's largest gradient would stay in its peers' maxima for ever.
+    has_maximum = any(group.get("amsgrad") for group in optimizer.param_groups)
+    return {} if kind is None or has_maximum else kind.default
 
 
 def chosen_moments(
@@ -62,6 +70,8 @@ def chosen_moments(
 
     A name that is given goes for every optimizer that keeps such a tensor, or of which nothing is
     known.
+
+    By default nothing of one with ``amsgrad=True``.
 
     Raises:
         ValueError: a name is given that none of these optimizers keeps.
@@ -75,7 +85,7 @@ def chosen_moments(
                 type(optimizer).__name__,
             )
     if isinstance(choice, bool):
-        return [kind.default if choice and kind is not None else {} for kind in kinds]
+        return [_default(optimizer) if choice else {} for optimizer in optimizers]
     for name in choice:
         if all(kind is not None and name not in kind.keeps for kind in kinds):
             kept = sorted({each for kind in kinds if kind is not None for each in kind.keeps})
@@ -87,6 +97,13 @@ def chosen_moments(
         {name: n for name, n in choice.items() if kind is None or name in kind.keeps}
         for kind in kinds
     ]
+
+
+def is_meant(name: str, index: int, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Whether a name that is given must be of this optimizer: of an unknown one, if of no other."""
+    kinds = [_kind(optimizer) for optimizer in optimizers]
+    is_kept = any(kind is not None and name in kind.keeps for kind in kinds)
+    return kinds[index] is not None or not is_kept
 
 
 def decay_of(name: str, optimizer: torch.optim.Optimizer) -> float:
@@ -129,25 +146,26 @@ class Moments:
     ) -> None:
         self._kept: list[list[_Kept]] = [[] for _ in optimizers]
         for segment, places in segments:
-            optimizer = optimizers[segment.optimizer_index]
-            self._kept[segment.optimizer_index].append(_Kept(segment, places, optimizer, finish))
+            self._kept[segment.optimizer_index].append(_Kept(segment, places, optimizers, finish))
         self._is_default = is_default
 
     def stepped(self, optimizer_index: int) -> None:
         """An optimizer has stepped, and the boundary has not begun.
 
         Raises:
-            ValueError: it keeps no such tensor as was named.
+            ValueError: it keeps no such tensor as was named, and no other optimizer can be meant.
         """
         for kept in list(self._kept[optimizer_index]):
             kept.warn_if_unsound()
             try:
                 kept.stepped()
             except _CannotTravelError as error:
-                if error.is_wrong and not self._is_default:
+                if error.is_wrong and kept.is_meant and not self._is_default:
                     raise ValueError(f"exchange_moments: {error}") from None
                 self._kept[optimizer_index].remove(kept)
-                logger.warning("%s, so it is not exchanged", error)
+                is_expected = error.is_wrong and not kept.is_meant
+                level = logging.INFO if is_expected else logging.WARNING
+                logger.log(level, "%s, so it is not exchanged", error)
 
 
 class _CannotTravelError(Exception):
@@ -165,15 +183,18 @@ class _Kept:
         self,
         segment: Segment,
         places: Sequence[Place],
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         finish: Callable[[], None],
     ) -> None:
         assert segment.moment is not None
+        index = segment.optimizer_index
+        self.is_meant = is_meant(segment.moment.name, index, optimizers)
         self._moment: Moment = segment.moment
         self._chunks = segment.chunks
         self._finish = finish
         self._places = places
-        self._optimizer = optimizer
+        self._optimizer = optimizers[index]
+        self._num_states = 0
         # Where each tensor lies once it is in flat memory; 0 before.
         self._addresses = [0] * len(places)
         self._next = 0
@@ -199,7 +220,10 @@ class _Kept:
         looked at after each step. All are looked at before an average is added, so that none is
         added to memory that nobody reads.
         """
-        if self._moment.steps and self._is_in_place():
+        if self._moment.steps == 0:
+            if not self._may_have_begun():
+                return
+        elif self._is_in_place():
             self._moment.steps += 1
             self._num_replaced = 0
             return
@@ -212,11 +236,22 @@ class _Kept:
                 is_wrong=False,
             )
 
+    def _may_have_begun(self) -> bool:
+        """Whether a look at all is worth its time: frozen parameters may never have a state."""
+        before, self._num_states = self._num_states, len(self._optimizer.state)
+        place = self._places[self._following()]
+        has_begun = place.parameter.grad is not None or bool(self._state_of(place))
+        return has_begun or self._num_states != before
+
     def _is_in_place(self) -> bool:
         if any(chunk.has_pending for chunk in self._chunks):
             return all(map(self._is_place_taken, range(len(self._places))))
+        return self._is_place_taken(self._following())
+
+    def _following(self) -> int:
+        """Return which place is looked at after this step: one after the other."""
         self._next = (self._next + 1) % len(self._places)
-        return self._is_place_taken(self._next)
+        return self._next
 
     def _is_place_taken(self, index: int) -> bool:
         tensor = self._state_of(self._places[index]).get(self._moment.name)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gossipdp import GossipDataParallel
 from gossipdp.dynamics.chunks import Moment, Segment
 from gossipdp.parallel.flat_parameters import FlatParameters
-from gossipdp.parallel.moments import MOST_REPLACED
+from gossipdp.parallel.moments import MOST_REPLACED, _Kept
 
 ADAMW = torch.optim.AdamW
 
@@ -78,7 +78,7 @@ def averaged(own: Tensor, value: float, age: int) -> Tensor:
     [
         (ADAMW, True),
         (lambda p: ADAMW(p, foreach=False), True),
-        (lambda p: ADAMW(p, foreach=True, amsgrad=True), True),
+        (lambda p: ADAMW(p, foreach=True, amsgrad=True), {"exp_avg_sq": 1}),
         (lambda p: ADAMW(p, fused=True), {"exp_avg_sq": 1, "exp_avg": 3}),
         (torch.optim.NAdam, True),
         (torch.optim.RAdam, True),
@@ -356,11 +356,69 @@ def test_what_travels_by_default() -> None:
     assert names(sgd) == []
     assert names(torch.optim.RMSprop(first)) == []
     assert names(sgd, ADAMW(second)) == [("exp_avg_sq", 16, 1)]
+    # One worker's largest gradient would stay in the maxima of its peers.
+    amsgrad = ADAMW(first, amsgrad=True)
+    assert names(amsgrad) == []
+    assert names(amsgrad, choice={"exp_avg_sq": 4}) == [("exp_avg_sq", 4, 0)]
     # A name goes for those that keep it, and for those of which nothing is known.
     choice = {"exp_avg_sq": 2, "exp_avg": 3}
     both = [("exp_avg", 3, 1), ("exp_avg_sq", 2, 1)]
     assert names(sgd, ADAMW(second), choice=choice) == both
     assert names(sgd, torch.optim.RMSprop(second), choice=choice) == both
+
+
+def test_nothing_is_laid_out_for_what_no_optimizer_holds(wrap: Callable) -> None:
+    net = make_net()
+    head = list(net[2].parameters())
+    optimizer = ADAMW(head)
+    model = wrap(net, optimizer, exchange_frozen=True)
+    (segment,) = moments_of(model)
+    padded = 2 * 64  # in pieces of 64 bytes
+    assert segment.x.numel() <= sum(each.numel() for each in head) + padded
+    assert sum(chunk.num_elements for chunk in model._engine._state.chunks) > segment.x.numel()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    for chunk in model._engine._state.chunks:  # all is exchanged all the same
+        out = torch.empty_like(chunk.x)
+        chunk.snapshot_and_exchange(0.0, out, torch.zeros_like(out), 0.5)
+    for parameter in head:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter, old in zip(net.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter, old / 2, rtol=0.01, atol=0)
+    assert all(is_within(value, segment) for value in kept(optimizer))
+
+
+def test_parameters_without_values_have_no_moment(wrap: Callable) -> None:
+    net = nn.Module()
+    net.empty = nn.Parameter(torch.empty(0))
+    optimizer = ADAMW(net.parameters())
+    model = wrap(net, optimizer, samples_per_step=1)
+    stepped(optimizer, 2)
+    assert not any(segment.chunks for segment in moments_of(model))
+
+
+def test_where_no_state_ever_comes_parameters_are_not_searched_for_it(
+    wrap: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen parameters of the optimizer, and then one of them unfrozen."""
+    net = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(100)])
+    net.requires_grad_(False)
+    optimizer = ADAMW(net.parameters())
+    model = wrap(net, optimizer, samples_per_step=1, exchange_frozen=True)
+    looked_at, state_of = [], _Kept._state_of
+
+    def count(kept: _Kept, place: Any) -> Any:
+        looked_at.append(place.name)
+        return state_of(kept, place)
+
+    monkeypatch.setattr(_Kept, "_state_of", count)
+    for _ in range(10):
+        optimizer.step()
+    assert len(looked_at) == len(set(looked_at)) == 10
+    net[77].grad = torch.ones(3)
+    optimizer.step()
+    assert age_of(model) == 1
+    assert is_within(optimizer.state[net[77]]["exp_avg_sq"], moments_of(model)[0])
 
 
 def test_workers_with_other_moments_or_periods_are_refused() -> None:
@@ -444,6 +502,31 @@ def test_what_is_named_and_cannot_travel_is_an_error(
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
             stepped(optimizer, 1)
+
+
+def test_a_name_that_is_meant_for_another_optimizer_does_no_harm_to_an_unknown_one(
+    wrap: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    known = ADAMW(net[0].parameters())
+    unknown = torch.optim.Adagrad(net[1].parameters())
+    model = wrap(net, [known, unknown], exchange_moments={"exp_avg_sq": 1}, samples_per_step=1)
+    with caplog.at_level(logging.INFO, "gossipdp"):
+        for _ in range(3):
+            stepped(known, 1)
+            stepped(unknown, 1)
+    line = "the Adagrad keeps no 'exp_avg_sq' of its parameters; it keeps step, sum, so it is not"
+    assert [each.levelname for each in caplog.records if line in each.getMessage()] == ["INFO"]
+    first, second = moments_of(model)
+    for segment, is_shared in ((first, True), (second, False)):
+        (chunk,) = segment.chunks
+        out = torch.empty_like(chunk.x)
+        assert chunk.snapshot_and_exchange(0.0, out, torch.ones_like(out), 0.5) == 0.0
+        assert bool(out.any()) == is_shared
+    before = [value["sum"].clone() for value in unknown.state.values()]
+    stepped(unknown, 1)
+    for value, old in zip(unknown.state.values(), before, strict=True):
+        torch.testing.assert_close(value["sum"], old + 1)
 
 
 def test_momentum_of_sgd_without_momentum_is_an_error(wrap: Callable) -> None:
