@@ -139,6 +139,26 @@ def exchange(
     return squared_norm
 
 
+def outer_step(
+    x: Tensor,
+    pending: Tensor,
+    base: Tensor,
+    m: Tensor,
+    momentum: float,
+    lr: float,
+    *,
+    compiled: bool = False,
+) -> None:
+    """An outer Nesterov step on g = x + pending - base: m = mu m + g, pending += lr (g + mu m) - g.
+
+    Afterwards base is x + pending.
+    """
+    g = x + pending - base
+    m.mul_(momentum).add_(g)
+    pending.add_(g, alpha=lr - 1.0).add_(m, alpha=lr * momentum)
+    torch.add(x, pending, out=base)
+
+
 def snapshot_and_exchange(
     out: Tensor,
     x: Tensor,

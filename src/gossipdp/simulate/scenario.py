@@ -222,6 +222,25 @@ class LinkModel:
         return transfer_s
 
 
+@final
+@dataclass(frozen=True)
+class OuterStep:
+    """A Nesterov step on what the optimizer did since the last one.
+
+    Args:
+        momentum: of the outer step, from 0 to less than 1.
+        lr: its learning rate; with momentum 0 and lr 1 there is no outer step.
+    """
+
+    momentum: float = 0.7
+    lr: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum is {self.momentum}; it must be from 0 to less than 1")
+        _check_positive("lr", self.lr)
+
+
 @dataclass(frozen=True)
 class Scenario:
     """One simulated run, but for its method. Frozen and picklable.
@@ -245,6 +264,9 @@ class Scenario:
         stop_below: end once the consensus distance is below this share of its first value.
         eta_factor: multiplies eta.
         alpha_tilde_factor: multiplies the excess alpha_tilde - 1/2.
+        outer: the outer step, at the start of each exchange of a2cid2 and gossip; None: none.
+        exchange_moments: which of the optimizer's tensors, such as ``exp_avg_sq``, are averaged
+            too, and at every how many of the exchanges that a worker asks for.
         learning_rate_decay: warm-up and cosine decay over the run, in place of a constant rate.
         keep_timeline: record what each worker does when.
     """
@@ -266,6 +288,8 @@ class Scenario:
     stop_below: float = 0.0
     eta_factor: float = 1.0
     alpha_tilde_factor: float = 1.0
+    outer: OuterStep | None = None
+    exchange_moments: Mapping[str, int] = field(default_factory=dict)
     learning_rate_decay: bool = False
     keep_timeline: bool = False
 
@@ -284,6 +308,9 @@ class Scenario:
             raise ValueError(f"num_records is {self.num_records}; it must be at least 1")
         if self.model_bytes is not None and not self.model_bytes > 0:
             raise ValueError(f"model_bytes is {self.model_bytes}; it must be positive")
+        for name, every in self.exchange_moments.items():
+            if every < 1:
+                raise ValueError(f"exchange_moments[{name!r}] is {every}; it must be at least 1")
         if self.fidelity not in ("ideal", "links"):
             raise ValueError(f"there is no fidelity {self.fidelity!r}; choose ideal or links")
 

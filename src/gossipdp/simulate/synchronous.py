@@ -192,6 +192,7 @@ class _Rounds(ABC):
         self.draw_transfer_s = scenario.links.begin(scenario.seed, model_bytes)
         self.edges: list[tuple[int, int]] = []
         """Each once for every time that a round uses it."""
+        self.models_per_round = 0.0
 
     def run(self) -> Trace:
         draw_step_s = self.scenario.compute_time.begin(self.scenario.seed)
@@ -222,6 +223,7 @@ class _Rounds(ABC):
         used = np.bincount(np.array(self.edges, dtype=int).ravel(), minlength=num_workers)
         trace.worker_exchanges = (num_rounds * used).tolist()
         trace.num_events = num_rounds * (num_workers + len(self.edges))
+        trace.models_sent = num_rounds * self.models_per_round
         return trace
 
     @abstractmethod
@@ -247,6 +249,7 @@ class _AllReduce(_Rounds):
         self.edges = [(rank, rank + 1) for rank in self.ranks[:-1]]
         if len(self.ranks) > 2:
             self.edges.append((len(self.ranks) - 1, 0))
+        self.models_per_round = 2.0 * (len(self.ranks) - 1)
 
     def communicate(self, computed_s: list[float]) -> list[float]:
         num_workers = len(computed_s)

@@ -1,0 +1,220 @@
+"""Does a model train as well without barriers? 16 simulated workers, a small language model.
+
+Every row trains the same network on the same number of bytes with the same optimizer, over an ideal
+network (exchanges take no time); only how workers agree differs. Each row's learning rate is tuned
+by itself, on a grid of factors of two: from its first rate the search goes on, up or down, as long
+as the loss of the first seed falls. The other seeds are run at the best rate. The loss is that of
+the mean model on held-out text, in bits a byte.
+
+Each run that ends is appended to a file of JSON lines; a run that stands there is not run again. So
+the benchmark can be stopped at any time, and goes on where it was. Writes
+benchmarks/results/quality_simulated.{jsonl,json,md}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gossipdp.progress import ProgressView
+from gossipdp.simulate import AdamW, RowOptimizer, Scenario, Sgd, simulate
+from gossipdp.simulate.scenario import OuterStep
+from rich.console import Console
+from support.byte_model import ByteModel
+from support.report import QUICK_RESULTS, RESULTS, Report, Table
+
+NAME = "quality_simulated"
+MOST_RATES = 8
+"""So many rates of a grid are tried at most, lest a row that has no best one goes on for ever."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to agree, and where the search for its learning rate begins."""
+
+    method: str
+    first_rate: float
+    graph: str = "complete"
+    comm_rate: float = 1.0
+    optimizer: str = "adamw"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def scenario(self, rate: float, seed: int, setting: Setting) -> Scenario:
+        """One run of it."""
+        return Scenario(
+            graph=self.graph,
+            num_workers=setting.workers,
+            objective=ByteModel(disjoint=setting.data == "disjoint"),
+            optimizer=OPTIMIZERS[self.optimizer](rate),
+            comm_rate=self.comm_rate,
+            num_steps=setting.steps,
+            seed=seed,
+            num_records=10,
+            learning_rate_decay=True,
+            **self.options,
+        )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all rows have in common."""
+
+    data: str
+    workers: int
+    steps: int
+
+
+OPTIMIZERS: dict[str, Callable[[float], RowOptimizer]] = {
+    "adamw": lambda rate: AdamW(rate),
+    "adamw, beta_2 0.95": lambda rate: AdamW(rate, betas=(0.9, 0.95)),
+    "sgd": lambda rate: Sgd(rate, momentum=0.9),
+}
+FIRST, SECOND = "exp_avg", "exp_avg_sq"
+
+
+def _gossip(
+    graph: str = "complete", method: str = "gossip", rate: float = 8e-3, **more: Any
+) -> Row:
+    return Row(method, rate, graph, **more)
+
+
+def _moments(**periods: int) -> dict[str, Any]:
+    return {"exchange_moments": periods}
+
+
+ROWS: dict[str, Row] = {
+    "all-reduce": Row("allreduce", 4e-3),
+    "gossip": Row("gossip", 8e-3),
+    "gossip, v every 16th": Row("gossip", 8e-3, options=_moments(exp_avg_sq=16)),
+    "gossip, v every time": Row("gossip", 8e-3, options=_moments(exp_avg_sq=1)),
+    "gossip, m and v every time": Row("gossip", 8e-3, options=_moments(exp_avg=1, exp_avg_sq=1)),
+    "gossip, v every 64th": Row("gossip", 8e-3, options=_moments(exp_avg_sq=64)),
+    "gossip, v every 4th": Row("gossip", 8e-3, options=_moments(exp_avg_sq=4)),
+    "gossip, m and v every 16th": Row("gossip", 8e-3, options=_moments(exp_avg=16, exp_avg_sq=16)),
+}
+
+
+class Runs:
+    """The runs that have ended, in memory and in their file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.losses: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            for line in path.read_text("utf-8").splitlines():
+                run = json.loads(line)
+                self.losses[self.key(run)] = run
+
+    @staticmethod
+    def key(run: dict[str, Any]) -> str:
+        """What tells a run from others."""
+        names = ("row", "data", "workers", "steps", "learning_rate", "seed")
+        return json.dumps([run[name] for name in names])
+
+    def find(self, name: str, row: Row, setting: Setting, rate: float, seed: int) -> dict[str, Any]:
+        """The run, from the file or now."""
+        run: dict[str, Any] = {
+            "row": name,
+            "data": setting.data,
+            "workers": setting.workers,
+            "steps": setting.steps,
+            "learning_rate": rate,
+            "seed": seed,
+        }
+        known = self.losses.get(self.key(run))
+        if known is not None:
+            return known
+        label = f"{name}, {setting.data}, rate {rate:g}, seed {seed}"
+        console = Console()
+        with ProgressView(label, console=console, line_every_s=60.0) as view:
+            trace = simulate(row.scenario(rate, seed, setting), row.method, view.advance)
+        last = trace.records[-1]
+        run |= {
+            "loss": last.loss if math.isfinite(last.loss) else None,
+            "losses": [each.loss if math.isfinite(each.loss) else None for each in trace.records],
+            "consensus_distance": last.consensus_distance,
+            "models_per_step": trace.models_per_step,
+            "wall_s": trace.wall_s,
+        }
+        console.print(f"{label}: {last.loss:.4f}", highlight=False)
+        self.losses[self.key(run)] = run
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(run) + "\n")
+        return run
+
+
+def tune(loss_at: Callable[[float], float], first: float) -> float:
+    """The rate of the least loss on the grid first * 2^k, from which the loss rises both ways."""
+    tried = {first: loss_at(first)}
+    for factor in (2.0, 0.5):
+        best = min(tried, key=lambda rate: tried[rate])
+        if factor == 0.5 and best > first:
+            break  # it rose downwards from there already
+        rate = best * factor
+        while len(tried) < MOST_RATES:
+            tried[rate] = loss_at(rate)
+            if tried[rate] >= tried[rate / factor]:
+                break
+            rate *= factor
+    return min(tried, key=lambda rate: tried[rate])
+
+
+def loss_of(run: dict[str, Any]) -> float:
+    """Its final loss; infinite where it diverged."""
+    return math.inf if run["loss"] is None else float(run["loss"])
+
+
+def measure(runs: Runs, name: str, setting: Setting, seeds: int) -> list[dict[str, Any]]:
+    """Tune a row and run its seeds at the best rate."""
+    row = ROWS[name]
+    best = tune(lambda rate: loss_of(runs.find(name, row, setting, rate, seed=0)), row.first_rate)
+    return [runs.find(name, row, setting, best, seed) for seed in range(seeds)]
+
+
+def as_row(name: str, found: list[dict[str, Any]], reference: float) -> list[str]:
+    """One row of the table."""
+    losses = [loss_of(run) for run in found]
+    mean = statistics.mean(losses)
+    return [
+        name,
+        f"{mean:.3f}",
+        ", ".join(f"{loss:.3f}" for loss in losses),
+        f"{100 * (mean / reference - 1):+.1f}%",
+        f"{found[0]['learning_rate']:g}",
+        f"{found[0]['models_per_step']:.3f}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", help="only these, with semicolons between them")
+    parser.add_argument("--data", default="common,disjoint", help="common, disjoint, or both")
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=1500, help="of each worker")
+    parser.add_argument("--seeds", type=int, default=1, help="at each row's best rate")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--quick", action="store_true", help="tiny, to see that it works")
+    options = parser.parse_args()
+    names = [name.strip() for name in options.rows.split(";")] if options.rows else list(ROWS)
+    for name in names:
+        if name not in ROWS:
+            parser.error(f"there is no row {name!r}; the rows are: {'; '.join(ROWS)}")
+    steps = 20 if options.quick else options.steps
+    workers = 4 if options.quick else options.workers
+    report = Report(NAME, "Final loss at equal tokens, simulated", quick=options.quick)
+    runs = Runs((QUICK_RESULTS if options.quick else RESULTS) / f"{NAME}.jsonl")
+    for data in options.data.split(","):
+        setting = Setting(data, workers, steps)
+        for name in names:
+            measure(runs, name, setting, options.seeds)
+
+
+if __name__ == "__main__":
+    main()
