@@ -17,17 +17,17 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gossipdp.progress import ProgressView
-from gossipdp.simulate import AdamW, RowOptimizer, Scenario, Sgd, simulate
-from gossipdp.simulate.scenario import OuterStep
 from rich.console import Console
 from support.byte_model import ByteModel
-from support.report import QUICK_RESULTS, RESULTS, Report, Table
+from support.report import QUICK_RESULTS, RESULTS, Report
+
+from gossipdp.progress import ProgressView
+from gossipdp.simulate import AdamW, RowOptimizer, Scenario, Sgd, simulate
 
 NAME = "quality_simulated"
 MOST_RATES = 8
@@ -71,7 +71,7 @@ class Setting:
 
 
 OPTIMIZERS: dict[str, Callable[[float], RowOptimizer]] = {
-    "adamw": lambda rate: AdamW(rate),
+    "adamw": AdamW,
     "adamw, beta_2 0.95": lambda rate: AdamW(rate, betas=(0.9, 0.95)),
     "sgd": lambda rate: Sgd(rate, momentum=0.9),
 }

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
+from torch import Tensor, nn
+
 from gossipdp.simulate import Evaluation, Gradients, GradientSource, Objective
 from gossipdp.tasks.text import NUM_BYTES, read_text
-from torch import Tensor, nn
 
 NUM_JUDGED = 2048
 """Held-out windows, evenly spaced, of which the mean model is judged."""

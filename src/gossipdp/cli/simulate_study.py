@@ -28,11 +28,13 @@ from gossipdp.simulate.scenario import (
     LinkModel,
     LognormalTime,
     MeasuredTime,
+    OuterStep,
     Scenario,
     SlowedTime,
 )
 from gossipdp.simulate.study import (
     METHODS,
+    METHODS_OF,
     SYNCHRONOUS,
     Ensemble,
     Job,
@@ -68,6 +70,8 @@ OPTIMIZER_OPTIONS = (
     *("optimizer", "learning_rate", "momentum", "weight_decay"),
     "learning_rate_decay",
 )
+NUMBERS = ("sync_every", "fragments", "overlap_steps", "mixing", "share")
+"""Options of the methods, of the same name in a scenario."""
 LINK_OPTIONS = ("latency_ms", "link_mbps", "jitter", "slow_link", "model_mb")
 
 
@@ -213,7 +217,14 @@ def make_study(arguments: SimulateArguments) -> Study:
         eta_factor=arguments.eta_factor,
         alpha_tilde_factor=arguments.alpha_tilde_factor,
         learning_rate_decay=arguments.learning_rate_decay,
+        outer=_outer_step(arguments),
+        exchange_moments=_moments(arguments),
+        **{name: value for name in NUMBERS if (value := getattr(arguments, name)) is not None},
     )
+    for name, knowing in METHODS_OF.items():
+        if not set(methods) & set(knowing):
+            options = ("outer_momentum", "outer_lr") if name == "outer" else (name,)
+            _refuse(arguments, options, f"with these methods, but with {', '.join(knowing)}")
     is_synchronous = any(method in SYNCHRONOUS for method in methods)
     if arguments.fidelity == "ideal":
         pointless = ("neighbour_policy", *(() if is_synchronous else LINK_OPTIONS))
@@ -266,6 +277,26 @@ def _refuse(arguments: SimulateArguments, names: Collection[str], why: str) -> N
     for name in names:
         if getattr(arguments, name) not in (None, False, ()):
             raise ValueError(f"--{name.replace('_', '-')} plays no part {why}")
+
+
+def _outer_step(arguments: SimulateArguments) -> OuterStep | None:
+    asked = {"momentum": arguments.outer_momentum, "lr": arguments.outer_lr}
+    given = {name: value for name, value in asked.items() if value is not None}
+    return OuterStep(**given) if given else None
+
+
+def _moments(arguments: SimulateArguments) -> dict[str, int]:
+    periods: dict[str, int] = {}
+    for text in _split(arguments.exchange_moments):
+        match = re.fullmatch(r"(\w+):(\d+)", text)
+        if match is None:
+            raise ValueError(
+                f"--exchange-moments is {text!r}; write NAME:PERIOD, such as exp_avg_sq:16"
+            )
+        if match[1] in periods:
+            raise ValueError(f"--exchange-moments {text}: {match[1]} is given twice")
+        periods[match[1]] = int(match[2])
+    return periods
 
 
 def _compute_time(arguments: SimulateArguments) -> ComputeTime:

@@ -22,8 +22,11 @@ METHOD_COLOURS = {
     "allreduce": OKABE_ITO[2],
     "released": OKABE_ITO[3],
     "dpsgd": OKABE_ITO[4],
-    "dpsgd-chebyshev": OKABE_ITO[5],
+    "diloco": OKABE_ITO[5],
     "none": OKABE_ITO[6],
+    "streaming-diloco": "#999999",
+    "noloco": "#882255",
+    "sparta": "#999933",
 }
 CASE_STYLES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (8, 3)), (0, (8, 2, 1, 2, 1, 2)))
 

@@ -31,7 +31,7 @@ def run_ideal(scenario: Scenario, method: str, on_progress: Callable[[float], No
     in each unit of time.
     """
     has_momentum = method in ("a2cid2", "released")
-    training = Training.of(scenario, momentum=has_momentum)
+    training = Training.of(scenario, momentum=has_momentum, outer=scenario.outer)
     population = training.population
     recorder = Recorder(scenario, method, training, on_progress)
     unit_s, num_workers = scenario.compute_time.nominal_s, scenario.num_workers

@@ -69,6 +69,14 @@ class Population:
         if self.base is not None:
             self.base[rank].add_(mine[:trained] - peers[:trained], alpha=-0.5)
 
+    def put(self, columns: slice, rows: Tensor) -> None:
+        """Replace columns of all rows; what this adds to their sum is meant."""
+        trained = slice(columns.start, min(columns.stop, self.num_trained))
+        before = self.x[:, trained].sum(dim=0, dtype=torch.float64)
+        self.x[:, columns] = rows
+        after = self.x[:, trained].sum(dim=0, dtype=torch.float64)
+        self.expected_sum[trained] += after - before
+
     def outer_step(self, rank: int) -> None:
         """Nesterov's step on what the optimizer of ``rank`` did since the last one, if any."""
         if self.outer is None:
@@ -76,12 +84,12 @@ class Population:
         assert self.base is not None
         assert self.outer_momentum is not None
         row, momentum = self.trained[rank], self.outer_momentum[rank]
-        before = row.double()
+        before = row.clone()
         nothing = torch.zeros_like(row)  # row is x + pending
         update.outer_step(
             nothing, row, self.base[rank], momentum, self.outer.momentum, self.outer.lr
         )
-        self.expected_sum += row.double() - before
+        self.expected_sum += row.double() - before.double()
 
     def step(self, ranks: Sequence[int], changes: Tensor) -> None:
         """Add what gradient steps changed: rows of (k, d)."""
@@ -155,21 +163,27 @@ class Training:
         self._loss_sum, self._num_losses = 0.0, 0
 
     @classmethod
-    def of(cls, scenario: Scenario, *, momentum: bool, starts_alike: bool = False) -> Training:
+    def of(
+        cls,
+        scenario: Scenario,
+        *,
+        momentum: bool,
+        outer: OuterStep | None = None,
+        starts_alike: bool = False,
+    ) -> Training:
         """The rows of a scenario and their training; all rows are rank 0's if they start alike."""
         begun = scenario.objective.begin(scenario.num_workers, scenario.seed)
         source = begun if scenario.objective.has_gradients else None
         start = begun.start
         if starts_alike and source is not None:
             start = start[:1].expand_as(start)
-        outer = scenario.outer if source is not None else None
         population = Population(start, begun.num_trained, momentum=momentum, outer=outer)
         return cls(
             source,
             scenario.optimizer,
             population,
             decay_s=scenario.end_s if scenario.learning_rate_decay else None,
-            exchange_moments=scenario.exchange_moments if source is not None else None,
+            exchange_moments=scenario.exchange_moments,
         )
 
     def start_step(self, rank: int, now_s: float) -> None:
