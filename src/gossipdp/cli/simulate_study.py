@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from gossipdp.cli.option_checks import check_number
+from gossipdp.dynamics.outer import OuterStep
 from gossipdp.graph.network_plan import LATENCY_S, check_step_spread
 from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
 from gossipdp.simulate.module_objective import digits_objective
@@ -28,7 +29,6 @@ from gossipdp.simulate.scenario import (
     LinkModel,
     LognormalTime,
     MeasuredTime,
-    OuterStep,
     Scenario,
     SlowedTime,
 )

@@ -77,6 +77,7 @@ class GossipEngine(Engine):
             module,
             optimizers,
             momentum=options.method == "a2cid2",
+            outer=options.outer,
             exchange_frozen=options.exchange_frozen,
         )
         self._state = self._flat.state
@@ -259,16 +260,12 @@ class GossipEngine(Engine):
         # Every chunk at one phase, which is therefore 0 for whoever resumes.
         self._state.flow(self._theta())
         self._state.device.finish()
-        flats: dict[str, list[Tensor | None]] = {"model": [], "c": [], "pending": []}
+        kinds = ("pending", "c", "outer_g", "outer_m")
+        flats: dict[str, list[Tensor | None]] = {kind: [] for kind in ("model", *kinds)}
         for segment in self._state.segments:
-            pending = torch.empty_like(segment.pending, device="cpu")
-            c = None if segment.c is None else torch.empty_like(segment.c, device="cpu")
-            for chunk, room in segment.split(pending) if segment.role.is_exchanged else ():
-                start = room.storage_offset()
-                chunk.copy_momentum(room, None if c is None else c[start : start + room.numel()])
             flats["model"].append(segment.x.to("cpu", copy=True))
-            flats["c"].append(c)
-            flats["pending"].append(pending if pending.any() else None)
+            for kind, copy in zip(kinds, segment.copy_momentum(), strict=True):
+                flats[kind].append(copy)
         protocol = self._protocol
         (progress, _), members = self._thread.call(
             lambda: (protocol.progress.news(), protocol.membership.members())

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics import update
+from gossipdp.dynamics.outer import OuterStep
 from gossipdp.simulate.rounds import Rounds
-from gossipdp.simulate.scenario import OuterStep, Scenario
+from gossipdp.simulate.scenario import Scenario
 
 
 class LocalSteps(Rounds):
@@ -75,14 +76,10 @@ class DiLoCo(LocalSteps):
 
     def outer_step(self, columns: slice, mean: Tensor) -> None:
         """The outer step of these columns, which moves their mean row."""
-        update.outer_step(
-            torch.zeros_like(mean),
-            mean,
-            self._base[columns],
-            self._momentum[columns],
-            self._outer.momentum,
-            self._outer.lr,
-        )
+        base, m, brought = self._base[columns], self._momentum[columns], torch.zeros_like(mean)
+        update.outer_step(mean, brought, base, m, self._outer.momentum, self._outer.lr)
+        mean += brought
+        base += brought
 
     def _moments_due(self) -> list[Tensor]:
         return self.training.moments_due(self.number // self.scenario.sync_every)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics import update
+from gossipdp.dynamics.outer import OuterStep
 from gossipdp.simulate.objectives import Gradients, GradientSource
 from gossipdp.simulate.optimizers import RowOptimizer
-from gossipdp.simulate.scenario import OuterStep, Scenario
+from gossipdp.simulate.scenario import Scenario
 from gossipdp.tasks.workload import learning_rate_factor
 
 
@@ -54,18 +55,19 @@ class Population:
             return
         if self.c is not None:
             s = math.exp(-2.0 * (theta - self.theta[rank]))
+            update.flow(self.trained[rank], self.c[rank], 0.5 * (1.0 - s))
             if self.base is not None:
-                self.base[rank].add_(self.c[rank], alpha=0.5 * (1.0 - s))
-            update.flow(self.trained[rank], self.c[rank], s)
+                update.flow(self.base[rank], self.c[rank], 0.5 * (1.0 - s))
+            self.c[rank].mul_(s)
         self.theta[rank] = theta
 
     def apply(self, rank: int, mine: Tensor, peers: Tensor, alpha_tilde: float) -> None:
         """One end of an exchange, from the snapshots of both ends."""
         row, trained = self.x[rank], self.num_trained
         c = None if self.c is None else self.c[rank]
-        update.exchange(row[:trained], c, mine[:trained], peers[:trained], 1.0, alpha_tilde)
+        update.exchange(row[:trained], c, mine[:trained], peers[:trained], 0.0, 1.0, alpha_tilde)
         if trained < len(row):
-            update.exchange(row[trained:], None, mine[trained:], peers[trained:], 1.0, 0.5)
+            update.exchange(row[trained:], None, mine[trained:], peers[trained:], 0.0, 1.0, 0.5)
         if self.base is not None:
             self.base[rank].add_(mine[:trained] - peers[:trained], alpha=-0.5)
 
@@ -83,13 +85,12 @@ class Population:
             return
         assert self.base is not None
         assert self.outer_momentum is not None
-        row, momentum = self.trained[rank], self.outer_momentum[rank]
-        before = row.clone()
-        nothing = torch.zeros_like(row)  # row is x + pending
-        update.outer_step(
-            nothing, row, self.base[rank], momentum, self.outer.momentum, self.outer.lr
-        )
-        self.expected_sum += row.double() - before.double()
+        row, base, m = self.trained[rank], self.base[rank], self.outer_momentum[rank]
+        brought = torch.zeros_like(row)
+        update.outer_step(row, brought, base, m, self.outer.momentum, self.outer.lr)
+        row += brought
+        base += brought
+        self.expected_sum += brought
 
     def step(self, ranks: Sequence[int], changes: Tensor) -> None:
         """Add what gradient steps changed: rows of (k, d)."""

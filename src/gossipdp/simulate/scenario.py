@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias, final
 
 import networkx as nx
 
+from gossipdp.dynamics.outer import OuterStep
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.network_plan import LATENCY_S, check_step_spread
 from gossipdp.graph.topology import build_graph
@@ -220,25 +221,6 @@ class LinkModel:
             return seconds
 
         return transfer_s
-
-
-@final
-@dataclass(frozen=True)
-class OuterStep:
-    """A Nesterov step on what the optimizer did since the last one.
-
-    Args:
-        momentum: of the outer step, from 0 to less than 1.
-        lr: its learning rate; with momentum 0 and lr 1 there is no outer step.
-    """
-
-    momentum: float = 0.7
-    lr: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum is {self.momentum}; it must be from 0 to less than 1")
-        _check_positive("lr", self.lr)
 
 
 @dataclass(frozen=True)

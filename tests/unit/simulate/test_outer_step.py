@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from gossipdp.dynamics.outer import OuterStep
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.simulate.ideal import PoissonEdges
@@ -15,7 +16,7 @@ from gossipdp.simulate.local_steps import DiLoCo
 from gossipdp.simulate.objectives import Quadratic
 from gossipdp.simulate.optimizers import AdamW, Sgd
 from gossipdp.simulate.population import Population, Training
-from gossipdp.simulate.scenario import ConstantTime, Fidelity, Link, LinkModel, OuterStep, Scenario
+from gossipdp.simulate.scenario import ConstantTime, Fidelity, Link, LinkModel, Scenario
 from gossipdp.simulate.study import simulate
 
 NOISY = Quadratic(dimension=6, mu=0.5, smoothness=2.0, noise_variance=1.0, heterogeneity=4.0)
