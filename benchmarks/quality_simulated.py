@@ -18,17 +18,21 @@ import json
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from scipy.stats import spearmanr
 from support.byte_model import ByteModel
-from support.report import QUICK_RESULTS, RESULTS, Report
+from support.report import QUICK_RESULTS, RESULTS, Report, Table
 
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.progress import ProgressView
 from gossipdp.simulate import AdamW, RowOptimizer, Scenario, Sgd, simulate
+from gossipdp.simulate.study import one_thread
+from gossipdp.tasks.workload import learning_rate_factor
 
 NAME = "quality_simulated"
 MOST_RATES = 8
@@ -138,16 +142,24 @@ ROWS |= {
 }
 
 
+REFERENCES = {
+    "adamw": "all-reduce",
+    "adamw, beta_2 0.95": "all-reduce, beta_2 0.95",
+    "sgd": "all-reduce, SGD",
+}
+"""The row that each optimizer's rows are compared with."""
+
+
 class Runs:
     """The runs that have ended, in memory and in their file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.losses: dict[str, dict[str, Any]] = {}
+        self.known: dict[str, dict[str, Any]] = {}
         if path.exists():
             for line in path.read_text("utf-8").splitlines():
                 run = json.loads(line)
-                self.losses[self.key(run)] = run
+                self.known[self.key(run)] = run
 
     @staticmethod
     def key(run: dict[str, Any]) -> str:
@@ -155,17 +167,20 @@ class Runs:
         names = ("row", "data", "workers", "steps", "learning_rate", "seed")
         return json.dumps([run[name] for name in names])
 
+    def of(self, name: str, setting: Setting) -> list[dict[str, Any]]:
+        """All runs of a row."""
+        wanted = asdict(setting) | {"row": name}
+        return [run for run in self.known.values() if wanted.items() <= run.items()]
+
+    def settings(self) -> list[Setting]:
+        """All for which there are runs."""
+        found = {(run["data"], run["workers"], run["steps"]) for run in self.known.values()}
+        return [Setting(*each) for each in sorted(found)]
+
     def find(self, name: str, row: Row, setting: Setting, rate: float, seed: int) -> dict[str, Any]:
         """The run, from the file or now."""
-        run: dict[str, Any] = {
-            "row": name,
-            "data": setting.data,
-            "workers": setting.workers,
-            "steps": setting.steps,
-            "learning_rate": rate,
-            "seed": seed,
-        }
-        known = self.losses.get(self.key(run))
+        run = {"row": name, **asdict(setting), "learning_rate": rate, "seed": seed}
+        known = self.known.get(self.key(run))
         if known is not None:
             return known
         label = f"{name}, {setting.data}, rate {rate:g}, seed {seed}"
@@ -181,7 +196,7 @@ class Runs:
             "wall_s": trace.wall_s,
         }
         console.print(f"{label}: {last.loss:.4f}", highlight=False)
-        self.losses[self.key(run)] = run
+        self.known[self.key(run)] = run
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(run) + "\n")
@@ -216,17 +231,133 @@ def measure(runs: Runs, name: str, setting: Setting, seeds: int) -> list[dict[st
     return [runs.find(name, row, setting, best, seed) for seed in range(seeds)]
 
 
-def as_row(name: str, found: list[dict[str, Any]], reference: float) -> list[str]:
-    """One row of the table."""
+def as_row(name: str, found: list[dict[str, Any]], above: float) -> list[str]:
+    """One row of the table of results."""
     losses = [loss_of(run) for run in found]
     mean = statistics.mean(losses)
     return [
         name,
         f"{mean:.3f}",
-        ", ".join(f"{loss:.3f}" for loss in losses),
-        f"{100 * (mean / reference - 1):+.1f}%",
+        f"{100 * above:+.1f}%" if math.isfinite(above) else "",
+        f"{statistics.stdev(losses):.3f}" if len(losses) > 1 else "",
+        str(len(losses)),
         f"{found[0]['learning_rate']:g}",
         f"{found[0]['models_per_step']:.3f}",
+    ]
+
+
+def tried(runs: Runs, name: str, setting: Setting) -> dict[float, float]:
+    """The losses of the first seed at all rates that were tried; by rate."""
+    found = {
+        run["learning_rate"]: loss_of(run) for run in runs.of(name, setting) if run["seed"] == 0
+    }
+    return dict(sorted(found.items()))
+
+
+def result_of(runs: Runs, name: str, setting: Setting) -> list[dict[str, Any]]:
+    """The runs of a row at its best rate, by seed; none if it was not tuned."""
+    rates = tried(runs, name, setting)
+    if not rates:
+        return []
+    best = min(rates, key=lambda rate: rates[rate])
+    found = [run for run in runs.of(name, setting) if run["learning_rate"] == best]
+    return sorted(found, key=lambda run: int(run["seed"]))
+
+
+def rare_gradients(workers: int, steps: int) -> Table:
+    """How far each worker's own second moment is from the mean of all, where gradients are rare.
+
+    All workers stand at the same parameters, those of all-reduce with AdamW: so their v differ by
+    their batches alone. A coordinate's rarity is the share of all gradients in which it was less
+    than a hundredth of its own root mean square.
+    """
+    source = ByteModel().begin(workers, seed=0)
+    optimizer = AdamW(0.032)
+    state, x = optimizer.begin(source.start[:1]), source.start[:1].clone()
+    second = torch.zeros_like(source.start)
+    quiet = torch.zeros_like(second[0])
+    with one_thread():
+        for step in range(steps):
+            values = source.gradients(range(workers), x.expand(workers, -1)).values
+            second.mul_(optimizer.betas[1]).addcmul_(values, values, value=1 - optimizer.betas[1])
+            mean_square = second.mean(dim=0)
+            quiet += (values.square() < 1e-4 * mean_square).float().mean(dim=0)
+            mean = values.mean(dim=0, keepdim=True)
+            x += optimizer.changes(state, [0], x, mean, learning_rate_factor(step / steps))
+    rarity = quiet / steps
+    mean_square = second.mean(dim=0)
+    seen = mean_square > 0
+    error = (second.std(dim=0) / mean_square)[seen]
+    rarity = rarity[seen]
+    # What one worker's own v makes of a step's size, to the median over workers.
+    ratio = (mean_square[seen] / second[:, seen].clamp_min(1e-30)).sqrt().median(dim=0).values
+    order = rarity.argsort()
+    rows = []
+    for part, place in enumerate(order.tensor_split(5)):
+        rows.append(
+            [
+                f"{part + 1} of 5",
+                f"{rarity[place].mean():.2f}",
+                f"{error[place].median():.2f}",
+                f"{ratio[place].median():.2f}",
+            ]
+        )
+    correlation = float(spearmanr(rarity, error).statistic)
+    return Table(
+        f"Why v: {workers} workers at the same parameters, after {steps} steps of all-reduce",
+        ("coordinates", "quiet", "spread of v", "step by own v"),
+        rows,
+        "Fifths of the coordinates, by the share of batches in which a gradient is under a "
+        "hundredth of its own root mean square (quiet). Spread of v: standard deviation over "
+        "workers, of the mean of v; step by own v: how much larger a step the median worker takes "
+        "with its own v than with the mean of all; both medians over coordinates. Rank correlation "
+        f"of quiet and spread over the {len(rarity):,} coordinates that have gradients: "
+        f"{correlation:.2f}.",
+    )
+
+
+def tables(runs: Runs, setting: Setting) -> list[Table]:
+    """The results of a setting, and the rates that were tried."""
+    results = {name: found for name in ROWS if (found := result_of(runs, name, setting))}
+    if not results:
+        return []
+    rows = []
+    for name, found in results.items():
+        reference = results.get(REFERENCES[ROWS[name].optimizer], [])
+        # Over the seeds that both have: these share their data and their first parameters.
+        theirs = [loss_of(run) for run in reference[: len(found)]]
+        ours = [loss_of(run) for run in found[: len(theirs)]]
+        above = statistics.mean(ours) / statistics.mean(theirs) - 1 if theirs else math.nan
+        rows.append(as_row(name, found, above))
+    about = f"{setting.data} data, {setting.workers} workers, {setting.steps} steps"
+    grid = [
+        [
+            name,
+            "; ".join(
+                f"{rate:g}: {f'{loss:.3f}' if math.isfinite(loss) else 'diverged'}"
+                for rate, loss in tried(runs, name, setting).items()
+            ),
+        ]
+        for name in results
+    ]
+    return [
+        Table(
+            f"Final loss, {about}",
+            (
+                "",
+                "bits a byte",
+                "above all-reduce",
+                "spread",
+                "seeds",
+                "learning rate",
+                "models a step",
+            ),
+            rows,
+            "Mean over seeds of the loss of the mean model on held-out text, at each row's own "
+            "best learning rate; spread: standard deviation over seeds; models a step: what a "
+            "worker sends for each of its gradient steps, in models, moments included.",
+        ),
+        Table(f"Learning rates tried, first seed, {about}", ("", "rate: loss"), grid),
     ]
 
 
@@ -239,6 +370,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="at each row's best rate")
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it works")
+    parser.add_argument("--no-runs", action="store_true", help="only tabulate what has been run")
+    parser.add_argument("--why", action="store_true", help="how noisy v is and where")
     options = parser.parse_args()
     names = [name.strip() for name in options.rows.split(";")] if options.rows else list(ROWS)
     for name in names:
@@ -248,10 +381,15 @@ def main() -> None:
     workers = 4 if options.quick else options.workers
     report = Report(NAME, "Final loss at equal tokens, simulated", quick=options.quick)
     runs = Runs((QUICK_RESULTS if options.quick else RESULTS) / f"{NAME}.jsonl")
-    for data in options.data.split(","):
-        setting = Setting(data, workers, steps)
+    settings = [Setting(data, workers, steps) for data in options.data.split(",")]
+    for setting in settings if not options.no_runs else ():
         for name in names:
             measure(runs, name, setting, options.seeds)
+    for setting in runs.settings() if options.no_runs else settings:
+        report.tables += tables(runs, setting)
+    if options.why:
+        report.tables.append(rare_gradients(workers, steps))
+    report.write({"runs": list(runs.known.values())}, options.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A small language model of bytes as a simulated objective, with gradients written out by hand.
 
 The network is that of Bengio et al. 2003 on bytes: the embeddings of the bytes before, side by
-side, one hidden layer with ReLU, and the next byte's logits; 57,920 parameters. ``ModuleObjective``
+side, one hidden layer with ReLU, and the next byte's logits; 57,696 parameters. ``ModuleObjective``
 computes the same gradients from :meth:`ByteModel.make_model` in three times the time (a test holds
 the two together): here each row's tensors stay within the processor's cache.
 """
@@ -77,7 +77,11 @@ def _text() -> tuple[Tensor, Tensor]:
 
 @final
 class ByteSource(GradientSource):
-    """One run of a :class:`ByteModel`."""
+    """One run of a :class:`ByteModel`.
+
+    Attributes:
+        texts: what each worker draws its windows from; 1-D, uint8.
+    """
 
     def __init__(self, objective: ByteModel, num_workers: int, seed: int) -> None:
         self._objective = objective
@@ -90,7 +94,7 @@ class ByteSource(GradientSource):
         self.num_trained = len(row)
         train, held_out = _text()
         parts = train.tensor_split(num_workers) if objective.disjoint else [train] * num_workers
-        self._texts = parts
+        self.texts = parts
         self._generators = [
             torch.Generator().manual_seed((seed << 20) + rank) for rank in range(num_workers)
         ]
@@ -101,14 +105,15 @@ class ByteSource(GradientSource):
     def gradients(self, ranks: Sequence[int], x: Tensor) -> Gradients:
         values, losses = torch.empty(len(ranks), self.num_trained), torch.empty(len(ranks))
         for place, rank in enumerate(ranks):
-            text = self._texts[rank]
-            starts = torch.randint(
-                len(text) - self._length,
-                (self._objective.batch_size,),
-                generator=self._generators[rank],
-            )
-            losses[place] = self._gradient(x[place], self._windows(text, starts), values[place])
+            losses[place] = self._gradient(x[place], self.windows(rank), values[place])
         return Gradients(values, x.new_zeros(len(ranks), 0), losses)
+
+    def windows(self, rank: int) -> Tensor:
+        """The worker's next batch: (batch_size, context + predicted), int64."""
+        text, generator = self.texts[rank], self._generators[rank]
+        size = (self._objective.batch_size,)
+        starts = torch.randint(len(text) - self._length, size, generator=generator)
+        return self._windows(text, starts)
 
     def evaluate(self, x: Tensor) -> Evaluation:
         nats = 0.0

@@ -33,12 +33,12 @@ from gossipdp.simulate.scenario import (
     SlowedTime,
 )
 from gossipdp.simulate.study import (
-    METHODS,
     METHODS_OF,
     SYNCHRONOUS,
     Ensemble,
     Job,
     affordable_steps,
+    check_method,
     steps_to_agree,
 )
 from gossipdp.simulate.trace import TAIL_LOWEST, Trace
@@ -178,9 +178,6 @@ class Study:
 def make_study(arguments: SimulateArguments) -> Study:
     """What the arguments ask for."""
     methods = _words("--methods", arguments.methods)
-    for method in methods:
-        if method not in METHODS:
-            raise ValueError(f"there is no method {method!r}; choose among {', '.join(METHODS)}")
     graphs = _words("--graph", arguments.graph)
     words = _words("--comm-rate", arguments.comm_rate)
     rates = [_number("--comm-rate", word, is_positive=True) for word in words]
@@ -221,6 +218,8 @@ def make_study(arguments: SimulateArguments) -> Study:
         exchange_moments=_moments(arguments),
         **{name: value for name in NUMBERS if (value := getattr(arguments, name)) is not None},
     )
+    for method in methods:
+        check_method(base, method)
     for name, knowing in METHODS_OF.items():
         if not set(methods) & set(knowing):
             options = ("outer_momentum", "outer_lr") if name == "outer" else (name,)

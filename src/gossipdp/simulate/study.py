@@ -91,13 +91,7 @@ def simulate(scenario: Scenario, method: str, on_progress: Progress | None = Non
         >>> trace.records[-1].consensus_distance < 1e-3 * trace.records[0].consensus_distance
         True
     """
-    if method not in METHODS:
-        raise ValueError(f"there is no method {method!r}; choose one of {', '.join(METHODS)}")
-    if issubclass(ROUNDS.get(method, Rounds), LocalSteps) and not scenario.objective.has_gradients:
-        raise ValueError(
-            f"method {method} averages what gradient steps did, and {scenario.objective.name} has "
-            "none: choose another objective"
-        )
+    check_method(scenario, method)
     on_progress = on_progress or (lambda share: None)
     started = perf_counter()
     with one_thread():
@@ -109,6 +103,17 @@ def simulate(scenario: Scenario, method: str, on_progress: Progress | None = Non
             trace = run_links(scenario, method, on_progress)
     trace.wall_s = perf_counter() - started
     return trace
+
+
+def check_method(scenario: Scenario, method: str) -> None:
+    """Raise ValueError for a method that is not there, or cannot be run on this scenario."""
+    if method not in METHODS:
+        raise ValueError(f"there is no method {method!r}; choose among {', '.join(METHODS)}")
+    if issubclass(ROUNDS.get(method, Rounds), LocalSteps) and not scenario.objective.has_gradients:
+        raise ValueError(
+            f"method {method} averages what gradient steps did, and {scenario.objective.name} has "
+            "none: choose another objective"
+        )
 
 
 @contextmanager
