@@ -18,7 +18,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,19 @@ from support.report import QUICK_RESULTS, RESULTS, Report, Table
 
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.progress import ProgressView
-from gossipdp.simulate import AdamW, RowOptimizer, Scenario, Sgd, simulate
+from gossipdp.simulate import (
+    AdamW,
+    Evaluation,
+    ModuleObjective,
+    Objective,
+    RowOptimizer,
+    Scenario,
+    Sgd,
+    simulate,
+)
 from gossipdp.simulate.study import one_thread
+from gossipdp.tasks.options import BytesGptOptions
+from gossipdp.tasks.text import Gpt
 from gossipdp.tasks.workload import learning_rate_factor
 
 NAME = "quality_simulated"
@@ -41,7 +52,7 @@ MOST_RATES = 8
 
 @dataclass(frozen=True)
 class Row:
-    """One way to agree, and where the search for its learning rate begins."""
+    """One way to agree, and where the search for its learning rate begins, for the mlp."""
 
     method: str
     first_rate: float
@@ -55,7 +66,7 @@ class Row:
         return Scenario(
             graph=self.graph,
             num_workers=setting.workers,
-            objective=ByteModel(disjoint=setting.data == "disjoint"),
+            objective=OBJECTIVES[setting.model](setting.data == "disjoint"),
             optimizer=OPTIMIZERS[self.optimizer](rate),
             comm_rate=self.comm_rate,
             num_steps=setting.steps,
@@ -71,10 +82,30 @@ class Setting:
     """What all rows have in common."""
 
     data: str
+    model: str
     workers: int
     steps: int
 
+    def __str__(self) -> str:
+        return f"{self.model}, {self.data} data, {self.workers} workers, {self.steps} steps"
 
+
+def transformer(disjoint: bool) -> ModuleObjective:
+    """One block of width 64 on windows of 16 bytes, 16 a batch; 67,520 parameters."""
+    options = BytesGptOptions(batch_size=16, context=16, width=64, depth=1, heads=4)
+    task = Gpt(options, disjoint=disjoint)
+    return ModuleObjective(
+        task.make_model,
+        task.loss,
+        task.train_loader,
+        evaluate=lambda model: Evaluation(loss=task.evaluate(model)),
+        name="transformer",
+    )
+
+
+OBJECTIVES: dict[str, Callable[[bool], Objective]] = {"mlp": ByteModel, "transformer": transformer}
+RATE_FACTORS = {"mlp": 1.0, "transformer": 1 / 8}
+"""Where the search begins, to where it begins for the mlp."""
 OPTIMIZERS: dict[str, Callable[[float], RowOptimizer]] = {
     "adamw": AdamW,
     "adamw, beta_2 0.95": lambda rate: AdamW(rate, betas=(0.9, 0.95)),
@@ -158,13 +189,13 @@ class Runs:
         self.known: dict[str, dict[str, Any]] = {}
         if path.exists():
             for line in path.read_text("utf-8").splitlines():
-                run = json.loads(line)
+                run = {"model": "mlp"} | json.loads(line)
                 self.known[self.key(run)] = run
 
     @staticmethod
     def key(run: dict[str, Any]) -> str:
         """What tells a run from others."""
-        names = ("row", "data", "workers", "steps", "learning_rate", "seed")
+        names = ("row", "data", "model", "workers", "steps", "learning_rate", "seed")
         return json.dumps([run[name] for name in names])
 
     def of(self, name: str, setting: Setting) -> list[dict[str, Any]]:
@@ -174,7 +205,8 @@ class Runs:
 
     def settings(self) -> list[Setting]:
         """All for which there are runs."""
-        found = {(run["data"], run["workers"], run["steps"]) for run in self.known.values()}
+        names = [each.name for each in fields(Setting)]
+        found = {tuple(run[name] for name in names) for run in self.known.values()}
         return [Setting(*each) for each in sorted(found)]
 
     def find(self, name: str, row: Row, setting: Setting, rate: float, seed: int) -> dict[str, Any]:
@@ -183,7 +215,7 @@ class Runs:
         known = self.known.get(self.key(run))
         if known is not None:
             return known
-        label = f"{name}, {setting.data}, rate {rate:g}, seed {seed}"
+        label = f"{name}, {setting}, rate {rate:g}, seed {seed}"
         console = Console()
         with ProgressView(label, console=console, line_every_s=60.0) as view:
             trace = simulate(row.scenario(rate, seed, setting), row.method, view.advance)
@@ -227,7 +259,8 @@ def loss_of(run: dict[str, Any]) -> float:
 def measure(runs: Runs, name: str, setting: Setting, seeds: int) -> list[dict[str, Any]]:
     """Tune a row and run its seeds at the best rate."""
     row = ROWS[name]
-    best = tune(lambda rate: loss_of(runs.find(name, row, setting, rate, seed=0)), row.first_rate)
+    first = row.first_rate * RATE_FACTORS[setting.model]
+    best = tune(lambda rate: loss_of(runs.find(name, row, setting, rate, seed=0)), first)
     return [runs.find(name, row, setting, best, seed) for seed in range(seeds)]
 
 
@@ -329,7 +362,6 @@ def tables(runs: Runs, setting: Setting) -> list[Table]:
         ours = [loss_of(run) for run in found[: len(theirs)]]
         above = statistics.mean(ours) / statistics.mean(theirs) - 1 if theirs else math.nan
         rows.append(as_row(name, found, above))
-    about = f"{setting.data} data, {setting.workers} workers, {setting.steps} steps"
     grid = [
         [
             name,
@@ -342,7 +374,7 @@ def tables(runs: Runs, setting: Setting) -> list[Table]:
     ]
     return [
         Table(
-            f"Final loss, {about}",
+            f"Final loss: {setting}",
             (
                 "",
                 "bits a byte",
@@ -357,7 +389,7 @@ def tables(runs: Runs, setting: Setting) -> list[Table]:
             "best learning rate; spread: standard deviation over seeds; models a step: what a "
             "worker sends for each of its gradient steps, in models, moments included.",
         ),
-        Table(f"Learning rates tried, first seed, {about}", ("", "rate: loss"), grid),
+        Table(f"Learning rates tried, first seed: {setting}", ("", "rate: loss"), grid),
     ]
 
 
@@ -365,6 +397,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", help="only these, with semicolons between them")
     parser.add_argument("--data", default="common,disjoint", help="common, disjoint, or both")
+    parser.add_argument("--model", default="mlp", choices=list(OBJECTIVES))
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--steps", type=int, default=1500, help="of each worker")
     parser.add_argument("--seeds", type=int, default=1, help="at each row's best rate")
@@ -381,7 +414,7 @@ def main() -> None:
     workers = 4 if options.quick else options.workers
     report = Report(NAME, "Final loss at equal tokens, simulated", quick=options.quick)
     runs = Runs((QUICK_RESULTS if options.quick else RESULTS) / f"{NAME}.jsonl")
-    settings = [Setting(data, workers, steps) for data in options.data.split(",")]
+    settings = [Setting(data, options.model, workers, steps) for data in options.data.split(",")]
     for setting in settings if not options.no_runs else ():
         for name in names:
             measure(runs, name, setting, options.seeds)

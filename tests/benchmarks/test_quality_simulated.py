@@ -57,6 +57,7 @@ def run_of(rate: float, seed: int, loss: float | None, row: str = "gossip") -> d
     return {
         "row": row,
         "data": "common",
+        "model": "mlp",
         "workers": 2,
         "steps": 10,
         "learning_rate": rate,
@@ -68,7 +69,7 @@ def run_of(rate: float, seed: int, loss: float | None, row: str = "gossip") -> d
 
 def test_runs_are_kept_and_compared_over_the_seeds_that_both_rows_have(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
-    setting = Setting("common", 2, 10)
+    setting = Setting("common", "mlp", 2, 10)
     row = quality_simulated.ROWS["gossip"]
     first = Runs(path).find("gossip", row, setting, 0.01, 0)
     again = Runs(path)
