@@ -39,7 +39,7 @@ class Population:
         self.outer_momentum = torch.zeros_like(self.trained) if outer is not None else None
         self.theta = np.zeros(len(start))
         """The phase to which each row has been flowed."""
-        # Where the sum of x + c/2 would be if gradient steps alone moved it.
+        # Where the sum of x + c/2 would be if gradient and outer steps alone moved it.
         self.expected_sum = self.x[:, :num_trained].sum(dim=0, dtype=torch.float64)
         self.half_applied = torch.zeros(num_trained, dtype=torch.float64)
         """What exchanges that only one end has applied yet did to the sum of x + c/2."""
@@ -115,7 +115,7 @@ class Population:
         return mean
 
     def drift(self) -> float:
-        """How far the mean of x + c/2 is from where gradient steps alone would have moved it.
+        """How far the mean of x + c/2 is from where gradient and outer steps would have moved it.
 
         The Euclidean norm of the difference; exchanges that both ends applied leave rounding
         errors only, and those that one end is still to apply (``half_applied``) do not count.
