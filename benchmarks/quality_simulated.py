@@ -33,6 +33,8 @@ from gossipdp.progress import ProgressView
 from gossipdp.simulate import (
     AdamW,
     Evaluation,
+    Link,
+    LinkModel,
     ModuleObjective,
     Objective,
     RowOptimizer,
@@ -69,6 +71,7 @@ class Row:
             objective=OBJECTIVES[setting.model](setting.data == "disjoint"),
             optimizer=OPTIMIZERS[self.optimizer](rate),
             comm_rate=self.comm_rate,
+            links=LinkModel(Link(latency_s=0.0)),  # or rounds would end later: fewer steps
             num_steps=setting.steps,
             seed=seed,
             num_records=10,
@@ -223,6 +226,7 @@ class Runs:
         run |= {
             "loss": last.loss if math.isfinite(last.loss) else None,
             "losses": [each.loss if math.isfinite(each.loss) else None for each in trace.records],
+            "gradient_steps": last.gradient_steps,
             "consensus_distance": last.consensus_distance,
             "models_per_step": trace.models_per_step,
             "wall_s": trace.wall_s,

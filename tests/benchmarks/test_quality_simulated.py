@@ -95,6 +95,15 @@ def test_runs_are_kept_and_compared_over_the_seeds_that_both_rows_have(tmp_path:
     assert as_row("x", [run_of(0.1, 0, 2.0)], math.nan)[2] == ""
 
 
+@pytest.mark.parametrize("name", ["all-reduce", "gossip", "DiLoCo, H = 8"])
+def test_all_rows_take_as_many_steps(name: str, tmp_path: Path) -> None:
+    setting = Setting("disjoint", "mlp", 4, 16)
+    row = quality_simulated.ROWS[name]
+    run = Runs(tmp_path / "runs.jsonl").find(name, row, setting, 0.01, 0)
+    # A worker of an asynchronous row is caught in the middle of its first step.
+    assert run["gradient_steps"] == pytest.approx(4 * 16, abs=4)
+
+
 def test_v_is_noisy_where_gradients_are_rare() -> None:
     table = quality_simulated.rare_gradients(workers=3, steps=4)
     quiet = [float(row[1]) for row in table.rows]

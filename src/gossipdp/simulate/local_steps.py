@@ -147,10 +147,12 @@ class NoLoCo(LocalSteps):
         phi_i = phi_i + delta_i,   theta_i = phi_i
 
     with the slow rows phi, and means over the pair; with an odd number one stays alone. A pair
-    sends both theta - phi and phi. The paper's theorem asks for mu < gamma < sqrt(2 + mu^2) in
-    pairs; ours lies in the middle. Its mu of 0.5 and lr of 0.7 are the defaults here.
+    sends both theta - phi and phi. The last term draws the pair together. Ours has
+    gamma = (mu + sqrt(2 + mu^2)) / 2; any between 0 and 2 + 2 mu damps the difference of two. By
+    default mu is 0.5 and lr 0.7.
 
-    Source: Kolehmainen et al. 2025, arXiv 2506.10911, equations 1 to 3.
+    Source: Kolehmainen et al. 2025, arXiv 2506.10911. Their pipelines of random routes are left
+    out: each worker holds the whole model.
     """
 
     def __init__(
