@@ -37,8 +37,8 @@ class OuterStep:
 
     ``momentum=0, lr=1`` changes nothing. In the long run the outer step multiplies what optimizers
     do by lr / (1 - momentum), 3.3 as it is set here, so the best learning rate of the optimizer may
-    be a smaller one. It takes two more floats a parameter: as many bytes as AdamW's state takes
-    (float32, also for parameters of 16 bits).
+    be a smaller one. It takes two more floats a parameter, as many bytes as AdamW's state; they are
+    float32 where parameters have 16 bits.
 
     Args:
         momentum: how much of the last outer steps goes on, from 0 to below 1.
