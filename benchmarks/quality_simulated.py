@@ -159,6 +159,9 @@ for _every in (8, 16, 32):
             "gossip", 0.016, every=_every, outer=OUTER, exchange_moments=_v(1)
         ),
     }
+ROWS["gossip, outer step of momentum 0.5, H = 8"] = _row(
+    "gossip", 0.032, every=8, outer=OuterStep(momentum=0.5, lr=1.0)
+)
 ROWS["DiLoCo, H = 16, momentum 0.9, lr 0.7"] = _row("diloco", 0.016, sync_every=16)
 for _method in ("gossip", "a2cid2"):
     ROWS[f"{_method}, ring, outer step, H = 8"] = _row(_method, 0.016, "ring", every=8, outer=OUTER)
