@@ -314,7 +314,7 @@ def result_of(runs: Runs, name: str, setting: Setting) -> list[dict[str, Any]]:
     return sorted(found, key=lambda run: int(run["seed"]))
 
 
-def rare_gradients(workers: int, steps: int) -> Table:
+def rare_gradients(workers: int, steps: int, beta_2: float) -> Table:
     """How far each worker's own second moment is from the mean of all, where gradients are rare.
 
     All workers stand at the same parameters, those of all-reduce with AdamW: so their v differ by
@@ -322,14 +322,14 @@ def rare_gradients(workers: int, steps: int) -> Table:
     than a hundredth of its own root mean square.
     """
     source = ByteModel().begin(workers, seed=0)
-    optimizer = AdamW(0.032)
+    optimizer = AdamW(0.032, betas=(0.9, beta_2))
     state, x = optimizer.begin(source.start[:1]), source.start[:1].clone()
     second = torch.zeros_like(source.start)
     quiet = torch.zeros_like(second[0])
     with one_thread():
         for step in range(steps):
             values = source.gradients(range(workers), x.expand(workers, -1)).values
-            second.mul_(optimizer.betas[1]).addcmul_(values, values, value=1 - optimizer.betas[1])
+            second.mul_(beta_2).addcmul_(values, values, value=1 - beta_2)
             mean_square = second.mean(dim=0)
             quiet += (values.square() < 1e-4 * mean_square).float().mean(dim=0)
             mean = values.mean(dim=0, keepdim=True)
@@ -354,7 +354,7 @@ def rare_gradients(workers: int, steps: int) -> Table:
         )
     correlation = float(spearmanr(rarity, error).statistic)
     return Table(
-        f"Why v: {workers} workers at the same parameters, after {steps} steps of all-reduce",
+        f"Why v: {workers} workers at the same parameters, {steps} steps of all-reduce, beta_2 {beta_2:g}",
         ("coordinates", "quiet", "spread of v", "step by own v"),
         rows,
         "Fifths of the coordinates, by the share of batches in which a gradient is under a "
@@ -438,7 +438,7 @@ def main() -> None:
     for setting in runs.settings() if options.no_runs else settings:
         report.tables += tables(runs, setting)
     if options.why:
-        report.tables.append(rare_gradients(workers, steps))
+        report.tables += [rare_gradients(workers, steps, beta_2) for beta_2 in (0.999, 0.95)]
     report.write({"runs": list(runs.known.values())}, options.json)
 
 

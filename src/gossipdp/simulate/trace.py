@@ -48,7 +48,7 @@ class Record(NamedTuple):
         exchanges: so far, over the network; a synchronous round counts the edges it used.
         gradient_steps: so far, of all workers.
         idle_share: share of all workers' time so far that was spent waiting.
-        drift: distance of the mean of x + c/2 from where gradient and outer steps would have moved it.
+        drift: distance of the mean of x + c/2 from where gradient and outer steps moved it.
     """
 
     time_s: float
