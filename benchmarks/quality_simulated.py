@@ -354,7 +354,7 @@ def rare_gradients(workers: int, steps: int, beta_2: float) -> Table:
         )
     correlation = float(spearmanr(rarity, error).statistic)
     return Table(
-        f"Why v: {workers} workers at the same parameters, {steps} steps of all-reduce, beta_2 {beta_2:g}",
+        f"Why v: {workers} workers at the same parameters, {steps} steps, beta_2 {beta_2:g}",
         ("coordinates", "quiet", "spread of v", "step by own v"),
         rows,
         "Fifths of the coordinates, by the share of batches in which a gradient is under a "
