@@ -177,6 +177,7 @@ ROWS |= {
     "all-reduce, beta_2 0.95": _row("allreduce", 0.032, **_SLOWER),
     "gossip, beta_2 0.95": _row("gossip", 0.064, **_SLOWER),
     "gossip, beta_2 0.95, v every 16th": _row("gossip", 0.064, exchange_moments=_v(16), **_SLOWER),
+    "gossip, beta_2 0.95, v every 5th": _row("gossip", 0.064, exchange_moments=_v(5), **_SLOWER),
     "gossip, beta_2 0.95, v every time": _row("gossip", 0.064, exchange_moments=_v(1), **_SLOWER),
 }
 _SGD = {"optimizer": "sgd"}
