@@ -24,7 +24,7 @@ from typing import Literal, get_args
 import tyro
 from quality_report import draw, rows_as_json, tables, targets
 from quality_rows import DEFAULT_ROWS, RowName
-from quality_runs import Measured, Runs, measure
+from quality_runs import Measured, NoBestRateError, Runs, measure
 from quality_worker import DataName, RunResult, RunSettings, Size, run
 from rich.console import Console
 from support.report import Missing, Report, results_folder, run_script
@@ -116,7 +116,7 @@ def measure_all(benchmark: QualityBenchmark) -> None:
                 )
                 try:
                     results[kind][name.text] = measure(base, rates, num_seeds, campaign.run)
-                except WorkerFailedError as error:
+                except (WorkerFailedError, NoBestRateError) as error:
                     here = [one for one in here if one is not name]
                     campaign.failures[name.label] = str(error).strip()
     campaign.close()

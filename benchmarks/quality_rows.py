@@ -242,7 +242,10 @@ class TorchftDiLoCo(OneOptimizer):
 
 @dataclass(frozen=True)
 class RowKind:
-    """One way to train together. method and options are GossipDataParallel's."""
+    """One way to train together.
+
+    method and options are GossipDataParallel's; its outer step is given as (momentum, lr).
+    """
 
     label: str
     row: type[Row]
@@ -255,6 +258,27 @@ class RowKind:
     def is_ours(self) -> bool:
         """Whether it exchanges by gossip."""
         return self.row is Gossip and self.method != "none"
+
+
+def _ours(method: str) -> dict[str, RowKind]:
+    """The rows of gossipdp by one method: with moments, its default, and without, and so on.
+
+    With an outer step it exchanges every H steps only.
+    """
+    name, without = f"gossipdp, {method}", {"exchange_moments": False}
+    outer, codes = {"outer": (OUTER_MOMENTUM, OUTER_RATE)}, {"wire_format": "lattice8"}
+    rows = {
+        method: ("", {}),
+        f"{method}_no_moments": (", no moments", without),
+        f"{method}_lattice8": (", lattice8", codes),
+        f"{method}_outer": (", outer step", outer),
+        f"{method}_outer_no_moments": (", outer step, no moments", outer | without),
+        f"{method}_outer_lattice8": (", outer step, lattice8", outer | codes),
+    }
+    return {
+        row: RowKind(name + what, Gossip, method, options, has_period="outer" in options)
+        for row, (what, options) in rows.items()
+    }
 
 
 KINDS = {
@@ -270,14 +294,15 @@ KINDS = {
     "diloco_torchft": RowKind("DiLoCo of torchft", TorchftDiLoCo, has_period=True, needs=TORCHFT),
     "decent_dp": RowKind("Decent-DP", DecentDP, needs=DECENT_DP),
     "none": RowKind("no exchange, one average at the end", Gossip, "none"),
-    "gossip_no_moments": RowKind("gossipdp, gossip", Gossip, "gossip"),
-    "a2cid2_no_moments": RowKind("gossipdp, a2cid2", Gossip, "a2cid2"),
+    **{name: kind for method in ("gossip", "a2cid2") for name, kind in _ours(method).items()},
 }
 """By the name that the command takes, without its period."""
 
 DEFAULT_ROWS = (
     "ddp,ddp_bf16,ddp_powersgd,ddp_outer@16,local_sgd@4,local_sgd@16,diloco@16,diloco_moments@16,"
-    "diloco_torchft@16,decent_dp,none,gossip_no_moments,a2cid2_no_moments"
+    "diloco_torchft@16,decent_dp,none,gossip,gossip_no_moments,a2cid2,a2cid2_no_moments,"
+    "a2cid2_lattice8,gossip_outer@16,gossip_outer_no_moments@16,a2cid2_outer@16,"
+    "a2cid2_outer_no_moments@16,a2cid2_outer_lattice8@16"
 )
 
 
@@ -328,7 +353,13 @@ class RowName:
         if not kind.is_ours:
             return {}
         rate = 1.0 if self.period is None else 1 / self.period
-        return {"graph": graph, "comm_rate": rate, "pace": "strict", **kind.options}
+        options = {"graph": graph, "comm_rate": rate, "pace": "strict", **kind.options}
+        if "outer" in options:
+            from gossipdp import OuterStep
+
+            momentum, outer_rate = options["outer"]
+            options["outer"] = OuterStep(momentum=momentum, lr=outer_rate)
+        return options
 
     def make(self, net: nn.Module, plan: RowPlan) -> Row:
         """What one worker does of it."""

@@ -21,6 +21,13 @@ RATE_STEP = 2.0
 MOST_WIDENINGS = 6
 
 
+class NoBestRateError(RuntimeError):
+    """The grid of learning rates was widened as far as it may be, and the best is still at its end.
+
+    A row that diverges at every rate ends so too.
+    """
+
+
 class Line(msgspec.Struct, frozen=True):
     """A finished run as it is stored."""
 
@@ -71,7 +78,7 @@ def next_rate(tried: Mapping[float, float], start: Sequence[float]) -> float | N
     tried: rate → loss, infinity where it diverged. start: the written grid, of factors of two.
 
     Raises:
-        ValueError: no end was found after :data:`MOST_WIDENINGS` rates beyond the grid.
+        NoBestRateError: no end was found after :data:`MOST_WIDENINGS` rates beyond the grid.
 
     >>> next_rate({0.002: 3.1, 0.004: 3.0}, [0.002, 0.004])
     0.008
@@ -84,7 +91,7 @@ def next_rate(tried: Mapping[float, float], start: Sequence[float]) -> float | N
     if best not in (rates[0], rates[-1]):
         return None
     if len(tried) >= len(start) + MOST_WIDENINGS:
-        raise ValueError(
+        raise NoBestRateError(
             f"the best of the learning rates {rates} is still at the end of them: start elsewhere"
         )
     return best / RATE_STEP if best == rates[0] else best * RATE_STEP
@@ -134,9 +141,7 @@ def measure(
             return found
         found.used.append(settings)
         found.tried[rate] = math.inf if result.loss is None else result.loss
-    found.is_tuned = math.isfinite(found.tried[found.rate])
-    if not found.is_tuned:
-        raise ValueError(f"row {base.row} diverged at every learning rate of {sorted(found.tried)}")
+    found.is_tuned = True
     for seed in range(1, num_seeds + 1):
         settings = replace(base, learning_rate=found.rate, seed=seed)
         result = run(settings)
