@@ -6,7 +6,7 @@ A row's name may end in ``@H``: then it averages, exchanges or takes its outer s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +47,15 @@ class Gossip(support.rows.Gossip):
 
     A budget of all workers together ends a little late where steps are counted from afar.
     """
+
+    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        options = dict(plan.options)
+        if "outer" in options:
+            from gossipdp import OuterStep
+
+            momentum, rate = options["outer"]
+            options["outer"] = OuterStep(momentum=momentum, lr=rate)
+        super().__init__(net, replace(plan, options=options))
 
     def progress(self) -> float:
         return self.steps / self.own_steps
@@ -348,18 +357,12 @@ class RowName:
         return missing_package(KINDS[self.kind].needs)
 
     def gossip_options(self, graph: str) -> dict[str, Any]:
-        """What GossipDataParallel is told, beside the method."""
+        """What GossipDataParallel is told, beside the method; an outer step as (momentum, lr)."""
         kind = KINDS[self.kind]
         if not kind.is_ours:
             return {}
         rate = 1.0 if self.period is None else 1 / self.period
-        options = {"graph": graph, "comm_rate": rate, "pace": "strict", **kind.options}
-        if "outer" in options:
-            from gossipdp import OuterStep
-
-            momentum, outer_rate = options["outer"]
-            options["outer"] = OuterStep(momentum=momentum, lr=outer_rate)
-        return options
+        return {"graph": graph, "comm_rate": rate, "pace": "strict", **kind.options}
 
     def make(self, net: nn.Module, plan: RowPlan) -> Row:
         """What one worker does of it."""

@@ -64,8 +64,7 @@ class RunSettings:
     def key(self) -> str:
         """The same for equal settings, and for no others: how the library is called is in it."""
         options = RowName.parse(self.row).gossip_options(self.graph)
-        plain = {name: str(value) for name, value in options.items()}
-        return msgspec.json.encode(asdict(self) | {"gossip": plain}, order="sorted").decode()
+        return msgspec.json.encode(asdict(self) | {"gossip": options}, order="sorted").decode()
 
 
 class Point(msgspec.Struct, frozen=True):
