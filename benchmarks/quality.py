@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -103,22 +104,17 @@ def measure_all(benchmark: QualityBenchmark) -> None:
     size = replace(size, steps=benchmark.steps or size.steps)
     report = Report(f"quality_{benchmark.size}", "Does it train as well?", benchmark.quick)
     here = [name for name in names if name.missing() is None]
+    report.missing = [Missing(name.label, why) for name in names if (why := name.missing())]
+    if not here:
+        raise ValueError(f"none of these rows can run here: {report.missing[0].why}")
     num_runs = len(here) * len(kinds) * (len(rates) + 1 + benchmark.seeds)
     campaign = Campaign(benchmark, Runs(benchmark.runs), num_runs)
-    report.missing = [Missing(name.label, why) for name in names if (why := name.missing())]
-    results: dict[DataName, dict[str, Measured]] = {kind: {} for kind in kinds}
-    # Seed after seed through all rows, so that what is finished compares like with like.
-    for num_seeds in range(benchmark.seeds + 1):
-        for kind in kinds:
-            for name in here:
-                base = RunSettings(
-                    name.text, kind, 1.0, 0, size, benchmark.workers, benchmark.graph
-                )
-                try:
-                    results[kind][name.text] = measure(base, rates, num_seeds, campaign.run)
-                except (WorkerFailedError, NoBestRateError) as error:
-                    here = [one for one in here if one is not name]
-                    campaign.failures[name.label] = str(error).strip()
+    bases = [
+        RunSettings(name.text, kind, rates[0], 0, size, benchmark.workers, benchmark.graph)
+        for kind in kinds
+        for name in here
+    ]
+    results = campaign.measure_rows(bases, rates, benchmark.seeds)
     campaign.close()
     report.missing += [
         Missing(label, f"it failed: {why.splitlines()[-1]}")
@@ -184,6 +180,22 @@ class Campaign:
         self._seen: set[str] = set()
         self._view.start()
 
+    def measure_rows(
+        self, bases: Sequence[RunSettings], rates: Sequence[float], num_seeds: int
+    ) -> dict[DataName, dict[str, Measured]]:
+        """Tune every row, then run seed after seed: what is finished compares like with like."""
+        results: dict[DataName, dict[str, Measured]] = {base.data: {} for base in bases}
+        for up_to in range(num_seeds + 1):
+            for base in bases:
+                if RowName.parse(base.row).label in self.failures:
+                    continue
+                try:
+                    results[base.data][base.row] = measure(base, rates, up_to, self.run)
+                except (WorkerFailedError, NoBestRateError) as error:
+                    self.failures[RowName.parse(base.row).label] = str(error).strip()
+                    print(f"{base.row}: failed\n{error}", file=sys.stderr)
+        return results
+
     def run(self, settings: RunSettings) -> RunResult | None:
         """The result of a run, of this call or of one before; None where no time is left."""
         self._seen.add(settings.key)
@@ -210,7 +222,7 @@ class Campaign:
         self._view.stop()
 
 
-def unfinished(results: dict[DataName, dict[str, Measured]], num_seeds: int) -> list[Missing]:
+def unfinished(results: Mapping[DataName, Mapping[str, Measured]], num_seeds: int) -> list[Missing]:
     """What of the written plan is not measured yet."""
     found = []
     for kind, rows in results.items():

@@ -3,14 +3,16 @@
 import json
 import math
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import quality
 import quality_rows
 import support.rows
 import torch
-from quality import QualityBenchmark, check
+from quality import QualityBenchmark, check, measure_all
 from quality_report import (
     EASY,
     draw,
@@ -35,6 +37,8 @@ from quality_runs import (
 from quality_worker import NUM_MARKS, Point, RunResult, RunSettings, Size, num_parameters, run
 from support.sockets import tcp_bytes_sent
 from torch import nn
+
+from gossipdp import WorkerFailedError
 
 SIZE = Size(width=16, depth=1, context=16, batch_size=2, steps=4)
 SETTINGS = RunSettings("ddp", "disjoint", 0.004, 0, SIZE, workers=2)
@@ -236,6 +240,38 @@ def test_json_has_every_rows_figures(tmp_path: Path):
     assert not targets({"disjoint": rows})[0].is_met
     draw(tmp_path / "chart.png", results)
     assert (tmp_path / "chart.png").stat().st_size > 1_000
+
+
+def test_a_second_call_goes_on_where_the_first_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked: list[RunSettings] = []
+
+    def fake(settings: RunSettings, on_poll: Callable[[], None]) -> RunResult:
+        asked.append(settings)
+        if settings.row == "ddp_bf16":
+            raise WorkerFailedError("workers 0, 1 raised TypeError")
+        return result(3.0 + abs(math.log2(settings.learning_rate / 0.008)))
+
+    monkeypatch.setattr(quality, "run", fake)
+    benchmark = QualityBenchmark(
+        rows="ddp,ddp_bf16,none",
+        data="disjoint",
+        seeds=2,
+        runs=tmp_path / "runs.jsonl",
+        json=tmp_path / "figures.json",
+    )
+    measure_all(replace(benchmark, minutes=0.0))
+    assert not asked
+    assert "its learning rate is not tuned yet" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="failed: DDP, bf16 hook"):
+        measure_all(benchmark)
+    assert "it failed: workers 0, 1 raised TypeError" in capsys.readouterr().out
+    assert [one.seed for one in asked if one.row == "none"] == [0, 0, 0, 1, 2]
+    assert set(json.loads((tmp_path / "figures.json").read_bytes())["rows"]) == {"ddp", "none"}
+    first = len(asked)
+    measure_all(replace(benchmark, rows="ddp,none", seeds=3))
+    assert [(one.row, one.seed) for one in asked[first:]] == [("ddp", 3), ("none", 3)]
 
 
 def test_the_best_rate_stands_out():
