@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+import torch
 import tyro
 from quality_report import draw, rows_as_json, tables, targets
 from quality_rows import DEFAULT_ROWS, RowName
@@ -86,6 +87,7 @@ class QualityBenchmark:
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # two that score a small model wait for each other on a busy machine
     measure_all(tyro.cli(QualityBenchmark, config=(tyro.conf.FlagCreatePairsOff,)))
 
 
