@@ -65,7 +65,7 @@ def measure_update(device: str, num_parameters: int, num_runs: int) -> dict[str,
 
     def on_the_device() -> None:
         for (chunk, one), (_, other) in zip(segment.split(mine), segment.split(peers), strict=True):
-            update.exchange(chunk.pending, chunk.c, one, other, 0.9, ALPHA_TILDE)
+            update.exchange(chunk.pending, chunk.c, one, other, 0.05, 0.9, ALPHA_TILDE)
 
     def exchange() -> None:
         for chunk, out, other in zip(state.chunks, taken, landed, strict=True):

@@ -6,6 +6,7 @@ a second or two. So they meet the same core, the same memory and the same neighb
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -168,9 +169,9 @@ class _Arm:
 
         def timed(optimizer_index: int, samples: int) -> None:
             kind = "nothing"
-            if any(chunk._has_momentum for chunk in chunks):
+            if any(chunk.theta_c > -math.inf for chunk in chunks):
                 kind = "flow"
-            if any(chunk._has_pending for chunk in chunks):
+            if any(chunk.has_pending for chunk in chunks):
                 kind = "pending"
             began_s = time.perf_counter()
             boundary(optimizer_index, samples)

@@ -10,7 +10,8 @@ from multiprocessing.connection import Connection
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Identity, Refusal
 from gossipdp.links.link import Link, LinkHandler
-from gossipdp.links.tcp import SharedMemory, TcpTransport, listen
+from gossipdp.links.sockets import listen
+from gossipdp.links.tcp import SharedMemory, TcpTransport
 from gossipdp.links.tls import Tls, TlsFiles
 
 TIMEOUT_S = 60.0
@@ -71,7 +72,7 @@ def transport_to_the_other(
         if rank == 0:
             transport.dial(1, *address)
         deadline_s = time.monotonic() + TIMEOUT_S
-        wants_memory = transport.segment is not None
+        wants_memory = transport.memory.segment is not None
         while end.link is None or (wants_memory and not end.link.is_shared):
             transport.poll(0.01)
             if time.monotonic() > deadline_s:

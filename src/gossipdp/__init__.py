@@ -27,6 +27,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gossipdp.dynamics.outer import OuterStep
     from gossipdp.errors import (
         GossipError,
         ModelChangedError,
@@ -49,6 +50,7 @@ __version__ = "0.2.0.dev0"
 _HOMES = {
     "GossipDataParallel": "gossipdp.parallel.module",
     "Network": "gossipdp.parallel.options",
+    "OuterStep": "gossipdp.dynamics.outer",
     "Checkpoints": "gossipdp.parallel.options",
     "Monitor": "gossipdp.parallel.options",
     "Stats": "gossipdp.parallel.stats",
@@ -74,6 +76,7 @@ __all__ = [
     "ModelChangedError",
     "Monitor",
     "Network",
+    "OuterStep",
     "PeerLostError",
     "PoisonedError",
     "ProgressLR",

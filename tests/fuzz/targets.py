@@ -9,10 +9,11 @@ callers do not expect, a value out of bounds, a message that does not survive be
 from __future__ import annotations
 
 import functools
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import networkx
@@ -36,8 +37,10 @@ from gossipdp.links.frames import (
 )
 from gossipdp.links.handshake import MAX_MESSAGE_BYTES, Handshake, HandshakeError, Identity, Stage
 from gossipdp.links.link import Link, LinkHandler
+from gossipdp.links.shared_memory import SlotMemory
 from gossipdp.links.sockets import Stream
 from gossipdp.links.tcp_link import LinkOwner, TcpLink
+from gossipdp.logs import OnceLog
 from gossipdp.parallel import skeleton
 from gossipdp.protocol import messages as consolidation
 from gossipdp.protocol.actions import Send
@@ -441,16 +444,10 @@ class _Owner(LinkOwner):
         self.tag = TAG
         self.clock = lambda: 0.0
         self.scratch = memoryview(bytearray(4096))
-        self.segment = None
+        self.memory = SlotMemory({}, OnceLog(logging.getLogger()), cast(Any, None), may_share=False)
         self.ended: list[str] = []
-        self.memory_socket: bytes | None = None
         self.to_read: dict[Any, None] = {}
         self.to_write: dict[TcpLink, None] = {}
-
-    def link_found_memory_socket(self, link: TcpLink) -> None:
-        assert len(link.memory_socket) == MEMORY_SOCKET_BYTES
-        assert self.memory_socket is None
-        self.memory_socket = link.memory_socket
 
     def link_ended(self, link: TcpLink, reason: str, *, broken: bool, unread: bool) -> None:
         assert not unread
@@ -467,6 +464,7 @@ def link_stream(data: bytes) -> None:
         link.read_some()
     assert len(owner.ended) == 1
     assert link.bytes_received <= len(data)
+    assert len(link.memory_socket or bytes(MEMORY_SOCKET_BYTES)) == MEMORY_SOCKET_BYTES
 
 
 def link_stream_seeds() -> list[bytes]:

@@ -21,7 +21,7 @@ LIMIT_S = 3.0
 SCRIPT = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from gossipdp.launcher.reports import Report, send_report
+from gossipdp.launcher.team import Report, send_report
 
 directory, ending = Path(sys.argv[1]), sys.argv[2]
 if ending == "stubborn":

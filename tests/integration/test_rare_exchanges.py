@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp import GossipDataParallel, Network
+from gossipdp import GossipDataParallel, Network, OuterStep
 
 pytestmark = pytest.mark.processes
 
@@ -67,7 +67,12 @@ def test_exchanges_hold_workers_together(
 def test_one_exchange_in_a_thousand_steps(workers: Callable[..., Any]) -> None:
     """Minutes may pass between two exchanges: nobody is taken for dead, and what comes, mixes."""
     n, steps = 3, 9_000
-    options = {"graph": "ring", "comm_rate": 1e-3, "network": Network(timeout_s=2.0)}
+    options = {
+        "graph": "ring",
+        "comm_rate": 1e-3,
+        "outer": OuterStep(),
+        "network": Network(timeout_s=2.0),
+    }
     results = workers(walk, n, ("gossip", 64, steps, options))
     completed = sum(stats.exchanges_initiated for _, stats in results)
     # Poisson of mean 3 * 9000 / 1000 / 2 = 13.5; the clock needs some steps until it asks. With

@@ -13,7 +13,7 @@ from torch import nn
 from gossipdp import GossipDataParallel, Monitor, Network, WorkerFailedError
 from gossipdp.launcher.environment import show_address
 from gossipdp.observe.board import JobStatus, StatusBoard
-from gossipdp.observe.client import StatusPoll
+from gossipdp.observe.status import StatusPoll
 
 pytestmark = pytest.mark.processes
 

@@ -74,9 +74,17 @@ class FastWorker:
         return self.segment.x.double() + self.segment.pending.double()
 
     @property
-    def z(self) -> Tensor:
+    def c(self) -> Tensor:
+        """The momentum as it is at the phase to which the chunks have been flowed."""
         assert self.segment.c is not None
-        return self.x + 0.5 * self.segment.c.double()
+        momentum = torch.empty_like(self.segment.c)
+        for chunk, room in self.segment.split(momentum):
+            chunk.copy_momentum(torch.empty_like(chunk.pending), room)
+        return momentum.double()
+
+    @property
+    def z(self) -> Tensor:
+        return self.x + 0.5 * self.c
 
 
 def increment_of(seed: float) -> Tensor:
@@ -187,7 +195,7 @@ def test_flow_to_the_end_leaves_z_and_no_momentum():
     z = worker.z
     for chunk in worker.state.chunks:
         chunk.boundary(math.inf)
-    assert torch.equal(worker.segment.c, torch.zeros_like(z))
+    assert torch.equal(worker.c, torch.zeros_like(z))
     assert torch.allclose(worker.segment.x, z, atol=1e-15)
 
 

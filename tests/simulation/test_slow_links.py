@@ -21,13 +21,10 @@ from gossipdp.protocol.actions import (
     SendPartial,
     SendResult,
 )
-from gossipdp.protocol.consolidate import (
-    TICKS_PER_TIMEOUT,
-    Consolidation,
-    ConsolidationAction,
-)
+from gossipdp.protocol.consolidate import Consolidation, ConsolidationAction
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import Epoch
+from gossipdp.protocol.stalling import TICKS_PER_TIMEOUT
 
 TIMEOUT_S = 5.0
 WORD_S = 0.02

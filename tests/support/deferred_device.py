@@ -106,6 +106,8 @@ class DeferredDevice(QueuedDevice):
             self.adopt(segment.x, segment.pending)
             if segment.c is not None:
                 self.adopt(segment.c)
+            if segment.outer is not None:
+                self.adopt(segment.outer.base, segment.outer.m)
 
     # What a stream does.
 

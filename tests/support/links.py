@@ -21,7 +21,8 @@ from gossipdp.links.frames import (
 )
 from gossipdp.links.handshake import Identity, Refusal
 from gossipdp.links.link import Link, LinkHandler, Transport
-from gossipdp.links.tcp import TcpTransport, listen
+from gossipdp.links.sockets import listen
+from gossipdp.links.tcp import TcpTransport
 from gossipdp.links.tls import Tls, TlsFiles
 
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from gossipdp.launcher.clusters import with_launcher
-
 if TYPE_CHECKING:
     from gossipdp.launcher.team import Team
 
@@ -137,7 +135,7 @@ def run(arguments: RunArguments) -> int:
         that ended the run (130 on Ctrl+C).
     """
     from gossipdp.launcher.environment import check_platform
-    from gossipdp.launcher.scripts import ScriptWorker
+    from gossipdp.launcher.local import ScriptWorker
     from gossipdp.launcher.supervisor import Failure, Supervisor, describe, shown_rank
 
     check_platform()
@@ -210,6 +208,8 @@ def _join_line(arguments: RunArguments, address: tuple[str, int]) -> str:
 
 
 def _num_workers(arguments: RunArguments) -> int:
+    from gossipdp.launcher.environment import with_launcher
+
     number = arguments.workers
     if number is None:
         if arguments.join is None and "RANK" not in with_launcher(os.environ):
@@ -317,7 +317,8 @@ def read_secret(path: Path | None) -> str | None:
     Raises:
         ValueError: the file cannot be read, is open to everybody, or holds too little.
     """
-    from gossipdp.launcher.environment import check_private, check_secret
+    from gossipdp.launcher.environment import check_secret
+    from gossipdp.links.tls import check_private
 
     if path is None:
         secret, name = os.environ.get("GOSSIPDP_SECRET") or None, "GOSSIPDP_SECRET"

@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gossipdp.launcher.environment import read_addresses, show_address
-from gossipdp.links.strangers import printable
+from gossipdp.logs import printable
 from gossipdp.observe.board import JobStatus, JobWorker, LinkStatus, StatusBoard
-from gossipdp.observe.client import Answer, StatusPoll
+from gossipdp.observe.status import Answer, StatusPoll
 
 # How long nobody may answer, at the beginning or later.
 PATIENCE_S = 10.0

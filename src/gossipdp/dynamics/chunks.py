@@ -6,8 +6,10 @@ The training thread and the gossip thread meet here and nowhere else. The rules:
   while the main thread only waits for it: at the start and in ``consolidate``. The gossip thread
   reads x for a snapshot without stopping the optimizer. A snapshot torn by a running step is
   harmless, because both ends of the exchange use that same snapshot.
-* ``pending``, ``c`` and ``theta`` are read and written under the chunk's lock: by the gossip thread
-  in an exchange, by the main thread at a boundary.
+* ``pending``, ``c``, the phases and what the outer step has are read and written under the chunk's
+  lock: by the gossip thread in an exchange, by the main thread at a boundary.
+* The outer step reads x as a snapshot does, under the lock but beside a running optimizer. What it
+  read of each value is the new base; the rest of the optimizer's step counts in the next one.
 * The boundary only *tries* the lock. A chunk in use keeps its pending for the next boundary, so
   training never waits for a thread of lower priority.
 * A lock is held for one pass over one chunk, never across I/O and never two at a time. So there is
@@ -16,7 +18,8 @@ The training thread and the gossip thread meet here and nowhere else. The rules:
   the chunk and move pending into x. That changes neither x + pending at the phase of the exchange
   nor delta, which comes from the stored snapshots. A snapshot writes nothing: the chunk remembers
   the phase it has been flowed to, so the flow is done once, by whichever of boundary and exchange
-  comes first.
+  comes first. It also remembers the phase at which an exchange last wrote c: what c has decayed to
+  since follows from the two phases, and no flow passes over c to write it.
 * The boundary of a large model has helper threads. They work only while the main thread is in
   that boundary, so for everyone else it is the main thread that writes.
 
@@ -27,17 +30,22 @@ import enum
 import math
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossipdp.dynamics import update
 from gossipdp.dynamics.device import Device, device_of, zeros
+from gossipdp.dynamics.outer import OuterStep
 
 CHUNK_BYTES = 1 << 20
 # A boundary of fewer values is over before a second thread has woken.
 LEAST_HELPED_VALUES = 8_000_000
 MOST_BOUNDARY_THREADS = 8  # a few take all that memory gives
+# A flow that would leave less of c than this takes all of it: less is lost in any sum, and numbers
+# too small for the processor's fast path are never met.
+LEAST_LEFT = 2.0**-60
 
 
 class Role(enum.Enum):
@@ -71,6 +79,18 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+class Outer(NamedTuple):
+    """An outer step and its two tensors, of a chunk's length and in pending's precision.
+
+    ``base`` is where x would be without the optimizer's steps since the last outer step; ``m`` is
+    the outer momentum.
+    """
+
+    step: OuterStep
+    base: Tensor
+    m: Tensor
+
+
 class Chunk:
     """One or more MiB of the state: the unit that is locked, sent and applied, whole or not at all.
 
@@ -82,12 +102,15 @@ class Chunk:
         index: the chunk's place in the state.
         x: the parameter storage itself.
         pending: what exchanges and flow brought and the next boundary adds.
-        c: the momentum; None under plain averaging.
+        c: the momentum as it was at ``theta_c``; None under plain averaging.
+        outer: the outer step; None without one.
         theta: the phase this chunk has been flowed to.
+        theta_c: the phase at which c was written; minus infinity where there is no momentum,
+            whatever c holds.
         has_pending: whether the next boundary has anything to add. Known zeros are not added: with
             no exchange, training is bitwise that of the plain loop.
         is_compiled: whether numba's loops compute here.
-        lock: guards pending, c, theta and the flags; see the module.
+        lock: guards pending, c, base, m, the phases and the flags; see the module.
     """
 
     def __init__(self, role: Role, x: Tensor, pending: Tensor, c: Tensor | None) -> None:
@@ -96,9 +119,10 @@ class Chunk:
         self.x = x
         self.pending = pending
         self.c = c
+        self.outer: Outer | None = None
         self.theta = 0.0
+        self.theta_c = -math.inf
         self.has_pending = False
-        self._has_momentum = False
         self.is_compiled = False
         self.device = Device()
         self.lock = self.device.lock()
@@ -118,9 +142,9 @@ class Chunk:
         if not self.lock.acquire(blocking=wait):
             return False
         try:
-            decay = self._decay(theta)
-            if self.has_pending or decay != 1.0:
-                self._add_pending(decay)
+            share, _ = self._flow(theta)
+            if self.has_pending or share != 0.0:
+                self._add_pending(share)
                 self.has_pending = False
             self._flowed_to(theta)
         finally:
@@ -130,21 +154,22 @@ class Chunk:
     def flow(self, theta: float) -> None:
         """Flow up to the phase ``theta``, into pending; x stays. The phase never goes back."""
         with self.lock:
-            decay = self._decay(theta)
-            if decay != 1.0 and self.c is not None:
-                update.flow(self.pending, self.c, decay)
+            share, _ = self._flow(theta)
+            if share != 0.0 and self.c is not None:
+                update.flow(self.pending, self.c, share)
                 self.has_pending = True
             self._flowed_to(theta)
 
     def reset(self) -> None:
-        """Drop pending and c: the parameters were loaded, and no exchange is in flight."""
+        """Drop all but x: the parameters were loaded, and no exchange is in flight."""
         with self.lock:
             self._reset()
 
     def restored(self) -> None:
         """Take note that x, pending and c were set to what a checkpoint holds, at phase 0."""
         self.has_pending = bool(self.pending.any())
-        self._has_momentum = self.c is not None and bool(self.c.any())
+        if self.c is not None and bool(self.c.any()):
+            self.theta_c = self.theta
 
     # Either thread's part.
 
@@ -154,22 +179,53 @@ class Chunk:
             self.device.write(self._write, out)
 
     def read_z(self, out: Tensor) -> None:
-        """Write x + pending + c/2 to ``out``: where whoever takes over this state starts."""
+        """Write z to ``out``: x, pending and half of the momentum, where a joiner starts."""
         if self.c is None:
             self.read(out)
             return
         with self.lock:
-            self.device.write(lambda out: update.read_z(out, self.x, self.pending, self.c), out)
+            left = self._left(self.theta)
+            state = self.x, self.pending, self.c
+            self.device.write(lambda out: update.read_z(out, *state, left), out)
 
-    def copy_momentum(self, pending: Tensor, c: Tensor | None) -> None:
-        """Copy pending and c of one moment to host memory, for a checkpoint."""
+    def copy_momentum(
+        self,
+        pending: Tensor | None,
+        c: Tensor | None,
+        g: Tensor | None = None,
+        m: Tensor | None = None,
+    ) -> None:
+        """Copy pending and momenta of one moment to host memory, for a checkpoint.
+
+        ``g``, the optimizer's steps since the last outer step, and ``m`` are that one's; the main
+        thread, which calls this, takes no step meanwhile.
+        """
         with self.lock:
-            self.device.write(lambda out: out.copy_(self.pending), pending)
+            if pending is not None:
+                self.device.write(lambda out: out.copy_(self.pending), pending)
             if c is not None and self.c is not None:
-                momentum = self.c
-                self.device.write(lambda out: out.copy_(momentum), c)
+                momentum, left = self.c, self._left(self.theta)
+                self.device.write(lambda out: torch.mul(momentum, left, out=out), c)
+            if g is not None and m is not None and self.outer is not None:
+                _, base, velocity = self.outer
+                self.device.write(lambda out: torch.sub(self.x, base, out=out), g)
+                self.device.write(lambda out: out.copy_(velocity), m)
 
     # The gossip thread's part. Snapshots are in host memory.
+
+    def outer_step(self) -> None:
+        """Take the outer step, if there is one, before the snapshot of an exchange: once in each.
+
+        Between the two a boundary may move pending into x, and the optimizer may step: both ends of
+        the exchange use the snapshot, and what it holds of that step counts in the next outer step.
+        """
+        if self.outer is None:
+            return
+        with self.lock:
+            (rule, base, m), compiled = self.outer, self.is_compiled
+            numbers = rule.momentum, rule.lr
+            update.outer_step(self.x, self.pending, base, m, *numbers, compiled=compiled)
+            self.has_pending = True
 
     def snapshot(self, theta: float, out: Tensor) -> bool:
         """Write x + pending as they are at the phase ``theta``; return whether all is finite.
@@ -178,7 +234,7 @@ class Chunk:
         no snapshot, as theta stands still meanwhile.
         """
         with self.lock:
-            is_finite = self._snapshot(self.device.there(0, out), self._decay(theta))
+            is_finite = self._snapshot(self.device.there(0, out), self._flow(theta)[0])
             self.device.store(0, out)
             return is_finite
 
@@ -197,7 +253,7 @@ class Chunk:
         """
         with self.lock:
             there = self.device.load(0, mine), self.device.load(1, peers)
-            squared_norm = self._exchange(*there, self._decay(theta), alpha_tilde)
+            squared_norm = self._exchange(*there, self._flow(theta), alpha_tilde)
             self._exchanged(squared_norm, theta)
             return squared_norm
 
@@ -207,16 +263,16 @@ class Chunk:
         """:meth:`snapshot`, whole in any case, and :meth:`exchange`, if peers' half is there."""
         with self.lock:
             there = self.device.there(0, out), self.device.load(1, peers)
-            squared_norm = self._snapshot_and_exchange(*there, self._decay(theta), alpha_tilde)
+            squared_norm = self._snapshot_and_exchange(*there, self._flow(theta), alpha_tilde)
             self.device.store(0, out)
             self._exchanged(squared_norm, theta)
             return squared_norm
 
     def replace(self, values: Tensor) -> None:
-        """Make x these values, pending and c zero, while the main thread only waits."""
+        """Make x these values and all else zero, while the main thread only waits."""
         with self.lock:
-            self._reset()
             self.x.copy_(values)
+            self._reset()
             self.device.finish()
 
     def squared_distance(self, values: Tensor) -> float:
@@ -226,11 +282,13 @@ class Chunk:
 
     # Under the lock.
 
-    def _add_pending(self, decay: float) -> None:
+    def _add_pending(self, share: float) -> None:
+        base, compiled = None if self.outer is None else self.outer.base, self.is_compiled
         if self.has_pending or self.c is None or self.x.dtype != self.pending.dtype:
-            update.boundary(self.x, self.pending, self.c, decay, compiled=self.is_compiled)
-        else:  # pending is zero: a third of the memory need not be passed over
-            update.flow(self.x, self.c, decay, compiled=self.is_compiled)
+            update.boundary(self.x, self.pending, self.c, share, base, compiled=compiled)
+        else:  # pending is zero: half of the memory need not be passed over
+            for values in (self.x,) if base is None else (self.x, base):
+                update.flow(values, self.c, share, compiled=compiled)
 
     def _write(self, out: Tensor) -> None:
         if self.role.is_exchanged:
@@ -238,29 +296,35 @@ class Chunk:
         else:
             out.copy_(self.x)
 
-    def _snapshot(self, out: Tensor, decay: float) -> bool:
-        return update.snapshot(out, self.x, self.pending, self.c, decay, compiled=self.is_compiled)
+    def _snapshot(self, out: Tensor, share: float) -> bool:
+        return update.snapshot(out, self.x, self.pending, self.c, share, compiled=self.is_compiled)
 
-    def _exchange(self, mine: Tensor, peers: Tensor, decay: float, alpha_tilde: float) -> float:
-        numbers, compiled = (decay, alpha_tilde), self.is_compiled
+    def _exchange(
+        self, mine: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
+    ) -> float:
+        numbers, compiled = (*flow, alpha_tilde), self.is_compiled
         return update.exchange(self.pending, self.c, mine, peers, *numbers, compiled=compiled)
 
     def _snapshot_and_exchange(
-        self, out: Tensor, peers: Tensor, decay: float, alpha_tilde: float
+        self, out: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
     ) -> float:
-        state, numbers = (self.x, self.pending, self.c), (decay, alpha_tilde)
+        state, numbers = (self.x, self.pending, self.c), (*flow, alpha_tilde)
         compiled = self.is_compiled
         return update.snapshot_and_exchange(out, *state, peers, *numbers, compiled=compiled)
 
-    def _decay(self, theta: float) -> float:
-        """What the flow to ``theta`` leaves of c; 1 where there is nothing to flow."""
-        if theta <= self.theta or not self._has_momentum:
-            return 1.0
-        return math.exp(-2.0 * (theta - self.theta))
+    def _flow(self, theta: float) -> tuple[float, float]:
+        """The share of c that the flow to ``theta`` adds to x, and what it leaves of c."""
+        left = self._left(max(theta, self.theta))
+        return 0.5 * (self._left(self.theta) - left), left
+
+    def _left(self, theta: float) -> float:
+        """What is left of c at ``theta``; 0 where there is no momentum."""
+        left = math.exp(-2.0 * (theta - self.theta_c))
+        return left if left >= LEAST_LEFT else 0.0
 
     def _flowed_to(self, theta: float) -> None:
         if theta == math.inf:
-            self._has_momentum = False
+            self.theta_c = -math.inf
         else:
             self.theta = max(self.theta, theta)
 
@@ -268,14 +332,19 @@ class Chunk:
         if math.isfinite(squared_norm):
             self._flowed_to(theta)
             self.has_pending = True
-            self._has_momentum = self.c is not None
+            if self.c is not None:
+                self.theta_c = self.theta
 
     def _reset(self) -> None:
         self.pending.zero_()
         if self.c is not None:
             self.c.zero_()
-        self.has_pending = self._has_momentum = False
-        self.theta = 0.0  # a worker that takes its place anew has a phase that begins anew
+        if self.outer is not None:
+            self.outer.base.copy_(self.x)
+            self.outer.m.zero_()
+        self.has_pending = False
+        # A worker that takes its place anew has a phase that begins anew.
+        self.theta, self.theta_c = 0.0, -math.inf
 
 
 class BufferChunk(Chunk):
@@ -288,15 +357,23 @@ class BufferChunk(Chunk):
 
     weight = 1.0
 
-    def copy_momentum(self, pending: Tensor, c: Tensor | None) -> None:
+    def copy_momentum(
+        self,
+        pending: Tensor | None,
+        c: Tensor | None,
+        g: Tensor | None = None,
+        m: Tensor | None = None,
+    ) -> None:
         """See :class:`Chunk`: pending becomes what x lacks of the present values."""
+        if pending is None:
+            return
         with self.lock:
             more = self.weight - 1.0
             self.device.write(lambda p: torch.add(self.pending, self.x, alpha=more, out=p), pending)
 
     # Under the lock.
 
-    def _add_pending(self, decay: float) -> None:
+    def _add_pending(self, share: float) -> None:
         self._write(self.pending)
         self.x.copy_(self.pending)
         self.pending.sub_(self.x)  # what x's precision cannot hold
@@ -305,23 +382,25 @@ class BufferChunk(Chunk):
     def _write(self, out: Tensor) -> None:
         torch.add(self.pending, self.x, alpha=self.weight, out=out)
 
-    def _snapshot(self, out: Tensor, decay: float) -> bool:
+    def _snapshot(self, out: Tensor, share: float) -> bool:
         self._write(out)
         return update.is_finite(out)
 
-    def _exchange(self, mine: Tensor, peers: Tensor, decay: float, alpha_tilde: float) -> float:
+    def _exchange(
+        self, mine: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
+    ) -> float:
         only_its_norm = update.scratch(self.pending, 1)
-        squared_norm = update.exchange(only_its_norm, None, mine, peers, decay, alpha_tilde)
+        squared_norm = update.exchange(only_its_norm, None, mine, peers, *flow, alpha_tilde)
         if math.isfinite(squared_norm):
             self.pending.add_(peers).mul_(0.5)
             self.weight *= 0.5
         return squared_norm
 
     def _snapshot_and_exchange(
-        self, out: Tensor, peers: Tensor, decay: float, alpha_tilde: float
+        self, out: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
     ) -> float:
-        self._snapshot(out, decay)
-        return self._exchange(out, peers, decay, alpha_tilde)
+        self._snapshot(out, flow[0])
+        return self._exchange(out, peers, flow, alpha_tilde)
 
     def _reset(self) -> None:
         super()._reset()
@@ -335,6 +414,7 @@ class Segment:
         x: one-dimensional; the module's parameters lie in its memory.
         role: what becomes of the values when workers meet.
         momentum: whether trained values carry c (method ``a2cid2``).
+        outer: the outer step of trained values.
         optimizer_index: whose boundary covers this segment.
         chunk_bytes: the size a chunk may have at most.
     """
@@ -345,6 +425,7 @@ class Segment:
         role: Role,
         *,
         momentum: bool = True,
+        outer: OuterStep | None = None,
         optimizer_index: int = 0,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
@@ -360,13 +441,34 @@ class Segment:
         self.pending = zeros(length, dtype, x.device)
         has_c = momentum and role is Role.TRAINED
         self.c = zeros(length, dtype, x.device) if has_c else None
+        self.outer: Outer | None = None
+        if outer is not None and role is Role.TRAINED:
+            base = zeros(length, dtype, x.device).copy_(x)
+            self.outer = Outer(outer, base, zeros(length, dtype, x.device))
         kind = BufferChunk if role is Role.BUFFER else Chunk
         length = max(1, chunk_bytes // x.element_size())
-        parts = (slice(start, start + length) for start in range(0, x.numel(), length))
+        parts = [slice(start, start + length) for start in range(0, x.numel(), length)]
         self.chunks = [
             kind(role, x[part], self.pending[part], None if self.c is None else self.c[part])
             for part in parts
         ]
+        if self.outer is not None:
+            rule, base, m = self.outer
+            for chunk, part in zip(self.chunks, parts, strict=True):
+                chunk.outer = Outer(rule, base[part], m[part])
+
+    def copy_momentum(self) -> list[Tensor | None]:
+        """Copy pending (None: it is zero), c, g and m to host memory; see :class:`Chunk`."""
+        _, base, m = self.outer or (None, None, None)
+        held = self.pending, self.c, base, m
+        copies = [None if each is None else torch.empty_like(each, device="cpu") for each in held]
+        start = 0
+        for chunk in self.chunks if self.role.is_exchanged else ():
+            part = slice(start, start + chunk.num_elements)
+            chunk.copy_momentum(*(None if copy is None else copy[part] for copy in copies))
+            start = part.stop
+        pending, *others = copies
+        return [pending if pending is not None and pending.any() else None, *others]
 
     def split(self, flat: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
         """Pair each chunk with its part of another tensor of this segment's length."""
@@ -518,7 +620,7 @@ class State:
             chunk.flow(theta)
 
     def reset(self) -> None:
-        """Drop pending and c everywhere; see :meth:`Chunk.reset`."""
+        """Drop all but x everywhere; see :meth:`Chunk.reset`."""
         self.device.finish()
         for chunk in self.chunks:
             chunk.reset()

@@ -2,16 +2,26 @@ r"""The arithmetic of the dynamics: every change of x, c and pending, in one pla
 
 One function an event. Each works in place on one-dimensional tensors of one length: ``x`` (the
 parameters), ``pending`` (what the next boundary adds to x; float32 where x has 2 bytes a value) and
-``c`` (the momentum, None under plain averaging). With :math:`s = e^{-2\eta\Delta}` → ``decay`` (1
-where there is nothing to flow) and :math:`\tilde\alpha` → ``alpha_tilde``:
+``c`` (the momentum as an exchange last wrote it, None under plain averaging).
+
+Flow decays the momentum, :math:`c(\theta) = e^{-2(\theta - \theta_c)}\,c` with :math:`\theta_c` the
+phase at which c was written, but writes none of it: only an exchange does, which writes c anyway.
+So a flow from :math:`\theta_1` to :math:`\theta_2` is one multiply and add. With
+:math:`q = \tfrac12(e^{-2(\theta_1-\theta_c)} - e^{-2(\theta_2-\theta_c)})` → ``share`` (0 where
+there is nothing to flow), :math:`s = e^{-2(\theta_2-\theta_c)}` → ``left`` and
+:math:`\tilde\alpha` → ``alpha_tilde``:
 
 .. math::
-    \text{flow}:\quad & p \leftarrow p + \tfrac{1-s}{2}c, \qquad c \leftarrow s\,c \\
-    \text{snapshot} &= x + p + \tfrac{1-s}{2}c \\
+    \text{flow}:\quad & p \leftarrow p + q\,c \\
+    \text{snapshot} &= x + p + q\,c \\
     \text{exchange}:\quad & \delta = \text{mine} - \text{peers}, \quad
         \text{flow}, \quad p \leftarrow p - \tfrac12\delta, \quad
-        c \leftarrow c - (\tilde\alpha - \tfrac12)\,\delta \\
-    \text{boundary}:\quad & \text{flow}, \quad x \leftarrow x + p, \quad p \leftarrow 0
+        c \leftarrow s\,c - (\tilde\alpha - \tfrac12)\,\delta, \quad \theta_c \leftarrow \theta_2 \\
+    \text{boundary}:\quad & \text{flow}, \quad x \leftarrow x + p, \quad p \leftarrow 0, \quad
+        \text{base} \leftarrow \text{base} + (x_\text{new} - x_\text{old})
+
+With an :mod:`outer step <gossipdp.dynamics.outer>` a chunk has ``base`` and ``m`` too, in
+pending's precision.
 
 An event is computed by torch, in several passes over the values, or by a loop that numba compiles,
 in one pass (``compiled=True``: :mod:`~gossipdp.dynamics.update_loops`, for parameters and snapshots
@@ -53,25 +63,36 @@ LEAST_COMPILED_VALUES = 1_000_000
 # The events.
 
 
-def flow(values: Tensor, c: Tensor, decay: float, *, compiled: bool = False) -> None:
-    """Flow: values += (1 - decay)/2 c, then c *= decay; values are pending, or x itself."""
+def flow(values: Tensor, c: Tensor, share: float, *, compiled: bool = False) -> None:
+    """Flow: values += share c; values are pending, or x itself."""
     if compiled:
-        _loops().flow(_array(values), _array(c), decay)
+        _loops().flow(_array(values), _array(c), share)
         return
-    values.add_(c, alpha=0.5 * (1.0 - decay))
-    c.mul_(decay)
+    values.add_(c, alpha=share)
 
 
 def boundary(
-    x: Tensor, pending: Tensor, c: Tensor | None, decay: float, *, compiled: bool = False
+    x: Tensor,
+    pending: Tensor,
+    c: Tensor | None,
+    share: float,
+    base: Tensor | None = None,
+    *,
+    compiled: bool = False,
 ) -> None:
-    """Flow, then x += pending; pending keeps what x's precision cannot hold."""
+    """Flow, then x += pending; pending keeps what x's precision cannot hold.
+
+    What x changes by is added to ``base`` too, if there is one: x - base stays.
+    """
+    flows = c is not None and share != 0.0
     if compiled:
-        flows = c is not None and decay != 1.0
-        _loops().boundary(_array(x), _array(pending), _array(c, pending), flows, decay)
+        momentum = _array(c, pending), flows, share
+        _loops().boundary(_array(x), _array(pending), *momentum, *_base(base, pending))
         return
-    if c is not None and decay != 1.0:
-        flow(pending, c, decay)
+    if c is not None and flows:
+        flow(pending, c, share)
+    if base is not None:
+        base.sub_(x)
     if x.dtype == pending.dtype:
         x.add_(pending)
         pending.zero_()
@@ -79,6 +100,34 @@ def boundary(
         pending.add_(x)
         x.copy_(pending)
         pending.sub_(x)
+    if base is not None:
+        base.add_(x)
+
+
+def outer_step(
+    x: Tensor,
+    pending: Tensor,
+    base: Tensor,
+    m: Tensor,
+    momentum: float,
+    lr: float,
+    *,
+    compiled: bool = False,
+) -> None:
+    """The outer step: m = momentum m + g, pending += lr (g + momentum m) - g, base = x.
+
+    With g = x - base. Another thread may write x meanwhile: each value is read once.
+    """
+    if compiled:
+        state = _array(x), _array(pending), _array(base), _array(m)
+        _loops().outer_step(*state, momentum, lr)
+        return
+    values, g = scratch(pending, 0), scratch(pending, 1)
+    values.copy_(x)
+    torch.sub(values, base, out=g)
+    base.copy_(values)
+    m.mul_(momentum).add_(g)
+    pending.add_(torch.add(g, m, alpha=momentum, out=values).mul_(lr).sub_(g))
 
 
 def snapshot(
@@ -86,7 +135,7 @@ def snapshot(
     x: Tensor,
     pending: Tensor,
     c: Tensor | None,
-    decay: float,
+    share: float,
     *,
     compiled: bool = False,
 ) -> bool:
@@ -94,12 +143,12 @@ def snapshot(
 
     The flow itself is left to whoever next writes the chunk.
     """
-    flows = c is not None and decay != 1.0
+    flows = c is not None and share != 0.0
     if compiled:
         arrays = _array(out), _array(x), _array(pending), _array(c, pending)
-        return bool(_loops().snapshot(*arrays, flows, decay))
+        return bool(_loops().snapshot(*arrays, flows, share))
     if c is not None and flows:
-        pending = torch.add(pending, c, alpha=0.5 * (1.0 - decay), out=scratch(pending))
+        pending = torch.add(pending, c, alpha=share, out=scratch(pending))
     torch.add(x, pending, out=out)
     return is_finite(out)
 
@@ -109,7 +158,8 @@ def exchange(
     c: Tensor | None,
     mine: Tensor,
     peers: Tensor,
-    decay: float,
+    share: float,
+    left: float,
     alpha_tilde: float,
     *,
     compiled: bool = False,
@@ -120,9 +170,8 @@ def exchange(
     """
     if compiled:
         momentum = _array(c, pending), c is not None
-        snapshots = _array(mine), _array(peers)
-        norm = _loops().exchange(_array(pending), *momentum, *snapshots, decay, alpha_tilde)
-        return float(norm)
+        snapshots, numbers = (_array(mine), _array(peers)), (share, left, alpha_tilde)
+        return float(_loops().exchange(_array(pending), *momentum, *snapshots, *numbers))
     delta = scratch(pending)
     squared_norm = difference(delta, mine, peers)
     if not math.isfinite(squared_norm):
@@ -131,11 +180,11 @@ def exchange(
         squared_norm = float(torch.dot(wide, wide))
         if not math.isfinite(squared_norm):
             return squared_norm
-    if c is not None and decay != 1.0:
-        flow(pending, c, decay)
+    if c is not None and share != 0.0:
+        flow(pending, c, share)
     pending.add_(delta, alpha=-0.5)
     if c is not None:
-        c.add_(delta, alpha=0.5 - alpha_tilde)
+        c.mul_(left).add_(delta, alpha=0.5 - alpha_tilde)
     return squared_norm
 
 
@@ -145,7 +194,8 @@ def snapshot_and_exchange(
     pending: Tensor,
     c: Tensor | None,
     peers: Tensor,
-    decay: float,
+    share: float,
+    left: float,
     alpha_tilde: float,
     *,
     compiled: bool = False,
@@ -155,16 +205,16 @@ def snapshot_and_exchange(
         state = _array(out), _array(x), _array(pending), _array(c, pending), c is not None
         kept = _array(scratch(pending, 0)), _array(scratch(pending, 1))
         both = _loops().snapshot_and_exchange
-        return float(both(*state, _array(peers), *kept, decay, alpha_tilde))
-    snapshot(out, x, pending, c, decay)
-    return exchange(pending, c, out, peers, decay, alpha_tilde)
+        return float(both(*state, _array(peers), *kept, share, left, alpha_tilde))
+    snapshot(out, x, pending, c, share)
+    return exchange(pending, c, out, peers, share, left, alpha_tilde)
 
 
-def read_z(out: Tensor, x: Tensor, pending: Tensor, c: Tensor | None) -> None:
-    """Out = x + pending + c/2: where the flow ends, whose mean over workers is conserved."""
+def read_z(out: Tensor, x: Tensor, pending: Tensor, c: Tensor | None, left: float = 1.0) -> None:
+    """Out = x + pending + left c/2: where the flow ends, whose mean over workers is conserved."""
     torch.add(x, pending, out=out)
     if c is not None:
-        out.add_(c, alpha=0.5)
+        out.add_(c, alpha=0.5 * left)
 
 
 def difference(out: Tensor, mine: Tensor, peers: Tensor) -> float:
@@ -236,11 +286,12 @@ def compile_loops(x: torch.dtype, wire: torch.dtype) -> None:
     """
     p, values, out = torch.empty(0), torch.empty(0, dtype=x), torch.empty(0, dtype=wire)
     for call in (
-        lambda: snapshot(out, values, p, p, 1.0, compiled=True),
-        lambda: exchange(p, p, out, out, 1.0, 0.5, compiled=True),
-        lambda: snapshot_and_exchange(out, values, p, p, out, 1.0, 0.5, compiled=True),
-        lambda: boundary(values, p, p, 1.0, compiled=True),
-        lambda: flow(p, p, 1.0, compiled=True),
+        lambda: snapshot(out, values, p, p, 0.0, compiled=True),
+        lambda: exchange(p, p, out, out, 0.0, 1.0, 0.5, compiled=True),
+        lambda: snapshot_and_exchange(out, values, p, p, out, 0.0, 1.0, 0.5, compiled=True),
+        lambda: boundary(values, p, p, 0.0, compiled=True),
+        lambda: flow(p, p, 0.0, compiled=True),
+        lambda: outer_step(values, p, p, p, 0.0, 1.0, compiled=True),
     ):
         try:
             call()
@@ -254,6 +305,10 @@ def _loops() -> Any:
     from gossipdp.dynamics import update_loops
 
     return update_loops
+
+
+def _base(base: Tensor | None, instead: Tensor) -> tuple[Any, bool]:
+    return _array(base, instead), base is not None
 
 
 def _array(values: Tensor | None, instead: Tensor | None = None) -> Any:

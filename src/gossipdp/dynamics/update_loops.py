@@ -1,8 +1,8 @@
 """The events of :mod:`~gossipdp.dynamics.update` as loops that numba compiles, one pass each.
 
-All arrays are one-dimensional and of one length. Those of ``pending`` and ``c`` are float32; those
-of ``x`` and of snapshots are float32, or uint16 that holds the bits of bfloat16. Without a ``c``,
-``has_c`` is False and any array takes its place.
+All arrays are one-dimensional and of one length. Those of ``pending``, ``c``, ``base`` and ``m``
+are float32; those of ``x`` and of snapshots are float32, or uint16 that holds the bits of bfloat16.
+Without a ``c`` (or ``base``), ``has_c`` is False and any array takes its place.
 
 Rounding: the loops that hold delta are compiled without fast-math, so no operation is fused or
 reordered and delta is the exact negative of the other end's. Only :func:`_add_square` and
@@ -93,23 +93,21 @@ def _overload_put(values: Any, i: Any, value: Any) -> Any:
 
 
 @_compiled
-def flow(values: Any, c: Any, decay: float) -> None:
-    """Values += (1 - decay)/2 c, then c *= decay; all float32."""
-    half_lost, s = _F32(0.5 * (1.0 - decay)), _F32(decay)
+def flow(values: Any, c: Any, share: float) -> None:
+    """Values += share c; all float32."""
+    q = _F32(share)
     for i in range(values.size):
-        momentum = c[i]
-        values[i] = values[i] + half_lost * momentum
-        c[i] = s * momentum
+        values[i] = values[i] + q * c[i]
 
 
 @_compiled
-def snapshot(out: Any, x: Any, pending: Any, c: Any, has_c: bool, decay: float) -> Any:
-    """Out = x + pending + (1 - decay)/2 c; return whether all is finite."""
-    half_lost = _F32(0.5 * (1.0 - decay))
+def snapshot(out: Any, x: Any, pending: Any, c: Any, has_c: bool, share: float) -> Any:
+    """Out = x + pending + share c; return whether all is finite."""
+    q = _F32(share)
     zero = _F32(0.0)
     if has_c:
         for i in range(out.size):
-            zero = _add_zero(zero, _put(out, i, _get(x, i) + (pending[i] + half_lost * c[i])))
+            zero = _add_zero(zero, _put(out, i, _get(x, i) + (pending[i] + q * c[i])))
     else:
         for i in range(out.size):
             zero = _add_zero(zero, _put(out, i, _get(x, i) + pending[i]))
@@ -118,7 +116,14 @@ def snapshot(out: Any, x: Any, pending: Any, c: Any, has_c: bool, decay: float) 
 
 @_compiled
 def exchange(
-    pending: Any, c: Any, has_c: bool, mine: Any, peers: Any, decay: float, alpha_tilde: float
+    pending: Any,
+    c: Any,
+    has_c: bool,
+    mine: Any,
+    peers: Any,
+    share: float,
+    left: float,
+    alpha_tilde: float,
 ) -> Any:
     """Flow, then apply delta = mine - peers, if it is finite; return its squared norm."""
     squared_norm = _F64(0.0)
@@ -126,12 +131,12 @@ def exchange(
         squared_norm = _add_square(squared_norm, _get(mine, i) - _get(peers, i))
     if not np.isfinite(squared_norm):
         return squared_norm
-    half_lost, s, g = _F32(0.5 * (1.0 - decay)), _F32(decay), _F32(alpha_tilde - 0.5)
+    q, s, g = _F32(share), _F32(left), _F32(alpha_tilde - 0.5)
     if has_c:
         for i in range(mine.size):
             delta = _get(mine, i) - _get(peers, i)
             momentum = c[i]
-            pending[i] = (pending[i] + half_lost * momentum) - _HALF * delta
+            pending[i] = (pending[i] + q * momentum) - _HALF * delta
             c[i] = s * momentum - g * delta
     else:
         for i in range(mine.size):
@@ -149,7 +154,8 @@ def snapshot_and_exchange(
     peers: Any,
     kept_pending: Any,
     kept_c: Any,
-    decay: float,
+    share: float,
+    left: float,
     alpha_tilde: float,
 ) -> Any:
     """Both in one pass; if delta turns out not to be finite, what was overwritten is put back.
@@ -157,14 +163,14 @@ def snapshot_and_exchange(
     The old values go to two arrays that stay in the cache from chunk to chunk. That costs less than
     a pass that only looks: most of the chunk's five arrays are no longer in the cache by then.
     """
-    half_lost, s, g = _F32(0.5 * (1.0 - decay)), _F32(decay), _F32(alpha_tilde - 0.5)
+    q, s, g = _F32(share), _F32(left), _F32(alpha_tilde - 0.5)
     squared_norm = _F64(0.0)
     if has_c:
         for i in range(out.size):
             before, momentum = pending[i], c[i]
             kept_pending[i] = before
             kept_c[i] = momentum
-            flowed = before + half_lost * momentum
+            flowed = before + q * momentum
             delta = _put(out, i, _get(x, i) + flowed) - _get(peers, i)
             pending[i] = flowed - _HALF * delta
             c[i] = s * momentum - g * delta
@@ -186,16 +192,40 @@ def snapshot_and_exchange(
 
 
 @_compiled
-def boundary(x: Any, pending: Any, c: Any, has_c: bool, decay: float) -> None:
-    """Flow, then x += pending; pending keeps what rounding x left over."""
-    half_lost, s = _F32(0.5 * (1.0 - decay)), _F32(decay)
-    if has_c:
+def boundary(
+    x: Any, pending: Any, c: Any, has_c: bool, share: float, base: Any, has_base: bool
+) -> None:
+    """Flow, then x += pending; pending keeps what rounding x left over. x - base stays."""
+    q = _F32(share)
+    if has_base:  # before the flow: q c is 0 without c, whose place pending takes
+        q = q if has_c else _F32(0.0)
         for i in range(x.size):
-            momentum = c[i]
-            moved = _get(x, i) + (pending[i] + half_lost * momentum)
+            before = _get(x, i)
+            moved = before + (pending[i] + q * c[i])
+            stored = _put(x, i, moved)
+            pending[i] = moved - stored
+            base[i] = stored - (before - base[i])
+    elif has_c:
+        for i in range(x.size):
+            moved = _get(x, i) + (pending[i] + q * c[i])
             pending[i] = moved - _put(x, i, moved)
-            c[i] = s * momentum
     else:
         for i in range(x.size):
             moved = _get(x, i) + pending[i]
             pending[i] = moved - _put(x, i, moved)
+
+
+@_compiled
+def outer_step(x: Any, pending: Any, base: Any, m: Any, momentum: float, lr: float) -> None:
+    """Outer step: m = momentum m + g, pending += lr (g + momentum m) - g, base = x.
+
+    With g = x - base.
+    """
+    mu, rate = _F32(momentum), _F32(lr)
+    for i in range(x.size):
+        value = _get(x, i)  # once: the optimizer may write it meanwhile
+        g = value - base[i]
+        velocity = mu * m[i] + g
+        m[i] = velocity
+        pending[i] = pending[i] + (rate * (g + mu * velocity) - g)
+        base[i] = value

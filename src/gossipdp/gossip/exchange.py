@@ -1,9 +1,10 @@
 """One exchange: chunks out and in, a window at a time, applied as soon as both halves are here.
 
-A chunk is copied to a slot at the exchange's phase and sent. When the peer's chunk of the same
-index has arrived whole, the difference of the two snapshots is applied. Nothing is applied before
-the peer's first frame, which confirms the exchange at the end that was asked. The extra memory is
-the window's. How a chunk becomes bytes is the :mod:`codec <gossipdp.gossip.codec>`'s matter.
+A chunk takes its outer step, if there is one; it is copied to a slot at the exchange's phase and
+sent. When the peer's chunk of the same index has arrived whole, the difference of the two snapshots
+is applied. Nothing is applied before the peer's first frame, which confirms the exchange at the end
+that was asked. The extra memory is the window's. How a chunk becomes bytes is the
+:mod:`codec <gossipdp.gossip.codec>`'s matter.
 
 Frames: ``EXCHANGE_STEPS`` (only if the codec has something to say first), then for each chunk
 ``EXCHANGE_CHUNK``. If the codec cannot be certain that the peer reads it, the peer answers with a
@@ -132,6 +133,7 @@ class Exchange:
         closed chunk ``index - window``, for which it needed all that we sent of it.
         """
         if index == self._num_encoded:
+            self._chunks[index].outer_step()
             self._codec.encode(self._chunks[index], self._theta)
             self._num_encoded += 1
 
@@ -208,6 +210,8 @@ class Exchange:
         self._confirmation.code(index, decoded=True)
         what = self._chunks[index], self._theta, payload, self._alpha_tilde
         is_encoded = index < self._num_encoded
+        if not is_encoded:
+            self._chunks[index].outer_step()
         squared_norm = self._codec.exchange(*what, is_encoded=is_encoded)
         self._num_encoded = max(self._num_encoded, index + 1)
         self._applied(index, squared_norm)

@@ -10,7 +10,7 @@ from typing import Any
 
 from gossipdp.errors import WorkerFailedError
 from gossipdp.integrations.ray_meeting import Meeting
-from gossipdp.launcher.reports import ReportChannel, report_variables
+from gossipdp.launcher.team import ReportChannel, report_variables
 
 try:
     import ray

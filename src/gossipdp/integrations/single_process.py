@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from gossipdp.launcher.clusters import hidden
-from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.environment import Environment, hidden
 
 # numpy.random.seed, which the frameworks call, takes no larger one.
 NUM_SEEDS = 2**32

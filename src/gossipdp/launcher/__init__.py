@@ -1,1 +1,8 @@
-"""Who am I, rendezvous, supervisor, ``launch()``."""
+"""Starting workers, and how each learns who it is and where the others are.
+
+environment  the variables that a launcher, Slurm or Kubernetes sets
+store        the TCPStore where workers meet; rendezvous: how they do
+team         what one supervisor tells its workers, and what they report
+supervisor   watches the workers of this machine, and starts them again
+local        the workers themselves: ``launch()`` for functions, and scripts
+"""

@@ -28,7 +28,6 @@ import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import Environment, check_secret
-from gossipdp.launcher.reports import Report, send_report
 from gossipdp.launcher.store import (
     CHECK_EVERY_S,
     CLOSE_AFTER_S,
@@ -41,7 +40,8 @@ from gossipdp.launcher.store import (
     read_unproved,
     ready_key,
 )
-from gossipdp.links.strangers import printable
+from gossipdp.launcher.team import Report, send_report
+from gossipdp.logs import printable
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

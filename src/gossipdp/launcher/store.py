@@ -21,7 +21,7 @@ import msgspec
 
 from gossipdp.errors import RendezvousError
 from gossipdp.launcher.environment import Environment
-from gossipdp.links.strangers import printable
+from gossipdp.logs import printable
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

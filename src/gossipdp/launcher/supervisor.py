@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from gossipdp.launcher.environment import identity_variables, join_variables
-from gossipdp.launcher.reports import ReportChannel
-from gossipdp.launcher.team import NOTICE_S, Team
+from gossipdp.launcher.team import NOTICE_S, ReportChannel, Team
 
 logger = logging.getLogger("gossipdp")
 

@@ -6,8 +6,8 @@ frames         what travels on an open link
 tcp            the transport: one poll loop that owns all sockets
 opening        a connection that is no link yet
 tcp_link       one link: frames in and out of a stream
-sockets, tls   the stream beneath: in the clear, or through TLS with the run's key
+sockets, tls   the stream beneath: in the clear, or through TLS with the run's key; no forked child
+               keeps a descriptor of ours
 shared_memory  chunks that a peer on the same host reads in place, and how that memory is passed
-fork           a forked child keeps none of our descriptors
-clock, strangers   seconds since boot; bounded warnings and text that is safe to show
+clock          seconds since boot
 """

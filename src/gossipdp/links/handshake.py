@@ -31,7 +31,7 @@ from typing import final
 
 import msgspec
 
-from gossipdp.links.strangers import printable
+from gossipdp.logs import printable
 from gossipdp.protocol.members import MAX_INCARNATION, MAX_RANK
 
 MAGIC = b"GDPH"

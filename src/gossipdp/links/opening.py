@@ -7,7 +7,7 @@ from __future__ import annotations
 import socket
 from typing import final
 
-from gossipdp.links import fork, sockets
+from gossipdp.links import sockets
 from gossipdp.links.handshake import MAGIC, Handshake, Refusal, Stage
 from gossipdp.links.sockets import PlainStream, Stream
 from gossipdp.links.tls import Tls, TlsStream
@@ -113,7 +113,7 @@ class Opening:
 
     def _wrap(self, tls: Tls) -> TlsStream:
         # Under the guard: a forked child must find the socket under its new object.
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             stream = tls.wrap(self.connection, server_side=not self.handshake.dialler)
             self.stream = stream
         return stream

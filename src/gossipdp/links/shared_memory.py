@@ -16,9 +16,9 @@ Guarantees:
 
 - A mapping lives as long as anything that looks at it: memoryviews, slices of them, tensors made of
   them all hold it. So none ends under a running read, whatever became of the link.
-- A forked child has neither the mapping (``MADV_DONTFORK``) nor, once :mod:`.fork` has closed it,
-  the descriptor. So its copies of these objects are not to be looked at; that they are collected
-  there does no harm.
+- A forked child has neither the mapping (``MADV_DONTFORK``) nor, once :mod:`.sockets` has closed
+  it, the descriptor. So its copies of these objects are not to be looked at; that they are
+  collected there does no harm.
 - Each end looks at the other's user id, for which the kernel vouches: a process of another user
   gets nothing and is not read. One of the same user could read a worker's memory anyway.
 - Nothing here waits: a peer whose queue is full is not offered anything, and its link stays as it
@@ -36,12 +36,15 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Collection, Iterator
-from typing import Any, final
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, final
 
-from gossipdp.links import fork
+from gossipdp.links import sockets
 from gossipdp.links.frames import MAX_SEGMENT, NAME_BYTES, TOKEN_BYTES, FrameError, Header
-from gossipdp.links.strangers import OnceLog
+from gossipdp.logs import OnceLog
+
+if TYPE_CHECKING:
+    from gossipdp.links.tcp_link import TcpLink
 
 # A bound on what is mapped for a peer; slots are a few chunks.
 MAX_SEGMENT_BYTES = 1 << 30
@@ -80,7 +83,7 @@ class _Mapping:
         self.address: int | None = None
         self.process_id = os.getpid()
         self.num_bytes = num_bytes
-        with fork.descriptors_guard:  # no fork between the two
+        with sockets.descriptors_guard:  # no fork between the two
             address = _libc.mmap(None, num_bytes, protection, mmap.MAP_SHARED, descriptor, 0)
             if address == _MAP_FAILED:
                 raise OSError(ctypes.get_errno(), f"mmap: {os.strerror(ctypes.get_errno())}")
@@ -102,7 +105,7 @@ class _Mapping:
 
 
 @final
-class SharedSegment(fork.DescriptorOwner):
+class SharedSegment(sockets.DescriptorOwner):
     """A worker's own ``memory``, page-aligned, which it writes and its peers read.
 
     ``number``, 1 to 65535, names it among the segments of this worker. Raises OSError where the
@@ -116,9 +119,9 @@ class SharedSegment(fork.DescriptorOwner):
             raise OSError(errno.ENOMEM, f"a segment of {num_bytes} bytes")
         if not 0 < number <= MAX_SEGMENT:
             raise OSError(errno.EMFILE, f"there have been {number - 1} segments")
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             self.descriptor = os.memfd_create("gossipdp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            fork.register(self)
+            sockets.register(self)
         # At once, so that too little memory is an error here and no signal later.
         os.posix_fallocate(self.descriptor, 0, num_bytes)
         self.memory = _Mapping(self.descriptor, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE).view()
@@ -131,12 +134,12 @@ class SharedSegment(fork.DescriptorOwner):
         return address_of(payload) - address_of(self.memory)
 
     def close_in_child(self) -> None:
-        fork.close_descriptor(self.descriptor)
+        sockets.close_descriptor(self.descriptor)
         self.descriptor = -1
 
     def __del__(self) -> None:
         """Close the descriptor; the memory lives as long as somebody looks at it."""
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             if self.descriptor >= 0:
                 self.close_in_child()
 
@@ -201,7 +204,7 @@ def offer(segment: SharedSegment, memory_socket: bytes) -> bool:
     """
     name, token = memory_socket[:NAME_BYTES], memory_socket[NAME_BYTES:]
     packet = _OFFER.pack(_MAGIC, token, segment.number, len(segment.memory))
-    with fork.descriptors_guard, _socket() as connection:
+    with sockets.descriptors_guard, _socket() as connection:
         try:
             connection.connect(_address(name))
         except OSError as error:
@@ -227,7 +230,7 @@ class MemorySocket:
         self.name = secrets.token_bytes(NAME_BYTES)
         self._log = log
         self._epoll = epoll
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             listener = _socket()
             try:
                 listener.bind(_address(self.name))
@@ -258,7 +261,7 @@ class MemorySocket:
         """Those that have said nothing yet, then those that wait to be taken in."""
         yield from self.sockets[1:]
         for _ in range(BACKLOG):
-            with fork.descriptors_guard:
+            with sockets.descriptors_guard:
                 try:
                     connection = self.sockets[0].accept()[0]
                 except BlockingIOError:
@@ -277,7 +280,7 @@ class MemorySocket:
             yield connection
 
     def _drop(self, connection: socket.socket) -> None:
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             self.sockets.remove(connection)
             self._epoll.unregister(connection)
             connection.close()
@@ -286,7 +289,7 @@ class MemorySocket:
         self, connection: socket.socket, tokens: Collection[bytes]
     ) -> tuple[bytes, int, memoryview] | None:
         """What ``connection`` brings; None: for a link that is no more. ValueError: no offer."""
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             packet, descriptors, flags, _ = socket.recv_fds(
                 connection, _OFFER.size, 1, socket.MSG_CMSG_CLOEXEC
             )
@@ -301,10 +304,105 @@ class MemorySocket:
                 return token, number, map_peers_segment(descriptors[0], num_bytes)
             finally:
                 for descriptor in descriptors:
-                    fork.close_descriptor(descriptor)
+                    sockets.close_descriptor(descriptor)
 
     def _warn(self, what: str, why: object) -> None:
         self._log.warn_once("memory", f"{what}: {why}", "%s: %s", what, why)
+
+
+@final
+class SlotMemory:
+    """What the slots of this worker's exchanges lie in, and whom of this host it is shared with.
+
+    Args:
+        links: those that are up, by peer.
+        log, epoll: as of :class:`MemorySocket`.
+        may_share: whether peers may read it in place, where the system has what that takes.
+
+    Attributes:
+        segment: the memory that peers may read; None: they may not, or there is none yet.
+    """
+
+    def __init__(
+        self, links: Mapping[int, TcpLink], log: OnceLog, epoll: select.epoll, *, may_share: bool
+    ) -> None:
+        self.segment: SharedSegment | None = None
+        self._memory: memoryview | None = None
+        self._num_segments = 0
+        self._links = links
+        self._log = log
+        self._epoll = epoll
+        self._may_share = may_share
+        self._socket: MemorySocket | None = None
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """All that are open."""
+        return self._socket.sockets if self._socket is not None else []
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        """As of :meth:`.Transport.allocate`."""
+        if self._memory is not None and len(self._memory) == num_bytes:
+            return self._memory
+        self.segment = self._make_segment(num_bytes) if self._may_share else None
+        if self.segment is not None:
+            self._memory = self.segment.memory
+            for link in self._links.values():
+                self.offer_to(link)
+        else:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._memory = memoryview(mmap.mmap(-1, num_bytes, flags))
+        return self._memory
+
+    def abandon(self) -> None:
+        """Write nothing there any more: the next exchange gets another segment.
+
+        A peer may be in the middle of a read, stopped there perhaps, and apply what it reads when
+        it goes on. This segment ends when it has let go of it too.
+        """
+        self.segment = self._memory = None
+
+    def invite(self, link: TcpLink) -> None:
+        """Tell the peer where we take segments, if we do."""
+        if self._socket is not None:
+            link.invite(self._socket.name)
+
+    def offer_to(self, link: TcpLink) -> None:
+        """Offer our segment to a peer that said where it takes them, unless it has been."""
+        segment = self.segment
+        if segment is None or not link.memory_socket or link.offered == segment.number:
+            return
+        try:
+            if offer(segment, link.memory_socket):
+                link.offered = segment.number
+            else:
+                link.memory_socket = b""  # on another host
+        except OSError as error:
+            text = "cannot share memory with rank %s: %s"
+            self._log.warn_once("memory", f"{link.peer}: {error}", text, link.peer, error)
+
+    def take_offers(self) -> None:
+        """Map what peers have offered."""
+        if self._socket is not None:
+            by_token = {link.memory_token: link for link in self._links.values()}
+            for token, number, memory in self._socket.take(by_token):
+                by_token[token].map(number, memory)
+
+    def _make_segment(self, num_bytes: int) -> SharedSegment | None:
+        try:
+            if self._socket is None:
+                with sockets.descriptors_guard:  # no fork before it is listed here
+                    self._socket = MemorySocket(self._log, self._epoll)
+                for link in self._links.values():
+                    self.invite(link)
+            segment = SharedSegment(num_bytes, self._num_segments + 1)
+        except (OSError, AttributeError) as error:  # AttributeError: not on this system
+            self._may_share = False
+            text = "no memory is shared with workers of this host: %s"
+            self._log.warn_once("memory", "none", text, error)
+            return None
+        self._num_segments += 1
+        return segment
 
 
 def _socket() -> socket.socket:

@@ -1,22 +1,38 @@
 """Listening and connected sockets, and the bytes of one connection, in the clear or through TLS.
 
 Everything is non-blocking and made for edge-triggered events.
+
+**A forked child keeps none of our descriptors.** A DataLoader worker is a fork of the training
+process and holds every socket open at the moment of the fork. When the parent is then killed, the
+kernel sends no end of stream until the child dies too, and peers notice late. So in every forked
+child the descriptors are closed at once: closed, never shut down, since a shutdown would end the
+parent's connections as well.
+
+The race: a fork between ``accept()`` (or ``socket()``) and the moment its owner lists the new
+descriptor, or between the moment an owner drops one and ``close()``, would leave the child with a
+descriptor that nobody names. It cannot happen: owners open and close descriptors under
+:data:`descriptors_guard`, and a fork waits for that guard. The calls made under it never block.
+The guard is re-entrant, so that a signal handler that forks does not wait for its own thread; the
+child takes no lock, it only lets go of the guard that its parent took for it.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import errno
 import ipaddress
 import math
+import os
 import socket
 import struct
 import sys
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import final
 
 from gossipdp.errors import RendezvousError
-from gossipdp.links import fork
 
 # Unsent bytes that the kernel takes at most, so that a control message on a slow link waits behind
 # these and one chunk, not behind megabytes.
@@ -25,6 +41,46 @@ BACKLOG = 128
 # Linux; Python's socket module does not name it. The kernel's own TCP keeps the pace.
 SO_MAX_PACING_RATE = 47
 MAX_PACE = 1e15
+
+descriptors_guard = threading.RLock()
+
+
+class DescriptorOwner(abc.ABC):
+    """Something that holds descriptors which a forked child must not keep."""
+
+    @abc.abstractmethod
+    def close_in_child(self) -> None:
+        """Close every descriptor by number, ignoring errors, and become inert. Takes no lock."""
+
+
+_owners: weakref.WeakSet[DescriptorOwner] = weakref.WeakSet()
+
+
+def register(owner: DescriptorOwner) -> None:
+    """Close ``owner``'s descriptors in every child forked from now on, while it lives."""
+    with descriptors_guard:
+        _owners.add(owner)
+
+
+def close_descriptor(number: int) -> None:
+    """Close a descriptor by number; one that is not open is no error."""
+    with contextlib.suppress(OSError):
+        os.close(number)
+
+
+def _after_fork_in_child() -> None:
+    try:
+        for owner in list(_owners):
+            owner.close_in_child()
+    finally:
+        descriptors_guard.release()
+
+
+os.register_at_fork(
+    before=descriptors_guard.acquire,
+    after_in_parent=descriptors_guard.release,
+    after_in_child=_after_fork_in_child,
+)
 
 
 class Stream(abc.ABC):
@@ -76,7 +132,7 @@ class PlainStream(Stream):
 
 
 @final
-class Listener(socket.socket, fork.DescriptorOwner):
+class Listener(socket.socket, DescriptorOwner):
     """A listening socket that no forked child keeps.
 
     A child that held it would take connections in after its parent's death, and the others would
@@ -84,7 +140,7 @@ class Listener(socket.socket, fork.DescriptorOwner):
     """
 
     def close_in_child(self) -> None:
-        fork.close_descriptor(self.detach())
+        close_descriptor(self.detach())
 
 
 def listen(host: str, port: int) -> Listener:
@@ -93,9 +149,9 @@ def listen(host: str, port: int) -> Listener:
     stream, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=stream, flags=passive)[0]
-        with fork.descriptors_guard:
+        with descriptors_guard:
             listener = Listener(family, stream | socket.SOCK_NONBLOCK)
-            fork.register(listener)
+            register(listener)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)

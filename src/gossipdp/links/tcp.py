@@ -16,7 +16,6 @@ import errno
 import ipaddress
 import logging
 import math
-import mmap
 import os
 import select
 import socket
@@ -29,19 +28,17 @@ from typing import Any, Literal, final
 
 import msgspec
 
-from gossipdp.links import fork, sockets
+from gossipdp.links import sockets
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.frames import run_tag
 from gossipdp.links.handshake import Handshake, HandshakeError, Identity, Refusal
 from gossipdp.links.link import LinkHandler, Transport
 from gossipdp.links.opening import Opening
-from gossipdp.links.shared_memory import MemorySocket, SharedSegment, offer
-from gossipdp.links.sockets import Listener, listen
-from gossipdp.links.strangers import OnceLog
+from gossipdp.links.shared_memory import SlotMemory
+from gossipdp.links.sockets import Listener
 from gossipdp.links.tcp_link import LinkOwner, TcpLink
 from gossipdp.links.tls import Tls
-
-__all__ = ["TcpTransport", "listen"]
+from gossipdp.logs import OnceLog
 
 SharedMemory = Literal["auto", "off"]
 
@@ -58,7 +55,7 @@ _EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 
 @final
-class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
+class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
     """Listens, dials, and moves frames between links and one handler.
 
     Args:
@@ -66,7 +63,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         identity: this worker's hello; its ``host`` and ``port`` are filled in with where it
             listens (an own ``host`` is kept: the address that others are to dial).
         secret: shared by all workers of the run; with ``tls`` it is not looked at.
-        listener: from :func:`listen`; the transport closes it.
+        listener: from :func:`~.sockets.listen`; the transport closes it.
         tls: what all links go through; None: in the clear.
         clock: seconds, monotonic; the handler's own, which looks at ``last_heard_s``.
         max_unauthenticated: bounds the accepted connections without a handshake.
@@ -102,15 +99,10 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self.tag = run_tag(identity.run_id)
         self.clock = clock
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
-        self.segment: SharedSegment | None = None
         self._secret = secret if tls is None else None
         self._tls = tls
         self._max_unauthenticated = max_unauthenticated
         self._max_bytes_per_s = max_bytes_per_s
-        self._memory: memoryview | None = None
-        self._num_segments = 0
-        self._may_share = shared_memory == "auto" and max_bytes_per_s is None
-        self._memory_socket: MemorySocket | None = None
         self._polling = False
         self.links: dict[int, TcpLink] = {}
         self._openings: dict[Opening, None] = {}  # the oldest first
@@ -126,10 +118,12 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         # does not wait for its own thread.
         self._wake_guard = threading.RLock()
         self._listener = listener
-        with fork.descriptors_guard:
+        may_share = shared_memory == "auto" and max_bytes_per_s is None
+        with sockets.descriptors_guard:
             self._epoll = select.epoll()
+            self.memory = SlotMemory(self.links, self._log, self._epoll, may_share=may_share)
             self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            fork.register(self)
+            sockets.register(self)
             self._closed = False
         # Edge-triggered too, so that the counter need not be read back, and a listener that cannot
         # accept does not end every wait at once.
@@ -149,7 +143,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
                     self._accept()
                 if self._segments_due:
                     self._segments_due = False
-                    self._take_segments()
+                    self.memory.take_offers()
                 # A link may be there already, and its first frame: the other end was quick, or we
                 # slow.
                 self._tell()
@@ -184,7 +178,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         for link in list(self.links.values()):
             link.flush_controls()
             sockets.empty(link.connection, self.scratch)
-        with fork.descriptors_guard, self._wake_guard:
+        with sockets.descriptors_guard, self._wake_guard:
             self._closed = True
             for connection in [*self._connections(), self._listener]:
                 connection.close()
@@ -192,14 +186,14 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             os.close(self._wake_descriptor)
         for link in list(self.links.values()):
             link.end("this worker closed its transport")
-        self.segment = self._memory = None
+        self.memory.abandon()
         for mine in (self.links, self._openings, self._by_descriptor, self.to_read):
             mine.clear()
         self.to_write.clear()
         self._notices.clear()
 
     def close_in_child(self) -> None:
-        """As of :class:`.fork.DescriptorOwner`.
+        """As of :class:`.sockets.DescriptorOwner`.
 
         Sockets are detached first: a socket object closed later, by the collector, must not close
         a number that the child has meanwhile given to a file of its own.
@@ -208,9 +202,9 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             return
         self._closed = True
         for connection in self._connections():
-            fork.close_descriptor(connection.detach())
+            sockets.close_descriptor(connection.detach())
         self._epoll.close()
-        fork.close_descriptor(self._wake_descriptor)
+        sockets.close_descriptor(self._wake_descriptor)
 
     def __del__(self) -> None:
         """Close what the owner forgot."""
@@ -221,18 +215,19 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
 
     def _connections(self) -> list[socket.socket]:
         """All sockets but the listener, which sees to itself in a child."""
-        unix = self._memory_socket.sockets if self._memory_socket is not None else []
         links = (link.connection for link in self.links.values())
-        return [*links, *(opening.connection for opening in self._openings), *unix]
+        openings = (opening.connection for opening in self._openings)
+        return [*links, *openings, *self.memory.sockets]
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        assert not self._closed
+        return self.memory.allocate(num_bytes)
 
     # Links.
 
     def link_ended(self, link: TcpLink, reason: str, *, broken: bool, unread: bool) -> None:
         if unread:
-            # The peer may be in the middle of a read, stopped there perhaps, and apply what it
-            # reads when it goes on. So nothing is written there any more: the next exchange gets
-            # another segment, and this one ends when the peer has let go of it too.
-            self.segment = self._memory = None
+            self.memory.abandon()
         if self._closed:
             return
         if broken:
@@ -240,7 +235,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             self._log.warn_once("broken", who, "ended the link to %s: %s", who, reason)
         self.to_read.pop(link, None)
         self.to_write.pop(link, None)
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             if self.links.get(link.peer) is link:
                 del self.links[link.peer]
             self._close_connection(link.connection, link.connection.fileno())
@@ -268,8 +263,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
         self._by_descriptor[opening.descriptor] = link
         self.to_read[link] = None
         self._notices.append(partial(self.handler.link_up, link))
-        if self._memory_socket is not None:
-            link.invite(self._memory_socket.name)
+        self.memory.invite(link)
 
     # Openings.
 
@@ -284,7 +278,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             if not 0 < port < 65536:
                 raise ValueError(f"port {port} is not in 1..65535")
             family = socket.AF_INET if version == 4 else socket.AF_INET6
-            with fork.descriptors_guard:
+            with sockets.descriptors_guard:
                 connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
                 opening = self._begin(connection, (host, port), True, peer)
             code = connection.connect_ex((host, port))
@@ -307,7 +301,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
     def _begin(
         self, connection: socket.socket, there: tuple[str, int], dialler: bool, wanted: int | None
     ) -> Opening:
-        """List a new socket, under the guard of :mod:`.fork`."""
+        """List a new socket, under the guard of :mod:`.sockets`."""
         handshake = Handshake(
             self.identity, self._secret, dialler=dialler, wanted_rank=wanted, admit=self._admit
         )
@@ -326,7 +320,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
     def _accept(self) -> None:
         try:
             for _ in range(sockets.BACKLOG):
-                with fork.descriptors_guard:
+                with sockets.descriptors_guard:
                     try:
                         connection, address = self._listener.accept()
                     except BlockingIOError:
@@ -430,7 +424,7 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
 
     def _release(self, opening: Opening) -> None:
         """Forget an opening and close its socket, in one step for a fork."""
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             del self._openings[opening]
             self._close_connection(opening.connection, opening.descriptor)
 
@@ -441,58 +435,6 @@ class TcpTransport(Transport, LinkOwner, fork.DescriptorOwner):
             # connection, and with it the registration, alive.
             self._epoll.unregister(connection)
             connection.close()
-
-    # Memory that peers of this host read.
-
-    def allocate(self, num_bytes: int) -> memoryview:
-        assert not self._closed
-        if self._memory is not None and len(self._memory) == num_bytes:
-            return self._memory
-        self.segment = self._make_segment(num_bytes) if self._may_share else None
-        if self.segment is not None:
-            self._memory = self.segment.memory
-            for link in self.links.values():
-                self.link_found_memory_socket(link)
-        else:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._memory = memoryview(mmap.mmap(-1, num_bytes, flags))
-        return self._memory
-
-    def _make_segment(self, num_bytes: int) -> SharedSegment | None:
-        """A fresh segment, for the peers of this host; None: none can be had."""
-        try:
-            if self._memory_socket is None:
-                self._memory_socket = MemorySocket(self._log, self._epoll)
-                for link in self.links.values():
-                    link.invite(self._memory_socket.name)
-            segment = SharedSegment(num_bytes, self._num_segments + 1)
-        except (OSError, AttributeError) as error:  # AttributeError: not on this system
-            self._may_share = False
-            text = "no memory is shared with workers of this host: %s"
-            self._log.warn_once("memory", "none", text, error)
-            return None
-        self._num_segments += 1
-        return segment
-
-    def link_found_memory_socket(self, link: TcpLink) -> None:
-        """Offer our segment to the peer, unless it has been."""
-        segment = self.segment
-        if segment is None or not link.memory_socket or link.offered == segment.number:
-            return
-        try:
-            if offer(segment, link.memory_socket):
-                link.offered = segment.number
-            else:
-                link.memory_socket = b""  # on another host
-        except OSError as error:
-            text = "cannot share memory with rank %s: %s"
-            self._log.warn_once("memory", f"{link.peer}: {error}", text, link.peer, error)
-
-    def _take_segments(self) -> None:
-        if self._memory_socket is not None:
-            by_token = {link.memory_token: link for link in self.links.values()}
-            for token, number, memory in self._memory_socket.take(by_token):
-                by_token[token].map(number, memory)
 
     # A turn of the loop.
 

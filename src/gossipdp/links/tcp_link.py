@@ -37,7 +37,7 @@ from gossipdp.links.frames import (
 )
 from gossipdp.links.handshake import Identity
 from gossipdp.links.link import Link, LinkHandler
-from gossipdp.links.shared_memory import PeerSegments, SharedSegment
+from gossipdp.links.shared_memory import PeerSegments, SlotMemory
 from gossipdp.links.sockets import Stream
 
 # One turn of the loop moves at most this much per link and direction, so that no link starves
@@ -80,21 +80,17 @@ class LinkOwner(abc.ABC):
     tag: bytes
     clock: Callable[[], float]
     scratch: memoryview  # where payloads land that nobody wants
-    segment: SharedSegment | None  # our memory that peers may read
+    memory: SlotMemory  # ours, which peers may read
     # Links whose ``read_some`` or ``write_some`` is to be called before sleeping.
     to_read: dict[Any, None]
     to_write: dict["TcpLink", None]
-
-    @abc.abstractmethod
-    def link_found_memory_socket(self, link: "TcpLink") -> None:
-        """The peer said in ``link.memory_socket`` where it takes segments."""
 
     @abc.abstractmethod
     def link_ended(self, link: "TcpLink", reason: str, *, broken: bool, unread: bool) -> None:
         """Close the link's socket and tell the handler from ``poll()``.
 
         ``broken``: the peer, authenticated as it is, sent what no worker sends. ``unread``: it may
-        still be reading ``segment``.
+        still be reading ``memory``.
         """
 
 
@@ -158,7 +154,7 @@ class TcpLink(Link):
 
     @property
     def is_shared(self) -> bool:
-        segment = self._owner.segment
+        segment = self._owner.memory.segment
         return segment is not None and segment.number == self.ready
 
     def send_control(self, data: bytes) -> None:
@@ -176,8 +172,9 @@ class TcpLink(Link):
             return
         offset = None
         if self.is_shared and frame_type in SHARED_TYPES:
-            assert self._owner.segment is not None
-            offset = self._owner.segment.offset_of(payload)
+            segment = self._owner.memory.segment
+            assert segment is not None
+            offset = segment.offset_of(payload)
         if offset is not None and offset % SEGMENT_ALIGNMENT_BYTES == 0:
             chunk.segment, chunk.offset = self.ready, offset
         else:
@@ -351,7 +348,7 @@ class TcpLink(Link):
             self._owner.handler.control(self, bytes(landing))
         else:
             self.memory_socket = bytes(landing)
-            self._owner.link_found_memory_socket(self)
+            self._owner.memory.offer_to(self)
 
     def _confirm(self, num_read: int) -> None:
         """The peer says how many chunks it has read in place, modulo 2**32."""

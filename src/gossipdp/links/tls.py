@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import final
 
-from gossipdp.links import fork
+from gossipdp.links import sockets
 from gossipdp.links.sockets import Stream
 
 logger = logging.getLogger("gossipdp")
@@ -126,6 +126,19 @@ def _write_new(path: Path, data: bytes, mode: int) -> None:
         file.write(data)
 
 
+def check_private(name: str, path: Path) -> None:
+    """Warn where others than its owner may read or change a file with a secret."""
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o077:
+        logger.warning(
+            "others than you may read %s %s (mode %03o), and whoever reads it can take part in the "
+            "run; chmod 600 it",
+            name,
+            path,
+            mode,
+        )
+
+
 @final
 class Tls:
     """What a worker needs to open either end of a TLS connection; ``files`` are read here once.
@@ -145,14 +158,7 @@ class Tls:
                 raise ValueError(text) from None
             except OSError as error:
                 raise ValueError(f"cannot read tls_{name} {path}: {error.strerror}") from None
-        mode = files.key.stat().st_mode & 0o777
-        if mode & 0o077:
-            logger.warning(
-                "others than you may read tls_key %s (mode %03o), and whoever reads it can take "
-                "part in the run; chmod 600 it",
-                files.key,
-                mode,
-            )
+        check_private("tls_key", files.key)
         self._server = _context(ssl.PROTOCOL_TLS_SERVER, files)
         # No tickets: every link shows its certificate, and nothing unasked-for follows.
         self._server.num_tickets = 0
@@ -165,7 +171,7 @@ class Tls:
     def wrap(self, connection: socket.socket, *, server_side: bool) -> TlsStream:
         """The stream over a connected socket, whose object is emptied; its handshake is due."""
         context = self._server if server_side else self._client
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             wrapped = context.wrap_socket(
                 connection, server_side=server_side, do_handshake_on_connect=False
             )

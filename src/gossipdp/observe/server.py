@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from gossipdp.errors import RendezvousError
-from gossipdp.links import fork
+from gossipdp.links import sockets
 from gossipdp.links.sockets import listen
-from gossipdp.links.strangers import OnceLog
+from gossipdp.logs import OnceLog
 
 logger = logging.getLogger("gossipdp.observe")
 
@@ -56,7 +56,7 @@ class _Connection:
     answer: memoryview | None = None
 
 
-class StatusServer(fork.DescriptorOwner):
+class StatusServer(sockets.DescriptorOwner):
     """Binds its port at once, and answers from :meth:`serve` on.
 
     Args:
@@ -86,9 +86,9 @@ class StatusServer(fork.DescriptorOwner):
         self._once = OnceLog(logger)
         self._accept_from_s = 0.0
         self._thread: threading.Thread | None = None
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             self._waker, self._woken = socket.socketpair()
-            fork.register(self)
+            sockets.register(self)
 
     def serve(self, pages: Mapping[str, Page]) -> None:
         """Show these pages, each under its path."""
@@ -100,7 +100,7 @@ class StatusServer(fork.DescriptorOwner):
     def close(self) -> None:
         """End the thread and free the port. A second call does nothing."""
         # The thread closes the waker under the same guard: not between the flag and the byte.
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             if self._is_closed:
                 return
             self._is_closed = True
@@ -111,11 +111,11 @@ class StatusServer(fork.DescriptorOwner):
             self._thread.join(JOIN_TIMEOUT_S)
 
     def close_in_child(self) -> None:
-        """See :class:`~gossipdp.links.fork.DescriptorOwner`; the listener sees to itself."""
+        """See :class:`~gossipdp.links.sockets.DescriptorOwner`; the listener sees to itself."""
         self._is_closed = True
         held = [self._waker, self._woken, *(each.socket for each in self._connections.values())]
         for each in held:
-            fork.close_descriptor(each.detach())
+            sockets.close_descriptor(each.detach())
 
     def _run(self) -> None:
         try:
@@ -130,7 +130,7 @@ class StatusServer(fork.DescriptorOwner):
     def _close_all(self) -> None:
         for connection in list(self._connections.values()):
             self._drop(connection)
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             for each in (self._listener, self._waker, self._woken):
                 each.close()
 
@@ -162,7 +162,7 @@ class StatusServer(fork.DescriptorOwner):
         if len(self._connections) >= MAX_CONNECTIONS:
             self._drop(min(self._connections.values(), key=lambda each: each.deadline_s))
         try:
-            with fork.descriptors_guard:
+            with sockets.descriptors_guard:
                 accepted, _ = self._listener.accept()
                 accepted.setblocking(False)
                 connection = _Connection(accepted, self._clock() + CONNECTION_S)
@@ -191,7 +191,7 @@ class StatusServer(fork.DescriptorOwner):
             self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             self._connections.pop(connection.socket.fileno(), None)
             connection.socket.close()
 

@@ -85,7 +85,7 @@ class Arrival:
         self.before = Counts() if resumption is None else resumption.counts
         self.settings = Settings(
             tensors=(*flat.description(), *flat.state.description()),
-            method=options.method,
+            method=options.exchange_method,
             graph="",
             comm_rate=f"{options.comm_rate:g}",
             wire_format=options.wire_format,
@@ -349,6 +349,8 @@ class Arrival:
         segments = self._state.segments
         pendings = self._flat.named([s.pending if s.role.is_exchanged else None for s in segments])
         momenta = self._flat.named([s.c for s in segments])
+        bases = self._flat.named([s.outer and s.outer.base for s in segments])
+        outer_momenta = self._flat.named([s.outer and s.outer.m for s in segments])
         for name, x in self._flat.named([s.x for s in segments]).items():
             x.copy_(tensors[f"model/{name}"])
             pending, c = tensors.get(f"pending/{name}"), tensors.get(f"c/{name}")
@@ -357,7 +359,13 @@ class Arrival:
             if c is not None and name in momenta:
                 momenta[name].copy_(c)
             elif c is not None and name in pendings:  # saved under another method: z goes on
-                update.flow(pendings[name], c.clone(), decay=0.0)
+                update.flow(pendings[name], c, 0.5)
+            if name in bases:
+                g, m = tensors.get(f"outer_g/{name}"), tensors.get(f"outer_m/{name}")
+                bases[name].copy_(x)
+                if g is not None and m is not None:
+                    bases[name].sub_(g)
+                    outer_momenta[name].copy_(m)
         for chunk in self._state.chunks:
             chunk.restored()
 

@@ -3,9 +3,10 @@
     DIRECTORY/worker-RANK/step-NNNNNNNN.safetensors
 
 A file holds ``model/NAME`` (the module's parameters and persistent buffers), ``c/NAME`` (the
-momentum), ``pending/NAME`` (what exchanges brought and the next step adds, where there is any), and
-the tensors of the training state by number; in its metadata its :class:`Facts` and the skeleton of
-the training state.
+momentum), ``pending/NAME`` (what exchanges brought and the next step adds, where there is any),
+``outer_g/NAME`` and ``outer_m/NAME`` (with an outer step: the optimizer's steps since the last one,
+and its momentum), and the tensors of the training state by number; in its metadata its
+:class:`Facts` and the skeleton of the training state.
 
 A worker that died long before its run ended left a checkpoint of the point where it died. A run
 that resumes from it, or averages it with the others', is thrown back. So each checkpoint says which
@@ -66,7 +67,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file; ``steps`` and ``samples`` are what this worker has done itself, in all of its lives.
     ``progress`` holds every life that it knew of, which together make the progress of the run.
     ``run_id`` and ``incarnation`` name the life that saved, and ``ended`` those that it knew to
-    have ended; allreduce has but one life a rank.
+    have ended; allreduce has but one life a rank. ``outer`` is the outer step, in words.
     """
 
     rank: int
@@ -81,6 +82,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run_id: str = ""
     incarnation: int = 0
     ended: tuple[EndedLife, ...] = ()
+    outer: str = ""
 
 
 class Counts(NamedTuple):
@@ -134,7 +136,7 @@ def encode(
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """Read a file: the tensors by ``model/``, ``c/`` and ``pending/`` names; the training state.
+    """Read a file: the tensors by kind and name, as ``c/NAME``; the training state.
 
     Raises:
         DamagedFileError: its content is not what was written.
@@ -270,7 +272,7 @@ class Resumption:
         start: a text for all workers to compare: how the run starts.
         counts: from which this worker goes on.
         progress: every life to be counted in.
-        tensors: by ``model/``, ``c/`` and ``pending/`` names.
+        tensors: by kind and name, as ``model/NAME``; see the module.
         training: the training state.
         is_own: whether this worker goes on with its own share of the data.
         ended: for what this run saves: the lives of earlier runs that have ended.
@@ -295,6 +297,7 @@ def find_resumption(
     world_size: int,
     method: str,
     layout: Layout,
+    outer: str = "",
 ) -> Resumption | None:
     """Return what a run starts from; None for a fresh start.
 
@@ -303,6 +306,7 @@ def find_resumption(
         directory: where this run saves.
         rank, world_size: of this worker, and of the run that starts now.
         method, layout: of the run that starts now, and of this worker's model.
+        outer: the outer step of the run that starts now, in words; empty without one.
 
     Raises:
         ValueError: there is nothing where there should be, ``directory`` holds another run's
@@ -330,6 +334,7 @@ def find_resumption(
             world_size=world_size,
             is_synchronous=is_synchronous,
             layout=layout,
+            outer=outer,
         )
     if _holds_files(source):
         raise DamagedFileError(f"no checkpoint in {source} is whole")
@@ -381,6 +386,7 @@ def _resume(
     world_size: int,
     is_synchronous: bool,
     layout: Layout,
+    outer: str,
 ) -> Resumption:
     r"""Choose and read what a worker starts from.
 
@@ -389,9 +395,10 @@ def _resume(
 
     .. math:: z = \frac1k \sum_j (x_j + c_j/2), \qquad j \in \{r, r+m, r+2m, \ldots\}
 
-    over the k files that there are, with c = 0; where there is none, over all files. Its optimizer
-    state is that of file r, or r mod the number that saved: what a joiner takes from a donor. A
-    fresh one would not do: AdamW's first steps are as large as the learning rate in every element.
+    over the k files that there are, with c = 0 and an outer step that begins anew; where there is
+    none, over all files. Its optimizer state is that of file r, or r mod the number that saved:
+    what a joiner takes from a donor. A fresh one would not do: AdamW's first steps are as large as
+    the learning rate in every element.
 
     Of a worker that died long before the others saved last only the progress counts.
     """
@@ -421,6 +428,8 @@ def _resume(
     if good is None:
         raise DamagedFileError(f"no checkpoint in {source} is whole")
     facts, tensors, training = good
+    if rank == 0:
+        _warn_of_outer_step(facts.outer, outer)
     is_base = base == rank
     is_own = is_base and world_size == first.world_size
     group = [each for each in ranks if each % world_size == rank]
@@ -452,6 +461,24 @@ def _resume(
         is_own=is_own,
         ended=tuple((each, BEFORE_THIS_RUN) for each in sorted(left_behind)),
     )
+
+
+def _warn_of_outer_step(saved: str, outer: str) -> None:
+    """Say what becomes of the outer step, where it is not what was saved."""
+    if saved and not outer:
+        logger.warning(
+            "the checkpoints were saved with an outer step, which ends here: to go on with it, "
+            "wrap with outer=%s",
+            saved,
+        )
+    elif outer and not saved:
+        logger.warning(
+            "the checkpoints were saved without an outer step: %s begins without momentum", outer
+        )
+    elif outer != saved:
+        logger.warning(
+            "the checkpoints were saved with %s: its momentum goes on in %s", saved, outer
+        )
 
 
 def _newest_good(

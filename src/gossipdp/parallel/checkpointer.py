@@ -130,7 +130,7 @@ class Checkpointer:
         self._engine = engine
         self._optimizers = optimizers
         self._position = position
-        self._method = options.method
+        self._method, self._outer = options.method, str(options.outer or "")
         self._saving = saving
         self._directory = None if saving.directory is None else Path(saving.directory)
         self._generation = 1 if resumption is None else resumption.generation
@@ -310,6 +310,7 @@ class Checkpointer:
             run_id=engine.run_id,
             incarnation=captured.incarnation,
             ended=(*self._ended, *captured.ended),
+            outer=self._outer,
         )
         state = {
             **training_state.capture(self._optimizers),

@@ -12,6 +12,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from gossipdp.dynamics.chunks import CHUNK_BYTES, Chunk, Role, Segment, State
 from gossipdp.dynamics.device import ON, SWITCH, is_cuda_allowed, zeros
+from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import ModelChangedError
 
@@ -92,6 +93,7 @@ class FlatParameters:
     Args:
         module, optimizers: the user's.
         momentum: whether trained parameters carry c (method ``a2cid2``).
+        outer: the outer step of trained parameters.
         exchange_frozen: exchange frozen parameters too, so that they may be unfrozen later.
         chunk_bytes: the size of a chunk; by default one that grows with the model.
 
@@ -107,6 +109,7 @@ class FlatParameters:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         momentum: bool,
+        outer: OuterStep | None = None,
         exchange_frozen: bool = False,
         chunk_bytes: int | None = None,
     ) -> None:
@@ -118,7 +121,7 @@ class FlatParameters:
         _check_device(self._views)
         if chunk_bytes is None:
             chunk_bytes = chunk_bytes_for(sum(view.tensor.nbytes for view in self._views))
-        self.state = State(self._move(momentum, chunk_bytes))
+        self.state = State(self._move(momentum, outer, chunk_bytes))
         self._flats = [segment.x for segment in self.state.segments]
         # What every boundary looks at.
         self._held = [(view, *held) for view in self._views for held in view.owners]
@@ -134,7 +137,7 @@ class FlatParameters:
         ]
         self._seen: list[Tensor] = []
 
-    def _move(self, momentum: bool, chunk_bytes: int) -> Iterator[Segment]:
+    def _move(self, momentum: bool, outer: OuterStep | None, chunk_bytes: int) -> Iterator[Segment]:
         """Lay out one segment per (role, optimizer, dtype, device) and move the values there."""
         groups: dict[tuple[Role, int, torch.dtype, torch.device], list[_View]] = {}
         for view in self._views:
@@ -156,6 +159,7 @@ class FlatParameters:
                 flat,
                 role,
                 momentum=momentum,
+                outer=outer,
                 optimizer_index=optimizer_index,
                 chunk_bytes=chunk_bytes,
             )

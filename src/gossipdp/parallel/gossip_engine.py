@@ -31,13 +31,16 @@ from gossipdp.parallel.options import Options
 from gossipdp.parallel.state_transfers import sum_over_live
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.protocol.members import Status
+from gossipdp.protocol.pairing import MAX_BACKLOG
 
 logger = logging.getLogger("gossipdp")
 
 WAIT_LINE_EVERY_S = 10.0
 TURN_WHILE_WAITING_S = 0.002
-# Ticks of a worker's clock before the share that was served is worth a warning.
-MIN_TICKS_FOR_RATE_WARNING = 100
+# Of a worker, before the share of its demands that was served is worth a warning: links have come
+# up by then. Where exchanges are rare, so few demands may be those of hours.
+MIN_STEPS_FOR_RATE_WARNING = 200
+MIN_TICKS_FOR_RATE_WARNING = 20
 RATE_WARNING_BELOW = 0.8
 LOOK_AT_THREAD_EVERY_S = 0.05
 # Under pace="strict": own demands for an exchange that may be unserved.
@@ -77,6 +80,7 @@ class GossipEngine(Engine):
             module,
             optimizers,
             momentum=options.method == "a2cid2",
+            outer=options.outer,
             exchange_frozen=options.exchange_frozen,
         )
         self._state = self._flat.state
@@ -168,18 +172,15 @@ class GossipEngine(Engine):
         self._waited_s += time.monotonic() - started_s
 
     def _warn_of_low_rate(self) -> None:
-        due = self._loop.published.num_ticks
-        if due < MIN_TICKS_FOR_RATE_WARNING:
-            return
-        achieved = self._loop.published.exchanges_initiated / due
-        if achieved < RATE_WARNING_BELOW:
+        due, served = self._loop.published.num_ticks, self._loop.published.exchanges_initiated
+        if is_rate_low(self._gradient_steps, due, served):
             self._rate_warning_due = False
             logger.warning(
                 "worker %d exchanges at %.0f%% of the comm rate %g: links or neighbours are too "
                 "slow for it. Training does not wait; lower comm_rate, or use pace='strict' to "
                 "wait for the exchanges",
                 self.rank,
-                100 * achieved,
+                100 * served / due,
                 self._options.comm_rate,
             )
 
@@ -259,16 +260,12 @@ class GossipEngine(Engine):
         # Every chunk at one phase, which is therefore 0 for whoever resumes.
         self._state.flow(self._theta())
         self._state.device.finish()
-        flats: dict[str, list[Tensor | None]] = {"model": [], "c": [], "pending": []}
+        kinds = ("pending", "c", "outer_g", "outer_m")
+        flats: dict[str, list[Tensor | None]] = {kind: [] for kind in ("model", *kinds)}
         for segment in self._state.segments:
-            pending = torch.empty_like(segment.pending, device="cpu")
-            c = None if segment.c is None else torch.empty_like(segment.c, device="cpu")
-            for chunk, room in segment.split(pending) if segment.role.is_exchanged else ():
-                start = room.storage_offset()
-                chunk.copy_momentum(room, None if c is None else c[start : start + room.numel()])
             flats["model"].append(segment.x.to("cpu", copy=True))
-            flats["c"].append(c)
-            flats["pending"].append(pending if pending.any() else None)
+            for kind, copy in zip(kinds, segment.copy_momentum(), strict=True):
+                flats[kind].append(copy)
         protocol = self._protocol
         (progress, _), members = self._thread.call(
             lambda: (protocol.progress.news(), protocol.membership.members())
@@ -440,6 +437,16 @@ class GossipEngine(Engine):
                 )
             )
         return tuple(members), tuple(neighbours)
+
+
+def is_rate_low(num_steps: int, num_due: int, num_served: int) -> bool:
+    """Whether a worker is served too few of the exchanges that it has asked for.
+
+    Those that wait in its backlog are not late yet.
+    """
+    if num_steps < MIN_STEPS_FOR_RATE_WARNING or num_due < MIN_TICKS_FOR_RATE_WARNING:
+        return False
+    return num_served + MAX_BACKLOG < RATE_WARNING_BELOW * num_due
 
 
 def _missing(published: Published, now_s: float) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gossipdp import logs
+from gossipdp.dynamics.outer import OuterStep
 from gossipdp.parallel.checkpoint_files import check_name, copied_state, write_state
 from gossipdp.parallel.checkpointer import Stateful
 from gossipdp.parallel.feed import dataset_size
@@ -52,6 +53,8 @@ class GossipDataParallel(nn.Module):
         comm_rate: exchanges per worker per gradient step, in expectation.
         method: ``a2cid2``; ``gossip`` (plain pairwise averaging); ``allreduce`` (the synchronous
             baseline, through DistributedDataParallel); ``none`` (workers train apart: the control).
+        outer: an outer step at each exchange, for rare ones: see :class:`~gossipdp.OuterStep`. The
+            same on all workers; None: none.
         budget_samples: how many samples all workers together train on; ends :meth:`batches` and
             scales :meth:`progress`. None: no budget, or that of :meth:`epochs`.
         pace: ``free`` (training never waits) or ``strict`` (it waits rather than fall more than
@@ -101,6 +104,7 @@ class GossipDataParallel(nn.Module):
         graph: Any = "ring",
         comm_rate: float = 1.0,
         method: Literal["a2cid2", "gossip", "allreduce", "none"] = "a2cid2",
+        outer: OuterStep | None = None,
         budget_samples: int | None = None,
         pace: Literal["free", "strict"] = "free",
         seed: int = 0,
@@ -120,6 +124,7 @@ class GossipDataParallel(nn.Module):
             graph=graph,
             comm_rate=comm_rate,
             method=method,
+            outer=outer,
             budget_samples=budget_samples,
             pace=pace,
             seed=seed,

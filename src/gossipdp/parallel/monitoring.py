@@ -28,8 +28,14 @@ import gossipdp
 from gossipdp.graph.topology import build_graph, graph_name
 from gossipdp.launcher.environment import Environment, show_address
 from gossipdp.links.clock import boot_id, since_boot_s
-from gossipdp.observe.log import FILE_PATTERN, ExchangeRecord, RecentExchange, Value, worker_file
-from gossipdp.observe.log_writer import RunLogWriter
+from gossipdp.observe.log import (
+    FILE_PATTERN,
+    ExchangeRecord,
+    RecentExchange,
+    RunLogWriter,
+    Value,
+    worker_file,
+)
 from gossipdp.observe.server import Page, StatusServer
 from gossipdp.observe.status import (
     METRICS_PATH,
@@ -477,6 +483,7 @@ def describe(
         "budget_samples": options.budget_samples,
         **{name: getattr(options, name) for name in OPTIONS},
         **{name: getattr(options.network, name) for name in NETWORK_OPTIONS},
+        **({} if options.outer is None else {"outer": str(options.outer)}),
         "checkpoint_every": options.checkpoints.every_steps,
         "parameters": sum(parameter.numel() for parameter in parameters),
         "precision": ", ".join(sorted(precisions)),

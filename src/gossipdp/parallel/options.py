@@ -8,11 +8,14 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from gossipdp.dynamics.outer import OuterStep
+
 logger = logging.getLogger("gossipdp")
 
 PathLike = str | os.PathLike[str]
 
 METHODS = ("a2cid2", "gossip", "allreduce", "none")
+GOSSIP_METHODS = ("a2cid2", "gossip")
 PACES = ("free", "strict")
 ON_NONFINITE = ("stop", "exit")
 SHARED_MEMORY = ("auto", "off")
@@ -141,6 +144,7 @@ class Options:
     graph: Any = "ring"
     comm_rate: float = 1.0
     method: str = "a2cid2"
+    outer: OuterStep | None = None
     budget_samples: int | None = None
     pace: str = "free"
     seed: int = 0
@@ -167,6 +171,11 @@ class Options:
                 "more than a few seldom gain anything. Exchanges in a hundred steps would be 0.01",
                 self.comm_rate,
             )
+        if self.outer is not None and self.method not in GOSSIP_METHODS:
+            raise ValueError(
+                f"the outer step comes with an exchange, and method={self.method!r} has none: "
+                f"leave outer None, or choose method {' or '.join(map(repr, GOSSIP_METHODS))}"
+            )
         if self.method != "allreduce":
             return
         if self.network.tls_cert is not None:
@@ -181,6 +190,11 @@ class Options:
                 f"wire_format {self.wire_format!r} is of the exchanges of gossip, and "
                 "method='allreduce' has none: leave it 'full'"
             )
+
+    @property
+    def exchange_method(self) -> str:
+        """What an exchange does, for workers to compare: the method, and its outer step."""
+        return self.method if self.outer is None else f"{self.method} with {self.outer}"
 
 
 # What an option may be: one of these texts, a whole number from .. to, a positive number (float),
@@ -205,6 +219,7 @@ _RULES: dict[str, Any] = {
     "network": Network,
     "checkpoints": Checkpoints,
     "monitor": Monitor,
+    "outer": OuterStep,
 }
 
 

@@ -46,6 +46,7 @@ class Worker:
                 rank=environment.rank,
                 world_size=environment.world_size,
                 method=options.method,
+                outer=str(options.outer or ""),
                 layout=layout_of(named_tensors(module)),
             )
         if resumption is not None:

@@ -9,7 +9,9 @@
     confirmation  when a chunk that travels in a code may be applied
     links         silence, heartbeats, and the news that travels with messages
     liveness      who is dead: silence or a refused dial, and questions to others
+    presence      who is there, for this worker: what it makes of members, links and liveness
     consolidate   the end: the exact average, the same bits on every worker
+    stalling      who takes part in it: all who are done, but for those that hold it up
     worker        all of it composed: the one object that runtime and simulator drive
 
 Time comes in as ``now`` in seconds from any monotonic clock, randomness as a ``random.Random``.

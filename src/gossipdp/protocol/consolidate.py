@@ -17,15 +17,8 @@ again when the link it was asked on is lost, and every message may arrive twice.
 one worker leads, it hears of every higher epoch, goes above it, and all follow; so all ends once
 failures cease.
 
-**Who stalls.** A live worker may be done, beat, and bring consolidation no further. Only progress
-of an epoch counts: its next chunk, distance or acknowledgement, and bytes on the link that carries
-them, since on a slow link one chunk may take longer than the time-out. A member tells the leader of
-a child that made none for two time-outs for each level of the tree that its next word has to come
-up through. The leader then begins anew with both of them as leaves: it may be the child, the one
-who accuses it, or the link between them. A suspect leaf that stalls again is *left out*: the epochs
-that follow are without it. A leader under whom nothing moved here for six time-outs and two for
-each level of the tree is passed over: left out by whoever waits for it, so that the next lowest
-leads. A worker that was left out by mistake consolidates by itself once the others have left.
+**Who stalls** is left out of the epochs that follow, or passed over where it leads:
+:mod:`~gossipdp.protocol.stalling` says who, and when.
 
 **One result only.** A new epoch does not always compute a new mean. A member that holds every
 chunk of a result refuses to join an epoch that would replace it (``Held``), and the leader begins
@@ -59,9 +52,8 @@ distance is over the survivors, who can still compare.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
@@ -77,7 +69,7 @@ from gossipdp.protocol.actions import (
     SendPartial,
     SendResult,
 )
-from gossipdp.protocol.members import MAX_LEAP, Member, Status
+from gossipdp.protocol.members import MAX_LEAP, Member
 from gossipdp.protocol.messages import (
     Accuse,
     Average,
@@ -95,25 +87,11 @@ from gossipdp.protocol.messages import (
     PullResults,
     Release,
 )
+from gossipdp.protocol.stalling import REPEAT_AFTER, Participants
 
 ConsolidationAction: TypeAlias = Send[ConsolidationMessage] | DataAction
 Actions: TypeAlias = list[ConsolidationAction]
 
-TICKS_PER_TIMEOUT = 4
-"""How often :meth:`Consolidation.tick` is called. The next five are in ticks."""
-REPEAT_AFTER = 4
-ACCUSE_AFTER = 8
-"""Of a leaf; as much again for each level below: the first word of a tree comes up hop by hop."""
-GIVE_UP_AFTER = ACCUSE_AFTER + REPEAT_AFTER
-"""Of a leader: the accusation has been said twice by then, and those of other waits are here."""
-FRESH_FOR = 8
-"""An accusation is said again before."""
-MAX_ACCUSED = 4
-"""Epochs that a worker may have a part in stalling before it is left out, whatever excuses it."""
-MAX_RESTARTS = 8
-"""Epochs that are begun anew on the word of one worker."""
-MAX_FRESH_STARTS = 3
-"""Epochs of a leader that need not get further than those before it, as long as nobody dies."""
 MAX_REWINDS = 8
 MAX_ACKNOWLEDGED = 16
 """Epochs of which a RELEASE may still come; of those before them the leader begins anew."""
@@ -137,51 +115,14 @@ def tree(begin: BeginEpoch) -> dict[int, int | None]:
     return parents | {rank: ranks[i // 2] for i, rank in enumerate(ranks[1:])}
 
 
-def heights(parents: Mapping[int, int | None]) -> dict[int, int]:
-    """How many levels there are below each member of a :func:`tree`.
-
-    Example:
-        >>> heights({0: None, 1: 0, 2: 0, 3: 1})
-        {0: 2, 1: 1, 2: 0, 3: 0}
-    """
-    found = dict.fromkeys(parents, 0)
-    for rank in reversed(found):  # whoever is below comes later
-        above = parents[rank]
-        if above is not None:
-            found[above] = max(found[above], found[rank] + 1)
-    return found
-
-
-def pass_over_after(num_members: int) -> int:
-    """Idle ticks after which a leader of so many is passed over.
-
-    More than it needs to give up twice, which is enough for one worker that stalls.
-    """
-    num_levels = num_members.bit_length() - 1
-    return ACCUSE_AFTER * (3 + num_levels)
-
-
 @dataclass
 class _Child:
     """What a member of an epoch has from one of its children in the tree."""
 
-    patience: int
-    """For how many ticks it may be quiet."""
     landed: int = 0
     """Chunks of its partial sums that have been added."""
     distance: float | None = None
     has_committed: bool = False
-    quiet_ticks: int = 0
-    """How long something has been awaited from it since it last got on."""
-
-
-@dataclass
-class _Accusation:
-    """What a parent says of a child: how often in a row, and at which tick last."""
-
-    num_times: int
-    last: int
-    is_heard: bool
 
 
 @dataclass
@@ -206,9 +147,6 @@ class _Attempt:
     distance_sent: float | None = None
     is_committed: bool = False
     is_acknowledged: bool = False
-    source_quiet_ticks: int = 0
-    accused: dict[tuple[int, int], _Accusation] = field(default_factory=dict)
-    """At the leader, by parent and child."""
 
     @property
     def epoch(self) -> Epoch:
@@ -265,7 +203,7 @@ class Consolidation:
         self.waits_for_all = True
         self.wait_ticks = math.inf
         self._actions: Actions = []
-        self._view: dict[int, Member] = {}
+        self._participants = Participants(rank, process_id)
         self._attempt: _Attempt | None = None
         self.highest: Epoch | None = None
         """The highest epoch that was heard of."""
@@ -280,38 +218,25 @@ class Consolidation:
         self._is_measuring = False
         self._pulled: dict[int, _Pull] = {}
         self._acknowledged: dict[Epoch, BeginEpoch] = {}
-        # Who stalls.
-        self._ticks = 0
         self._vain_ticks = 0  # since anything landed here
-        self._left_out: set[Process] = set()
-        self._num_given_up = 0
-        self._suspicion: Counter[int] = Counter()
-        self._restarts: Counter[int] = Counter()
-        self._watched_epoch: Epoch | None = None
-        self._fresh_starts: defaultdict[int, int] = defaultdict(lambda: MAX_FRESH_STARTS)
-        self._most_gained: Counter[int] = Counter()  # in an epoch of a leader
-        self._waited_ticks: Counter[int] = Counter()  # of a leader, for those that are not done
-        self._idle_ticks: Counter[int] = Counter()  # of a leader, since there was more than that
 
     # --- inputs ----------------------------------------------------------------------------
 
     def missing(self) -> tuple[int, ...]:
         """The live workers that are not done yet: who is waited for before anything begins."""
-        return tuple(member.rank for member in self._view.values() if member.status is Status.ALIVE)
+        return self._participants.missing()
 
     @property
     def left_out(self) -> tuple[int, ...]:
         """The workers that live and are done, and gave this one nothing for too long."""
-        return tuple(sorted(rank for rank, _ in self._left_out))
+        return tuple(sorted(rank for rank, _ in self._participants.left_out))
 
     def review(self, members: Iterable[Member]) -> Actions:
         """The membership view changed, be it that this worker itself is done now."""
-        before, self._view = self._view, {member.rank: member for member in members}
-        if any(not member.is_live and before[rank].is_live for rank, member in self._view.items()
-               if rank in before):  # fmt: skip
-            self._fresh_starts.clear()
+        self._participants.review(members)
+        done = self._participants.done()
         self._offered = {
-            process: begin for process, begin in self._offered.items() if process in self._done()
+            process: begin for process, begin in self._offered.items() if process in done
         }
         return self._settle()
 
@@ -321,14 +246,14 @@ class Consolidation:
         Raises:
             ProtocolError: it breaks the rules.
         """
-        if self._is_left_out(peer):
+        if self._participants.is_left_out(peer):
             return []
         if isinstance(message, BeginEpoch | NewerEpoch):
             known = 0 if self.highest is None else self.highest.number
             if message.epoch.number > known + MAX_LEAP:
                 raise ProtocolError(f"epoch {message.epoch.number} follows none, after {known}")
-            if self._hear_of(message.epoch):
-                self._note_restart(peer)
+            if self._hear_of(message.epoch) and self._is_leading:
+                self._participants.restarted_by(peer)
         if self._is_taking_part:
             attempt = self._attempt
             match message:
@@ -368,23 +293,10 @@ class Consolidation:
             heard: the peers whose links show life.
             moving: those whose links have carried more than words since the last tick.
         """
-        self._ticks += 1
         self._vain_ticks += 1
+        self._participants.tick()
         if self._is_taking_part:
-            self._watch_leader(moving)
-            attempt = self._attempt
-            if attempt is not None:
-                if not attempt.is_refused:
-                    if attempt.results_told < self._num_results:
-                        self._pull_results(attempt)
-                    self._watch_below(attempt, heard, moving)
-                if attempt is self._attempt and self._vain_ticks % REPEAT_AFTER == 0:
-                    others = {attempt.parent, attempt.source, attempt.epoch.leader}
-                    if attempt.parent is None:
-                        others.update(rank for rank, _ in attempt.begin.members)
-                    for peer in sorted({*attempt.children, *others} - {None, self.rank}, key=str):
-                        assert peer is not None
-                        self._repeat(attempt, peer)
+            self._watch(heard, moving)
         return self._settle()
 
     def accepts_partial(self, peer: int, epoch: Epoch, chunk: int) -> bool:
@@ -403,9 +315,9 @@ class Consolidation:
         """An accepted partial sum was added to the chunk's sum here."""
         attempt = self._attempt
         if attempt is not None and self.accepts_partial(peer, epoch, chunk):
-            child = attempt.children[peer]
-            child.landed += 1
-            child.quiet_ticks = self._vain_ticks = 0
+            attempt.children[peer].landed += 1
+            self._vain_ticks = 0
+            self._participants.got_on(peer)
             left, *right = attempt.children
             if right and peer == left:
                 self._pull_partials(attempt, right[0])
@@ -426,7 +338,8 @@ class Consolidation:
         attempt = self._attempt
         if attempt is not None and self.accepts_result(peer, origin, chunk):
             self._num_results += 1
-            attempt.source_quiet_ticks = self._vain_ticks = 0
+            self._vain_ticks = 0
+            self._participants.source_got_on()
         return self._settle()
 
     def distance_measured(self, origin: Epoch, squared_distance: float) -> Actions:
@@ -439,19 +352,12 @@ class Consolidation:
 
     @property
     def _is_taking_part(self) -> bool:
-        own = self._view.get(self.rank)
-        return (
-            not self.is_finished
-            and own is not None
-            and own.process_id == self.process_id
-            and own.status is Status.DONE
-        )
+        return self._participants.includes_self and not self.is_finished
 
-    def _done(self) -> tuple[Process, ...]:
-        """Who is to be averaged, the one who leads first."""
-        done = ((rank, self._view[rank].process_id) for rank in sorted(self._view)
-                if self._view[rank].status is Status.DONE)  # fmt: skip
-        return tuple(process for process in done if process not in self._left_out)
+    @property
+    def _is_leading(self) -> bool:
+        """Whether this worker leads the epoch that it is in."""
+        return self._attempt is not None and self._attempt.parent is None
 
     def _settle(self) -> Actions:
         """What every input ends with: lead if it is ours to lead, then do what has become due."""
@@ -469,7 +375,7 @@ class Consolidation:
     def _lead(self) -> None:
         if self._held is None and self.waits_for_all and self.missing():
             return  # a mean is computed over all; a result at hand waits for nobody
-        members, attempt = self._done(), self._attempt
+        members, attempt = self._participants.done(), self._attempt
         lowest = members[0]
         if lowest[0] == self.rank:
             if (
@@ -503,13 +409,14 @@ class Consolidation:
                 average, source = found, holder
         self._found = None
         own, *others = members
-        others.sort(key=lambda process: (self._suspicion[process[0]], process))
+        suspicion = self._participants.suspicion
+        others.sort(key=lambda process: (suspicion(process[0]), process))
         begin = BeginEpoch(
             epoch,
             (own, *others),
             average,
-            has_suspects=any(self._suspicion[rank] for rank, _ in others),
-            left_out=tuple(sorted(self._left_out)),
+            has_suspects=any(suspicion(rank) for rank, _ in others),
+            left_out=tuple(sorted(self._participants.left_out)),
         )
         self._join(begin, source)
 
@@ -537,12 +444,13 @@ class Consolidation:
             return
         leader = begin.epoch.leader
         is_relayed = tree(begin).get(self.rank) == peer and not self._is_linked(leader)
-        if (peer == leader or is_relayed) and begin.members[0] in self._done():
+        if (peer == leader or is_relayed) and begin.members[0] in self._participants.done():
             self._offered[begin.members[0]] = begin
 
     def _join(self, begin: BeginEpoch, source: int | None) -> None:
         epoch = begin.epoch
-        if (self.rank, self.process_id) not in begin.members or begin.members[0] in self._left_out:
+        own, leader = (self.rank, self.process_id), begin.members[0]
+        if own not in begin.members or leader in self._participants.left_out:
             return
         current = self._attempt.epoch if self._attempt is not None else None
         if current is not None and epoch.order <= current.order:
@@ -555,20 +463,10 @@ class Consolidation:
         average = begin.average or Average(epoch, len(begin.members), None)
         parents = tree(begin)
         parent = parents[self.rank]
-        levels = heights(parents)
-        children = {
-            rank: _Child(patience=ACCUSE_AFTER * (1 + levels[rank]))
-            for rank, above in parents.items()
-            if above == self.rank
-        }
+        children = {rank: _Child() for rank, above in parents.items() if above == self.rank}
         attempt = _Attempt(begin, average, parent, children, source if parent is None else parent)
-        before, self._attempt = self._attempt, attempt
-        if before is not None and before.begin.members == begin.members:
-            # Begun anew by the word of a member, which must not win time by it.
-            attempt.accused = before.accused
-            for rank, child in before.children.items():
-                if rank in children:
-                    children[rank].quiet_ticks = child.quiet_ticks
+        self._attempt = attempt
+        self._participants.joined(begin.members, parents)
         if self.refuses(begin):
             attempt.is_refused = True
             self._say_held(attempt)
@@ -634,7 +532,7 @@ class Consolidation:
             self._pull_partials(attempt, peer)
         pull = self._pulled.setdefault(peer, _Pull(start, start))
         if attempt is not None and peer in attempt.children and start > pull.start:
-            attempt.children[peer].quiet_ticks = 0
+            self._participants.got_on(peer)
         if start > pull.start:
             pull.start, pull.next = start, max(start, pull.next)
         elif start < pull.next and pull.num_rewinds < MAX_REWINDS:
@@ -663,128 +561,48 @@ class Consolidation:
             if attempt.is_acknowledged:
                 self._say(peer, Committed(attempt.epoch))
 
-    # --- who stalls ------------------------------------------------------------------------
+    # --- at each tick ----------------------------------------------------------------------
 
-    def _is_left_out(self, rank: int) -> bool:
-        member = self._view.get(rank)
-        return member is not None and (rank, member.process_id) in self._left_out
-
-    def _leave_out(self, rank: int) -> None:
-        if rank in self._view and rank != self.rank:
-            self._left_out.add((rank, self._view[rank].process_id))
-
-    def _note_restart(self, peer: int) -> None:
-        """What ``peer`` said has this leader begin anew."""
-        if self._attempt is not None and self._attempt.parent is None:
-            self._restarts[peer] += 1
-            if self._restarts[peer] > MAX_RESTARTS:
-                self._leave_out(peer)
-
-    def _watch_leader(self, moving: Collection[int]) -> None:
-        """Pass over a leader whose epochs bring this member no further than earlier ones did.
-
-        While the epoch under way gets on, whoever leads it, nobody is passed over.
-        """
-        members, attempt = self._done(), self._attempt
-        leader = members[0][0]
-        if leader == self.rank:
+    def _watch(self, heard: Collection[int], moving: Collection[int]) -> None:
+        """See to whoever stalls; say again what may have been lost."""
+        participants, attempt = self._participants, self._attempt
+        if attempt is None:
+            participants.watch_leader(None, 0, is_moving=False, wait_ticks=self.wait_ticks)
             return
-        if attempt is not None:
-            led_by = attempt.epoch.leader
-            # Who has begun anew begins from nothing, but not for ever.
-            if self._watched_epoch != attempt.epoch and self._fresh_starts[led_by] > 0:
-                self._fresh_starts[led_by] -= 1
-                self._most_gained[led_by] = 0
-            self._watched_epoch = attempt.epoch
-            # Chunks, and bytes of the next one: anything else is said in no time.
-            gained = self._num_results + sum(child.landed for child in attempt.children.values())
-            around = {*attempt.children, attempt.parent, attempt.source}
-            moves = not around.isdisjoint(moving) and gained >= self._most_gained[led_by]
-            if moves or gained > self._most_gained[led_by]:
-                self._most_gained[led_by] = gained
-                self._idle_ticks.clear()
-                return
-        if (attempt is None or attempt.epoch.leader != leader) and self.missing():
-            self._waited_ticks[leader] += 1
-            if self._waited_ticks[leader] <= self.wait_ticks:
-                return  # it waits for them too, since it is done itself
-        self._idle_ticks[leader] += 1
-        if self._idle_ticks[leader] >= pass_over_after(len(members)):
-            self._leave_out(leader)
+        participants.watch_leader(
+            attempt.epoch,
+            self._num_results + sum(child.landed for child in attempt.children.values()),
+            is_moving=not {*attempt.children, attempt.parent, attempt.source}.isdisjoint(moving),
+            wait_ticks=self.wait_ticks,
+        )
+        if not attempt.is_refused:
+            if attempt.results_told < self._num_results:
+                self._pull_results(attempt)
+            awaited = {rank for rank in attempt.children if self._awaits(attempt, rank)}
+            for child, is_heard in participants.watch_children(awaited, heard, moving):
+                self._say(attempt.epoch.leader, Accuse(attempt.epoch, child, is_heard))
+            if attempt.parent is None:
+                if attempt.source is not None and self._num_results < self.total_chunks:
+                    participants.watch_source(attempt.source, moving)
+                if participants.gives_up():
+                    self._begin(participants.done())
+                    return
+        if self._vain_ticks % REPEAT_AFTER == 0:
+            others = {*attempt.children, attempt.parent, attempt.source, attempt.epoch.leader}
+            if attempt.parent is None:
+                others.update(rank for rank, _ in attempt.begin.members)
+            for peer in sorted(others - {None, self.rank}, key=str):
+                assert peer is not None
+                self._repeat(attempt, peer)
 
-    def _awaits(self, attempt: _Attempt, rank: int, child: _Child) -> bool:
-        """Whether it is the turn of ``child``, whose rank is ``rank``, to say or send something."""
+    def _awaits(self, attempt: _Attempt, rank: int) -> bool:
+        """Whether it is the turn of the child ``rank`` to say or send something."""
+        child = attempt.children[rank]
         if attempt.is_committed:
             return not child.has_committed
         if self._held is not None:
             return child.distance is None
         return attempt.computes and child.landed < self._granted(attempt, rank)
-
-    def _watch_below(
-        self, attempt: _Attempt, heard: Collection[int], moving: Collection[int]
-    ) -> None:
-        """Count how long children are waited for; accuse them, or as the leader give up."""
-        for rank, child in attempt.children.items():
-            child.quiet_ticks += self._awaits(attempt, rank, child)
-            if rank in moving:
-                child.quiet_ticks = 0
-            if child.quiet_ticks < child.patience:
-                attempt.accused.pop((self.rank, rank), None)
-                continue
-            if (child.quiet_ticks - child.patience) % REPEAT_AFTER == 0:
-                if attempt.parent is None:
-                    self._note_accusation(attempt, self.rank, rank, rank in heard)
-                else:
-                    self._say(attempt.epoch.leader, Accuse(attempt.epoch, rank, rank in heard))
-        if attempt.parent is not None:
-            return
-        if attempt.source is not None and self._num_results < self.total_chunks:
-            attempt.source_quiet_ticks += 1
-            if attempt.source in moving:
-                attempt.source_quiet_ticks = 0
-            if attempt.source_quiet_ticks >= GIVE_UP_AFTER:
-                self._leave_out(attempt.source)
-        # Each time that it did not help the leader is more patient.
-        num_times = 2 << min(5, max(0, self._num_given_up - 1))
-        if any(each.num_times >= num_times for each in self._standing(attempt).values()):
-            self._give_up(attempt)
-
-    def _note_accusation(self, attempt: _Attempt, parent: int, child: int, is_heard: bool) -> None:
-        before = self._standing(attempt).get((parent, child))
-        num_times = 1 if before is None else before.num_times + 1
-        attempt.accused[parent, child] = _Accusation(num_times, self._ticks, is_heard)
-
-    def _standing(self, attempt: _Attempt) -> dict[tuple[int, int], _Accusation]:
-        """What has been said of late."""
-        return {
-            pair: each
-            for pair, each in attempt.accused.items()
-            if self._ticks - each.last < FRESH_FOR
-        }
-
-    def _give_up(self, attempt: _Attempt) -> None:
-        """Begin anew, with those that may be to blame as leaves, or without them.
-
-        Of all who are accused those that accuse nobody themselves count: the others wait for them.
-        It may be the accuser that lies, or a bad link between the two. So both are leaves of the
-        next tree, where they have no child to accuse. A leaf waits for nobody, and has no excuse.
-        """
-        self._num_given_up += 1
-        fresh = self._standing(attempt)
-        inner = set(tree(attempt.begin).values())
-        suspicion = Counter(self._suspicion)
-        for (parent, child), accusation in fresh.items():
-            if any(accuser == child for accuser, _ in fresh):
-                continue
-            self._suspicion.update({parent, child} - {self.rank})
-            has_excuse = child in inner or not accusation.is_heard
-            is_certain = parent == self.rank or suspicion[child] > 0
-            if (is_certain and not has_excuse) or self._suspicion[child] >= MAX_ACCUSED:
-                self._leave_out(child)
-        for waited in attempt.children.values():
-            waited.quiet_ticks = 0
-        attempt.accused = {}
-        self._begin(self._done())
 
     # --- within an epoch -------------------------------------------------------------------
 
@@ -799,10 +617,9 @@ class Consolidation:
             case Held(average=average) if attempt.parent is None:
                 if self._found is None or average.order > self._found[1].order:
                     self._found = (peer, average)
-                    self._note_restart(peer)
+                    self._participants.restarted_by(peer)
             case Accuse(child=accused, is_heard=is_heard) if attempt.parent is None:
-                if tree(attempt.begin).get(accused) == peer:
-                    self._note_accusation(attempt, peer, accused, is_heard)
+                self._participants.accused_by(peer, accused, is_heard)
             case PullPartials(start=start, stop=stop) if peer == attempt.parent:
                 if attempt.next_partial is None:
                     attempt.next_partial = start
@@ -810,9 +627,11 @@ class Consolidation:
             case CommitEpoch(consensus_distance=value) if peer == attempt.parent:
                 self._commit(attempt, value)
             case Distance(squared_distance=value) if child is not None:
-                child.distance, child.quiet_ticks = value, 0
+                child.distance = value
+                self._participants.got_on(peer)
             case Committed() if child is not None:
-                child.has_committed, child.quiet_ticks = True, 0
+                child.has_committed = True
+                self._participants.got_on(peer)
             case _:  # from someone who is not where this worker's tree has it
                 pass
 
@@ -827,7 +646,7 @@ class Consolidation:
         self._advance_distance(attempt, self._held)
         if attempt.is_committed and all(each.has_committed for each in attempt.children.values()):
             if attempt.parent is None:
-                if set(self._done()) <= set(attempt.begin.members):
+                if set(self._participants.done()) <= set(attempt.begin.members):
                     self._release(attempt.begin)
             elif not attempt.is_acknowledged:
                 attempt.is_acknowledged = True
@@ -904,7 +723,8 @@ class Consolidation:
         A RELEASE stays true in later epochs: all members of its epoch have committed.
         """
         begin = self._acknowledged.get(epoch)
-        if begin is not None and {*begin.members, *begin.left_out}.issuperset(self._done()):
+        done = self._participants.done()
+        if begin is not None and {*begin.members, *begin.left_out}.issuperset(done):
             self._release(begin)
 
     def _release(self, begin: BeginEpoch) -> None:

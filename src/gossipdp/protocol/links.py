@@ -166,7 +166,9 @@ class Links:
         link = self._links.get(peer) or _Link(last_heard=now)
         members, link.members_told = self._membership.news(link.members_told, MAX_NEWS)
         own = self._progress.own
-        progress = () if own is None or own is link.own_told else (own,)
+        progress: tuple[ProgressEntry, ...] = ()
+        if own is not None and own is not link.own_told:
+            progress = (own,)
         link.own_told = own
         # With news of members always: who hears that a worker is done hears all that it did.
         if members or now >= link.progress_sent + PROGRESS_INTERVAL_S:

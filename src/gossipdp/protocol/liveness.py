@@ -291,12 +291,8 @@ class FailureDetector:
             if watch.inquiry is not None:
                 watch.inquiry.unanswered.discard(peer)
 
-    @property
-    def _first_retry_s(self) -> float:
-        return FIRST_RETRY * self.timeout_s
-
     def _fresh_watch(self) -> _Watch:
-        return _Watch(retry_s=self._first_retry_s)
+        return _Watch(retry_s=FIRST_RETRY * self.timeout_s)
 
     def _due_at(self, peer: int, watch: _Watch) -> float:
         heard_at, inquiry = self._heard_at[peer], watch.inquiry

@@ -335,7 +335,7 @@ class Pairing:
     def _on_busy(self, peer: int, busy: Busy) -> list[PairingAction]:
         state = self.state
         if isinstance(state, Proposing) and state.peer == peer and state.id == busy.id:
-            return self._refused(state)
+            return self._ask_others(state.untried)
         return []
 
     def _on_free(self, peer: int) -> list[PairingAction]:
@@ -388,11 +388,8 @@ class Pairing:
         self.state = Proposing(peer, id, self.alpha_tilde, tuple(rest))
         return [Send(peer, Propose(id, self.alpha_tilde))]
 
-    def _refused(self, state: Proposing) -> list[PairingAction]:
-        return self._ask_others(state.untried)
-
     def _withdrawn(self, state: Proposing) -> list[PairingAction]:
-        """As refused; but with one less to choose from, one left out before may be asked too."""
+        """As after BUSY; but with one less to choose from, one left out before may be asked too."""
         return self._ask_others(dict.fromkeys([*state.untried, *self._draw()]))
 
     def _ask_others(self, order: Iterable[int]) -> list[PairingAction]:

@@ -1,20 +1,14 @@
 """One worker's whole protocol: what the runtime and the simulator drive.
 
-:class:`WorkerProtocol` composes pairing, membership, progress, the step clock, consolidation, the
-failure detector and the neighbourhood. Its inputs are what happens to the worker; each returns the
-actions to perform. It owns what the parts do not know: links and their silence, heartbeats, the
-news that travels with messages, and the deadline of an exchange.
+:class:`WorkerProtocol` composes links, membership, progress, the step clock, the failure detector,
+presence (who is there), pairing and consolidation. Its inputs are what happens to the worker; each
+returns the actions to perform. It owns what the parts do not know: why this worker does not
+exchange now, its own silence, and the deadline of an exchange.
 
 The worker's own silence. Every input is also a look at the clock: :meth:`next_deadline` never lies
 further ahead than a quarter of the time-out, so a longer gap between two inputs means that the
 worker itself did not run. After half a time-out all waits for others begin anew, whatever input
 comes first. Its parameters stay its own, however long it was silent: exchanges merge them.
-
-Two processes of one rank (both started without knowing of each other, or one believed dead,
-replaced, and awake again) outbid each other's record and dial each other. The one with the lower
-process id ends when the other has answered at its own address, so that no record of a process that
-has died, or never lived, ends anybody. One that is turned away for a time-out, by workers that are
-linked to a later process of its rank, ends too.
 """
 
 from __future__ import annotations
@@ -33,13 +27,13 @@ from gossipdp.protocol.actions import (
     LifeAction,
     Prepare,
     Reach,
+    Rebuilt,
     Send,
     Stop,
-    Superseded,
     Unlink,
 )
 from gossipdp.protocol.clock import StepClock
-from gossipdp.protocol.consolidate import TICKS_PER_TIMEOUT, Consolidation, ConsolidationAction
+from gossipdp.protocol.consolidate import Consolidation, ConsolidationAction
 from gossipdp.protocol.links import Links
 from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Seek, Verdict
 from gossipdp.protocol.members import Member, Membership, Progress, Status
@@ -60,6 +54,8 @@ from gossipdp.protocol.messages import (
 )
 from gossipdp.protocol.neighbours import Neighbourhood, make_policy
 from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
+from gossipdp.protocol.presence import Presence, Shed
+from gossipdp.protocol.stalling import TICKS_PER_TIMEOUT
 
 Method: TypeAlias = Literal["a2cid2", "gossip", "none"]
 Action: TypeAlias = Send[Envelope] | Begin | Stop | LifeAction | DataAction
@@ -69,10 +65,6 @@ _Inner: TypeAlias = (
 """What the parts ask for, before messages are wrapped and verdicts carried out."""
 
 LOOKS_PER_TIMEOUT = 4
-FORGET_AFTER = 24.0
-"""In time-outs: joiners whose life has been over for so long are forgotten, and not dialled."""
-LONGEST_SHUNNED = 16.0
-"""In time-outs: for so long at most there is no exchange with one whose exchanges stand still."""
 MAX_DEFERRED = 256
 """Consolidation messages that wait for the end of an exchange; what is dropped is said again."""
 
@@ -148,10 +140,9 @@ class WorkerProtocol:
             rank, process_id, num_chunks, num_copied_chunks, self._links.__contains__
         )
         self.detector = FailureDetector(rank, timeout_s, Random(random.getrandbits(64)))
-        self._rival: Member | None = None
-        # Since when others have turned this process away as an older one; inf: they have not.
-        self._outdated_since = math.inf
-        self._has_given_way = False
+        self._presence = Presence(
+            self.membership, self._links, self.neighbourhood, self.detector, timeout_s
+        )
         self._reviewed: int | None = None
         self._tick_at = -math.inf  # of consolidation
         self._waits_until = math.inf
@@ -159,21 +150,13 @@ class WorkerProtocol:
         self._deferred: deque[tuple[int, ConsolidationMessage]] = deque(maxlen=MAX_DEFERRED)
         # When a byte of the running exchange came or left last.
         self._progressed_at = -math.inf
-        self._forget_at = -math.inf
-        # Until when there is no exchange with a peer, and for how long that was meant to be.
-        self._shunned: dict[int, tuple[float, float]] = {}
-        self._welcome_at = math.inf
         self.exchanges_initiated = 0
         self.exchanges_answered = 0
         self.exchanges_failed = 0
         self.proposals_unanswered = 0
         self.is_done = False
         self._has_method = method != "none"
-        self._unreachable: set[int] = set()
-        # What was worked out from links and membership, and for which version of the latter; -1
-        # to have it worked out anew.
-        self._members_version = -1
-        self._available_version = -1
+        # For which version of membership it was worked out; -1 to have it worked out anew.
         self._quiet_version = -1
         self._quiet_until = math.inf
         self._last_input = -math.inf
@@ -288,7 +271,7 @@ class WorkerProtocol:
         self.membership.merge_all(envelope.members)
         actions += [*self._review_members(now), *self._set_available(now)]
         message = envelope.message
-        if isinstance(message, Propose) and self._is_shunned(peer, now):
+        if isinstance(message, Propose) and self._presence.is_shunned(peer, now):
             actions += [Send[ExchangeMessage](peer, Busy(message.id))]
         elif isinstance(message, ExchangeMessage):
             try:
@@ -325,7 +308,7 @@ class WorkerProtocol:
         if isinstance(state, Exchanging) and state.id == id:
             self.exchanges_initiated += state.initiator
             self.exchanges_answered += not state.initiator
-            self._shunned.pop(state.peer, None)
+            self._presence.pardon(state.peer)
         actions = self.pairing.finished(id)
         self._look_at_clock(now)
         return self._settle(actions, now)
@@ -369,8 +352,7 @@ class WorkerProtocol:
         if peer in self._links:
             actions += self._drop_link(peer)
         self._links.up(peer, now)
-        self._outdated_since = math.inf
-        self._unreachable.discard(peer)
+        self._presence.linked(peer)
         self._look_anew()
         actions += self.detector.heard(peer, now)
         return self._settle([*actions, *self.detector.link_up(peer)], now)
@@ -388,20 +370,12 @@ class WorkerProtocol:
     def outdated(self, peer: int, now: float) -> list[Action]:
         """``peer`` turned us away: it is linked to a later process of this worker's rank."""
         self._look_at_clock(now)
-        actions: list[_Inner] = [*self._note_life(peer, now)]
-        self._outdated_since = min(now, self._outdated_since)
-        if now >= self._outdated_since + self.timeout_s:
-            actions += self._give_way()
-        return self._settle(actions, now)
+        return self._settle([*self._note_life(peer, now), *self._presence.outdated(now)], now)
 
     def reached(self, peer: int, now: float) -> list[Action]:
         """The address of ``peer`` answered, though it did not come to a link: it lives."""
         self._look_at_clock(now)
-        actions: list[_Inner] = [*self._note_life(peer, now)]
-        own, rival = self.membership.own, self._rival
-        if peer == self.rank and rival is not None and rival.process_id > own.process_id:
-            actions += self._give_way()
-        return self._settle(actions, now)
+        return self._settle([*self._note_life(peer, now), *self._presence.reached(peer)], now)
 
     def dial_refused(
         self, peer: int, now: float, address: tuple[str, int] | None = None
@@ -425,9 +399,7 @@ class WorkerProtocol:
         if peer in self._links or peer == self.rank:
             return self._settle([], now)
         actions: list[_Inner] = []
-        # One that others asked about is for them to watch, or each of those asked would ask more.
-        if self.membership.is_live(peer) and not self.detector.has_question(peer):
-            self._unreachable.add(peer)
+        if self._presence.dialled_in_vain(peer):
             self._look_anew()
             actions += self._review_members(now)
         found = self.detector.refused if is_refused else self.detector.unreachable
@@ -441,10 +413,9 @@ class WorkerProtocol:
         actions = self._notice_silence(now)
         if self._patience_ends_at() <= now:
             actions += self._end_standstill(now)
-        if now >= self._welcome_at:
-            self._welcome_at = math.inf
+        if self._presence.welcomes_back(now):
             self._look_anew()
-        actions += [*self._ticks(now), *self.detector.poll(now, self._witnesses)]
+        actions += [*self._ticks(now), *self.detector.poll(now, self._presence.witnesses)]
         if self.is_done and now >= self._tick_at:
             self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
             ticked = self.consolidation.tick(self.live_links, self._moving)
@@ -453,9 +424,7 @@ class WorkerProtocol:
         if now >= self._waits_until and self.consolidation.waits_for_all:
             self.consolidation.waits_for_all = False
             self._reviewed = None
-        if now >= self._forget_at:
-            self._forget_at = now + self.timeout_s
-            self.membership.forget(now, FORGET_AFTER * self.timeout_s)
+        self._presence.forget(now)
         return self._settle(actions, now)
 
     def next_deadline(self, now: float) -> float:
@@ -495,9 +464,8 @@ class WorkerProtocol:
         self._links.drop(peer)
         self._look_anew()
 
-    def _shed(self, peer: int, reason: str) -> list[_Inner]:
-        """Close the link to ``peer`` if it is silent; one that is not carries the news to it."""
-        return self._break(peer, reason) if self._links.is_silent(peer) else []
+    def _shed(self, shed: Shed) -> list[_Inner]:
+        return self._break(shed.peer, shed.reason) if self._links.is_silent(shed.peer) else []
 
     def _break(self, peer: int, reason: str) -> list[_Inner]:
         """Close the link to ``peer``, which is silent or broke the rules."""
@@ -512,9 +480,6 @@ class WorkerProtocol:
         """Stop an exchange that does not get on, though its link lives, and shun its peer a while.
 
         A proposal that is not answered is given up.
-
-        A peer may agree to exchange, and then only beat. Else it could ask again at once, and hold
-        this worker for all of its time. It is shunned twice as long each time, until one succeeds.
         """
         state = self.pairing.state
         if isinstance(state, Proposing):
@@ -524,21 +489,13 @@ class WorkerProtocol:
             self._look_anew()
             return self.pairing.overdue([state.peer])
         assert isinstance(state, Exchanging)
-        _, last_s = self._shunned.get(state.peer, (0.0, 0.0))
-        shunned_s = min(max(2 * last_s, self.timeout_s), LONGEST_SHUNNED * self.timeout_s)
-        self._shunned[state.peer] = now + shunned_s, shunned_s
-        self._welcome_at = min(now + shunned_s, self._welcome_at)
+        self._presence.shun(state.peer, now)
         return self.pairing.abort(f"nothing of it came or left for {self.timeout_s:g} s")
-
-    def _is_shunned(self, peer: int, now: float) -> bool:
-        until, _ = self._shunned.get(peer, (-math.inf, 0.0))
-        if now < until:
-            self._welcome_at = min(until, self._welcome_at)
-        return now < until
 
     def _look_anew(self) -> None:
         """A link came, went, fell overdue or was heard again; or there is a new deadline."""
-        self._available_version = self._quiet_version = -1
+        self._presence.look_anew()
+        self._quiet_version = -1
 
     def _look_at_clock(self, now: float) -> None:
         """What every input begins with: whether this worker itself was silent until now."""
@@ -560,21 +517,12 @@ class WorkerProtocol:
             actions += self.pairing.silent(peer)
             member = self.membership.get(peer)
             if member is not None and member.is_over:
-                actions += self._shed(peer, "it is dead")
+                actions += self._shed(Shed(peer, "it is dead"))
         return actions
 
     def _ticks(self, now: float) -> list[PairingAction]:
         ticks = self.clock.ticks_due(now)
         return [action for _ in range(ticks) for action in self.pairing.tick()]
-
-    def _witnesses(self, suspect: int) -> tuple[list[int], list[int]]:
-        """Whom to ask about a suspect: the live workers that are linked, and the others."""
-        linked, silent = self.live_links, self.suspects()
-        others = [rank for rank in self.membership.live() if rank not in (self.rank, suspect)]
-        return (
-            [rank for rank in others if rank in linked],
-            [rank for rank in others if rank not in linked and rank not in silent],
-        )
 
     # --- what every input ends with --------------------------------------------------------
 
@@ -589,7 +537,8 @@ class WorkerProtocol:
                     self._forget_link(action.peer)
                     settled.append(action)
                 case Verdict():
-                    settled += self._judge(action)
+                    for shed in self._presence.judge(action):
+                        settled += self._shed(shed)
                 case _:
                     settled.append(action)
         settled += self._review_members(now)
@@ -618,75 +567,22 @@ class WorkerProtocol:
             self._find_quiet_time()
         return outward
 
-    def _judge(self, verdict: Verdict) -> list[_Inner]:
-        peer = verdict.peer
-        if not verdict.is_dead:
-            return self._shed(peer, "it is silent here, but others hear it")
-        self._unreachable.discard(peer)
-        self.membership.declare_dead(peer)  # what follows from that is for the review
-        return []
-
     def _review_members(self, now: float) -> list[_Inner]:
         """Follow the membership view: who is dead, who is a neighbour, which life is this."""
-        members = self.membership
         actions: list[_Inner] = []
-        while self._members_version != members.version:
-            self._members_version = members.version
-            self._available_version = -1
-            self.neighbourhood.review(members.members())
-            for member in members.members():
-                if member.is_over and member.rank != self.rank:
-                    self._unreachable.discard(member.rank)
-                    actions += self.detector.gone(member.rank)
-                    actions += self._shed(member.rank, "it is dead")
-            self.pairing.incarnation = self.incarnation  # one higher, where it was outbid
-            actions += self._meet_rival()
-        if now >= self.neighbourhood.next_deadline():
-            has_ended = "consolidation" in self._closed_for
-            rebuilt = self.neighbourhood.rebuild(members.members(), now, has_ended=has_ended)
-            self.pairing.alpha_tilde = self.alpha_tilde
-            self._set_clock_rate()
-            self._look_anew()
-            actions.append(rebuilt)
-        if self._available_version != members.version:
-            self.detector.watch(self._watched(), now)
+        for found in self._presence.review(now, self._closed_for):
+            match found:
+                case Shed():
+                    actions += self._shed(found)
+                case Rebuilt():
+                    self.pairing.alpha_tilde = self.alpha_tilde
+                    self._set_clock_rate()
+                    self._look_anew()
+                    actions.append(found)
+                case _:
+                    actions.append(found)
+        self.pairing.incarnation = self.membership.own.incarnation  # higher, where it was outbid
         return actions
-
-    def _meet_rival(self) -> list[_Inner]:
-        """Dial another process of this rank, which was outbid: it may live, or be a ghost."""
-        members = self.membership
-        if members.is_exhausted:
-            return self._give_way(f"rank {self.rank} has had all its lives; take another rank")
-        rival, self._rival = self._rival, members.rival
-        if self._rival is None or self._rival is rival:
-            return []
-        if members.own.status is Status.JOINING:  # it has given nothing yet: another rank will do
-            return self._give_way()
-        address = self._rival.host, self._rival.port
-        if address == (members.own.host, members.own.port):
-            return []  # nobody but this worker listens there
-        return [Reach(self.rank, *address)]
-
-    def _give_way(self, reason: str = "") -> list[_Inner]:
-        if self._has_given_way:
-            return []
-        self._has_given_way = True
-        return [
-            Superseded(
-                reason
-                or f"another process of rank {self.rank} has taken this worker's place in the run; "
-                "start one process a rank"
-            )
-        ]
-
-    def _watched(self) -> set[int]:
-        """Whose silence matters: neighbours, and whoever is linked or was dialled in vain."""
-        if self.consolidation.is_finished:
-            return set()
-        candidates = self._links.peers | self._unreachable
-        if "hold" not in self._closed_for:  # else they may not have been dialled yet
-            candidates |= self.neighbourhood.rates.keys()
-        return {peer for peer in candidates if peer != self.rank and self.membership.is_live(peer)}
 
     def _set_clock_rate(self) -> None:
         self.clock.set_rate(self.neighbourhood.worker_rate / 2 if self._has_method else 0.0)
@@ -760,17 +656,10 @@ class WorkerProtocol:
 
     def _set_available(self, now: float) -> list[PairingAction]:
         """Tell the pairing who can exchange now. Links, membership and graph decide that."""
-        if self._available_version == self.membership.version:
+        weights = self._presence.available(now)
+        if weights is None or weights == self.pairing.available:
             return []
-        self._available_version = self.membership.version
-        rates = self.neighbourhood.rates
-        weights = {peer: rate for peer, rate in rates.items() if self._can_exchange(peer, now)}
-        return [] if weights == self.pairing.available else self.pairing.set_available(weights)
-
-    def _can_exchange(self, peer: int, now: float) -> bool:
-        member = self.membership.get(peer)
-        is_there = self._links.is_prompt(peer) and (member is None or member.is_live)
-        return is_there and not self._is_shunned(peer, now)
+        return self.pairing.set_available(weights)
 
     def _announce_done(self) -> None:
         # Not while an exchange that it asked for is open: once all are done, none can begin.

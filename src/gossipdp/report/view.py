@@ -13,8 +13,7 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from gossipdp.observe.log import ExchangeRecord, RunLog, StepRecord, WorkerLog
-from gossipdp.observe.log_writer import GROWTH
+from gossipdp.observe.log import GROWTH, ExchangeRecord, RunLog, StepRecord, WorkerLog
 
 Points = list[tuple[float, float]]
 

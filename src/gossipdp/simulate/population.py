@@ -46,16 +46,17 @@ class Population:
             return
         if self.c is not None:
             s = math.exp(-2.0 * (theta - self.theta[rank]))
-            update.flow(self.x[rank, : self.num_trained], self.c[rank], s)
+            update.flow(self.x[rank, : self.num_trained], self.c[rank], 0.5 * (1.0 - s))
+            self.c[rank].mul_(s)
         self.theta[rank] = theta
 
     def apply(self, rank: int, mine: Tensor, peers: Tensor, alpha_tilde: float) -> None:
         """One end of an exchange, from the snapshots of both ends."""
         row, trained = self.x[rank], self.num_trained
         c = None if self.c is None else self.c[rank]
-        update.exchange(row[:trained], c, mine[:trained], peers[:trained], 1.0, alpha_tilde)
+        update.exchange(row[:trained], c, mine[:trained], peers[:trained], 0.0, 1.0, alpha_tilde)
         if trained < len(row):
-            update.exchange(row[trained:], None, mine[trained:], peers[trained:], 1.0, 0.5)
+            update.exchange(row[trained:], None, mine[trained:], peers[trained:], 0.0, 1.0, 0.5)
 
     def step(self, ranks: Sequence[int], changes: Tensor) -> None:
         """Add what gradient steps changed: rows of (k, d)."""

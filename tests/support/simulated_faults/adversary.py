@@ -20,7 +20,6 @@ import msgspec
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import Begin
-from gossipdp.protocol.consolidate import GIVE_UP_AFTER, TICKS_PER_TIMEOUT, pass_over_after
 from gossipdp.protocol.members import MAX_INCARNATION, MAX_RANK, Member, ProgressEntry, Status
 from gossipdp.protocol.messages import (
     Accept,
@@ -48,6 +47,7 @@ from gossipdp.protocol.messages import (
     decode,
     encode,
 )
+from gossipdp.protocol.stalling import GIVE_UP_AFTER, TICKS_PER_TIMEOUT, pass_over_after
 from gossipdp.simulate.network import Conditions, make_workers
 from simulated_faults.network import Data, FaultyNetwork, Loss
 

@@ -61,7 +61,8 @@ class AveragedRows:
         """Begin with the input of ``rank``."""
         x, c = self._population.trained, self._population.c
         if c is not None:
-            update.flow(x[rank], c[rank], 0.0)
+            update.flow(x[rank], c[rank], 0.5)
+            c[rank].zero_()
         self.inputs[rank] = self._population.x[rank].clone()
         self._buffers[rank] = self.inputs[rank].clone()
 

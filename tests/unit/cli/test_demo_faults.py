@@ -15,8 +15,7 @@ from gossipdp.cli.demo_faults import (
     parse_faults,
 )
 from gossipdp.launcher.supervisor import Ending, Failure
-from gossipdp.observe.log import BeganRecord, EndRecord, RunLog, worker_file
-from gossipdp.observe.log_writer import RunLogWriter
+from gossipdp.observe.log import BeganRecord, EndRecord, RunLog, RunLogWriter, worker_file
 from gossipdp.report.live import WorkerProgress
 
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import MomentumState
+from reference import MomentumState, OuterState
 from torch import Tensor
 
 from gossipdp.dynamics import update
-from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
+from gossipdp.dynamics.chunks import Chunk, Outer, Role, Segment, State
+from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.update import KERNELS, LEAST_COMPILED_VALUES, choose_kernels
 
 MOST = 1001
@@ -43,24 +44,36 @@ class Computes:
         self.options = {"compiled": name == "numba"}
 
     def snapshot(self, chunk: Chunk, out: Tensor, decay: float) -> bool:
-        return update.snapshot(out, chunk.x, chunk.pending, chunk.c, decay, **self.options)
+        share, _ = flow_of(decay)
+        return update.snapshot(out, chunk.x, chunk.pending, chunk.c, share, **self.options)
 
     def exchange(
         self, chunk: Chunk, mine: Tensor, peers: Tensor, decay: float, alpha_tilde: float
     ) -> float:
-        return update.exchange(
-            chunk.pending, chunk.c, mine, peers, decay, alpha_tilde, **self.options
-        )
+        numbers = *flow_of(decay), alpha_tilde
+        return update.exchange(chunk.pending, chunk.c, mine, peers, *numbers, **self.options)
 
     def snapshot_and_exchange(
         self, chunk: Chunk, out: Tensor, peers: Tensor, decay: float, alpha_tilde: float
     ) -> float:
-        return update.snapshot_and_exchange(
-            out, chunk.x, chunk.pending, chunk.c, peers, decay, alpha_tilde, **self.options
-        )
+        state, numbers = (chunk.x, chunk.pending, chunk.c), (*flow_of(decay), alpha_tilde)
+        return update.snapshot_and_exchange(out, *state, peers, *numbers, **self.options)
 
     def boundary(self, chunk: Chunk, decay: float) -> None:
-        update.boundary(chunk.x, chunk.pending, chunk.c, decay, **self.options)
+        share, _ = flow_of(decay)
+        base = None if chunk.outer is None else chunk.outer.base
+        update.boundary(chunk.x, chunk.pending, chunk.c, share, base, **self.options)
+
+    def outer_step(self, chunk: Chunk) -> None:
+        assert chunk.outer is not None
+        rule, base, m = chunk.outer
+        numbers = rule.momentum, rule.lr
+        update.outer_step(chunk.x, chunk.pending, base, m, *numbers, **self.options)
+
+
+def flow_of(decay: float) -> tuple[float, float]:
+    """The share and what is left of a flow that begins where c was written."""
+    return 0.5 * (1.0 - decay), decay
 
 
 @pytest.fixture(params=KERNELS)
@@ -94,13 +107,14 @@ def same_bits(ours: Chunk, others: Chunk) -> bool:
     )
 
 
-def reference_of(chunk: Chunk) -> MomentumState:
+def reference_of(chunk: Chunk, left: float = 1.0) -> MomentumState:
     x = chunk.x.double() + chunk.pending.double()
-    return MomentumState(x, torch.zeros_like(x) if chunk.c is None else chunk.c.double())
+    return MomentumState(x, torch.zeros_like(x) if chunk.c is None else left * chunk.c.double())
 
 
-def assert_close(chunk: Chunk, expected: MomentumState) -> None:
-    found = reference_of(chunk)
+def assert_close(chunk: Chunk, expected: MomentumState, left: float = 1.0) -> None:
+    """Where c was written some time ago, ``left`` of it is left."""
+    found = reference_of(chunk, left)
     assert torch.allclose(found.x, expected.x, atol=1e-5, rtol=0)
     if chunk.c is not None:
         assert torch.allclose(found.c, expected.c, atol=1e-5, rtol=0)
@@ -165,12 +179,96 @@ def test_a_boundary_moves_everything_and_keeps_the_remainder(
         chunk = random_chunk(length, length, dtype, momentum)
         expected = flowed(reference_of(chunk), decay)
         computes.boundary(chunk, decay)
-        assert_close(chunk, expected)
+        assert_close(chunk, expected, left=decay)
         if dtype is torch.float32:
             assert not chunk.pending.any()
         else:
             total = chunk.x.float() + chunk.pending
             assert torch.equal(total.bfloat16(), chunk.x)
+
+
+# The outer step.
+
+
+def with_outer_step(chunk: Chunk, rule: OuterStep) -> Chunk:
+    """The chunk, with optimizer steps since the last outer step, and a momentum."""
+    generator = torch.Generator().manual_seed(chunk.num_elements + 1)
+    g, m = (0.1 * torch.randn(chunk.num_elements, generator=generator) for _ in range(2))
+    chunk.outer = Outer(rule, chunk.x.float() - g, m)
+    return chunk
+
+
+def outer_reference(chunk: Chunk) -> OuterState:
+    assert chunk.outer is not None
+    x, pending = chunk.x.double(), chunk.pending.double()
+    return OuterState(x + pending, chunk.outer.base.double() + pending, chunk.outer.m.double())
+
+
+def assert_outer_close(chunk: Chunk, expected: OuterState) -> None:
+    found = outer_reference(chunk)
+    for one, other in (
+        (found.x, expected.x),
+        (found.anchor, expected.anchor),
+        (found.m, expected.m),
+    ):
+        assert torch.allclose(one, other, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", [OuterStep(), OuterStep(0.9, 0.3), OuterStep(0.0, 2.0)])
+def test_an_outer_step_is_the_reference_s(
+    computes: Computes, dtype: torch.dtype, rule: OuterStep
+) -> None:
+    for length in LENGTHS:
+        chunk = with_outer_step(random_chunk(length, length, dtype), rule)
+        expected, before = outer_reference(chunk), copy_of(chunk)
+        for _ in range(2):  # the second finds no step of the optimizer's, and a momentum
+            computes.outer_step(chunk)
+            expected = expected.outer_step(rule.momentum, rule.lr)
+            assert_outer_close(chunk, expected)
+        assert chunk.outer is not None
+        assert torch.equal(chunk.outer.base, chunk.x.float())
+        assert torch.equal(chunk.x, before.x)
+        assert torch.equal(chunk.c, before.c)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@with_and_without_momentum
+@pytest.mark.parametrize("decay", [1.0, 0.7])
+def test_a_boundary_adds_to_base_what_it_adds_to_x(
+    computes: Computes, dtype: torch.dtype, momentum: bool, decay: float
+) -> None:
+    for length in LENGTHS:
+        chunk = with_outer_step(random_chunk(length, length, dtype, momentum), OuterStep())
+        assert chunk.outer is not None
+        base = chunk.outer.base
+        base[::2] = chunk.x[::2].float()  # values that no optimizer has stepped since
+        alone = copy_of(chunk)
+        g, others = chunk.x.double() - base.double(), chunk.x[1::2].double()
+        computes.boundary(chunk, decay)
+        computes.boundary(alone, decay)
+        assert same_bits(chunk, alone)
+        assert torch.equal(base[::2], chunk.x[::2].float())
+        assert torch.allclose(chunk.x.double() - base.double(), g, atol=1e-6, rtol=0)
+        assert length < 3 or not torch.equal(chunk.x[1::2].double(), others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_momentum_at_rate_1_an_outer_step_adds_nothing(
+    computes: Computes, dtype: torch.dtype
+) -> None:
+    chunk = with_outer_step(random_chunk(MOST, 3, dtype), OuterStep(0.0, 1.0))
+    before = copy_of(chunk)
+    computes.outer_step(chunk)
+    assert same_bits(chunk, before)
+
+
+@pytest.mark.parametrize("value", POISON)
+def test_the_snapshot_after_an_outer_step_finds_poison(computes: Computes, value: float) -> None:
+    chunk = with_outer_step(random_chunk(MOST, 3, torch.float32), OuterStep())
+    chunk.x[500] = value
+    computes.outer_step(chunk)
+    assert not computes.snapshot(chunk, torch.empty(MOST), 1.0)
 
 
 # The two ends of an exchange.
@@ -313,7 +411,7 @@ def test_a_chunk_that_took_nothing_has_not_flowed_either(computes: Computes) -> 
     assert chunk.theta == 0.0
     expected = flowed(reference_of(chunk), math.exp(-0.6))
     chunk.boundary(0.3)
-    assert_close(chunk, expected)
+    assert_close(chunk, expected, left=math.exp(-0.6))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -327,8 +425,58 @@ def test_a_boundary_with_nothing_pending_flows_into_the_parameters(
     assert not chunk.has_pending
     expected = flowed(reference_of(chunk), math.exp(-0.6))
     chunk.boundary(0.3)
-    assert_close(chunk, expected)
+    assert_close(chunk, expected, left=math.exp(-0.6))
     assert dtype is torch.bfloat16 or not chunk.pending.any()
+
+
+@with_and_without_momentum
+def test_many_flows_are_one_and_write_no_momentum(computes: Computes, momentum: bool) -> None:
+    """Before the next exchange, which takes what is left of it; steps come between."""
+    chunk = random_chunk(MOST, 5, torch.float32, momentum)
+    chunk.is_compiled = computes.options["compiled"]
+    chunk.restored()
+    expected, before = reference_of(chunk), copy_of(chunk)
+    thetas = [0.01, 0.01, 0.2, 0.5, 0.4, 0.9]  # a boundary may have read an older one
+    for theta in thetas:
+        chunk.boundary(theta)
+        chunk.x.add_(0.5)
+        expected = expected.increment(torch.tensor(0.5))
+    expected = flowed(expected, math.exp(-1.8))
+    assert_close(chunk, expected, left=math.exp(-1.8))
+    if chunk.c is not None and before.c is not None:
+        assert torch.equal(chunk.c, before.c)
+    z = torch.empty(MOST)
+    chunk.read_z(z)
+    assert torch.allclose(z.double(), expected.z, atol=1e-5)
+    mine, peers = torch.empty(MOST), snapshot_of(MOST, 7, torch.float32)
+    chunk.snapshot_and_exchange(1.0, mine, peers, ALPHA_TILDE)
+    expected = flowed(expected, math.exp(-0.2))
+    assert_close(chunk, expected.exchange(expected.x - peers.double(), ALPHA_TILDE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_momentum_of_long_ago_is_none(dtype: torch.dtype) -> None:
+    """The flow that leaves a last trace of it takes that too: no number grows too small."""
+    (chunk,) = State([Segment(torch.zeros(7, dtype=dtype), Role.TRAINED)]).chunks
+    mine, peers = torch.ones(7, dtype=dtype), torch.zeros(7, dtype=dtype)
+    chunk.exchange(0.0, mine, peers, ALPHA_TILDE)
+    chunk.boundary(0.0)
+    z = torch.empty_like(mine)
+    chunk.read_z(z)
+    theta = 0.0
+    while theta < 400.0:  # exp(-800) is no number of 64 bits any more
+        theta += 0.7
+        chunk.boundary(theta)
+        assert not chunk.pending.any()
+        x = chunk.x.clone()
+    assert torch.allclose(x, z, atol=1e-6 if dtype is torch.float32 else 1e-15, rtol=0)
+    pending, c = torch.empty_like(mine), torch.full_like(mine, 7.0)
+    chunk.copy_momentum(pending, c)
+    assert not c.any()
+    chunk.exchange(1000.0, peers, mine, ALPHA_TILDE)
+    chunk.copy_momentum(pending, c)
+    assert torch.equal(c, (ALPHA_TILDE - 0.5) * mine)
+    assert torch.equal(pending, 0.5 * mine)
 
 
 # The choice.

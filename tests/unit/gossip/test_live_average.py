@@ -111,6 +111,8 @@ def test_the_sums_are_those_of_all(size, caller):
     for each in world.workers:
         each.state.segments[0].pending.fill_(0.5)
         each.state.segments[0].c.fill_(1.0)
+        for chunk in each.state.chunks:
+            chunk.restored()
     sums = worker.sums
     others = [rank for rank in range(size) if rank != worker.rank]
     ended = worker.averages.begin([worker.rank, *others], sums)

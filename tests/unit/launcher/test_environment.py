@@ -1,6 +1,7 @@
 import ipaddress
 import logging
-from pathlib import Path
+import os
+from unittest import mock
 
 import pytest
 
@@ -8,7 +9,10 @@ from gossipdp.errors import RendezvousError
 from gossipdp.launcher.environment import (
     Environment,
     check_platform,
-    check_private,
+    first_host,
+    hidden,
+    tasks_per_node,
+    with_launcher,
 )
 from gossipdp.launcher.team import Team
 
@@ -133,18 +137,157 @@ def test_a_host_that_does_not_resolve_is_named() -> None:
         Environment.read(variables).choose_host()
 
 
-@pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o400, False), (0o640, True)])
-def test_a_secret_file_that_others_may_read_is_warned_of(
-    tmp_path: Path, mode: int, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "secret"
-    path.touch()
-    path.chmod(mode)
-    check_private("--secret-file", path)
-    assert ("others than you may read --secret-file" in caplog.text) == warns
-
-
 def test_windows_is_told_at_once() -> None:
     check_platform("linux")
     with pytest.raises(OSError, match="trains on Linux"):
         check_platform("win32")
+
+
+# As srun of Slurm 22.05 sets them for the fourth task of a step on two nodes.
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2,3",
+    "SLURM_STEP_NODELIST": "gpu[07,09]",
+    "SLURM_NTASKS": "8",
+}
+
+
+def test_a_task_of_a_slurm_step_knows_its_place() -> None:
+    environment = Environment.read(SLURM)
+    assert (environment.rank, environment.world_size) == (3, 5)
+    assert (environment.local_rank, environment.local_world_size) == (1, 3)
+    assert environment.store_host == "gpu07"
+    assert environment.store_port == 20000 + (16 * 4711 + 2) % 10000
+    assert not environment.agent_store
+
+
+def test_a_slurm_step_on_one_node_meets_on_loopback() -> None:
+    alone = SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
+    assert Environment.read(alone).store_host == "127.0.0.1"
+
+
+def test_the_shell_of_an_sbatch_script_is_no_task() -> None:
+    batch = {name: value for name, value in SLURM.items() if not name.startswith("SLURM_STEP")} | {
+        "SLURM_PROCID": "0"
+    }
+    assert Environment.read(batch).world_size == 1
+
+
+def test_who_set_rank_is_nearer_than_slurm() -> None:
+    inner = SLURM | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    environment = Environment.read(inner)
+    assert (environment.rank, environment.world_size, environment.store_host) == (0, 2, "h")
+
+
+def test_what_the_user_set_stands_beside_slurms_ranks() -> None:
+    environment = Environment.read(SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"})
+    assert environment.rank == 3
+    assert (environment.store_host, environment.store_port) == ("10.0.0.1", 1234)
+
+
+def test_one_that_joins_has_no_rank_from_slurm() -> None:
+    joining = SLURM | {
+        "GOSSIPDP_JOIN": "10.0.0.1:4000",
+        "GOSSIPDP_RUN_ID": "r",
+        "GOSSIPDP_SECRET": "s" * 16,
+    }
+    assert Environment.read(joining).needs_rank
+
+
+def test_a_pod_of_an_indexed_job_takes_its_index_for_its_rank() -> None:
+    pod = {"JOB_COMPLETION_INDEX": "2", "MASTER_ADDR": "train-0.train", "MASTER_PORT": "29400"}
+    environment = Environment.read(pod | {"WORLD_SIZE": "4"})
+    assert (environment.rank, environment.world_size) == (2, 4)
+    assert (environment.local_rank, environment.local_world_size) == (0, 1)
+
+
+def test_an_indexed_job_without_world_size_is_many_runs_of_one() -> None:
+    assert Environment.read({"JOB_COMPLETION_INDEX": "2"}).world_size == 1
+
+
+def test_a_pod_that_knows_no_master_is_told_so() -> None:
+    with pytest.raises(ValueError, match="but not MASTER_ADDR, MASTER_PORT"):
+        Environment.read({"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("vm", "vm"),
+        ("a,b", "a"),
+        ("gpu-a[1-3].cluster,b", "gpu-a1.cluster"),
+        ("rack[0-1]node[4,6]", "rack0node4"),
+    ],
+)
+def test_first_host(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+def test_what_is_not_slurms_form_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no host"):
+        first_host("")
+    with pytest.raises(ValueError, match="not of the form"):
+        tasks_per_node("4x2")
+    with pytest.raises(ValueError, match="SLURM_NODEID is 7"):
+        with_launcher(SLURM | {"SLURM_NODEID": "7"})
+    with pytest.raises(ValueError, match="SLURM_JOB_ID is 'x'"):
+        with_launcher(SLURM | {"SLURM_JOB_ID": "x"})
+
+
+LAUNCHED = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "0",
+    "ROLE_WORLD_SIZE": "4",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "one",
+    "SLURM_PROCID": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+}
+KEPT = {"GOSSIPDP_SECRET": "s" * 16, "HOME": "/nowhere", "SLURM_JOB_ID": "7"}
+
+
+def now() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+
+
+@pytest.fixture(autouse=True)
+def environment():
+    with mock.patch.dict(os.environ, LAUNCHED | KEPT, clear=True):
+        yield
+
+
+def test_hidden_variables_are_read_by_us_alone_and_come_back() -> None:
+    before = Environment.read()
+    assert (before.rank, before.world_size, before.run_id) == (1, 4, "one")
+    with hidden():
+        assert now() == KEPT
+        assert Environment.read() == before
+        with hidden():
+            assert Environment.read() == before
+        assert now() == KEPT
+    assert now() == LAUNCHED | KEPT
+    assert Environment.read() == before
+
+
+def test_they_come_back_after_an_error() -> None:
+    with pytest.raises(KeyError), hidden():
+        raise KeyError
+    assert now() == LAUNCHED | KEPT
+
+
+def test_what_is_set_within_is_not_kept_for_another() -> None:
+    with hidden():
+        os.environ["WORLD_SIZE"] = "1"
+    assert os.environ["WORLD_SIZE"] == "4"
+    del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    assert Environment.read().world_size == 1

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.reports import Report, report_variables, send_report
 from gossipdp.launcher.supervisor import (
     GRACE_S,
     LONG_LIFE_S,
@@ -22,7 +21,7 @@ from gossipdp.launcher.supervisor import (
     describe,
     exit_reason,
 )
-from gossipdp.launcher.team import Team
+from gossipdp.launcher.team import Report, Team, report_variables, send_report
 
 
 class Scripted(WorkerProcess):

@@ -1,8 +1,9 @@
 """A link's account of chunks that are read in place: what has left, in order; what is owed."""
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -18,9 +19,10 @@ from gossipdp.links.frames import (
     run_tag,
 )
 from gossipdp.links.handshake import Identity
-from gossipdp.links.shared_memory import PeerSegments, SharedSegment
+from gossipdp.links.shared_memory import PeerSegments, SharedSegment, SlotMemory
 from gossipdp.links.sockets import Stream
 from gossipdp.links.tcp_link import LinkOwner, TcpLink
+from gossipdp.logs import OnceLog
 
 KEY = ChunkKey(0, 0, 0, 0)
 TAG = run_tag("run")
@@ -46,15 +48,14 @@ class Owner(LinkOwner):
         self.tag = TAG
         self.clock = lambda: 0.0
         self.scratch = memoryview(bytearray(64))
-        self.segment = SharedSegment(4096, 1)
+        self.memory = SlotMemory({}, OnceLog(logging.getLogger()), cast(Any, None), may_share=True)
+        self.memory.segment = self.segment = SharedSegment(4096, 1)
         self.to_read: dict[Any, None] = {}
         self.to_write: dict[TcpLink, None] = {}
         self.link = TcpLink(self, Taking(), Identity(1, 0, 1, "run", *5 * [""]), dialler=0)
         self.link.offered = self.link.ready = 1
         self.handler.link_up(self.link)
         self.unread: bool | None = None
-
-    def link_found_memory_socket(self, link: TcpLink) -> None: ...
 
     def link_ended(self, link: TcpLink, reason: str, *, broken: bool, unread: bool) -> None:
         self.unread = unread

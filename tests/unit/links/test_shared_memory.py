@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import links
 import pytest
 import torch
 
-from gossipdp.links import shared_memory, tcp_link
+from gossipdp.links import shared_memory, sockets, tcp_link
 from gossipdp.links.frames import (
     MAX_SEGMENT,
     ChunkKey,
@@ -154,7 +155,7 @@ def test_a_forked_child_has_neither_the_memory_nor_its_descriptors(world: Any) -
 
 
 def name_of(node: Any) -> bytes:
-    return shared_memory._address(node.transport._memory_socket.name)
+    return shared_memory._address(node.transport.memory._socket.name)
 
 
 def stranger(node: Any) -> socket.socket:
@@ -286,7 +287,7 @@ def test_who_has_memory_later_shares_it_later(world: Any) -> None:
 def test_none_is_shared_where_it_is_not_wanted(world: Any, changes: dict[str, Any]) -> None:
     first, second = world.shared(0), world.tcp(1, **changes)
     second.memory = second.transport.allocate(PAGE)
-    assert second.transport.segment is None
+    assert second.transport.memory.segment is None
     second.memory[:3] = b"abc"
     first.dial(second)
     world.until(lambda: first.handler.links and second.handler.links)
@@ -303,12 +304,34 @@ def test_a_system_without_sealed_memory_sends_bytes_and_says_so(
 
     monkeypatch.setattr(shared_memory.os, "memfd_create", refuse)
     first = world.shared(0)
-    assert first.transport.segment is None
+    assert first.transport.memory.segment is None
     first.memory[:3] = b"abc"
     assert first.transport.allocate(len(first.memory)) is first.memory
     assert [record.message for record in caplog.records] == [
         "no memory is shared with workers of this host: [Errno 1] not here"
     ]
+
+
+def test_no_fork_comes_between_the_opening_of_the_socket_and_its_listing(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_by, may_fork = shared_memory.MemorySocket, []
+
+    def make(*arguments: Any) -> shared_memory.MemorySocket:
+        made = made_by(*arguments)
+        with ThreadPoolExecutor(1) as other:
+            may_fork.append(other.submit(guard_is_free).result())
+        return made
+
+    def guard_is_free() -> bool:
+        is_free = sockets.descriptors_guard.acquire(blocking=False)
+        if is_free:
+            sockets.descriptors_guard.release()
+        return is_free
+
+    monkeypatch.setattr(shared_memory, "MemorySocket", make)
+    world.shared(0)
+    assert may_fork == [False]
 
 
 def test_the_socket_has_another_name_each_time_and_each_link_its_own_token(world: Any) -> None:
@@ -317,7 +340,7 @@ def test_the_socket_has_another_name_each_time_and_each_link_its_own_token(world
     links = [world.join(first, other)[0] for other in (second, third)]
     assert len({link.memory_token for link in links}) == 2
     assert {link.memory_socket[:16] for link in links} == {
-        node.transport._memory_socket.name for node in (second, third)
+        node.transport.memory._socket.name for node in (second, third)
     }
 
 
@@ -333,7 +356,7 @@ def test_a_peer_of_another_host_is_offered_memory_once(
     first.dial(second)
     world.until(lambda: len(asked) == 2)
     world.settle()
-    first.transport._memory = None  # and the next segment is not offered to it
+    first.transport.memory._memory = None  # and the next segment is not offered to it
     first.transport.allocate(2 * PAGE)
     world.settle()
     assert len(asked) == 2
@@ -446,12 +469,12 @@ def test_bytes_are_sent_when_the_numbers_are_used_up(
 ) -> None:
     first, second = world.shared(0), world.shared(1)
     there, _ = world.join(first, second)
-    first.transport._num_segments = MAX_SEGMENT
+    first.transport.memory._num_segments = MAX_SEGMENT
     there.send_chunk(EXCHANGE, key(), first.payload(b"x"))
     first.transport.poll(0.0)
     there.close("it is silent")
     first.memory = first.transport.allocate(len(first.memory))
-    assert first.transport.segment is None
+    assert first.transport.memory.segment is None
     assert "there have been 65535 segments" in caplog.text
 
 

@@ -15,7 +15,8 @@ import pytest
 from gossipdp.errors import RendezvousError
 from gossipdp.links import sockets
 from gossipdp.links.frames import ChunkKey, FrameType, pack_header, run_tag
-from gossipdp.links.tcp import TcpTransport, listen
+from gossipdp.links.sockets import listen
+from gossipdp.links.tcp import TcpTransport
 
 
 class Clock:

@@ -12,7 +12,7 @@ import pytest
 from gossipdp.launcher.environment import Environment, tls_variables
 from gossipdp.links import tls as tls_module
 from gossipdp.links.frames import ChunkKey, FrameType
-from gossipdp.links.tls import Tls, TlsFiles, TlsStream, make_tls_files, tls_files
+from gossipdp.links.tls import Tls, TlsFiles, TlsStream, check_private, make_tls_files, tls_files
 
 # The files.
 
@@ -60,6 +60,17 @@ def test_no_key_is_written_through_a_link_that_lies_in_its_place(tmp_path: Path)
     with pytest.raises(FileExistsError):
         make_tls_files(tmp_path)
     assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o400, False), (0o640, True)])
+def test_a_secret_file_that_others_may_read_is_warned_of(
+    tmp_path: Path, mode: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "secret"
+    path.touch()
+    path.chmod(mode)
+    check_private("--secret-file", path)
+    assert ("others than you may read --secret-file" in caplog.text) == warns
 
 
 def test_a_key_that_others_may_read_is_warned_of(

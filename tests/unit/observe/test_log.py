@@ -9,17 +9,18 @@ import msgspec
 import pytest
 
 from gossipdp.observe.log import (
+    MAX_NOTICES,
     EndRecord,
     ExchangeRecord,
     NoticeRecord,
     RecentExchange,
     RunLog,
     RunLogTail,
+    RunLogWriter,
     StartRecord,
     StepRecord,
     worker_file,
 )
-from gossipdp.observe.log_writer import MAX_NOTICES, RunLogWriter
 
 RECENT = (RecentExchange(1, True, 4.5, 0.002), RecentExchange(3, False, 4.7, 0.003))
 SOME = ExchangeRecord(0.0, 3, 4, 1, {1: 2, 3: 5}, 0.25, 1.5, 0.0, 1000, 2000, 10, 20, recent=RECENT)

@@ -8,7 +8,7 @@ import pytest
 
 from gossipdp.dynamics.phase import Phase
 from gossipdp.parallel import gossip_engine
-from gossipdp.parallel.gossip_engine import MAX_LAG, GossipEngine
+from gossipdp.parallel.gossip_engine import MAX_LAG, GossipEngine, is_rate_low
 from gossipdp.protocol.messages import Accept, ExchangeId, Propose
 from gossipdp.protocol.neighbours import make_policy
 from gossipdp.protocol.pairing import Exchanging, Pairing
@@ -79,3 +79,20 @@ def test_strict_pace_lets_go_of_a_worker_that_is_poisoned_meanwhile() -> None:
     worker = Paced(lambda number: worker.pairing.close() if number == 3 else None)
     worker._keep_pace()
     assert worker.num_turns == 3
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "num_due", "num_served", "is_low"),
+    [
+        (199, 100, 0, False),  # links may be coming up
+        (200, 100, 72, True),
+        (200, 100, 76, False),
+        (10_000, 19, 0, False),  # rare exchanges: too few to tell
+        (10_000, 20, 11, True),
+        (10_000, 20, 12, False),
+    ],
+)
+def test_a_low_rate_is_told_from_a_backlog(
+    num_steps: int, num_due: int, num_served: int, is_low: bool
+) -> None:
+    assert is_rate_low(num_steps, num_due, num_served) is is_low

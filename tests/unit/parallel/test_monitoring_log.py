@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from gossipdp import Checkpoints, GossipDataParallel, Monitor, Network
-from gossipdp.observe.log import RunLog, WorkerLog, worker_file
-from gossipdp.observe.log_writer import RunLogWriter
+from gossipdp.observe.log import RunLog, RunLogWriter, WorkerLog, worker_file
 
 
 def train(log_dir: Path | None, num_steps: int = 3, **options: object) -> GossipDataParallel:

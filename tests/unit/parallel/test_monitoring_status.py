@@ -14,9 +14,8 @@ from torch import nn
 
 from gossipdp import GossipDataParallel, Monitor, Network, RendezvousError
 from gossipdp.launcher.environment import Environment, show_address
-from gossipdp.observe.client import ask
 from gossipdp.observe.log import RunLog
-from gossipdp.observe.status import METRICS_PATH
+from gossipdp.observe.status import METRICS_PATH, ask
 from gossipdp.parallel.monitoring import MEAN_OF_LOSSES, StatusPage
 
 Make = Callable[..., tuple[GossipDataParallel, str]]

@@ -2,270 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from random import Random
-from typing import Any, TypeVar
-
 import pytest
+from driven_worker import TIMEOUT_S, make_worker, member, of_type, run, said, tell
 
-from gossipdp.graph.constants import Constants
-from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import (
     Begin,
     Prepare,
-    Reach,
-    Rebuilt,
     Send,
     Stop,
-    Superseded,
     Unlink,
 )
-from gossipdp.protocol.members import MAX_INCARNATION, Member, ProgressEntry, Status
+from gossipdp.protocol.members import Member, ProgressEntry, Status
 from gossipdp.protocol.messages import (
     Accept,
     AskLife,
-    AskMembers,
     Busy,
     Envelope,
     Epoch,
     ExchangeId,
     Heartbeat,
-    Members,
-    Message,
     NewerEpoch,
     Propose,
-    TellLife,
     decode,
     encode,
 )
 from gossipdp.protocol.pairing import Exchanging, Idle, Proposing
-from gossipdp.protocol.worker import Action, WorkerProtocol
-
-TIMEOUT_S = 5.0
-RING = Constants.of(build_graph("ring", 6))
-Kind = TypeVar("Kind")
-
-
-def member(rank: int, status: Status = Status.ALIVE, incarnation: int = 0) -> Member:
-    return Member(rank, incarnation, 70 + rank, status, "10.0.0.1", 4000 + rank)
-
-
-def make_worker(*linked: int, **changes: Any) -> WorkerProtocol:
-    """Rank 1 of a ring of six: its neighbours are 0 and 2."""
-    own = member(1)
-    arguments: dict[str, Any] = {
-        "rank": 1,
-        "incarnation": 0,
-        "process_id": own.process_id,
-        "host": own.host,
-        "port": own.port,
-        "constants": RING,
-        "method": "a2cid2",
-        "policy_name": "fresh",
-        "timeout_s": TIMEOUT_S,
-        "random": Random(0),
-    }
-    worker = WorkerProtocol(**(arguments | changes))
-    worker.membership.merge_all(member(rank) for rank in range(6) if rank != worker.rank)
-    for peer in linked:
-        worker.link_up(peer, 0.0)
-    return worker
-
-
-def of_type(actions: Sequence[Action], kind: type[Kind]) -> list[Kind]:
-    return [action for action in actions if isinstance(action, kind)]
-
-
-def said(actions: Sequence[Action], peer: int) -> list[Message]:
-    return [
-        action.message.message
-        for action in actions
-        if isinstance(action, Send)
-        and action.peer == peer
-        and not isinstance(action.message.message, Heartbeat)
-    ]
-
-
-def run(worker: WorkerProtocol, start: float, end: float, talking: Sequence[int]) -> list[Action]:
-    """Poll at every deadline while some peers show life; return all actions."""
-    actions: list[Action] = []
-    now = start
-    while (now := max(now, worker.next_deadline(now))) <= end:
-        for peer in talking:
-            actions += worker.heard(peer, now)
-        actions += worker.poll(now)
-    return actions
-
-
-def tell(*members: Member) -> Envelope:
-    return Envelope(Heartbeat(), members)
-
-
-# --- deaths --------------------------------------------------------------------------------
-
-
-def test_a_silent_neighbour_is_asked_about_and_declared_dead() -> None:
-    worker = make_worker(0, 2)
-    actions = run(worker, 0.0, 4.0, [0])
-    (question,) = [message for message in said(actions, 0) if isinstance(message, AskLife)]
-    assert question.suspect == 2
-    worker.receive(0, Envelope(TellLife(2, question.counter, is_heard=False)), 4.0)
-    actions = run(worker, 4.0, 1.15 * TIMEOUT_S, [0])
-    assert worker.membership.get(2) == member(2, Status.DEAD)
-    assert [action.peer for action in of_type(actions, Unlink)] == [2]
-    (rebuilt,) = of_type(actions, Rebuilt)
-    assert rebuilt.neighbours == {0, 3} == worker.neighbours
-    assert rebuilt.dead == {2}
-
-
-def test_one_bad_link_kills_nobody_but_is_made_anew() -> None:
-    worker = make_worker(0, 2)
-    actions = run(worker, 0.0, 5.2, [0])
-    (question,) = [message for message in said(actions, 0) if isinstance(message, AskLife)]
-    actions = worker.receive(0, Envelope(TellLife(2, question.counter, is_heard=True)), 5.2)
-    assert [action.peer for action in of_type(actions, Unlink)] == [2]
-    run(worker, 5.2, 9.0, [0])
-    assert worker.membership.get(2) == member(2)
-    assert worker.neighbours == {0, 2}
-
-
-def tell_of_no_life(worker: WorkerProtocol, actions: Sequence[Action], now: float) -> list[Action]:
-    """All who are asked say that they do not hear the suspect either."""
-    answers: list[Action] = []
-    for action in actions:
-        question = action.message.message if isinstance(action, Send) else None
-        if isinstance(question, AskLife):
-            worker.link_up(action.peer, now)
-            no = TellLife(question.suspect, question.counter, is_heard=False)
-            answers += worker.receive(action.peer, Envelope(no), now)
-    return answers
-
-
-def test_a_refused_dial_is_death_once_nobody_else_hears_it_either() -> None:
-    worker = make_worker(0, 2)
-    worker.link_down(2, 1.0)
-    worker.dial_refused(2, 1.0, ("10.0.0.1", 4002))
-    assert worker.next_deadline(1.0) <= 1.0
-    questions = worker.poll(1.0)
-    assert worker.membership.get(2) == member(2)
-    assert len([each for each in questions if isinstance(each, Send)]) >= 3
-    tell_of_no_life(worker, questions, 1.1)
-    actions = worker.poll(1.1)
-    (rebuilt,) = of_type(actions, Rebuilt)
-    assert rebuilt.neighbours == {0, 3}
-    assert worker.alpha_tilde == Constants.of(build_graph("ring", 5)).alpha_tilde
-    assert worker.pairing.alpha_tilde == worker.alpha_tilde
-    assert worker.pairing.available.keys() == {0, 3}
-
-
-def test_a_firewall_between_two_healthy_workers_changes_nothing_but_that_edge() -> None:
-    """Twelve refused dials used to bring twelve deaths and twelve new lives."""
-    worker = make_worker(0, 2)
-    worker.link_down(2, 1.0)
-    for tenth in range(10, 400):
-        now = tenth / 10
-        actions = [*worker.heard(0, now), *worker.poll(now)]
-        if tenth % 20 == 0:
-            actions += worker.dial_refused(2, now, ("10.0.0.1", 4002))
-        for question in said(actions, 0):
-            if isinstance(question, AskLife):
-                worker.receive(0, Envelope(TellLife(2, question.counter, is_heard=True)), now)
-    assert worker.membership.get(2) == member(2)
-    assert worker.neighbours == {0, 2}
-    assert worker.pairing.available.keys() == {0}
-
-
-def test_who_is_asked_of_one_that_refuses_answers_and_asks_nobody() -> None:
-    """Else each of those asked would ask three more, and all would dial the dead."""
-    worker = make_worker(0, 2)
-    worker.receive(0, Envelope(AskLife(4, 1)), 0.5)
-    actions = worker.dial_refused(4, 0.6)
-    assert said(actions, 0) == [TellLife(4, 1, is_heard=False)]
-    assert said(run(worker, 0.6, 2.0, [0, 2]), 0) == []
-
-
-def test_a_refusal_of_an_old_address_says_nothing_of_the_new_life() -> None:
-    worker = make_worker(0, 2)
-    new = Member(2, 1, 99, Status.ALIVE, "10.0.0.1", 5002)
-    worker.receive(0, tell(new), 0.5)
-    worker.link_down(2, 0.9)
-    worker.dial_refused(2, 1.0, ("10.0.0.1", 4002))
-    assert said(worker.poll(1.0), 0) == []
-    assert worker.membership.get(2) == new
-
-
-def test_bad_news_of_a_peer_on_a_good_link_leaves_the_link() -> None:
-    worker = make_worker(0, 2)
-    actions = worker.receive(0, tell(member(2, Status.DEAD)), 0.5)
-    assert of_type(actions, Unlink) == []
-    actions += run(worker, 0.5, 0.6, [0, 2])
-    told = [action.message.members for action in of_type(actions, Send) if action.peer == 2]
-    assert member(2, Status.DEAD) in {record for records in told for record in records}
-    worker.receive(2, tell(member(2, Status.ALIVE, incarnation=1)), 0.7)
-    run(worker, 0.7, 1.2, [0, 2])
-    assert worker.neighbours == {0, 2}, "back under a new incarnation"
-
-
-def test_the_last_two_and_the_last_one() -> None:
-    worker = make_worker(0, 2)
-    worker.receive(0, tell(*(member(rank, Status.DEAD) for rank in range(2, 6))), 0.1)
-    run(worker, 0.1, 0.5, [0])
-    assert worker.neighbours == {0}
-    actions = run(worker, 0.5, 0.5 + TIMEOUT_S, [])
-    assert worker.neighbours == frozenset()
-    assert of_type(actions, Rebuilt)[-1].worker_rate == 0.0
-    for step in range(20):
-        worker.step(8, 10.0 + step)
-    assert worker.progress.total_samples == 160
-    worker.done(30.0)
-    assert worker.consolidation.missing() == ()
-
-
-def test_a_leaf_asks_more_often_once_the_centre_is_dead() -> None:
-    """Its rate was 1/5 and is 1, of which it asks for half."""
-    worker = make_worker(0, constants=Constants.of(build_graph("star", 6)))
-    worker.receive(0, tell(member(0, Status.DEAD)), 0.5)
-    for step in range(400):
-        worker.step(1, 1.0 + 0.1 * step)
-    assert 150 < worker.clock.num_ticks < 250
-
-
-def test_an_unreachable_peer_without_a_link_dies_too() -> None:
-    worker = make_worker(0)
-    for second in range(1, 7):
-        worker.peer_unreachable(2, float(second))
-        run(worker, float(second), second + 0.99, [0])
-    assert worker.membership.get(2) == member(2, Status.DEAD)
-
-
-def test_whoever_is_asked_without_a_link_dials() -> None:
-    worker = make_worker(0, 2)
-    actions = worker.receive(0, Envelope(AskLife(4, 1)), 0.5)
-    assert of_type(actions, Reach) == [Reach(4, "10.0.0.1", 4004)]
-    actions = worker.reached(4, 0.7)
-    assert said(actions, 0) == [TellLife(4, 1, is_heard=True)]
-
-
-def test_while_held_at_the_start_nobody_is_missed_but_the_linked() -> None:
-    worker = make_worker(0)
-    worker.hold(0.0)
-    run(worker, 0.0, 20.0, [0])
-    assert worker.membership.get(2) == member(2)
-    worker.release(20.0)
-    run(worker, 20.0, 20.0 + 1.15 * TIMEOUT_S, [0])
-    assert worker.membership.get(2) == member(2, Status.DEAD)
-
-
-def test_deaths_count_in_the_end_too() -> None:
-    worker = make_worker(0, 2)
-    worker.receive(0, tell(*(member(rank, Status.LEFT) for rank in range(3, 6))), 0.1)
-    worker.receive(0, tell(member(0, Status.DONE)), 0.1)
-    worker.done(0.2)
-    assert worker.consolidation.missing() == (2,)
-    run(worker, 0.2, 0.3 + 1.15 * TIMEOUT_S, [0])
-    assert worker.membership.get(2) == member(2, Status.DEAD)
-    assert worker.consolidation.missing() == ()
-
 
 # --- exchanges that stand still, and what breaks the rules --------------------------------
 
@@ -411,107 +172,6 @@ def test_poison_answers_busy_and_gives_nothing() -> None:
     assert not worker.can_donate
     ask = Envelope(Propose(ExchangeId(0, 0, 1), 0.6))
     assert isinstance(said(worker.receive(0, ask, 0.6), 0)[0], Busy)
-
-
-# --- rivals and joiners --------------------------------------------------------------------
-
-
-def rival(incarnation: int = 1) -> Member:
-    return Member(1, incarnation, 500, Status.ALIVE, "10.0.0.9", 4444)
-
-
-@pytest.mark.parametrize("is_higher", [True, False])
-def test_of_two_processes_that_live_the_one_with_the_lower_id_ends(is_higher: bool) -> None:
-    worker = make_worker(0, 2, process_id=499 if is_higher else 501)
-    actions = worker.receive(0, tell(rival()), 0.5)
-    assert of_type(actions, Reach) == [Reach(1, "10.0.0.9", 4444)]
-    assert worker.incarnation == 2, "it goes on in its own name meanwhile"
-    actions = worker.reached(1, 0.7)
-    assert [type(each) for each in of_type(actions, Superseded)] == [Superseded] * is_higher
-    assert of_type(worker.reached(1, 0.8), Superseded) == [], "said once"
-
-
-@pytest.mark.parametrize("is_refused", [True, False])
-def test_a_ghost_is_outbid(is_refused: bool) -> None:
-    worker = make_worker(0, 2)
-    worker.receive(0, tell(rival()), 0.5)
-    if is_refused:
-        worker.dial_refused(1, 0.6, ("10.0.0.9", 4444))
-    else:
-        worker.peer_unreachable(1, 1.5)
-    actions = run(worker, 1.5, 15.6, [0, 2])
-    assert of_type(actions, Superseded) == []
-    assert worker.incarnation == 2 == worker.pairing.incarnation
-    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 15.7)
-    assert worker.pairing.state != Idle()
-
-
-def test_nobody_but_this_worker_listens_where_it_does() -> None:
-    worker = make_worker(0, 2)
-    ghost = Member(1, 3, 500, Status.ALIVE, "10.0.0.1", 4001)
-    assert of_type(worker.receive(0, tell(ghost), 0.5), Reach) == []
-    assert worker.incarnation == 4
-
-
-def test_turned_away_as_outdated_for_the_time_out_it_ends() -> None:
-    worker = make_worker()
-    assert of_type(worker.outdated(0, 10.0), Superseded) == []
-    assert of_type(worker.outdated(2, 10.0 + 0.9 * TIMEOUT_S), Superseded) == []
-    assert len(of_type(worker.outdated(0, 10.0 + TIMEOUT_S), Superseded)) == 1
-    assert of_type(worker.outdated(2, 11.0 + TIMEOUT_S), Superseded) == [], "said once"
-
-
-def test_a_link_in_between_shows_that_it_is_still_wanted() -> None:
-    worker = make_worker()
-    worker.outdated(0, 10.0)
-    worker.link_up(2, 11.0)
-    assert of_type(worker.outdated(0, 10.0 + TIMEOUT_S), Superseded) == []
-
-
-def test_a_worker_that_has_had_all_its_lives_ends_with_a_clear_reason() -> None:
-    worker = make_worker(0, 2, incarnation=MAX_INCARNATION)
-    dead = member(1, Status.DEAD, incarnation=MAX_INCARNATION)
-    (end,) = of_type(worker.receive(0, tell(dead), 0.5), Superseded)
-    assert "had all its lives" in end.reason
-
-
-def test_a_joiner_counts_once_it_has_parameters() -> None:
-    joiner = make_worker(rank=6, process_id=900, is_joining=True)
-    other = make_worker(0, 2)
-    assert joiner.neighbours == frozenset()
-    assert not joiner.can_donate
-    other.receive(0, tell(joiner.membership.own), 0.1)
-    assert other.neighbours == {0, 2}
-    assert other.membership.live() == tuple(range(6))
-    (rebuilt,) = of_type(joiner.joined(1.0), Rebuilt)
-    assert rebuilt.neighbours == {0, 1}
-    assert joiner.can_donate
-    other.receive(0, tell(joiner.membership.own), 1.1)
-    assert other.neighbours == {0, 2, 6}
-
-
-def test_a_joiner_whose_rank_is_taken_is_told_at_once() -> None:
-    joiner = make_worker(0, rank=6, process_id=10, is_joining=True)
-    other = Member(6, 0, 11, Status.JOINING, "10.0.0.3", 4000)
-    assert len(of_type(joiner.receive(0, tell(other), 0.5), Superseded)) == 1
-
-
-def test_who_asks_for_members_is_told_all() -> None:
-    worker = make_worker(0, 7)
-    worker.step(32, 0.2)
-    (answer,) = said(worker.receive(7, Envelope(AskMembers(4)), 0.5), 7)
-    assert isinstance(answer, Members)
-    assert (answer.counter, answer.num_workers, answer.is_ending) == (4, 6, False)
-    assert [record.rank for record in answer.members] == list(range(6))
-    assert [entry.samples for entry in answer.progress] == [32]
-
-
-def test_the_end_takes_in_nobody() -> None:
-    worker = make_worker(0, 2)
-    worker.done(0.1)
-    assert not worker.answer_joiner(1).is_ending, "the others still train"
-    worker.receive(0, tell(*(member(rank, Status.DONE) for rank in (0, 2, 3, 4, 5))), 0.2)
-    assert worker.answer_joiner(1).is_ending
 
 
 # --- a training loop that hangs ------------------------------------------------------------

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gossipdp.observe.log import ExchangeRecord, worker_file
-from gossipdp.observe.log_writer import RunLogWriter
+from gossipdp.observe.log import ExchangeRecord, RunLogWriter, worker_file
 from gossipdp.report.live import LiveView
 
 

@@ -19,12 +19,12 @@ from gossipdp.observe.log import (
     NoticeRecord,
     RecentExchange,
     RunLog,
+    RunLogWriter,
     StartRecord,
     StepRecord,
     ValuesRecord,
     WorkerLog,
 )
-from gossipdp.observe.log_writer import RunLogWriter
 from gossipdp.report.charts import Scale, duration, number
 from gossipdp.report.page import render
 from gossipdp.report.view import RunView, Span, merged, spans_of

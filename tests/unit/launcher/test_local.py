@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from run_processes import runs
 
-from gossipdp.launcher.scripts import (
+from gossipdp.launcher.local import (
     MAX_LINE_BYTES,
     PIPE_BYTES,
     Relay,
@@ -199,7 +199,7 @@ def test_what_a_dead_worker_left_behind_ends_with_it(tmp_path: Path) -> None:
     path = tmp_path / "child"
     code = (
         "import os, subprocess, sys, time\n"
-        "from gossipdp.launcher.reports import Report, send_report\n"
+        "from gossipdp.launcher.team import Report, send_report\n"
         "if os.environ.get('GOSSIPDP_RESTARTS') is None:\n"
         "    send_report(Report(begins=True))\n"
         f"    open({str(path)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\n"

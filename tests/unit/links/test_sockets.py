@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from gossipdp.links import fork
-from gossipdp.links.tcp import TcpTransport, listen
+from gossipdp.links import sockets
+from gossipdp.links.sockets import listen
+from gossipdp.links.tcp import TcpTransport
 
 # A child that is created here runs the test's code after a fork that threads may have seen.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -82,7 +83,7 @@ def test_a_fork_waits_for_a_descriptor_on_its_way(world: Any) -> None:
     order: list[str] = []
 
     def open_slowly() -> None:
-        with fork.descriptors_guard:
+        with sockets.descriptors_guard:
             opened.set()
             go_on.wait(10)
             order.append("listed")
@@ -100,7 +101,7 @@ def test_a_fork_waits_for_a_descriptor_on_its_way(world: Any) -> None:
     thread.join()
     timer.join()
     assert order == ["listed", "forked"]
-    assert not fork.descriptors_guard._is_owned()  # type: ignore[attr-defined]
+    assert not sockets.descriptors_guard._is_owned()  # type: ignore[attr-defined]
 
 
 def test_a_stranger_s_descriptor_leaves_its_list_and_closes_in_one_step(
@@ -112,7 +113,7 @@ def test_a_stranger_s_descriptor_leaves_its_list_and_closes_in_one_step(
     release = TcpTransport._close_connection
 
     def spied(transport: TcpTransport, *what: Any) -> None:
-        is_guarded.append(fork.descriptors_guard._is_owned())  # type: ignore[attr-defined]
+        is_guarded.append(sockets.descriptors_guard._is_owned())  # type: ignore[attr-defined]
         release(transport, *what)
 
     monkeypatch.setattr(TcpTransport, "_close_connection", spied)
@@ -126,7 +127,8 @@ VICTIM = """
     import os, sys, time
     from gossipdp.links.handshake import Identity
     from gossipdp.links.link import LinkHandler
-    from gossipdp.links.tcp import TcpTransport, listen
+    from gossipdp.links.sockets import listen
+    from gossipdp.links.tcp import TcpTransport
 
     class Handler(LinkHandler):
         up = False

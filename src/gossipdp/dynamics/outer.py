@@ -1,0 +1,75 @@
+r"""The outer step: a Nesterov step on what the optimizer did since a worker's last exchange.
+
+Where exchanges are rare, many optimizer steps lie between two of them. DiLoCo (arXiv 2311.08105)
+treats their sum as one large gradient and takes an outer step with momentum on it. Here each worker
+does so by itself, chunk by chunk, at the start of each of its exchanges:
+
+.. math::
+    g = x - \text{base}, \qquad m \leftarrow \mu m + g, \qquad u = \gamma (g + \mu m) - g, \qquad
+    p \leftarrow p + u, \qquad \text{base} \leftarrow x
+
+with :math:`p` the chunk's ``pending``, and the exchange follows. ``base`` is where x would be
+without the optimizer's own steps since the last outer step: a boundary adds to it exactly what it
+adds to x. So :math:`g` is the sum of those steps alone, whatever exchanges and flows brought
+meanwhile, and neither of them touches base or m. The step is local, so an exchange that fails after
+it harms nothing, and the mean of x + c/2 over workers moves by optimizer and outer steps alone.
+
+Two workers in lock-step, with an exchange every H steps, take exactly DiLoCo's steps. The optimizer
+may write x while the gossip thread takes the step: each value of x is read once, and what was read
+is the new base, so that no part of an optimizer's step is lost or counted twice.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    r"""An outer step at each exchange; ``GossipDataParallel(..., outer=OuterStep())``.
+
+    For rare exchanges (``comm_rate`` of 1/8 and less), as on slow links. With :math:`g` the sum of
+    the optimizer's steps since this worker's last exchange, :math:`\mu` → ``momentum`` and
+    :math:`\gamma` → ``lr``, the sum is replaced by a Nesterov step:
+
+    .. math:: m \leftarrow \mu m + g, \qquad g \leftarrow \gamma (g + \mu m)
+
+    ``momentum=0, lr=1`` changes nothing. In the long run the outer step multiplies what optimizers
+    do by lr / (1 - momentum), 3.3 as it is set here, so the best learning rate of the optimizer may
+    be a smaller one. It takes two more floats a parameter, as many bytes as AdamW's state; they are
+    float32 where parameters have 16 bits.
+
+    Args:
+        momentum: how much of the last outer steps goes on, from 0 to below 1.
+        lr: the outer learning rate, above 0.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Example:
+        >>> OuterStep(momentum=0.9, lr=0.7)
+        OuterStep(momentum=0.9, lr=0.7)
+
+    Departures from DiLoCo: workers exchange in pairs and at their own times, and each holds an
+    outer momentum of its own.
+    """
+
+    momentum: float = 0.7
+    lr: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Keep both as Python's floats; raise ValueError for one that cannot be meant."""
+        for name in ("momentum", "lr"):
+            value = getattr(self, name)
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                raise ValueError(f"the outer step's {name} is {value!r}: give a number") from None
+            object.__setattr__(self, name, number)
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(
+                f"the outer step's momentum is {self.momentum:g}; it must be at least 0 and below 1"
+            )
+        if not (math.isfinite(self.lr) and self.lr > 0.0):
+            raise ValueError(f"the outer step's lr is {self.lr:g}; it must be a positive number")

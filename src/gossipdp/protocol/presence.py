@@ -1,0 +1,244 @@
+"""Who is there, for one worker: what it makes of the membership view, of silence and of dials.
+
+The membership view says who lives, the failure detector finds out who does not, and the
+neighbourhood follows both. :class:`Presence` keeps the three in line, and decides who is watched,
+who can be exchanged with, and whether this worker itself may go on.
+
+Two processes of one rank (both started without knowing of each other, or one believed dead,
+replaced, and awake again) outbid each other's record and dial each other. The one with the lower
+process id ends when the other has answered at its own address, so that no record of a process that
+has died, or never lived, ends anybody. One that is turned away for a time-out, by workers that are
+linked to a later process of its rank, ends too.
+
+A peer may agree to exchange, and then only beat. Else it could ask again at once, and hold this
+worker for all of its time. It is *shunned* twice as long each time, until an exchange succeeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from gossipdp.protocol.actions import Reach, Rebuilt, Superseded
+from gossipdp.protocol.links import Links
+from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Verdict
+from gossipdp.protocol.members import Member, Membership, Status
+from gossipdp.protocol.neighbours import Neighbourhood
+
+FORGET_AFTER = 24.0
+"""In time-outs: joiners whose life has been over for so long are forgotten, and not dialled."""
+LONGEST_SHUNNED = 16.0
+"""In time-outs: for so long at most there is no exchange with one whose exchanges stand still."""
+
+
+@dataclass(frozen=True)
+class Shed:
+    """Close the link to ``peer`` if it is silent; one that is not carries the news to it."""
+
+    peer: int
+    reason: str
+
+
+PresenceAction: TypeAlias = DetectorAction | Shed | Reach | Rebuilt | Superseded
+
+
+class Presence:
+    """One worker's opinion on who is there.
+
+    Args:
+        membership: the view, which other parts add to.
+        links: who is linked, and silent; read here only.
+        neighbourhood: rebuilt here, when others come or go.
+        detector: told here whom to watch, and who is gone.
+        timeout_s: a peer silent for this long is suspect.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        links: Links,
+        neighbourhood: Neighbourhood,
+        detector: FailureDetector,
+        timeout_s: float,
+    ) -> None:
+        self.rank = membership.own.rank
+        self._membership = membership
+        self._links = links
+        self._neighbourhood = neighbourhood
+        self._detector = detector
+        self._timeout_s = timeout_s
+        self._rival: Member | None = None
+        # Since when others have turned this process away as an older one; inf: they have not.
+        self._outdated_since = math.inf
+        self._has_given_way = False
+        self._unreachable: set[int] = set()
+        self._forget_at = -math.inf
+        # Until when there is no exchange with a peer, and for how long that was meant to be.
+        self._shunned: dict[int, tuple[float, float]] = {}
+        self._welcome_at = math.inf
+        # The versions of membership that were reviewed, and for which it was worked out whom to
+        # watch and who can be exchanged with; -1 to have that worked out anew.
+        self._reviewed_version = -1
+        self._available_version = -1
+
+    def look_anew(self) -> None:
+        """A link came, went, fell overdue or was heard again."""
+        self._available_version = -1
+
+    # --- what is found out -----------------------------------------------------------------
+
+    def linked(self, peer: int) -> None:
+        """A link to ``peer`` is up."""
+        self._outdated_since = math.inf
+        self._unreachable.discard(peer)
+
+    def dialled_in_vain(self, peer: int) -> bool:
+        """There is no link to ``peer``, and none came of a dial; whether to watch it for that.
+
+        One that others asked about is for them to watch, or each of those asked would ask more.
+        """
+        is_news = self._membership.is_live(peer) and not self._detector.has_question(peer)
+        if is_news:
+            self._unreachable.add(peer)
+        return is_news
+
+    def outdated(self, now: float) -> list[Superseded]:
+        """A peer turned us away: it is linked to a later process of this worker's rank."""
+        self._outdated_since = min(now, self._outdated_since)
+        return self._give_way() if now >= self._outdated_since + self._timeout_s else []
+
+    def reached(self, peer: int) -> list[Superseded]:
+        """The address of ``peer`` answered, which may be this rank's other process."""
+        own, rival = self._membership.own, self._rival
+        if peer == self.rank and rival is not None and rival.process_id > own.process_id:
+            return self._give_way()
+        return []
+
+    def judge(self, verdict: Verdict) -> list[Shed]:
+        """Follow the detector's verdict; what a death brings is for :meth:`review`."""
+        if not verdict.is_dead:
+            return [Shed(verdict.peer, "it is silent here, but others hear it")]
+        self._unreachable.discard(verdict.peer)
+        self._membership.declare_dead(verdict.peer)
+        return []
+
+    def witnesses(self, suspect: int) -> tuple[list[int], list[int]]:
+        """Whom to ask about a suspect: the live workers that are linked, and the others."""
+        linked, silent = self._links.live, self._links.silent
+        others = [rank for rank in self._membership.live() if rank not in (self.rank, suspect)]
+        return (
+            [rank for rank in others if rank in linked],
+            [rank for rank in others if rank not in linked and rank not in silent],
+        )
+
+    def forget(self, now: float) -> None:
+        """Drop the records of joiners that have long been over; done once in a time-out."""
+        if now >= self._forget_at:
+            self._forget_at = now + self._timeout_s
+            self._membership.forget(now, FORGET_AFTER * self._timeout_s)
+
+    # --- what follows from it --------------------------------------------------------------
+
+    def review(self, now: float, closed_for: Collection[str]) -> list[PresenceAction]:
+        """Follow the membership view: who is dead, who is a neighbour, which life is this.
+
+        ``closed_for``: why this worker neither asks nor accepts.
+        """
+        members = self._membership
+        actions: list[PresenceAction] = []
+        if self._reviewed_version != members.version:
+            self._reviewed_version = members.version
+            self.look_anew()
+            self._neighbourhood.review(members.members())
+            for member in members.members():
+                if member.is_over and member.rank != self.rank:
+                    self._unreachable.discard(member.rank)
+                    actions += self._detector.gone(member.rank)
+                    actions.append(Shed(member.rank, "it is dead"))
+            actions += self._meet_rival()
+        if now >= self._neighbourhood.next_deadline():
+            has_ended = "consolidation" in closed_for
+            rebuilt = self._neighbourhood.rebuild(members.members(), now, has_ended=has_ended)
+            self.look_anew()
+            actions.append(rebuilt)
+        if self._available_version != members.version:
+            self._detector.watch(self._watched(is_held="hold" in closed_for), now)
+        return actions
+
+    def _watched(self, *, is_held: bool) -> set[int]:
+        """Whose silence matters: neighbours, and whoever is linked or was dialled in vain."""
+        if self._membership.own.status is Status.LEFT:
+            return set()
+        candidates = self._links.peers | self._unreachable
+        if not is_held:  # else they may not have been dialled yet
+            candidates |= self._neighbourhood.rates.keys()
+        return {peer for peer in candidates if peer != self.rank and self._membership.is_live(peer)}
+
+    def _meet_rival(self) -> list[Reach] | list[Superseded]:
+        """Dial another process of this rank, which was outbid: it may live, or be a ghost."""
+        members = self._membership
+        if members.is_exhausted:
+            return self._give_way(f"rank {self.rank} has had all its lives; take another rank")
+        rival, self._rival = self._rival, members.rival
+        if self._rival is None or self._rival is rival:
+            return []
+        if members.own.status is Status.JOINING:  # it has given nothing yet: another rank will do
+            return self._give_way()
+        address = self._rival.host, self._rival.port
+        if address == (members.own.host, members.own.port):
+            return []  # nobody but this worker listens there
+        return [Reach(self.rank, *address)]
+
+    def _give_way(self, reason: str = "") -> list[Superseded]:
+        if self._has_given_way:
+            return []
+        self._has_given_way = True
+        return [
+            Superseded(
+                reason
+                or f"another process of rank {self.rank} has taken this worker's place in the run; "
+                "start one process a rank"
+            )
+        ]
+
+    # --- who can be exchanged with ---------------------------------------------------------
+
+    def available(self, now: float) -> dict[int, float] | None:
+        """The neighbours that can exchange now, with their rates; None: nothing has changed."""
+        if self._available_version == self._membership.version:
+            return None
+        self._available_version = self._membership.version
+        rates = self._neighbourhood.rates
+        return {peer: rate for peer, rate in rates.items() if self._can_exchange(peer, now)}
+
+    def _can_exchange(self, peer: int, now: float) -> bool:
+        member = self._membership.get(peer)
+        is_there = self._links.is_prompt(peer) and (member is None or member.is_live)
+        return is_there and not self.is_shunned(peer, now)
+
+    def shun(self, peer: int, now: float) -> None:
+        """An exchange with ``peer`` stood still: have none with it for a while."""
+        _, last_s = self._shunned.get(peer, (0.0, 0.0))
+        shunned_s = min(max(2 * last_s, self._timeout_s), LONGEST_SHUNNED * self._timeout_s)
+        self._shunned[peer] = now + shunned_s, shunned_s
+        self._welcome_at = min(now + shunned_s, self._welcome_at)
+
+    def is_shunned(self, peer: int, now: float) -> bool:
+        """Whether there is to be no exchange with ``peer`` yet."""
+        until, _ = self._shunned.get(peer, (-math.inf, 0.0))
+        if now < until:
+            self._welcome_at = min(until, self._welcome_at)
+        return now < until
+
+    def pardon(self, peer: int) -> None:
+        """An exchange with ``peer`` succeeded."""
+        self._shunned.pop(peer, None)
+
+    def welcomes_back(self, now: float) -> bool:
+        """Whether the time of somebody who was shunned may be over: look anew."""
+        is_over = now >= self._welcome_at
+        if is_over:
+            self._welcome_at = math.inf
+        return is_over

@@ -1,0 +1,43 @@
+"""One worker's consolidation machine and what it meets, for tests that drive it by hand."""
+
+from gossipdp.protocol.actions import Send
+from gossipdp.protocol.consolidate import Consolidation, ConsolidationAction
+from gossipdp.protocol.members import Member, Status
+from gossipdp.protocol.messages import Average, BeginEpoch, Epoch
+
+
+def process(rank: int) -> tuple[int, int]:
+    return (rank, 100 + rank)
+
+
+def view(num_workers: int, **others: Status) -> list[Member]:
+    """All done, but for ``worker3=Status.DEAD`` and the like."""
+    return [
+        Member(rank, 1, 100 + rank, others.get(f"worker{rank}", Status.DONE))
+        for rank in range(num_workers)
+    ]
+
+
+def epoch(number: int, leader: int = 0) -> Epoch:
+    return Epoch(number, leader, 100 + leader)
+
+
+def begin(number: int, *ranks: int, average: Average | None = None) -> BeginEpoch:
+    return BeginEpoch(epoch(number, ranks[0]), tuple(process(rank) for rank in ranks), average)
+
+
+def worker(rank: int, num_chunks: int = 2, num_copied_chunks: int = 0) -> Consolidation:
+    return Consolidation(rank, 100 + rank, num_chunks, num_copied_chunks)
+
+
+def ticks(machine: Consolidation, number: int) -> list[ConsolidationAction]:
+    """What a worker does in so many quarters of a time-out in which it hears everybody."""
+    return [action for _ in range(number) for action in machine.tick(range(100))]
+
+
+def begun(actions: list[ConsolidationAction]) -> set[BeginEpoch]:
+    return {
+        action.message
+        for action in actions
+        if isinstance(action, Send) and isinstance(action.message, BeginEpoch)
+    }

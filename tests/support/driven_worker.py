@@ -1,0 +1,77 @@
+"""A worker's whole protocol, driven by hand: rank 1 of a ring of six."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any, TypeVar
+
+from gossipdp.graph.constants import Constants
+from gossipdp.graph.topology import build_graph
+from gossipdp.protocol.actions import (
+    Send,
+)
+from gossipdp.protocol.members import Member, Status
+from gossipdp.protocol.messages import (
+    Envelope,
+    Heartbeat,
+    Message,
+)
+from gossipdp.protocol.worker import Action, WorkerProtocol
+
+TIMEOUT_S = 5.0
+RING = Constants.of(build_graph("ring", 6))
+Kind = TypeVar("Kind")
+
+
+def member(rank: int, status: Status = Status.ALIVE, incarnation: int = 0) -> Member:
+    return Member(rank, incarnation, 70 + rank, status, "10.0.0.1", 4000 + rank)
+
+
+def make_worker(*linked: int, **changes: Any) -> WorkerProtocol:
+    """Rank 1 of a ring of six: its neighbours are 0 and 2."""
+    own = member(1)
+    arguments: dict[str, Any] = {
+        "rank": 1,
+        "incarnation": 0,
+        "process_id": own.process_id,
+        "host": own.host,
+        "port": own.port,
+        "constants": RING,
+        "method": "a2cid2",
+        "policy_name": "fresh",
+        "timeout_s": TIMEOUT_S,
+        "random": Random(0),
+    }
+    worker = WorkerProtocol(**(arguments | changes))
+    worker.membership.merge_all(member(rank) for rank in range(6) if rank != worker.rank)
+    for peer in linked:
+        worker.link_up(peer, 0.0)
+    return worker
+
+
+def of_type(actions: Sequence[Action], kind: type[Kind]) -> list[Kind]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def said(actions: Sequence[Action], peer: int) -> list[Message]:
+    return [
+        action.message.message
+        for action in actions
+        if isinstance(action, Send)
+        and action.peer == peer
+        and not isinstance(action.message.message, Heartbeat)
+    ]
+
+
+def run(worker: WorkerProtocol, start: float, end: float, talking: Sequence[int]) -> list[Action]:
+    """Poll at every deadline while some peers show life; return all actions."""
+    actions: list[Action] = []
+    now = start
+    while (now := max(now, worker.next_deadline(now))) <= end:
+        for peer in talking:
+            actions += worker.heard(peer, now)
+        actions += worker.poll(now)
+    return actions
+
+
+def tell(*members: Member) -> Envelope:
+    return Envelope(Heartbeat(), members)
