@@ -73,6 +73,9 @@ class QualityBenchmark:
     graph: str = "ring"
     """Who exchanges with whom in gossipdp's rows."""
 
+    beta2: float = 0.999
+    """Of AdamW: the share of the second moment that a step keeps; 0.999 is torch's default."""
+
     runs: Path = Path("runs/quality/runs.jsonl")
     """Where finished runs are kept, and found again."""
 
@@ -112,7 +115,16 @@ def measure_all(benchmark: QualityBenchmark) -> None:
     num_runs = len(here) * len(kinds) * (len(rates) + 1 + benchmark.seeds)
     campaign = Campaign(benchmark, Runs(benchmark.runs), num_runs)
     bases = [
-        RunSettings(name.text, kind, rates[0], 0, size, benchmark.workers, benchmark.graph)
+        RunSettings(
+            row=name.text,
+            data=kind,
+            learning_rate=rates[0],
+            seed=0,
+            size=size,
+            workers=benchmark.workers,
+            graph=benchmark.graph,
+            beta2=benchmark.beta2,
+        )
         for kind in kinds
         for name in here
     ]
@@ -125,7 +137,7 @@ def measure_all(benchmark: QualityBenchmark) -> None:
     report.missing += unfinished(results, benchmark.seeds)
     used = [one for rows in results.values() for row in rows.values() for one in row.used]
     commits = campaign.runs.commits(used)
-    report.tables += tables(results, size, benchmark.workers, benchmark.graph, commits)
+    report.tables += tables(results, bases[0], commits)
     report.targets += targets(results)
     data = rows_as_json(results, size)
     is_whole = not campaign.failures and not unfinished(results, benchmark.seeds)
@@ -161,6 +173,8 @@ def check(benchmark: QualityBenchmark) -> tuple[list[RowName], list[DataName], l
     ):
         if number < least:
             raise ValueError(f"{option} is {number}; it must be at least {least}")
+    if not 0 <= benchmark.beta2 < 1:
+        raise ValueError(f"--beta2 is {benchmark.beta2}; it must be at least 0 and less than 1")
     check_output("--json", benchmark.json)
     return names, kinds, rates
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quality_rows import (
-    BETAS,
+    BETA1,
     KINDS,
     OUTER_MOMENTUM,
     OUTER_RATE,
@@ -18,7 +18,7 @@ from quality_rows import (
     RowName,
 )
 from quality_runs import TUNING_SEED, Measured
-from quality_worker import DataName, Point, Size, num_parameters
+from quality_worker import DataName, Point, RunSettings, Size, num_parameters
 from support.report import Table, Target
 
 from gossipdp.report.figures import OKABE_ITO
@@ -129,14 +129,12 @@ def _rows(rows: Mapping[str, Measured]) -> dict[str, Any]:
     return {name: row_as_json(row, timed) for name, row in rows.items() if row.results}
 
 
-def tables(
-    results: Results, size: Size, num_workers: int, graph: str, commits: Sequence[str]
-) -> list[Table]:
-    """All that is shown."""
+def tables(results: Results, base: RunSettings, commits: Sequence[str]) -> list[Table]:
+    """All that is shown; base: one of the runs, commits: of the source that made them."""
     shown = []
     for kind, rows in results.items():
         shown += [_outcome(kind, rows), _grid(kind, rows)]
-    return [*shown, _settings(size, num_workers, graph, commits)]
+    return [*shown, _settings(base, commits)]
 
 
 def _outcome(kind: DataName, rows: Mapping[str, Measured]) -> Table:
@@ -208,16 +206,17 @@ def tried_text(tried: Mapping[float, float]) -> str:
     )
 
 
-def _settings(size: Size, num_workers: int, graph: str, commits: Sequence[str]) -> Table:
+def _settings(base: RunSettings, commits: Sequence[str]) -> Table:
+    size = base.size
     batch = f"{size.batch_size} windows of {size.context} bytes a worker"
     facts = {
         "model": f"a byte-level transformer of {num_parameters(size):,} parameters",
         "text": "the source of Python's standard library, a twentieth held out in ten pieces",
-        "a run": f"{num_workers} workers, {size.steps:,} steps of each, {batch}",
+        "a run": f"{base.workers} workers, {size.steps:,} steps of each, {batch}",
         "equal in all rows": (
-            f"tokens and steps of each worker, batch, initial parameters, AdamW with betas {BETAS} "
-            f"and weight decay {WEIGHT_DECAY:g}, warm-up of 5% and then half a cosine to 1% by "
-            "the share of the run, one thread a worker"
+            f"tokens and steps of each worker, batch, initial parameters, AdamW with betas {BETA1} "
+            f"and {base.beta2}, weight decay {WEIGHT_DECAY:g}, warm-up of 5% and then half a "
+            "cosine to 1% by the share of the run, one thread a worker"
         ),
         "not equal": (
             f"PowerSGD sends plain gradients for the first {POWER_SGD_AFTER:.0%}. DDP refuses "
@@ -226,7 +225,7 @@ def _settings(size: Size, num_workers: int, graph: str, commits: Sequence[str]) 
             "(pace strict), so that a busy machine does not change the comm rate."
         ),
         "outer steps": f"Nesterov, momentum {OUTER_MOMENTUM:g}, rate {OUTER_RATE:g}, in all rows",
-        "gossipdp": f"graph {graph}, shared memory off: all goes through sockets and is counted",
+        "gossipdp": f"graph {base.graph}, no shared memory: all goes through sockets",
         "source of the runs": ", ".join(commits),
     }
     return Table("Settings", ("", ""), list(facts.items()))

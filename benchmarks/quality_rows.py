@@ -26,20 +26,21 @@ from support.rows import (
 )
 from torch import Tensor, nn
 
-BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
+BETA1, WEIGHT_DECAY = 0.9, 0.1
 OUTER_MOMENTUM, OUTER_RATE = 0.7, 1.0
 POWER_SGD_RANK, POWER_SGD_AFTER = 4, 0.05
 LIGHTHOUSE_JOIN_MS, TORCHFT_TIMEOUT_S = 60_000, 120.0
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+def make_optimizer(parameters: Iterable[nn.Parameter], beta2: float) -> torch.optim.AdamW:
     """The same for every row; norms and biases are not decayed."""
     every = list(parameters)
     groups = [
         {"params": [p for p in every if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in every if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS)
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, betas=(BETA1, beta2))
 
 
 class Gossip(support.rows.Gossip):

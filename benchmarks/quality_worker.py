@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -59,6 +60,7 @@ class RunSettings:
     size: Size
     workers: int = 4
     graph: str = "ring"
+    beta2: float = 0.999
 
     @property
     def key(self) -> str:
@@ -191,7 +193,7 @@ def train(settings: RunSettings, folder: str) -> Trained:
         samples=size.steps * size.batch_size * num_workers,
         seed=settings.seed,
         batch_size=size.batch_size,
-        make_optimizer=make_optimizer,
+        make_optimizer=partial(make_optimizer, beta2=settings.beta2),
         method=name.method,
         options=options | {"network": NETWORK} if options else {},
         period=name.period or 1,

@@ -138,6 +138,7 @@ def test_finished_runs_are_found_again_by_all_of_their_settings(tmp_path: Path):
         replace(SETTINGS, data="common"),
         replace(SETTINGS, size=replace(SIZE, steps=5)),
         replace(SETTINGS, graph="complete"),
+        replace(SETTINGS, beta2=0.95),
     )
     assert not any(map(again.find, changes))
     assert len(again.commits([SETTINGS])) == 1
@@ -178,6 +179,7 @@ def test_a_row_that_is_none_is_told(text: str, message: str):
         ({"seeds": 0}, "--seeds is 0"),
         ({"workers": 1}, "--workers is 1"),
         ({"steps": 3}, "--steps is 3"),
+        ({"beta2": 1.0}, "--beta2 is 1"),
         ({"json": Path("/nowhere/at/all.json")}, "does not exist"),
     ],
 )
@@ -233,7 +235,7 @@ def test_json_has_every_rows_figures(tmp_path: Path):
     assert ddp["share_to_easy_loss"] == pytest.approx(0.5 + 0.5 * ((4 - EASY * 3.1) / 0.9), abs=0.1)
     assert data["rows"]["gossip"]["loss"] is None  # a seed diverged
     assert data["other_data"]["common"]["rows"]["ddp"]["loss_std"] is None
-    shown = tables(results, SIZE, 2, "ring", ["abc"])
+    shown = tables(results, SETTINGS, ["abc"])
     assert [len(table.rows) for table in shown[:2]] == [2, 3]
     assert mean_loss(rows["gossip"]) == math.inf
     assert loss_std(rows["gossip"]) is None
