@@ -26,6 +26,8 @@ from support.rows import (
 )
 from torch import Tensor, nn
 
+from gossipdp import OuterStep
+
 BETA1, WEIGHT_DECAY = 0.9, 0.1
 OUTER_MOMENTUM, OUTER_RATE = 0.7, 1.0
 POWER_SGD_RANK, POWER_SGD_AFTER = 4, 0.05
@@ -52,8 +54,6 @@ class Gossip(support.rows.Gossip):
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         options = dict(plan.options)
         if "outer" in options:
-            from gossipdp import OuterStep
-
             momentum, rate = options["outer"]
             options["outer"] = OuterStep(momentum=momentum, lr=rate)
         super().__init__(net, replace(plan, options=options))
