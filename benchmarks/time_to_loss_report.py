@@ -15,7 +15,7 @@ from time_to_loss_rows import ROWS
 from time_to_loss_task import DESCRIPTION, NUM_CURVE, Clusters, evaluate, make_model
 from time_to_loss_worker import WorkerResult, averages_at_marks
 
-from gossipdp.report.figures import OKABE_ITO
+from gossipdp.report.simulation_figures import OKABE_ITO
 
 Rounds = Sequence["RoundRow"]
 Results = Mapping[str, Rounds]

@@ -4,6 +4,7 @@ import datetime
 import functools
 import gc
 import itertools
+import os
 import signal
 import sys
 import warnings
@@ -18,6 +19,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from run_processes import VARIABLES
 
 from gossipdp.launcher.local import launch, start_fork_server
 from gossipdp.links.tls import TlsFiles, make_tls_files
@@ -172,3 +174,22 @@ def authority(new_authority: Callable[[str], Authority]) -> Authority:
 def run_tls(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
     """The one certificate of a run, and its key."""
     return make_tls_files(tmp_path_factory.mktemp("tls"))
+
+
+# For scripts that use no store: the supervisor's takes no seconds to import torch, which it could
+# not where it may open no file.
+NO_TORCH = """
+class TCPStore:
+    def __init__(self, *values, **options):
+        open(__file__ + ".imported", "w").close()
+"""
+
+
+@pytest.fixture
+def without_torch(tmp_path: Path) -> dict[str, str]:
+    """Variables with which a process finds an empty torch."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "distributed.py").write_text(NO_TORCH)
+    path = os.pathsep.join(filter(None, (str(tmp_path), VARIABLES.get("PYTHONPATH"))))
+    return VARIABLES | {"PYTHONPATH": path}

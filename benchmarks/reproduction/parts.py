@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from support.report import markdown_table as table
 
-from gossipdp.report.figures import OKABE_ITO as COLOURS
+from gossipdp.report.simulation_figures import OKABE_ITO as COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,7 +14,7 @@ import pytest
 
 from gossipdp.cli import demo
 from gossipdp.cli.demo import DemoArguments, run
-from gossipdp.cli.demo_faults import FaultInjector
+from gossipdp.cli.demo_watch import FaultInjector
 from gossipdp.observe.log import RunLog
 
 pytestmark = pytest.mark.processes

@@ -33,14 +33,13 @@ from gossipdp.cli.demo import (
     read_results,
     train_worker,
 )
-from gossipdp.cli.demo_faults import Fault, FaultInjector, fault_results
+from gossipdp.cli.demo_watch import Fault, FaultInjector, WorkerProgress, fault_results
 from gossipdp.errors import WorkerFailedError
 from gossipdp.gossip.loop import GossipLoop
 from gossipdp.launcher.local import launch
 from gossipdp.launcher.supervisor import Failure
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import RunLog, RunLogTail, worker_file
-from gossipdp.report.live import WorkerProgress
 from gossipdp.tasks import make_workload
 
 NUM_WORKERS = 6

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gossipdp.cli import demo_faults
+from gossipdp.cli import demo_watch
 from gossipdp.cli.demo import DEFAULT_SAMPLES, DIGEST, DemoArguments, run
 from gossipdp.observe.log import RunLog
 
@@ -50,7 +50,7 @@ def test_kills_and_a_stop_are_noticed_and_those_killed_come_back(tmp_path: Path)
 def test_killing_all_but_one_leaves_a_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo_faults, "AFTER_S", 2.0)
+    monkeypatch.setattr(demo_watch, "AFTER_S", 2.0)
     code, results = demo(tmp_path, workers=3, kill="0@0.5s,2@1s")
     assert code == 0
     assert [worker["metric_before_average"] is None for worker in results["workers"]] == [

@@ -11,17 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_processes import VARIABLES
 
 pytestmark = pytest.mark.processes
-
-# The scripts here use no store. So the supervisor's takes no seconds to import torch, which it
-# could not where it may open no file.
-NO_TORCH = """
-class TCPStore:
-    def __init__(self, *values, **options):
-        open(__file__ + ".imported", "w").close()
-"""
 
 # Light: begins without a model.
 SCRIPT = """
@@ -58,16 +49,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-@pytest.fixture
-def without_torch(tmp_path: Path) -> dict[str, str]:
-    """Variables with which a process finds an empty torch."""
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").touch()
-    (tmp_path / "torch" / "distributed.py").write_text(NO_TORCH)
-    path = os.pathsep.join(filter(None, (str(tmp_path), VARIABLES.get("PYTHONPATH"))))
-    return VARIABLES | {"PYTHONPATH": path}
 
 
 def test_a_killed_worker_is_started_again_and_told_where_the_others_are(

@@ -1,9 +1,12 @@
-"""The same script under ``gossipdp run`` and under torchrun: the real command lines."""
+"""``gossipdp run`` and torchrun, the real command lines: who meets, what is shown, what is left."""
 
+import inspect
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -11,27 +14,6 @@ from run_processes import VARIABLES
 
 pytestmark = pytest.mark.processes
 
-SCRIPT = """
-import sys
-import torch
-import torch.distributed as dist
-from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.rendezvous import Rendezvous
-from gossipdp.launcher.rendezvous import Settings
-
-environment = Environment.read()
-rendezvous = Rendezvous.open(environment, timeout_s=60)
-settings = Settings((("weight", (2,)),), "a2cid2", "ring", "1", "float32")
-meeting = rendezvous.meet((environment.choose_host(), 1000 + environment.rank), settings)
-dist.init_process_group("gloo")
-total = torch.tensor([float(environment.rank)])
-dist.all_reduce(total)
-dist.destroy_process_group()
-rendezvous.mark_ready()
-# One write a line: under torchrun the workers share one standard output.
-found = total.item(), meeting.addresses[1], len(meeting.secret), sys.argv[1:]
-print("total {} {} {} {}\\n".format(*found), end="")
-"""
 # Both begin; then worker 0 fails, and worker 1 goes on.
 FAILING = """
 import os, sys, time
@@ -49,41 +31,65 @@ print("went on")
 """
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("scripts") / "train.py"
-    path.write_text(SCRIPT)
-    return path
-
-
-def command(*words: str) -> subprocess.CompletedProcess[str]:
+def command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=VARIABLES, check=False
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        env=VARIABLES | variables,
+        check=False,
     )
 
 
-def test_gossipdp_run(script: Path) -> None:
-    done = command("-m", "gossipdp.cli.main", "run", "-n", "2", str(script), "--lr", "0.1")
-    assert done.returncode == 0, done.stderr
-    line = "total 1.0 ('127.0.0.1', 1001) 32 ['--lr', '0.1']"
-    assert sorted(done.stdout.splitlines()) == [f"[0] {line}", f"[1] {line}"]
-    assert done.stderr.startswith("gossipdp: starting 2 workers; importing torch takes")
+def meet_and_sum() -> tuple[float, tuple[str, int], int]:
+    import torch
+    import torch.distributed as dist
+
+    from gossipdp.launcher.environment import Environment
+    from gossipdp.launcher.rendezvous import Rendezvous, Settings
+
+    environment = Environment.read()
+    rendezvous = Rendezvous.open(environment, timeout_s=60)
+    settings = Settings((("weight", (2,)),), "a2cid2", "ring", "1", "float32")
+    meeting = rendezvous.meet((environment.choose_host(), 1000 + environment.rank), settings)
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(environment.rank)])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    rendezvous.mark_ready()
+    return total.item(), meeting.addresses[1], len(meeting.secret)
 
 
-def test_torchrun(script: Path) -> None:
+def test_a_process_group_of_the_user_s_own_meets_at_the_same_store(
+    workers: Callable[..., list[Any]],
+) -> None:
+    assert workers(meet_and_sum, 2) == [(1.0, ("127.0.0.1", 1001), 32)] * 2
+
+
+def test_so_it_does_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    # One write a line: the workers share one standard output.
+    script.write_text(
+        inspect.getsource(meet_and_sum)
+        + "print('found {} {} {}\\n'.format(*meet_and_sum()), end='')"
+    )
     done = command(
         "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("total 1.0 ('127.0.0.1', 1001) 32 []") == 2
+    assert done.stdout.count("found 1.0 ('127.0.0.1', 1001) 32\n") == 2
 
 
-def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(tmp_path: Path) -> None:
+def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(
+    tmp_path: Path, without_torch: dict[str, str]
+) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     done = command(
-        "-m", "gossipdp.cli.main", "run", "-n", "2", str(script), str(tmp_path / "begun")
+        *("-m", "gossipdp.cli.main", "run", "-n", "2", str(script), str(tmp_path / "begun")),
+        **without_torch,
     )
+    assert done.stderr.startswith("gossipdp: starting 2 workers; importing torch takes")
     assert done.returncode == 1
     assert "[1] went on" in done.stdout
     assert "gossipdp: worker 0 ended with exit code 1; the others go on" in done.stderr
@@ -92,7 +98,9 @@ def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(tmp_pat
     assert last.endswith("ValueError: no good\n")
 
 
-def test_a_full_disk_under_both_streams_ends_no_worker(tmp_path: Path) -> None:
+def test_a_full_disk_under_both_streams_ends_no_worker(
+    tmp_path: Path, without_torch: dict[str, str]
+) -> None:
     script, lines = tmp_path / "train.py", tmp_path / "lines"
     lines.mkdir()
     script.write_text(
@@ -108,24 +116,26 @@ def test_a_full_disk_under_both_streams_ends_no_worker(tmp_path: Path) -> None:
             [sys.executable, *words],
             stdout=full,
             stderr=subprocess.PIPE,
-            env=VARIABLES,
+            env=without_torch,
             check=False,
         )
         both_full = subprocess.run(
-            [sys.executable, *words], stdout=full, stderr=full, env=VARIABLES, check=False
+            [sys.executable, *words], stdout=full, stderr=full, env=without_torch, check=False
         )
     assert full_output.returncode == both_full.returncode == 0
     assert full_output.stderr.count(b"step 199 ") == 2
     assert [path.read_text() for path in lines.iterdir()] == ["to the end"] * 2
 
 
-def test_nothing_is_left_when_gossipdp_run_is_killed(tmp_path: Path) -> None:
+def test_nothing_is_left_when_gossipdp_run_is_killed(
+    tmp_path: Path, without_torch: dict[str, str]
+) -> None:
     script = tmp_path / "stay.py"
     script.write_text("import time\nprint('here')\ntime.sleep(60)\n")
     with subprocess.Popen(
         [sys.executable, "-m", "gossipdp.cli.main", "run", "-n", "2", str(script)],
         stdout=subprocess.PIPE,
-        env=VARIABLES,
+        env=without_torch,
     ) as supervisor:
         assert supervisor.stdout is not None
         lines = {supervisor.stdout.readline() for _ in range(2)}

@@ -8,12 +8,12 @@ number of lines. The cells of the notebooks run in tests/integration/test_notebo
 """
 
 import ast
+import contextlib
 import inspect
+import io
 import json
 import re
 import runpy
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -62,14 +62,10 @@ def test_relative_links_lead_somewhere(page: Path):
 
 @cache
 def help_of(*command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "gossipdp.cli.main", *command, "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    return done.stdout
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), pytest.raises(SystemExit):
+        main([*command, "--help"])
+    return shown.getvalue()
 
 
 def calls_in(text: str) -> list[list[str]]:

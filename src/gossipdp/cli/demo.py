@@ -14,10 +14,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
 from gossipdp import logs
-from gossipdp.cli.demo_faults import (
+from gossipdp.cli.demo_watch import (
     Fault,
     FaultInjector,
+    LiveView,
     fault_line,
     fault_results,
     least_duration_s,
@@ -29,8 +34,6 @@ from gossipdp.observe.log import FILE_PATTERN, RunLog, read_worker, worker_file
 from gossipdp.tasks.options import RunOptions, check_numbers
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from gossipdp.launcher.supervisor import Failure
 
 DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib": 6_000}
@@ -39,7 +42,7 @@ DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib": 6_000}
 METRIC, DIGEST = "metric_before_average", "average_digest"
 """Logged by each worker that comes to the end."""
 
-AVERAGE_FILE = "averaged_model.pt"
+AVERAGE_FILE, REPORT_FILE = "averaged_model.pt", "report.html"
 
 
 @dataclass(frozen=True)
@@ -126,12 +129,11 @@ def run(arguments: DemoArguments) -> int:
 
     from gossipdp.launcher.local import launch, start_fork_server
 
-    start_fork_server()  # it imports torch while this process does so too
+    # It imports torch and this module while this process does so too, so that no worker need.
+    start_fork_server(also=[__name__])
     import torch
-    from rich.console import Console
 
     from gossipdp.errors import WorkerFailedError
-    from gossipdp.report.live import LiveView
     from gossipdp.tasks import make_workload
 
     workload = make_workload(arguments.workload, disjoint=arguments.disjoint)
@@ -453,8 +455,6 @@ def _opening(arguments: DemoArguments) -> str:
 
 
 def _table(results: list[WorkerResult], words: str) -> Table:
-    from rich.table import Table
-
     table = Table()
     headings = ("worker", "gradient steps", "samples/s", "exchanges", "waited (s)")
     for heading in (*headings, f"{words} before averaging"):
@@ -493,21 +493,19 @@ def _lines(arguments: DemoArguments, summary: dict[str, Any], words: str) -> lis
 
 
 def _write_reports(arguments: DemoArguments, run_log: RunLog) -> list[str]:
-    """Write figure and TensorBoard files from the logs; where everything is."""
-    from rich.markup import escape
-
-    from gossipdp.report.figures import draw_run
+    """Write the page of the run and TensorBoard files from the logs; where everything is."""
+    from gossipdp.report.page import render
     from gossipdp.report.tensorboard import tensorboard_is_installed, write_tensorboard
 
     directory = arguments.directory
     shown = directory.relative_to(Path.cwd()) if directory.is_relative_to(Path.cwd()) else directory
-    draw_run(run_log, directory / "figure.png", title=_opening(arguments))
+    (directory / REPORT_FILE).write_text(render(run_log, directory.name), "utf-8")
     tensorboard = "not written, tensorboard is not installed: pip install 'gossipdp[tensorboard]'"
     if tensorboard_is_installed():
         write_tensorboard(run_log, directory / "tensorboard")
         tensorboard = f"tensorboard --logdir {shown / 'tensorboard'}"
     return [
-        f"figure: {escape(str(shown / 'figure.png'))}",
+        f"report: {escape(str(shown / REPORT_FILE))}",
         f"logs: {escape(str(shown / FILE_PATTERN))}",
         f"averaged model: {escape(str(shown / AVERAGE_FILE))}",
         f"TensorBoard files: {escape(tensorboard)}",

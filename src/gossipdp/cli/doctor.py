@@ -1,4 +1,4 @@
-"""``gossipdp doctor``: what works on this machine, what to set, and how fast a link to another is.
+"""``gossipdp doctor``: what works on this machine, and what to set.
 
 Of most things one function asks the machine, and one, which the tests give facts to, judges.
 """
@@ -9,26 +9,20 @@ import importlib.metadata
 import ipaddress
 import json
 import os
-import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 import gossipdp
-from gossipdp.cli.run import read_secret
 from gossipdp.errors import GossipError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from gossipdp.cli.doctor_link import LinkSpeed
-    from gossipdp.links.tls import Tls
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 LAST_PYTHON = (3, 13)
@@ -38,35 +32,12 @@ PROBE_BYTES = 1 << 20
 ANYWHERE = ("192.0.2.1", "2001:db8::1")
 """Kept for documentation (RFC 5737, RFC 3849), so on no network: where default routes lead."""
 
-SLOW_LINK, FAR_ROUND_TRIP_S = 12.5e6, 20e-3
-"""Between machines: 100 Mbit/s, and 20 ms there and back."""
-
 Verdict = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """Say what works on this machine and what to set.
-
-    With --listen on one machine and its HOST:PORT on another: measure the link between the two.
-    """
-
-    address: tyro.conf.Positional[str | None] = None
-    """HOST:PORT of a gossipdp doctor --listen on another machine; measure the link to it alone."""
-
-    listen: bool = False
-    """Wait for a gossipdp doctor HOST:PORT on another machine, until Ctrl+C."""
-
-    host: str | None = None
-    """With --listen: the address of this machine to listen on; by default that of the interface
-    that leads to other machines."""
-
-    port: int = 0
-    """With --listen: the port; 0 for any free one."""
-
-    secret_file: Path | None = None
-    """With --listen and with HOST:PORT: file with the secret that both ends must know; by default
-    GOSSIPDP_SECRET, else --listen makes one and shows it."""
+    """Say what works on this machine and what to set."""
 
     json: Path | None = None
     """Also write the findings to this file."""
@@ -93,35 +64,10 @@ Check = tuple[str, Callable[[], Finding | None]]
 
 
 def run(arguments: DoctorArguments) -> int:
-    """Look, show what was found and write the file; 1 if anything failed.
-
-    Raises:
-        ValueError: Options that do not belong together.
-        RendezvousError: Nobody can listen on that address or port.
-    """
-    if arguments.listen and arguments.address:
-        raise ValueError(
-            "--listen waits and HOST:PORT asks: give one of the two, each on its machine"
-        )
-    if not arguments.listen and (arguments.host or arguments.port):
-        raise ValueError("--host and --port say where to listen; add --listen")
-    if arguments.secret_file and not (arguments.listen or arguments.address):
-        raise ValueError(
-            "--secret-file is for a link between two machines; add --listen, or its HOST:PORT"
-        )
-    if not 0 <= arguments.port < 65536:
-        raise ValueError(f"--port is {arguments.port}; it must be in 0..65535")
-    if arguments.listen and arguments.json is not None:
-        raise ValueError("--listen finds nothing by itself; give --json on the other machine")
-    if arguments.listen:
-        _listen(arguments)
-        return 0
-    from rich.console import Console
-
-    checks = _link_checks(arguments) if arguments.address else machine_checks()
+    """Look, show what was found and write the file; 1 if anything failed."""
     console = Console()
     with Console(stderr=True).status("looking") as status:
-        findings = examine(checks, lambda name: status.update(f"looking at: {name}"))
+        findings = examine(machine_checks(), lambda name: status.update(f"looking at: {name}"))
     console.print(table_of(findings))
     failed = [finding.name for finding in findings if finding.verdict == "fail"]
     warned = [finding.name for finding in findings if finding.verdict == "warn"]
@@ -163,9 +109,6 @@ def examine(checks: Sequence[Check], begins: Callable[[str], None]) -> list[Find
 
 def table_of(findings: Sequence[Finding]) -> Table:
     """The findings, advice under what it is about."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, show_header=False, padding=(0, 1))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -177,9 +120,6 @@ def table_of(findings: Sequence[Finding]) -> Table:
         verdict = Text(finding.verdict, style=COLOURS[finding.verdict])
         table.add_row(verdict, finding.name, text)
     return table
-
-
-# This machine.
 
 
 def machine_checks() -> list[Check]:
@@ -245,9 +185,14 @@ def _look_at_kernels() -> Finding:
 
 
 def _look_at_tls() -> Finding | None:
+    from gossipdp.launcher.environment import tls_from
+    from gossipdp.links.tls import Tls
+
     try:
-        if _tls() is None:
+        files = tls_from(os.environ)
+        if files is None:
             return None
+        Tls(files)
     except ValueError as error:
         return Finding("TLS", "fail", str(error), "mend or unset the GOSSIPDP_TLS_ variables")
     return Finding("TLS", "ok", "your certificate and key fit")
@@ -396,103 +341,3 @@ def routed_address(target: str) -> str | None:
 def outward_address() -> str | None:
     """The address from which other machines are reached, IPv4 before IPv6; None: there is none."""
     return next((own for target in ANYWHERE if (own := routed_address(target))), None)
-
-
-def _tls() -> Tls | None:
-    from gossipdp.launcher.environment import tls_from
-    from gossipdp.links.tls import Tls
-
-    files = tls_from(os.environ)
-    return Tls(files) if files else None
-
-
-# The link to another machine.
-
-
-def _link_checks(arguments: DoctorArguments) -> list[Check]:
-    from gossipdp.launcher.environment import read_addresses, show_address
-
-    addresses = read_addresses("the address", arguments.address or "")
-    if len(addresses) != 1:
-        raise ValueError(f"the address is {arguments.address!r}; give one HOST:PORT")
-    secret = read_secret(arguments.secret_file)
-    if secret is None:
-        raise ValueError(
-            "the other end knows a secret: give it as GOSSIPDP_SECRET=... or --secret-file, as "
-            "gossipdp doctor --listen shows it"
-        )
-    tls = _tls()
-    ((name, port),) = addresses
-    try:
-        host = str(socket.getaddrinfo(name, 9, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ValueError(f"the name {name!r} cannot be looked up ({error}); check it") from None
-
-    def look() -> Finding:
-        from gossipdp.cli.doctor_link import measure
-
-        own = routed_address(host)
-        if own is None:
-            return Finding("link", "fail", f"no route leads to {host}", "check the network")
-        try:
-            return judge_link(measure((host, port), own, secret.encode(), tls=tls))
-        except GossipError as error:
-            found = f"{show_address(host, port)}: {error}"
-            return Finding("link", "fail", found, "mend that and try again")
-
-    return [("link", look)]
-
-
-def judge_link(speed: LinkSpeed) -> Finding:
-    """A link to another machine."""
-    round_trip_s = speed.round_trip_s
-    mbits = max(1, round(speed.both * 8e-6))
-    latency_ms = max(0.01, round_trip_s * 500)
-    took = (
-        f"{round_trip_s * 1e3:.3g} ms" if round_trip_s >= 1e-3 else f"{round_trip_s * 1e6:.0f} µs"
-    )
-    there, back, both = (
-        f"{each / 1e9:.2f} GB/s" if each >= 1e9 else f"{each / 1e6:.3g} MB/s"
-        for each in (speed.there, speed.back, speed.both)
-    )
-    found = f"{there} there, {back} back, {both} each way at once; round trip {took}"
-    advice = (
-        f"what it allows: gossipdp plan --workers N --parameters 25M --step-ms 100 "
-        f"--link-mbps {mbits} --latency-ms {latency_ms:.2g}"
-    )
-    figures = {
-        "round_trip_us": round_trip_s * 1e6,
-        "there_mb_per_s": speed.there / 1e6,
-        "back_mb_per_s": speed.back / 1e6,
-        "both_mb_per_s": speed.both / 1e6,
-    }
-    slow = speed.both < SLOW_LINK or round_trip_s > FAR_ROUND_TRIP_S
-    return Finding("link", "warn" if slow else "ok", found, advice, figures)
-
-
-def _listen(arguments: DoctorArguments) -> None:
-    from gossipdp.cli.doctor_link import serve
-    from gossipdp.launcher.environment import show_address
-    from gossipdp.links.sockets import listen
-
-    host = arguments.host or outward_address()
-    if host is None:
-        raise ValueError("no interface leads to other machines; name an address with --host")
-    secret = read_secret(arguments.secret_file)
-    tls = _tls()
-    listener = listen(host, arguments.port)
-    bound, port = listener.getsockname()[:2]
-    given = ""
-    option = f" --secret-file {arguments.secret_file}" if arguments.secret_file else ""
-    if secret is None:
-        secret = secrets.token_hex(16)
-        given = f"GOSSIPDP_SECRET={secret} "
-    where = show_address(bound, port)
-    _tell(f"listening; on the other machine run: {given}gossipdp doctor {where}{option}")
-    own = bound if bound not in ("0.0.0.0", "::") else outward_address() or "127.0.0.1"
-    serve(listener, own, secret.encode(), tls=tls, tell=_tell)
-
-
-def _tell(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()

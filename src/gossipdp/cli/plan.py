@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gossipdp.cli.option_checks import check_output
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     import networkx as nx
-    from rich.table import Table
 
     from gossipdp.cli.plan_network import NetworkPlan
     from gossipdp.graph import Plan
@@ -84,9 +85,6 @@ def run(arguments: PlanArguments) -> int:
     if "numpy" not in sys.modules:
         # Many small matrices: on a busy machine the threads of a BLAS cost up to 20 times the work.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from rich.console import Console
-
-    check_output("--json", arguments.json)
     given = [name for name in NETWORK_OPTIONS if getattr(arguments, name) is not None]
     if arguments.noise is not None and not given:
         raise ValueError(f"--noise {arguments.noise} needs a network: add --step-ms 100")
@@ -144,9 +142,6 @@ def _graph(arguments: PlanArguments) -> nx.Graph[int]:
 
 
 def _table(plan: Plan) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
     # Text, since the name of a file may look like markup.
     table = Table(title=Text(plan.graph), title_justify="left")
     table.add_column("quantity", no_wrap=True)

@@ -1,8 +1,8 @@
 """Who may exchange with whom, how often, and how fast that mixes.
 
     topology      named graphs, edge lists, checks, the graph after deaths    (networkx graphs)
-    constants     a graph with its rates: chi1, chi2, eta, alpha_tilde; the graph over the live
-    spectrum      the linear algebra behind it: lambda_2, effective resistances
+    constants     a graph with its rates: chi1, chi2, eta, alpha_tilde, by the spectrum of its
+                  Laplacian; the graph over the live
     network_plan  what a graph promises: how fast workers agree, how far apart noise keeps them
 
 Pure: no thread, socket, file descriptor kept open, or clock. Everything above may import this

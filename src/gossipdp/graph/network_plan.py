@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from gossipdp.graph.constants import Constants
-from gossipdp.graph.spectrum import FloatArray
+from gossipdp.graph.constants import Constants, FloatArray, laplacian_matrix
 from gossipdp.graph.topology import graph_name
 
 if TYPE_CHECKING:
@@ -250,7 +249,8 @@ def stationary_distance(
     kick = np.array([0.5, excess])[:size]
     gains = _lyapunov(blocks[:, None], blocks[None, :], np.outer(kick, kick))
     from_source = _lyapunov(blocks, blocks, _source(blocks, noise))
-    left, right = np.searchsorted(constants.workers, np.array(constants.edges)).T
+    positions = np.searchsorted(constants.workers, np.array(constants.edges))
+    left, right = positions.T
     roots = np.sqrt(constants.rates)
 
     def across_edges(matrix: FloatArray) -> FloatArray:
@@ -262,10 +262,9 @@ def stationary_distance(
 
     def from_edges(weights: FloatArray) -> FloatArray:
         """V^T (sum_e weights_e d_e d_e^T) V, the adjoint of `across_edges`."""
-        laplacian = np.zeros((num_workers, num_workers))
-        laplacian[left, right] = laplacian[right, left] = -weights
-        np.fill_diagonal(laplacian, -laplacian.sum(axis=1))
-        product: FloatArray = vectors.T @ laplacian @ vectors
+        product: FloatArray = (
+            vectors.T @ laplacian_matrix(num_workers, positions, weights) @ vectors
+        )
         return product
 
     def one_minus_feedback(vector: FloatArray) -> FloatArray:

@@ -1,14 +1,85 @@
 """gossipdp inside other frameworks: each worker is a training of its own to the framework.
 
-    single_process    hides the launcher from the framework while it is set up
     transformers      GossipCallback for the Trainer of Hugging Face transformers
     accelerate        gossip_data_parallel for a loop under an Accelerator
     lightning         GossipStrategy for the Trainer of Lightning
 
-Importing this package imports none of them; each module needs its own (``pip install
+Here is what they share: ``single_process`` hides the launcher from a framework while it is set up.
+Importing this package imports no framework; each module needs its own (``pip install
 'gossipdp[transformers]'`` or ``'gossipdp[lightning]'``).
 """
 
-from gossipdp.integrations.single_process import Worker, single_process
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from gossipdp.launcher.environment import Environment, hidden
 
 __all__ = ["Worker", "single_process"]
+
+# numpy.random.seed, which the frameworks call, takes no larger one.
+NUM_SEEDS = 2**32
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Who this process is, before there is a model to ask.
+
+    Attributes:
+        rank: 0 to ``world_size`` - 1; -1 for one that joins and has yet to be given a rank.
+        world_size: workers in the run; 0 for one that joins.
+        seed: for this worker's data order and random numbers, in 0..2^32 - 1; that of each
+            worker of a run is another one.
+    """
+
+    rank: int
+    world_size: int
+    seed: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is worker 0, which logs and saves."""
+        return self.rank == 0
+
+
+@contextmanager
+def single_process(seed: int = 0) -> Iterator[Worker]:
+    """Within it the environment names no other workers; gossipdp knows them still.
+
+    Accelerate, transformers and Lightning start ``torch.distributed`` when they find RANK and
+    WORLD_SIZE. Set them up within this, and each worker is one process to them. What is set up
+    stays so afterwards.
+
+    Args:
+        seed: of the run; the same on all workers.
+
+    Yields:
+        This worker.
+
+    Example:
+        >>> with single_process(seed=7) as worker:
+        ...     (worker.rank, worker.world_size, worker.is_first)
+        (0, 1, True)
+    """
+    environment = Environment.read()
+    with hidden():
+        yield Worker(environment.rank, environment.world_size, _seed(environment, seed))
+
+
+def _seed(environment: Environment, seed: int) -> int:
+    """Another one for each worker and each of its lives: ranks up to four million."""
+    if environment.needs_rank:
+        return secrets.randbelow(NUM_SEEDS)
+    lives = environment.num_restarts + environment.restart_count
+    return ((seed * 1_000_003 + environment.rank) * 1_009 + lives) % NUM_SEEDS
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse ``method="allreduce"``, at once and not only when training begins."""
+    if options.get("method") == "allreduce":
+        raise ValueError(
+            "method='allreduce' averages gradients within the wrapper's forward pass, and a "
+            "framework calls the model itself: use the framework's own DistributedDataParallel"
+        )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gossipdp.integrations.single_process import check_options
+from gossipdp.integrations import check_options
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.stats import Consolidated

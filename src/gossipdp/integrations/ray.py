@@ -8,17 +8,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gossipdp.errors import WorkerFailedError
-from gossipdp.integrations.ray_meeting import Meeting
-from gossipdp.launcher.team import ReportChannel, report_variables
-
-try:
-    import ray
-    import ray.util
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "gossipdp.integrations.ray needs Ray: pip install 'gossipdp[ray]'", name=error.name
-    ) from error
+from gossipdp.errors import RendezvousError, WorkerFailedError
+from gossipdp.launcher.environment import identity_variables, join_variables
+from gossipdp.launcher.team import ReportChannel, Team, report_variables
 
 
 def launch(
@@ -49,11 +41,13 @@ def launch(
             train that ends the others; after that they go on, and it is raised when all have
             ended.
         ValueError: no workers, or fewer than no restarts.
+        ModuleNotFoundError: Ray is not installed.
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; launch at least one")
     if max_restarts < 0:
         raise ValueError(f"max_restarts is {max_restarts}; it must be 0 or more")
+    ray = _import_ray()
     meeting = ray.remote(_HostedMeeting).options(num_cpus=0).remote(world_size)
     options = {"num_cpus": 1, **(actor_options or {})}
     options |= {"max_restarts": max_restarts, "max_task_retries": max_restarts}
@@ -86,19 +80,88 @@ def launch(
     return [results[rank] for rank in range(world_size)]
 
 
+def _import_ray() -> Any:
+    # When it is used, and not with this module: the meeting knows nothing of it.
+    try:
+        import ray
+        import ray.util
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "gossipdp.integrations.ray needs Ray: pip install 'gossipdp[ray]'", name=error.name
+        ) from error
+    return ray
+
+
 def _has_begun(meeting: Any) -> bool:
     """Whether all train; once the meeting is lost with its node, those who wait for it fail."""
+    ray = _import_ray()
     try:
         return bool(ray.get(meeting.has_begun.remote()))
     except ray.exceptions.RayActorError:
         return True
 
 
+class Meeting:
+    """Where workers meet, and where those that Ray starts again find the others.
+
+    Hosts the store of one run, and remembers the latest addresses. Knows nothing of Ray, which
+    keeps it as an actor of its own.
+
+    Args:
+        num_workers: of the run.
+        host: an address of this machine that the workers reach.
+
+    Raises:
+        RendezvousError: the address is not of this machine.
+    """
+
+    def __init__(self, num_workers: int, host: str) -> None:
+        self._team = Team.on_one_host(num_workers, host)
+        self._team.open()
+        self._num_starts = [0] * num_workers
+        self._addresses: dict[int, tuple[str, int]] = {}
+
+    def variables(self, rank: int) -> dict[str, str]:
+        """What the worker must know that starts now; from its second start on, to join the others.
+
+        Raises:
+            RendezvousError: it starts again, but the run had not begun.
+        """
+        num_restarts = self._num_starts[rank]
+        self._num_starts[rank] += 1
+        own = self._team.variables(rank)
+        # Ray gives each worker devices of its own, and says nothing of others on its host.
+        own |= {"LOCAL_RANK": "0"}
+        del own["LOCAL_WORLD_SIZE"], own["GROUP_RANK"]
+        if num_restarts == 0:
+            return own
+        if not self.has_begun():
+            raise RendezvousError(
+                f"worker {rank} died before all workers had begun to train; look at its output"
+            )
+        others = [address for other, address in self._addresses.items() if other != rank]
+        identity = identity_variables(self._team.run_id, self._team.secret)
+        return own | identity | join_variables(others, num_restarts)
+
+    def has_begun(self) -> bool:
+        """Whether all workers have met and train."""
+        assert self._team.hosted is not None
+        return self._team.hosted.have_all_begun()
+
+    def note_addresses(self, addresses: Mapping[int, tuple[str, int]]) -> None:
+        """Where a worker says that the live ones are."""
+        self._addresses = dict(addresses)
+
+    def close(self) -> None:
+        """End the store."""
+        self._team.close()
+
+
 class _HostedMeeting(Meeting):
     """The actor that keeps it, on the address of the node where it runs."""
 
     def __init__(self, num_workers: int) -> None:
-        super().__init__(num_workers, ray.util.get_node_ip_address())
+        super().__init__(num_workers, _import_ray().util.get_node_ip_address())
 
 
 class _Worker:
@@ -108,7 +171,7 @@ class _Worker:
         self, meeting: Any, rank: int, function: Callable[..., Any], args: tuple[Any, ...]
     ) -> Any:
         channel = ReportChannel()
-        os.environ.update(ray.get(meeting.variables.remote(rank)))
+        os.environ.update(_import_ray().get(meeting.variables.remote(rank)))
         os.environ.update(report_variables(channel.sender))
         threading.Thread(
             target=_pass_on, args=(channel, meeting), name="gossipdp reports", daemon=True

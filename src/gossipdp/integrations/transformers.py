@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gossipdp.integrations import check_options
 from gossipdp.integrations.accelerate import torch_optimizer
-from gossipdp.integrations.single_process import check_options
 from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.stats import Consolidated
 

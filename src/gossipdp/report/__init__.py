@@ -1,9 +1,8 @@
-"""What a run leaves behind and how it is shown; everything is drawn from the workers' logs.
+"""What a run leaves behind and how it is shown; drawn from the workers' logs.
 
-live          progress in the terminal while the workers train
-figures       loss, edge distance, who exchanged with whom, as a PNG
 view          what the logs say, on one clock
 page          a run as one page that opens offline: gossipdp report. charts: its drawings;
               page.html, charts.html: jinja templates; page.css, page.js
 tensorboard   scalars per worker, heat map, graph, where tensorboard is installed
+simulation_figures    pictures of simulated runs
 """

@@ -1,14 +1,21 @@
-"""TensorBoard files from the logs of a run, where tensorboard is installed."""
+"""TensorBoard files from the logs of a run, where tensorboard is installed; with two pictures."""
+
+from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gossipdp.observe.log import EndRecord, RunLog, StepRecord, Value, ValuesRecord, WorkerLog
-from gossipdp.report.figures import draw_exchanges, draw_graph, exchange_counts
 
 if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
     from torch.utils.tensorboard.writer import SummaryWriter
+
+SIZE = (5.5, 5.0)
+"""Of a picture, in inches of 100 dots."""
 
 
 def tensorboard_is_installed() -> bool:
@@ -42,12 +49,11 @@ def write_tensorboard(run_log: RunLog, directory: Path) -> None:
     counts = exchange_counts(run_log)
     with SummaryWriter(str(directory / "run")) as writer:
         time_s = run_log.started_at + max(worker.last_s for worker in run_log.workers.values())
-        pictures = {"run/exchanges": draw_exchanges(counts), "run/graph": draw_graph(counts)}
-        for name, picture in pictures.items():
-            writer.add_image(name, picture, walltime=time_s, dataformats="HWC")
+        for name, draw in (("run/exchanges", draw_exchanges), ("run/graph", draw_graph)):
+            writer.add_figure(name, draw(counts), walltime=time_s)
 
 
-def _write_worker(worker: WorkerLog, writer: "SummaryWriter") -> None:
+def _write_worker(worker: WorkerLog, writer: SummaryWriter) -> None:
     moments: list[tuple[StepRecord | ValuesRecord | EndRecord, dict[str, Value | None]]] = []
     for step, exchange in worker.pairs():
         values: dict[str, Value | None] = {
@@ -70,3 +76,61 @@ def _write_worker(worker: WorkerLog, writer: "SummaryWriter") -> None:
         for name, value in values.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 writer.add_scalar(name, value, moment.gradient_steps, walltime=walltime)
+
+
+# The pictures.
+
+
+def exchange_counts(run_log: RunLog) -> NDArray[np.int64]:
+    """Completed exchanges between every two workers; shape (n, n), symmetric."""
+    import numpy as np
+
+    counts = np.zeros((run_log.num_ranks, run_log.num_ranks), dtype=np.int64)
+    for (one, other), count in run_log.exchange_counts().items():
+        counts[one, other] = counts[other, one] = count
+    return counts
+
+
+def draw_exchanges(counts: NDArray[np.int64]) -> Figure:
+    """The heat map of ``counts``."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes, num_workers = figure.subplots(), len(counts)
+    axes.set_title("Who exchanged with whom")
+    image = axes.imshow(counts, cmap="cividis", vmin=0, vmax=max(1, counts.max()))
+    figure.colorbar(image, ax=axes, label="completed exchanges", shrink=0.8)
+    axes.set_xlabel("worker")
+    axes.set_ylabel("worker")
+    if num_workers <= 16:
+        axes.set_xticks(range(num_workers))
+        axes.set_yticks(range(num_workers))
+    if num_workers <= 8:
+        for (row, column), count in np.ndenumerate(counts):
+            colour = "black" if count > 0.5 * counts.max() else "white"
+            axes.text(column, row, str(count), ha="center", va="center", color=colour)
+    return figure
+
+
+def draw_graph(counts: NDArray[np.int64]) -> Figure:
+    """The workers in a circle, lines as wide as exchanges are many."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes, num_workers, most = figure.subplots(), len(counts), max(1, int(counts.max()))
+    angles = 2 * np.pi * np.arange(num_workers) / num_workers
+    x, y = np.sin(angles), np.cos(angles)
+    for row, column in zip(*np.nonzero(np.triu(counts)), strict=True):
+        width = 0.3 + 4.7 * counts[row, column] / most
+        axes.plot(x[[row, column]], y[[row, column]], color="C0", linewidth=width)
+    is_labelled = num_workers <= 32
+    size = 220 if is_labelled else 20
+    axes.scatter(x, y, s=size, color="white", edgecolors="black", zorder=2)
+    for rank in range(num_workers if is_labelled else 0):
+        axes.text(x[rank], y[rank], str(rank), ha="center", va="center")
+    axes.set_title("Exchanges on the graph of the workers")
+    axes.set_aspect("equal")
+    axes.set_axis_off()
+    return figure

@@ -3,7 +3,7 @@
 workload     what each of them offers
 digits       handwritten digits: no download, seconds
 text         a small GPT on the bytes of any text, by default Python's own standard library
-images       the paper's two: ResNet-18 on CIFAR-10 and ResNet-50 on ImageNet; resnet: the networks
+images       the paper's two: ResNet-18 on CIFAR-10 and ResNet-50 on ImageNet
 options      what ``gossipdp train`` lets you choose; training: its loop
 """
 

@@ -34,7 +34,6 @@ class Gpt(Workload[Tensor]):
     """
 
     metric_name = "validation_bits_per_byte"
-    higher_is_better = False
     num_validation_windows: ClassVar[int] = 4096
     """How many windows, evenly spaced over the held-out text, are evaluated at most."""
 

@@ -26,7 +26,6 @@ class Workload(ABC, Generic[Batch]):
     """
 
     metric_name: ClassVar[str]
-    higher_is_better: ClassVar[bool] = True
 
     def __init__(self, batch_size: int, *, disjoint: bool = False, device: str = "cpu") -> None:
         if batch_size < 1:

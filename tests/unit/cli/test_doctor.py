@@ -5,20 +5,16 @@ from __future__ import annotations
 import io
 import json
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 import gossipdp
-from gossipdp.cli import doctor, doctor_link
+from gossipdp.cli import doctor
 from gossipdp.cli.doctor import Finding, examine
-from gossipdp.cli.doctor_link import LinkSpeed
 from gossipdp.cli.main import main
-from gossipdp.errors import RefusedError, RendezvousError
-from gossipdp.links.sockets import listen
 
 # What looks, its facts, the verdict, and what must be told (in what was found or in the advice).
 CASES: list[tuple[Callable[..., Finding], tuple[object, ...], str, str]] = [
@@ -34,14 +30,6 @@ CASES: list[tuple[Callable[..., Finding], tuple[object, ...], str, str]] = [
     (doctor.judge_address, ("here", "10.0.0.7", True, "10.0.0.7", 2), "ok", "listen on here"),
     (doctor.judge_address, ("here", "127.0.0.1", True, "1.2.3.4", 2), "warn", "set GOSSIPDP_HOST"),
     (doctor.judge_gpu, (["NVIDIA H200", "NVIDIA H200"],), "warn", "2 x NVIDIA H200"),
-    (
-        doctor.judge_link,
-        (LinkSpeed(2e-4, 1e8, 1e8, 1e8),),
-        "ok",
-        "--link-mbps 800 --latency-ms 0.1",
-    ),
-    (doctor.judge_link, (LinkSpeed(2e-4, 1e6, 1e6, 1e6),), "warn", "1 MB/s each way"),
-    (doctor.judge_link, (LinkSpeed(5e-2, 1e9, 1e9, 1e9),), "warn", "round trip 50 ms"),
 ]
 
 
@@ -161,125 +149,6 @@ def test_the_table_reads_in_80_columns() -> None:
     assert all(len(line) <= 80 for line in lines)
     # What is told hangs beside the name.
     assert len({len(line) - len(line.lstrip()) for line in lines[1:]}) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--listen", "10.0.0.1:5"], "--listen waits and HOST:PORT asks"),
-        (["--port", "5"], "--host and --port say where to listen"),
-        (["--listen", "--port", "70000"], "--port is 70000"),
-        (["--listen", "--json", "x"], "give --json on the other machine"),
-        (["--json", "nowhere/x"], "the directory to write it to does not exist"),
-        (["--json", "/"], "--json / cannot be written"),
-        (["--secret-file", "x"], "--secret-file is for a link between two machines"),
-        (["10.0.0.1"], "the address is '10.0.0.1'; write HOST:PORT"),
-        (["10.0.0.1:1,10.0.0.2:1"], "give one HOST:PORT"),
-        (["10.0.0.1:1"], "the other end knows a secret"),
-        (["--listen", "--host", "203.0.113.1"], "cannot listen on 203.0.113.1"),
-    ],
-)
-def test_a_mistake_in_the_call_is_one_line(
-    words: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("GOSSIPDP_SECRET", raising=False)
-    assert main(["doctor", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-@pytest.fixture
-def address() -> Iterator[tuple[str, int]]:
-    """Where a ``gossipdp doctor --listen`` serves whose secret is b"a secret of this test"."""
-    listener, goes_on = listen("127.0.0.1", 0), [True]
-    found = listener.getsockname()[:2]
-    thread = threading.Thread(
-        target=doctor_link.serve,
-        args=(listener, "127.0.0.1", b"a secret of this test"),
-        kwargs={"goes_on": lambda: goes_on[0]},
-    )
-    thread.start()
-    yield found
-    goes_on.clear()
-    goes_on.append(False)
-    thread.join()
-
-
-def test_a_link_is_measured_twice_over(address: tuple[str, int]) -> None:
-    for _ in range(2):
-        found = doctor_link.measure(
-            address, "127.0.0.1", b"a secret of this test", lasts_s=0.001, num_rounds=1
-        )
-        assert 0 < found.round_trip_s < 1
-        assert min(found.there, found.back, found.both) > 1e6
-
-
-def test_a_wrong_secret_and_nobody_there_are_told(address: tuple[str, int]) -> None:
-    with pytest.raises(RefusedError, match="the secrets differ"):
-        doctor_link.measure(address, "127.0.0.1", b"another")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        free = server.getsockname()
-    with pytest.raises(RendezvousError, match="nobody listens there; run gossipdp doctor"):
-        doctor_link.measure(free, "127.0.0.1", b"a secret of this test")
-
-
-def test_the_command_measures_and_says_what_it_could_not(
-    address: tuple[str, int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    where = f"{address[0]}:{address[1]}"
-    monkeypatch.setenv("GOSSIPDP_SECRET", "a secret of this test")
-    real = doctor_link.measure
-    monkeypatch.setattr(
-        doctor_link,
-        "measure",
-        lambda *args, **options: real(*args, **options, lasts_s=0.001, num_rounds=1),
-    )
-    assert main(["doctor", where]) == 0
-    assert "gossipdp plan --workers N" in " ".join(capsys.readouterr().out.split())
-    monkeypatch.setenv("GOSSIPDP_SECRET", "another secret!!")
-    assert main(["doctor", where]) == 1
-    assert "the secrets differ" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_request_beyond_all_bounds_ends_the_link(address: tuple[str, int]) -> None:
-    client = doctor_link._Client()
-    identity = doctor_link._identity(doctor_link.CLIENT, "127.0.0.1")
-    transport = doctor_link.TcpTransport(
-        client, identity, b"a secret of this test", listen("127.0.0.1", 0), shared_memory="off"
-    )
-    try:
-        for wish in (b"not json", b'{"give": 5000}', b'{"take": -1}'):
-            transport.dial(doctor_link.SERVER, *address)
-            while client.link is None:
-                transport.poll(0.05)
-            client.link.send_control(wish)
-            while client.link is not None:
-                transport.poll(0.05)
-    finally:
-        transport.close()
-
-
-def test_listening_shows_what_to_run_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def serve(listener: socket.socket, host: str, secret: bytes, **options: object) -> None:
-        seen.append((host, secret))
-        listener.close()
-
-    seen: list[tuple[str, bytes]] = []
-    monkeypatch.delenv("GOSSIPDP_SECRET", raising=False)
-    monkeypatch.setattr(doctor_link, "serve", serve)
-    assert main(["doctor", "--listen", "--host", "127.0.0.1"]) == 0
-    ((host, secret),) = seen
-    assert host == "127.0.0.1"
-    shown = capsys.readouterr().out
-    assert f"GOSSIPDP_SECRET={secret.decode()} gossipdp doctor 127.0.0.1:" in shown
 
 
 def test_what_is_not_here_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

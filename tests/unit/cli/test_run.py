@@ -1,4 +1,4 @@
-"""Mistakes in the call of ``gossipdp run``, each told before a process starts."""
+"""What ``gossipdp run`` makes of its options and of what a launcher says."""
 
 from pathlib import Path
 
@@ -16,50 +16,11 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.delenv("GOSSIPDP_SECRET", raising=False)
     for name in (*TOLD, "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    for name, text in (("secret", "hush" * 4), ("short", "hush")):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o600)
+    (tmp_path / "secret").write_text("hush" * 4)
+    (tmp_path / "secret").chmod(0o600)
     path = tmp_path / "train.py"
     path.write_text("raise SystemExit(1)")
     return str(path)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("", r"-n \(--workers\) is missing; say how many workers to start"),
-        ("-n 0", "-n is 0; start at least one worker"),
-        ("-n 2 --max-restarts -1", "--max-restarts is -1; it must be 0 or more"),
-        ("-n 2 --nnodes 2", "several hosts need one --rendezvous HOST:PORT"),
-        ("-n 2 --nnodes 2 --rendezvous here", "--rendezvous is 'here'; write HOST:PORT"),
-        ("-n 2 --nnodes 2 --rendezvous a:1 --port 5", "--port is for one host"),
-        ("-n 2 --node-rank 1", "--node-rank without --nnodes"),
-        (
-            "-n 2 --nnodes 2 --node-rank 2 --rendezvous 127.0.0.1:1",
-            r"--node-rank is 2; with --nnodes 2 it must be in 0\.\.1",
-        ),
-        ("-n 2 --nnodes 0 --rendezvous 127.0.0.1:1", "--nnodes is 0; it must be at least 1"),
-        ("--join a:1", "--join needs the run's secret: give --secret-file"),
-        ("--join a:1 --nnodes 2", "--join needs none of --nnodes, --node-rank, --rendezvous and"),
-        ("-n 2 --secret-file nowhere", "--secret-file nowhere cannot be read: No such file"),
-        ("-n 2 --secret-file .", r"--secret-file \. cannot be read: Is a directory"),
-        ("--join a --secret-file DIR/secret", "--join is 'a'; write HOST:PORT"),
-        ("-n 2 --secret-file DIR/short", "short has 4 bytes; give at least 16"),
-        ("-n 2 --tls DIR", "cannot read tls_cert"),
-        ("-n 2 --tls DIR --tls-key DIR/key.pem", "--tls names the certificate and its key: give"),
-        (
-            "-n 2 --nnodes 2 --rendezvous 203.0.113.7:1",
-            "several hosts need a secret: whoever reaches 203.0.113.7:1 could take part",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line(
-    options: str, message: str, script: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = options.replace("DIR", str(Path(script).parent)).split()
-    assert main(["run", *words, script]) == 2
-    with pytest.raises(ValueError, match=rf"^gossipdp: error: .*{message}.*\n$"):
-        raise ValueError(capsys.readouterr().err)
 
 
 def test_nobody_to_join_is_one_line(

@@ -1,7 +1,6 @@
 import dataclasses
 import math
 
-import networkx as nx
 import numpy as np
 import pytest
 
@@ -103,8 +102,6 @@ def test_after_deaths_ranks_have_gaps():
     assert constants.edges == ((1, 2), (1, 5), (2, 4), (4, 5))
     assert constants.chi1 == pytest.approx(of("ring", 4).chi1)
     assert constants.neighbours(1) == {2: 0.5, 5: 0.5}
-    with pytest.raises(ValueError, match="worker 3 is not in the graph"):
-        constants.neighbours(3)
 
 
 def test_equal_graphs_have_equal_constants():
@@ -118,41 +115,6 @@ def test_frozen():
         of("ring", 3).rates = ()
 
 
-@pytest.mark.parametrize("comm_rate", [0.0, -1.0, math.nan, math.inf])
-def test_comm_rate_must_be_positive(comm_rate):
-    for num_workers in (1, 4):
-        with pytest.raises(ValueError, match=f"comm rate {comm_rate} is not a positive number"):
-            of("ring", num_workers, comm_rate)
-
-
-def test_rates_too_far_apart():
-    with pytest.raises(ValueError, match="too far apart"):
-        Constants((0, 1, 2), ((0, 1), (1, 2)), (1e-30, 0.5))
-
-
-@pytest.mark.parametrize(
-    ("workers", "edges", "rates", "message"),
-    [
-        ((), (), (), "at least one"),
-        ((1, 0), ((0, 1),), (1.0,), "ascending ranks"),
-        ((0, 1), ((1, 0),), (1.0,), "i < j"),
-        ((0, 1, 2), ((1, 2), (0, 1)), (1.0, 1.0), "ascending"),
-        ((0, 1), ((0, 1),), (), "as many rates"),
-        ((0, 1), ((0, 1),), (-1.0,), "must be positive"),
-        ((0, 1), ((0, 2),), (1.0,), "not among the workers"),
-        ((0, 1, 2), ((0, 1),), (1.0,), "disconnected"),
-    ],
-)
-def test_constants_check_themselves(workers, edges, rates, message):
-    with pytest.raises(ValueError, match=message):
-        Constants(workers, edges, rates)
-
-
-def test_graphs_are_checked_without_build_graph():
-    with pytest.raises(ValueError, match="is directed"):
-        Constants.of(nx.DiGraph([(0, 1)]))
-
-
 def test_a_ring_of_4096_workers():
     constants = of("ring", 4096)
     assert constants.chi1 == pytest.approx(1 / (1 - math.cos(2 * math.pi / 4096)), rel=1e-6)
@@ -161,7 +123,7 @@ def test_a_ring_of_4096_workers():
 
 def test_the_same_graph_and_rates_are_worked_out_once(monkeypatch):
     from gossipdp.graph import constants as module
-    from gossipdp.graph.spectrum import spectrum
+    from gossipdp.graph.constants import spectrum
 
     asked = []
     monkeypatch.setattr(

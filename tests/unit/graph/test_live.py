@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossipdp.graph.constants import MAX_CACHED, Constants, LiveGraph
-from gossipdp.graph.topology import GRAPH_NAMES, attach, build_graph, without
+from gossipdp.graph.topology import GRAPH_NAMES, build_graph, without
 
 
 def live_graph(name: str = "ring", num_workers: int = 8, comm_rate: float = 1.0) -> LiveGraph:
@@ -35,11 +35,9 @@ def test_after_deaths_it_is_the_graph_without_the_dead_at_the_same_rate() -> Non
     assert live.constants(set(range(12)) - {7, 0}) is constants, "worked out once"
 
 
-def test_one_worker_and_none() -> None:
+def test_one_worker_and_one_joiner() -> None:
     live = live_graph()
     assert live.constants({3}).edges == ()
-    with pytest.raises(ValueError, match="no live workers"):
-        live.constants(())
     assert LiveGraph(Constants.of(build_graph("ring", 1))).constants({0, 1}).edges == ((0, 1),)
 
 
@@ -66,8 +64,3 @@ def test_any_set_of_survivors_and_joiners_is_connected(name: str, live: set[int]
         position = others.index(rank)
         following = {others[(position + step) % len(others)] for step in (1, 2)} - {rank}
         assert following <= set(graph[rank])
-
-
-def test_a_joiner_that_is_there_already_is_refused() -> None:
-    with pytest.raises(ValueError, match="has a worker 2 already"):
-        attach(build_graph("ring", 4), [2])

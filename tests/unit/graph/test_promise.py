@@ -59,5 +59,3 @@ def test_frozen_and_without_surprises():
     with pytest.raises(dataclasses.FrozenInstanceError):
         planned.chi1 = 0.0
     assert plan(build_graph("ring", 3)) == planned
-    with pytest.raises(ValueError, match="comm rate -1 is not"):
-        plan(build_graph("ring", 3), -1)

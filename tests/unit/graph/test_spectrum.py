@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from gossipdp.graph import GRAPH_NAMES, build_graph
-from gossipdp.graph.spectrum import dense_spectrum, laplacian_matrix, sparse_spectrum, spectrum
+from gossipdp.graph.constants import dense_spectrum, laplacian_matrix, sparse_spectrum, spectrum
 
 
 def edges_and_rates(name, num_workers):

@@ -117,17 +117,3 @@ def test_a_simulation_of_its_own_agrees(noise):
     measured = simulated(constants, noise, num_coordinates=400, duration=500.0, seed=3)
     exact = stationary_distance(constants, noise)
     assert measured == pytest.approx(exact, rel=0.06)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"white": -1.0}, "variance white=-1.0"),
-        ({"drift": math.inf}, "variance drift=inf"),
-        ({}, "without any variance"),
-        ({"white": 1.0, "momentum": 1.0}, "momentum 1.0"),
-    ],
-)
-def test_bad_noise(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        GradientNoise(**arguments)

@@ -5,8 +5,7 @@ from unittest import mock
 
 import pytest
 
-from gossipdp.integrations import single_process
-from gossipdp.integrations.single_process import check_options
+from gossipdp.integrations import check_options, single_process
 
 
 def launched(rank: int, num_workers: int = 4, **others: str) -> dict[str, str]:

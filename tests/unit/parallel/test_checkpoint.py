@@ -290,22 +290,6 @@ def test_auto_starts_afresh_where_there_is_nothing_and_never_mixes_two_runs(run,
     model.close()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"every_steps": 0, "directory": "d"}, "every_steps must be at least 1"),
-        ({"keep": 0}, "keep must be at least 1"),
-        ({"keep": None}, "keep must be a whole number"),
-        ({"every_steps": 3}, "need a directory"),
-        ({"resume": "auto"}, "need a directory"),
-        ({"resume": True}, "resume is 'auto', a directory or None, not True"),
-    ],
-)
-def test_options_that_cannot_be_meant(options, message):
-    with pytest.raises(ValueError, match=message):
-        Checkpoints(**options)
-
-
 def damage(path: Path, how: str) -> None:
     data = bytearray(path.read_bytes())
     if how == "one bit":

@@ -229,25 +229,6 @@ def test_a_parameter_group_added_later_is_found():
         flat.check()
 
 
-@pytest.mark.parametrize(
-    ("optimizers", "message"),
-    [
-        (lambda net: [sgd(nn.Linear(2, 2))], "not part of the module"),
-        (lambda net: [sgd(net), sgd(net)], "same parameter"),
-    ],
-)
-def test_optimizers_that_do_not_fit(optimizers, message):
-    net = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match=message):
-        FlatParameters(net, optimizers(net), momentum=True)
-
-
-def test_complex_parameters_are_refused():
-    net = nn.Linear(3, 2, dtype=torch.complex64)
-    with pytest.raises(ValueError, match="real view"):
-        flatten(net)
-
-
 def test_binding_elsewhere_and_back():
     net = nn.Linear(3, 2)
     flat = flatten(net)
@@ -258,12 +239,6 @@ def test_binding_elsewhere_and_back():
     flat.bind_back()
     assert torch.equal(net.weight, own)
     flat.check()
-
-
-def test_parameters_on_another_device_are_refused():
-    net = nn.Linear(3, 2, device="meta")
-    with pytest.raises(ValueError, match=r"on meta.*CPU before wrapping"):
-        flatten(net)
 
 
 def test_views_of_parameters_in_a_state_dict_become_views_of_the_others():

@@ -14,9 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp import (
     Checkpoints,
-    GossipDataParallel,
     ModelChangedError,
-    Network,
     PoisonedError,
 )
 from gossipdp.parallel.gossip_engine import GossipEngine
@@ -444,43 +442,6 @@ def test_a_dropped_model_does_not_hold_its_optimizer_back(wrap):
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     wrap(net, optimizer).close()
     optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"graph": "rings"}, "ring"),
-        ({"comm_rate": 0.0}, "comm_rate"),
-        ({"comm_rate": math.nan}, "comm_rate"),
-        ({"method": "magic"}, "a2cid2, gossip, allreduce, none"),
-        ({"pace": "brisk"}, "free, strict"),
-        ({"neighbour_policy": "rude"}, "fresh"),
-        ({"budget_samples": 0}, "budget_samples"),
-        ({"budget_samples": 1234.5}, "budget_samples must be a whole number, not 1234.5"),
-        ({"samples_per_step": 0}, "samples_per_step"),
-        ({"samples_per_step": "8"}, "samples_per_step must be a whole number, not '8'"),
-        ({"seed": 1.5}, "seed must be a whole number, not 1.5"),
-        ({"comm_rate": "often"}, "comm_rate must be a positive number, not 'often'"),
-        ({"network": {"port": 4000}}, r"give gossipdp\.Network"),
-        (
-            {"network": Network(max_bytes_per_s=1e6), "method": "allreduce"},
-            "caps the links of gossip",
-        ),
-        ({"wire_format": "float8"}, "full, bfloat16, lattice8"),
-        ({"wire_format": "bfloat16", "method": "allreduce"}, "of the exchanges of gossip"),
-    ],
-)
-def test_bad_arguments_are_one_clear_error(arguments, message):
-    net = nn.Linear(2, 1)
-    with pytest.raises(ValueError, match=message):
-        GossipDataParallel(net, torch.optim.SGD(net.parameters(), 0.1), **arguments)
-
-
-def test_something_that_is_no_optimizer(wrap):
-    with pytest.raises(ValueError, match=r"torch\.optim"):
-        wrap(nn.Linear(2, 1), "sgd")
-    with pytest.raises(ValueError, match="at least one"):
-        wrap(nn.Linear(2, 1), [])
 
 
 def test_allreduce_alone_is_bitwise_the_plain_loop(wrap):

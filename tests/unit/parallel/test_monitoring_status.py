@@ -190,8 +190,6 @@ def test_each_rank_has_a_port_of_its_own() -> None:
 
 
 def test_mistakes_are_told_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"status_port must be in 0\.\.65535, not 65536"):
-        Monitor(status_port=65536)
     _, address = make(monitor=Monitor(status_port=0))
     with pytest.raises(RendezvousError, match=r"^the status port: port .* is in use"):
         make(monitor=Monitor(status_port=int(address.rpartition(":")[2])))

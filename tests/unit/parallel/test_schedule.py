@@ -50,20 +50,6 @@ def test_one_cycle_is_torch_s() -> None:
     assert ours == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("cosinus",), "unknown shape 'cosinus'"),
-        (({1.5: 0.1},), "the progress of a step is a share in 0..1, not 1.5"),
-        (("cosine", 2.0), "warmup is a share in 0..1, not 2.0"),
-    ],
-)
-def test_mistakes(arguments: tuple[Any, ...], message: str) -> None:
-    shape, *warmup = arguments
-    with pytest.raises(ValueError, match=message):
-        ProgressLR(sgd(), lambda: 0.0, shape, warmup=warmup[0] if warmup else None)
-
-
 def test_it_follows_the_run_and_not_this_worker_s_steps() -> None:
     """Two workers, one of which makes three times as many steps, have the same rates."""
     progress, rates = 0.0, {}

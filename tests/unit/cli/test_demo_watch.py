@@ -1,3 +1,4 @@
+import io
 import math
 import os
 import signal
@@ -5,18 +6,26 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import pytest
+from rich.console import Console
 
-from gossipdp.cli.demo_faults import (
+from gossipdp.cli.demo_watch import (
     Fault,
     FaultInjector,
+    LiveView,
+    WorkerProgress,
     fault_results,
     least_duration_s,
     parse_faults,
 )
 from gossipdp.launcher.supervisor import Ending, Failure
-from gossipdp.observe.log import BeganRecord, EndRecord, RunLog, RunLogWriter, worker_file
-from gossipdp.report.live import WorkerProgress
+from gossipdp.observe.log import (
+    BeganRecord,
+    EndRecord,
+    ExchangeRecord,
+    RunLog,
+    RunLogWriter,
+    worker_file,
+)
 
 
 def parse(kill: str | None = None, stop: str | None = None, **options: Any) -> tuple[Fault, ...]:
@@ -30,29 +39,6 @@ def test_faults_are_read_in_order_of_time() -> None:
         Fault(3, "kill", 9.0),
     )
     assert parse() == ()
-
-
-@pytest.mark.parametrize(
-    ("faults", "message"),
-    [
-        ({"kill": "0"}, "write RANK@TIME"),
-        ({"kill": ""}, "write RANK@TIME"),
-        ({"kill": "0@5s,"}, "write RANK@TIME"),
-        ({"kill": "-1@5s"}, "write RANK@TIME"),
-        ({"kill": "0@5m"}, "write RANK@TIME"),
-        ({"kill": "0@5s:3s"}, "write RANK@TIME"),
-        ({"stop": "0@5s"}, "write RANK@TIME:DURATION"),
-        ({"stop": "0@5s:0s"}, "longer than 0 s"),
-        ({"kill": "4@5s"}, "no rank 4 among 4 workers; choose 0 to 3"),
-        ({"kill": "0@5s,0@9s"}, "name worker 0 twice"),
-        ({"kill": "0@5s", "stop": "0@6s:1s"}, "name worker 0 twice"),
-        ({"kill": "0@1,1@2,2@3,3@4"}, "name all 4 workers; spare at least one"),
-        ({"kill": "0@1,1@2,2@3", "stop": "3@2:5"}, "name all 4 workers"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(faults: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse(**faults)
 
 
 def test_all_but_one_may_die() -> None:
@@ -237,3 +223,99 @@ def test_a_fault_that_did_not_happen_says_why(tmp_path: Path) -> None:
 def test_the_signals_are_sent_by_os_kill_unless_said_otherwise() -> None:
     assert FaultInjector((), ())._send is os.kill
     assert FaultInjector((), [WorkerProgress(began_s=math.pi)]).first_step_s == math.pi
+
+
+# The view.
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+EXCHANGES = ExchangeRecord(0.0, 2, 4, 0, {1: 6}, 0.1, 0.0, 0.0, 0, 0)
+
+
+def log_steps(directory: Path, clock: Clock, num_steps: int) -> None:
+    for rank in range(2):
+        writer = RunLogWriter(worker_file(directory, rank), interval_s=0.0, clock=clock)
+        with closing(writer) as log:
+            log.start(rank=rank, num_workers=2, configuration={})
+            steps = num_steps + rank
+            log.record(gradient_steps=steps, samples=8 * steps, loss=0.5, exchanges=EXCHANGES)
+
+
+def make_view(directory: Path, clock: Clock, *, terminal: bool) -> tuple[LiveView, io.StringIO]:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=100)
+    return LiveView(
+        directory, num_workers=2, budget_samples=100, console=console, clock=clock
+    ), output
+
+
+def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    clock = Clock()
+    view, output = make_view(tmp_path, clock, terminal=False)
+    with view:
+        view.poll()
+        log_steps(tmp_path, clock, 3)
+        clock.now = 4.0
+        view.poll()
+        assert output.getvalue() == ""
+        clock.now = 5.5
+        view.poll()
+    line = output.getvalue().splitlines()[0]
+    assert "training:  56%" in line
+    assert "loss 0.5000" in line
+    assert "steps 3 to 4, 6 exchanges" in line
+
+
+def test_a_table_and_a_bar_in_a_terminal(tmp_path: Path) -> None:
+    clock = Clock()
+    view, output = make_view(tmp_path, clock, terminal=True)
+    with view:
+        log_steps(tmp_path, clock, 3)
+        clock.now = 1.0
+        view.poll()
+    text = output.getvalue()
+    for expected in (
+        "starting 2 workers",
+        "samples/s",
+        "0.5000",
+        "56 of 100 samples",
+        "56%",
+        "training",
+    ):
+        assert expected in text
+
+
+def test_the_phase_after_the_last_sample(tmp_path: Path) -> None:
+    clock = Clock()
+    view, output = make_view(tmp_path, clock, terminal=False)
+    with view:
+        log_steps(tmp_path, clock, 7)
+        clock.now = 6.0
+        view.poll()
+    assert "evaluating and averaging: 100%" in output.getvalue()
+
+
+def test_the_dead_and_the_silent_are_shown(tmp_path: Path) -> None:
+    clock = Clock()
+    view, output = make_view(tmp_path, clock, terminal=False)
+    log_steps(tmp_path, clock, 1)
+    writer = RunLogWriter(worker_file(tmp_path, 0), clock=clock, goes_on=True)
+    with closing(writer) as log, view:
+        clock.now = 5.0
+        log.notice(1, "stopped", 1.0)
+        view.poll()
+        assert output.getvalue().endswith(", worker 1 is silent\n")
+        for what, state in (("dead", "dead"), ("rejoined", "training"), ("dead", "dead")):
+            log.notice(1, what, 2.0)
+            view.poll()
+            assert view.workers[1].state == state
+        clock.now = 10.0
+        view.poll()
+    assert output.getvalue().endswith(", worker 1 is dead\n")

@@ -1,9 +1,10 @@
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from gossipdp.errors import RendezvousError
-from gossipdp.integrations.ray_meeting import Meeting
+from gossipdp.integrations.ray import Meeting, launch
 from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.store import connect, ready_key
 
@@ -46,3 +47,9 @@ def test_a_death_before_all_have_begun_is_the_runs(meeting: Meeting) -> None:
     meeting.variables(2)
     with pytest.raises(RendezvousError, match="worker 2 died before all workers had begun"):
         meeting.variables(2)
+
+
+def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'gossipdp\[ray\]'"):
+        launch(print, 1)

@@ -1,0 +1,159 @@
+"""Mistakes in a call: one line with one prefix that says what to do, before anything starts."""
+
+from pathlib import Path
+
+import pytest
+
+from gossipdp.cli.main import main
+
+# What a launcher around these tests may have set.
+TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "GOSSIPDP_SECRET")
+
+NETWORK = "plan --workers 4 --step-ms 1 --link-mbps 1"
+
+MISTAKES = [
+    ("", "no command is given; gossipdp --help shows all"),
+    ("bogus", "there is no command 'bogus'; gossipdp --help shows all"),
+    ("plna", "there is no command 'plna'; do you mean gossipdp plan?"),
+    ("plan --bogus", "unrecognized options: --bogus; gossipdp plan --help shows all"),
+    ("plan --workers x", "--workers is 'x'; it must be a whole number; gossipdp plan --help"),
+    ("plan --json nowhere/x.json", "--json nowhere/x.json: the directory to write it to does"),
+    ("plan --workers 4 --json .", "--json . cannot be written"),
+    ("doctor --json nowhere/x", "the directory to write it to does not exist"),
+    ("simulate --figure nowhere/x.png", "--figure nowhere/x.png: the directory to write it"),
+    ("report nowhere", "there is no directory nowhere; give the run's log_dir"),
+    ("report .", ". holds no log of a worker"),
+    ("top here", "the address is 'here'; write HOST:PORT"),
+    ("top ,", "the address is"),
+    ("top --interval 0", "--interval is 0.0; it must be at least 0.1 s"),
+    # run
+    ("run --nodes 2", "unrecognized options: --nodes, 2; do you mean --nnodes?; gossipdp run"),
+    ("run -n two train.py", "-n is 'two'; it must be a whole number"),
+    ("run train.py", "-n (--workers) is missing; say how many workers to start"),
+    ("run -n 0 train.py", "-n is 0; start at least one worker"),
+    ("run -n 2", "no script to run; write it after the options"),
+    ("run -n 2 nothing.py", "no such script: nothing.py"),
+    ("run -n 2 --max-restarts -1 train.py", "--max-restarts is -1; it must be 0 or more"),
+    ("run -n 2 --host 203.0.113.1 train.py", "cannot listen on 203.0.113.1 port 0"),
+    ("run -n 2 --nnodes 2 train.py", "several hosts need one --rendezvous HOST:PORT"),
+    ("run -n 2 --nnodes 2 --rendezvous here train.py", "--rendezvous is 'here'; write HOST:PORT"),
+    ("run -n 2 --nnodes 2 --rendezvous a:1 --port 5 train.py", "--port is for one host"),
+    ("run -n 2 --node-rank 1 train.py", "--node-rank without --nnodes"),
+    (
+        "run -n 2 --nnodes 2 --node-rank 2 --rendezvous 127.0.0.1:1 train.py",
+        "--node-rank is 2; with --nnodes 2 it must be in 0..1",
+    ),
+    ("run -n 2 --nnodes 0 --rendezvous 127.0.0.1:1 train.py", "--nnodes is 0; it must be at"),
+    ("run -n 2 --nnodes 2 --rendezvous 203.0.113.7:1 train.py", "several hosts need a secret"),
+    ("run --join a:1 train.py", "--join needs the run's secret: give --secret-file"),
+    ("run --join a:1 --nnodes 2 train.py", "--join needs none of --nnodes, --node-rank"),
+    ("run --join a --secret-file secret train.py", "--join is 'a'; write HOST:PORT"),
+    ("run -n 2 --secret-file nowhere train.py", "--secret-file nowhere cannot be read: No such"),
+    ("run -n 2 --secret-file . train.py", "--secret-file . cannot be read: Is a directory"),
+    ("run -n 2 --secret-file short train.py", "short has 4 bytes; give at least 16"),
+    ("run -n 2 --status-port 70000 train.py", "--status-port is 70000; it must be in 0..65535"),
+    ("run -n 2 --tls . train.py", "cannot read tls_cert"),
+    ("run -n 2 --tls . --tls-key key.pem train.py", "--tls names the certificate and its key"),
+    # plan
+    ("plan", "pass --workers"),
+    ("plan --workers 0", "at least 1"),
+    ("plan --workers 4 --graph rign", "did you mean 'ring'"),
+    ("plan --workers 6 --graph hypercube", "power of two"),
+    ("plan --workers 4 --comm-rate 0", "comm rate 0.0 is not"),
+    ("plan --workers 4 --comm-rate 1e300", "is 5e+299, but must be positive, from"),
+    ("plan --edge-list nowhere", "--edge-list nowhere cannot be read: No such file"),
+    ("plan --edge-list edges --graph torus", "pass one of them"),
+    ("plan --edge-list edges --workers 4", "3 nodes, but there are 4 workers"),
+    ("plan --workers 4 --noise white", "--noise white needs a network: add --step-ms"),
+    ("plan --workers 4 --latency-ms 1", "add --step-ms 100"),
+    ("plan --workers 4 --step-ms 1", "add --link-mbps 1000"),
+    (NETWORK, "one of --parameters and --model-mb"),
+    (f"{NETWORK} --model-mb 1 --parameters 1", "one of --parameters and --model-mb"),
+    (f"{NETWORK} --parameters 25.6X", "--parameters '25.6X' is not a number"),
+    (f"{NETWORK} --model-mb 0", "--model-mb is 0;"),
+    (f"{NETWORK} --model-mb 1 --step-spread 10", "--step-spread is 10, but must be from 0 to 3"),
+    ("plan --workers 4 --step-ms 0 --link-mbps 1 --model-mb 1", "--step-ms is 0;"),
+    ("plan --workers 4 --step-ms 1 --link-mbps -1 --model-mb 1", "--link-mbps is -1"),
+    ("plan --workers 1 --step-ms 1 --link-mbps 1 --model-mb 1", "pass 2 or more"),
+    ("plan --workers 257 --step-ms 1 --link-mbps 1 --model-mb 1", "at most 256"),
+    # demo
+    ("demo --workload mnist", "--workload is 'mnist'; choose one of digits, pystdlib"),
+    ("demo --method a2cid", "--method is 'a2cid'; do you mean a2cid2?"),
+    ("demo --graph circle", "circle"),
+    ("demo --graph hypercube --workers 6", "hypercube"),
+    ("demo --workers 0", "--workers is 0"),
+    ("demo --comm-rate x", "--comm-rate is 'x'; it must be a number"),
+    ("demo --comm-rate 0", "--comm-rate is 0.0"),
+    ("demo --comm-rate nan", "--comm-rate is nan"),
+    ("demo --samples 0", "--samples is 0"),
+    ("demo --seed -1", "--seed is -1"),
+    ("demo --workers 64 --disjoint", "less than one batch of 32"),
+    ("demo --json /proc/version/x", "--json /proc/version/x: the directory to write it to"),
+    ("demo --slow-worker 2", "--slow-worker is '2'; write RANK:FACTOR, such as 2:4"),
+    ("demo --slow-worker=-1:4", "write RANK:FACTOR"),
+    ("demo --slow-worker 2:nan", "write RANK:FACTOR"),
+    ("demo --slow-worker 4:2", "no rank 4 among 4 workers; choose 0 to 3"),
+    ("demo --slow-worker 1:0.5", "factor must be at least 1"),
+    ("demo --kill 0", "--kill is '0'; write RANK@TIME"),
+    ("demo --kill 0@5s,", "write RANK@TIME"),
+    ("demo --kill=-1@5s", "write RANK@TIME"),
+    ("demo --kill 0@5m", "write RANK@TIME"),
+    ("demo --kill 0@5s:3s", "write RANK@TIME"),
+    ("demo --stop 0@5s", "write RANK@TIME:DURATION"),
+    ("demo --stop 0@5s:0s", "longer than 0 s"),
+    ("demo --kill 4@5s", "no rank 4 among 4 workers; choose 0 to 3"),
+    ("demo --kill 0@5s,0@9s", "name worker 0 twice"),
+    ("demo --kill 0@5s --stop 0@6s:1s", "name worker 0 twice"),
+    ("demo --kill 0@1,1@2,2@3 --stop 3@2:5", "name all 4 workers; spare at least one"),
+    ("demo --kill 0@5s --method allreduce", "--method allreduce"),
+    ("demo --restart", "--restart starts again who was killed"),
+    # train
+    ("train mnist", "there is no 'mnist'; choose one of cifar10, imagenet, bytes-gpt"),
+    ("train bytes-gtp", "there is no 'bytes-gtp'; do you mean bytes-gpt?; gossipdp train"),
+    ("train bytes-gpt --json /", "--json / cannot be written: name a file that can"),
+    ("train bytes-gpt --workers 0", "--workers is 0"),
+    ("train bytes-gpt --max-restarts -1", "--max-restarts is -1"),
+    ("train bytes-gpt --workers 6 --graph hypercube", "hypercube"),
+    ("train bytes-gpt --device tpu", "--device is 'tpu'; choose cpu or cuda"),
+    ("train cifar10 --epochs 0", "--epochs is 0; it must be at least 1"),
+    ("train imagenet --batch-size 0", "--batch-size is 0"),
+    ("train imagenet --loader-processes -1", "--loader-processes is -1"),
+    ("train bytes-gpt --checkpoint-every 0", "--checkpoint-every is 0"),
+    ("train bytes-gpt --comm-rate nan", "--comm-rate is nan"),
+    ("train bytes-gpt --width 100", "--width 100 is not a multiple of --heads 8"),
+    ("train bytes-gpt --context 0", "--context is 0"),
+    ("train bytes-gpt --learning-rate 0", "--learning-rate is 0"),
+    ("train cifar10 --data .", "data_batch_1.bin. CIFAR-10 is not downloaded for you"),
+    ("train imagenet --data .", "ImageNet is not downloaded for you: register at"),
+    ("train bytes-gpt --data edges", "holds 9 bytes of text"),
+    ("train bytes-gpt --data train.py --batch-size 9999", "are less than one batch of"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_a_mistake_in_the_call_is_one_line(
+    words: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in TOLD:
+        monkeypatch.delenv(name, raising=False)
+    for name, text in (("secret", "hush" * 4), ("short", "hush"), ("train.py", "pass\n" * 4000)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    (tmp_path / "edges").write_text("0 1\n1 2\n")
+    before = set(tmp_path.iterdir())
+    monkeypatch.setattr("gossipdp.launcher.local.start_fork_server", lambda **_: None)
+    monkeypatch.setattr(
+        "gossipdp.launcher.local.launch", lambda *_, **__: pytest.fail("a worker was started")
+    )
+    assert main(words.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("gossipdp: error: ")
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+    assert set(tmp_path.iterdir()) == before

@@ -1,0 +1,89 @@
+"""What is refused: a ValueError that names the graph, the value and the way out."""
+
+import math
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+from gossipdp.graph import Constants, plan
+from gossipdp.graph.constants import LiveGraph
+from gossipdp.graph.network_plan import GradientNoise
+from gossipdp.graph.topology import attach, build_graph, read_edge_list, without
+
+RING = build_graph("ring", 3)
+LOOP = nx.Graph([(0, 1), (1, 1), (1, 2)])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: build_graph("rings", 4), "'rings': did you mean 'ring'"),
+        (lambda: build_graph("Torus", 4), "'Torus': did you mean 'torus'"),
+        (lambda: build_graph("zzz", 4), "Known: ring, path, star, .*, erdos-renyi"),
+        (lambda: build_graph("ring", 0), "'ring' of 0 workers"),
+        (lambda: build_graph("ring", -3), "'ring' of -3 workers"),
+        (lambda: build_graph("ring", 4.5), r"whole number, got 4\.5"),
+        (lambda: build_graph([(0, 1)], 2), r"networkx\.Graph, got \[\(0, 1\)\]"),
+        (lambda: build_graph("hypercube", 12), "of 12 .* Use 8 or 16 .*'exponential'"),
+        (lambda: build_graph(nx.Graph(), 0), r"Graph \(0 workers, 0 edges\)' has no nodes"),
+        (lambda: build_graph(nx.DiGraph([(0, 1)]), 2), "DiGraph.* is directed.*to_undirected"),
+        (lambda: build_graph(nx.MultiGraph([(0, 1)] * 2), 2), r"multigraph.*Graph\(graph\)"),
+        (lambda: build_graph(LOOP, 3), "self loops, the first at worker 1"),
+        (lambda: build_graph(nx.Graph([(0, 1), (2, 3)]), 4), "worker 2 cannot reach worker 0"),
+        (lambda: build_graph(nx.Graph([("a", "b")]), 2), "node 'a' that is no rank"),
+        (lambda: build_graph(nx.Graph([(-1, 0)]), 2), "node -1 that is no rank"),
+        (lambda: build_graph(nx.Graph([(0.0, 1.0)]), 2), r"node 0\.0 that is no rank"),
+        (lambda: build_graph(nx.path_graph([1, 2, 3]), 3), r"no node 0, .*0\.\.2.*convert_node"),
+        (lambda: build_graph(nx.path_graph(5), 4), "5 nodes, but there are 4 workers"),
+        (lambda: without(RING, range(3)), r"ring \(3 workers\)' without all of its workers"),
+        (lambda: without(RING, [7]), "has no worker 7"),
+        (lambda: attach(RING, [2]), "has a worker 2 already"),
+        (lambda: LiveGraph(Constants.of(RING)).constants(()), "no live workers"),
+        (lambda: Constants.of(RING).neighbours(3), "worker 3 is not in the graph"),
+        (lambda: Constants.of(RING, 0.0), r"comm rate 0\.0 is not a positive number"),
+        (lambda: Constants.of(RING, math.nan), "comm rate nan is not a positive number"),
+        (lambda: Constants.of(build_graph("ring", 1), math.inf), "comm rate inf is not a"),
+        (lambda: plan(RING, -1), "comm rate -1 is not"),
+        (lambda: Constants.of(nx.DiGraph([(0, 1)])), "is directed"),
+        (lambda: Constants((), (), ()), "at least one"),
+        (lambda: Constants((1, 0), ((0, 1),), (1.0,)), "ascending ranks"),
+        (lambda: Constants((0, 1), ((1, 0),), (1.0,)), "i < j"),
+        (lambda: Constants((0, 1, 2), ((1, 2), (0, 1)), (1.0, 1.0)), "ascending"),
+        (lambda: Constants((0, 1), ((0, 1),), ()), "as many rates"),
+        (lambda: Constants((0, 1), ((0, 1),), (-1.0,)), "must be positive"),
+        (lambda: Constants((0, 1), ((0, 2),), (1.0,)), "not among the workers"),
+        (lambda: Constants((0, 1, 2), ((0, 1),), (1.0,)), "disconnected"),
+        (lambda: Constants((0, 1, 2), ((0, 1), (1, 2)), (1e-30, 0.5)), "too far apart"),
+        (lambda: GradientNoise(white=-1.0), r"variance white=-1\.0"),
+        (lambda: GradientNoise(drift=math.inf), "variance drift=inf"),
+        (GradientNoise, "without any variance"),
+        (lambda: GradientNoise(white=1.0, momentum=1.0), r"momentum 1\.0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"0 1\n0\n", "line 2: '0' is not an edge"),
+        (b"0 1\n0 1 2\n", "line 2: .* is not an edge"),
+        (b"0 1\n0 x\n", "line 2: .* is not an edge"),
+        (b"0 1\n0 -1\n", "line 2: .* is not an edge"),
+        (b"0 1\n0 1.5\n", "line 2: .* is not an edge"),
+        ("0 1\n0 ²\n".encode(), "line 2: .* is not an edge"),
+        (b"0 1\n1 2\n1 0\n", "line 3: edge 0 1 stands on line 1 already"),
+        (b"0 1\n1 1\n", "line 2: '1 1' joins worker 1 with itself: leave"),
+        (b"# nothing\n", "holds no edges"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (b"0 1\n2 3\n", "is disconnected"),
+    ],
+)
+def test_an_edge_list_that_is_refused_is_named(tmp_path: Path, content: bytes, message: str):
+    path = tmp_path / "graph.txt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"graph\.txt.*{message}"):
+        build_graph(read_edge_list(path), 4)
