@@ -56,8 +56,8 @@ def enter(kind: str, stack: contextlib.ExitStack) -> Any:
     device = DeferredDevice(seed=int(os.environ["RANK"]))
 
     class State(chunks.State):
-        def __init__(self, segments):
-            super().__init__(segments, device)
+        def __init__(self, segments, moments):
+            super().__init__(segments, device, moments=moments)
             device.adopt_state(self)
 
     flat_parameters.State = State
@@ -76,6 +76,7 @@ def train(kinds: tuple[str, str], wire_format: str, folder: str) -> dict[str, An
         model = GossipDataParallel(
             net,
             optimizer,
+            exchange_moments={"momentum_buffer": 2},
             wire_format=wire_format,
             checkpoints=Checkpoints(folder),
             network=Network(start_timeout_s=30),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reference import MomentumState, PaperState
 from torch import Tensor
 
-from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.dynamics.chunks import Moment, Role, Segment, State
 
 ETA = 0.37
 ALPHA_TILDE = 1.9
@@ -177,6 +177,63 @@ def test_bfloat16_parameters_keep_their_rounding_remainder(script):
     expected = sum(values.bfloat16().double() for values in start_values())
     total = sum(worker.z for worker in low)
     assert torch.allclose(total, expected, atol=rounding_bound(script), rtol=0)
+
+
+squared_gradients = st.floats(2.0**-40, 2.0**40, width=32)
+moment_events = st.lists(
+    st.one_of(
+        st.tuples(st.just("step"), st.sampled_from([0, 1]), squared_gradients),
+        st.tuples(
+            st.sampled_from(["boundary", "snapshot", "exchange"]),
+            st.sampled_from([0, 1]),
+            st.none(),
+        ),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=80)
+@given(
+    script=moment_events,
+    decay=st.sampled_from([0.5, 0.9, 0.999]),
+    wire=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_second_moments_stay_positive_whatever_steps_come_between(script, decay, wire):
+    """Snapshots may be old, boundaries late, workers of any age.
+
+    What an optimizer makes of its moment stays between the squares that the two have seen.
+    """
+    kept = [Moment("exp_avg_sq", 1, decay) for _ in range(2)]
+    segments = [Segment(torch.zeros(3), Role.MOMENT, momentum=False, moment=each) for each in kept]
+    chunks = [State([], moments=[segment]).moment_chunks[0] for segment in segments]
+    sent = [torch.zeros(3, dtype=wire) for _ in chunks]
+    seen = []
+    for kind, end, squared in script:
+        chunk, moment = chunks[end], kept[end]
+        match kind:
+            case "step":
+                chunk.x.mul_(decay).add_(squared, alpha=1 - decay)
+                moment.steps += 1
+                seen.append(squared)
+            case "boundary":
+                chunk.boundary(0.0)
+            case "snapshot":
+                assert chunk.snapshot(0.0, sent[end])
+            case "exchange":
+                assert math.isfinite(chunk.exchange(0.0, sent[end], sent[1 - end], 0.5))
+        held = torch.empty(3)
+        chunk.read(held)
+        if not moment.steps:
+            assert not held.any()
+            continue
+        rounded = 1 + len(script) * wire_error(wire)
+        assert (held >= moment.mass * min(seen) / rounded).all()
+        assert (held <= moment.mass * max(seen) * rounded).all()
+
+
+def wire_error(wire: torch.dtype) -> float:
+    return 2 * torch.finfo(wire).eps
 
 
 def test_without_an_exchange_a_boundary_changes_no_bit():

@@ -102,7 +102,7 @@ class DeferredDevice(QueuedDevice):
                 bisect.insort(self._storages, (storage.data_ptr(), storage), key=_address)
 
     def adopt_state(self, state: State) -> None:
-        for segment in state.segments:
+        for segment in state.segments + state.moments:
             self.adopt(segment.x, segment.pending)
             if segment.c is not None:
                 self.adopt(segment.c)

@@ -57,6 +57,9 @@ class PlanArguments:
     model_mb: float | None = None
     """Size of the model in megabytes, instead of --parameters."""
 
+    optimizer: Literal["sgd", "adam"] | None = None
+    """What trains, sgd by default: exchanges carry Adam's second moment too, now and then."""
+
     step_ms: float | None = None
     """Mean duration of a gradient step in milliseconds."""
 
@@ -73,6 +76,7 @@ class PlanArguments:
 NETWORK_OPTIONS = (
     "parameters",
     "model_mb",
+    "optimizer",
     "step_ms",
     "link_mbps",
     "latency_ms",

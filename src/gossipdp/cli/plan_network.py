@@ -81,6 +81,9 @@ class TrainingConditions:
     step_spread: float = 0.0
     """Standard deviation of the logarithm of step times, drawn anew in every step; at most 3."""
 
+    moments_share: float = 0.0
+    """Of the optimizer's state in exchanges, on average, as a share of model_bytes."""
+
     @classmethod
     def of(cls, arguments: PlanArguments) -> TrainingConditions:
         """Those that the options say."""
@@ -97,12 +100,18 @@ class TrainingConditions:
             bytes_per_s=check_number("--link-mbps", arguments.link_mbps, is_positive=True) * 125e3,
             latency_s=latency_s,
             step_spread=spread,
+            moments_share=_adams_share() if arguments.optimizer == "adam" else 0.0,
         )
 
     @property
+    def exchange_bytes(self) -> float:
+        """What an exchange moves each way, on average."""
+        return self.model_bytes * (1.0 + self.moments_share)
+
+    @property
     def exchange_s(self) -> float:
-        """How long an exchange takes once both ends agree: model_bytes/bytes_per_s + latency."""
-        return self.model_bytes / self.bytes_per_s + self.latency_s
+        """How long an exchange takes once both ends agree: exchange_bytes/bytes_per_s + latency."""
+        return self.exchange_bytes / self.bytes_per_s + self.latency_s
 
     def all_reduce_s(self, num_workers: int) -> float:
         """Ring all-reduce: 2(n-1)/n model_bytes/bytes_per_s + 2(n-1) latency."""
@@ -164,7 +173,7 @@ def predict(
     rates = tuple(served_share * rate for rate in constants.rates)
     served = Constants(constants.workers, constants.edges, rates)
     achieved = 2.0 * served.exchanges_per_unit_time / num_workers
-    per_worker = achieved / conditions.step_s * conditions.model_bytes
+    per_worker = achieved / conditions.step_s * conditions.exchange_bytes
     return GraphPrediction(
         name=name,
         num_edges=num_edges,
@@ -257,7 +266,8 @@ class NetworkPlan:
     def remarks(self) -> list[str]:
         """Times beside all-reduce, the graph to take, and what was assumed."""
         conditions, own, num_workers = self.conditions, self.predictions[0], self.num_workers
-        found = self.as_json()
+        found, share = self.as_json(), conditions.moments_share
+        moments = f", {share:.0%} of a model more for Adam's second moment" if share else ""
         lines = [
             f"{PLANNED_STEPS:,d} gradient steps a worker: {found['training_s']:,.4g} s, since they "
             f"wait for nobody. With ring all-reduce: {found['all_reduce_s']:,.4g} s if nothing of "
@@ -268,7 +278,7 @@ class NetworkPlan:
             f"{1e3 * conditions.all_reduce_s(num_workers):,.4g} ms. Frameworks lie "
             "between the two.",
             f"An exchange takes {1e3 * conditions.exchange_s:,.4g} ms. MB/s are sent, and as many "
-            "received. Achieved comm rates are simulated with the real protocol"
+            f"received{moments}. Achieved comm rates are simulated with the real protocol"
             + (
                 f" on graphs of {SIMULATED_WORKERS} workers of the same kind."
                 if num_workers > SIMULATED_WORKERS
@@ -284,6 +294,16 @@ class NetworkPlan:
                 f"{own.nominal_comm_rate:.3g} exchanges per worker per gradient step asked for."
             )
         return lines
+
+
+def _adams_share() -> float:
+    """Of its moments, as they travel by default, beside the parameters."""
+    from torch.optim import Adam
+
+    from gossipdp.parallel.moments import KINDS
+
+    kind = next(kind for kind in KINDS if Adam in kind.optimizers)
+    return sum(1.0 / period for period in kind.default.values())
 
 
 def model_bytes(parameters: str | None, model_mb: float | None) -> float:

@@ -28,8 +28,10 @@ On a device that only queues work, :mod:`~gossipdp.dynamics.device` has further 
 
 import enum
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -62,16 +64,19 @@ class Role(enum.Enum):
     """Parameters of no optimizer, such as target networks: averaged when the average is made."""
     FROZEN = "frozen"
     """Parameters that nobody changes: sent once, at the start."""
+    MOMENT = "moment"
+    """What an optimizer keeps of trained parameters: averaged by some exchanges, never at the end.
+    Each worker holds, saves and gives its own, as a part of its optimizer's state."""
 
     @property
     def is_exchanged(self) -> bool:
         """Whether exchanges average these values."""
-        return self in (Role.TRAINED, Role.BUFFER)
+        return self in (Role.TRAINED, Role.BUFFER, Role.MOMENT)
 
     @property
     def is_averaged(self) -> bool:
         """Whether the average of all workers is one of these values too."""
-        return self.is_exchanged or self is Role.FOLLOWING
+        return self in (Role.TRAINED, Role.BUFFER, Role.FOLLOWING)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -407,6 +412,106 @@ class BufferChunk(Chunk):
         self.weight = 1.0
 
 
+@dataclass
+class Moment:
+    """One tensor that an optimizer keeps of each parameter, such as Adam's ``exp_avg_sq``.
+
+    Attributes:
+        name: in the optimizer's state.
+        period: one exchange in so many carries it.
+        decay: the share of it that a step keeps (beta); 0 where the optimizer corrects no bias.
+        steps: the optimizer's age t; 0: it has no such tensor yet. Written by the main thread.
+    """
+
+    name: str
+    period: int
+    decay: float = 0.0
+    steps: int = 0
+
+    @property
+    def mass(self) -> float:
+        """What the optimizer's bias correction divides by: 1 - beta^t; 0 before its first step."""
+        return 1.0 - self.decay**self.steps
+
+    def travels_with(self, counter: int) -> bool:
+        """Whether the exchange of this number carries it; both ends know the number.
+
+        The multiples of the golden ratio, less their whole parts, are spread evenly from 0 to 1,
+        and so are those of every second or third number. So where proposals are refused in a
+        rhythm, and all exchanges have even numbers, one in ``period`` still carries it. The first
+        ones do not. A moment of a longer period travels with those of shorter ones.
+
+        Example:
+            >>> [n for n in range(80) if n and Moment("exp_avg_sq", 16).travels_with(n)]
+            [13, 34, 47, 68]
+        """
+        return (counter * 2_654_435_769 & 0xFFFFFFFF) * self.period < 1 << 32
+
+
+class MomentChunk(BufferChunk):
+    r"""A chunk of a moment, in the optimizer's own memory; averaged much as buffers are.
+
+    Workers of different age t are averaged by what their optimizers make of a moment,
+    :math:`\hat v = v / (1 - \beta^t)`. The present value of it is ``weight x / mass + pending``,
+    with the mass :math:`1 - \beta^t` of the moment that it is asked for; an exchange halves both
+    and adds half of the peer's. So a second moment stays positive, whatever steps the optimizer
+    makes between snapshot and boundary.
+
+    Averaged as they are, a worker at t = 20 and one at t = 400 (beta 0.999) would have steps of a
+    third and of 1.4 times their size after it. An optimizer that has made no step sends zeros and
+    takes nothing; zeros are not averaged.
+    """
+
+    def __init__(
+        self, role: Role, x: Tensor, pending: Tensor, c: Tensor | None, moment: Moment
+    ) -> None:
+        super().__init__(role, x, pending, c)
+        self._moment = moment
+
+    # Under the lock. The mass is read once each time: the main thread may change it.
+
+    def _add_pending(self, share: float) -> None:
+        mass = self._moment.mass
+        if mass == 0.0:  # given up since
+            self._reset()
+            return
+        self.pending.mul_(mass).add_(self.x, alpha=self.weight)
+        self.x.copy_(self.pending)
+        self.pending.sub_(self.x).div_(mass)  # what x's precision cannot hold
+        self.weight = 1.0
+
+    def _write(self, out: Tensor) -> None:
+        values = torch.mul(self.pending, self._moment.mass, out=update.scratch(self.pending))
+        torch.add(values, self.x, alpha=self.weight, out=out)
+
+    def _snapshot(self, out: Tensor, share: float) -> bool:
+        mass = self._moment.mass
+        if mass == 0.0:
+            out.zero_()
+        else:
+            torch.add(self.pending, self.x, alpha=self.weight / mass, out=out)
+        return update.is_finite(out)
+
+    def _exchange(
+        self, mine: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
+    ) -> float:
+        """As of buffers; how far apart the two are is not worth its passes."""
+        theirs = update.scratch(self.pending).copy_(peers)
+        if not update.is_finite(theirs):
+            return math.inf
+        has_any = bool(theirs.sum()) or bool(theirs.any())  # the sum is 20 times as fast
+        if has_any and self._moment.mass != 0.0:
+            self.pending.add_(theirs).mul_(0.5)
+            self.weight *= 0.5
+        return 0.0
+
+    def _snapshot_and_exchange(
+        self, out: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
+    ) -> float:
+        is_sound = self._snapshot(out, flow[0])
+        return self._exchange(out, peers, flow, alpha_tilde) if is_sound else math.inf
+
+
 class Segment:
     """A run of parameters of one role, dtype, device and optimizer, in one flat tensor.
 
@@ -417,6 +522,7 @@ class Segment:
         outer: the outer step of trained values.
         optimizer_index: whose boundary covers this segment.
         chunk_bytes: the size a chunk may have at most.
+        moment: of what, where the role is MOMENT.
     """
 
     def __init__(
@@ -428,12 +534,14 @@ class Segment:
         outer: OuterStep | None = None,
         optimizer_index: int = 0,
         chunk_bytes: int = CHUNK_BYTES,
+        moment: Moment | None = None,
     ) -> None:
         if x.dim() != 1:
             raise ValueError(f"a segment is one-dimensional, not of shape {tuple(x.shape)}")
         self.x = x
         self.role = role
         self.optimizer_index = optimizer_index
+        self.moment = moment
         # What is not exchanged has no pending; the empty tensor keeps the attribute's type simple.
         length = x.numel() if role.is_exchanged else 0
         # In float64 the mean of equal values is that value: what nobody moved stays.
@@ -445,7 +553,10 @@ class Segment:
         if outer is not None and role is Role.TRAINED:
             base = zeros(length, dtype, x.device).copy_(x)
             self.outer = Outer(outer, base, zeros(length, dtype, x.device))
+        kind: Callable[[Role, Tensor, Tensor, Tensor | None], Chunk]
         kind = BufferChunk if role is Role.BUFFER else Chunk
+        if moment is not None:
+            kind = partial(MomentChunk, moment=moment)
         length = max(1, chunk_bytes // x.element_size())
         parts = [slice(start, start + length) for start in range(0, x.numel(), length)]
         self.chunks = [
@@ -482,17 +593,25 @@ class State:
     Args:
         segments: in the order of all workers.
         device: where they live, if not where torch says.
+        moments: segments of what optimizers keep, in the order of all workers.
 
     Attributes:
-        segments: as given.
-        chunks: those that exchanges average; their ``index`` is their place here.
+        segments, moments: as given.
+        chunks: those that every exchange averages; their ``index`` is their place here.
         averaged_chunks: those and the following ones, of which the average of all workers consists.
         copied_chunks: those of integer buffers, numbered on from there.
         all_chunks: everything that a worker who starts must be given, by ``index``.
+        moment_chunks: those of moments, numbered on from there.
     """
 
-    def __init__(self, segments: Iterable[Segment], device: Device | None = None) -> None:
-        self.segments = list(segments)
+    def __init__(
+        self,
+        segments: Iterable[Segment],
+        device: Device | None = None,
+        *,
+        moments: Iterable[Segment] = (),
+    ) -> None:
+        self.segments, self.moments = list(segments), list(moments)
         chunks = [chunk for segment in self.segments for chunk in segment.chunks]
         self.chunks = [chunk for chunk in chunks if chunk.role.is_exchanged]
         following = [chunk for chunk in chunks if chunk.role is Role.FOLLOWING]
@@ -500,8 +619,9 @@ class State:
         self.copied_chunks = [chunk for chunk in chunks if chunk.role is Role.COPIED]
         frozen = [chunk for chunk in chunks if chunk.role is Role.FROZEN]
         self.all_chunks = self.averaged_chunks + self.copied_chunks + frozen
+        self.moment_chunks = [chunk for segment in self.moments for chunk in segment.chunks]
         self.device = device or device_of({segment.x.device for segment in self.segments})
-        for index, chunk in enumerate(self.all_chunks):
+        for index, chunk in enumerate(self.all_chunks + self.moment_chunks):
             chunk.index = index
             chunk.device = self.device
             chunk.lock = self.device.lock()
@@ -510,16 +630,30 @@ class State:
     def description(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return what must agree between workers for their chunks to: a text and a shape each.
 
-        It tells how parameters are grouped, by role and by optimizer, and how they are cut.
+        It tells how parameters are grouped, by role and by optimizer, how they are cut, and which
+        moments travel how often.
         """
         lines: list[tuple[str, tuple[int, ...]]] = []
-        for index, segment in enumerate(self.segments):
+        for index, segment in enumerate(self.segments + self.moments):
             dtype = str(segment.x.dtype).removeprefix("torch.")
             length = segment.chunks[0].num_elements if segment.chunks else 0
-            kind = f"{segment.role.value}, {dtype}, of optimizer {segment.optimizer_index}"
+            role, moment = segment.role.value, segment.moment
+            if moment is not None:
+                role = f"{moment.name} in one exchange of {moment.period}"
+            kind = f"{role}, {dtype}, of optimizer {segment.optimizer_index}"
             text = f"segment {index} ({kind}, in chunks of {length})"
             lines.append((text, (segment.x.numel(),)))
         return lines
+
+    def carried(self, counter: int) -> Sequence[Chunk]:
+        """Return the chunks that the exchange of this number averages, in order."""
+        due = [
+            chunk
+            for segment in self.moments
+            if segment.moment is not None and segment.moment.travels_with(counter)
+            for chunk in segment.chunks
+        ]
+        return self.chunks + due if due else self.chunks
 
     def drop_momentum(self) -> None:
         """Hold no c, before training: where alpha_tilde is 1/2 it would stay zero."""
@@ -571,7 +705,7 @@ class State:
         self.device.finish()
         chunks = [
             chunk
-            for segment in self.segments
+            for segment in self.segments + self.moments
             if segment.role.is_exchanged and optimizer_index in (None, segment.optimizer_index)
             for chunk in segment.chunks
         ]

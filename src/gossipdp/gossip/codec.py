@@ -15,13 +15,14 @@ lattice8      a code of the difference to the peer             1; 3 in a chunk  
 ============  ===============================================  ===================  ===============
 
 Buffers of floating point (BatchNorm's statistics) always travel as they are held. Their values
-differ too much in size to share a step, and a variance must not turn negative. Integer buffers and
-frozen parameters are not exchanged.
+differ too much in size to share a step, and a variance must not turn negative. For the same reasons
+the optimizers' moments travel in bfloat16 where parameters are coded: rounded so, what is positive
+stays positive. Integer buffers and frozen parameters are not exchanged.
 """
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias, final
 
@@ -62,8 +63,8 @@ class Codec:
     """Values as they are held; other forms override what differs.
 
     Owns the memory of the window, which exchanges use one after the other: slot ``i % window`` for
-    chunk ``i`` on its way out, and one more for the chunk that is coming in. A slot begins at a
-    page, and so fits numbers of any type: the arithmetic sees a tensor, the link bytes.
+    an exchange's chunk ``i`` on its way out, and one more for the chunk that is coming in. A slot
+    begins at a page, and so fits numbers of any type: the arithmetic sees a tensor, the link bytes.
 
     Args:
         state: whose chunks.
@@ -79,7 +80,8 @@ class Codec:
     most_queued = 4
 
     def __init__(self, state: State, allocate: Allocate | None = None) -> None:
-        most = max((max(c.x.nbytes, c.pending.nbytes) for c in state.chunks), default=1)
+        chunks = state.chunks + state.moment_chunks
+        most = max((max(c.x.nbytes, c.pending.nbytes) for c in chunks), default=1)
         self._slot_bytes = -(-most // PAGE_BYTES) * PAGE_BYTES
         num_bytes = (self.window + 1) * self._slot_bytes
         self._allocate: Callable[[], memoryview]
@@ -89,6 +91,7 @@ class Codec:
         else:
             self._allocate = partial(allocate, num_bytes)
         self._memory = memoryview(b"")
+        self._slot_of: dict[int, int] = {}
         self._renew()
         for dtype in {self._dtype(chunk) for chunk in state.chunks}:
             state.compile_for(dtype)
@@ -101,15 +104,15 @@ class Codec:
             # Kept: making one gives the interpreter's lock away, in training's way.
             self._tensors: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
-    def _bytes(self, slot: int, chunk: Chunk, dtype: torch.dtype) -> memoryview:
+    def _bytes(self, slot: int, num_bytes: int) -> memoryview:
         start = slot * self._slot_bytes
-        return self._memory[start : start + chunk.num_elements * dtype.itemsize]
+        return self._memory[start : start + num_bytes]
 
     def _tensor(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         """Where our snapshot of a chunk is, if it travels in this precision."""
-        key = chunk.index % self.window, chunk.num_elements, dtype
+        key = self._slot_of[chunk.index], chunk.num_elements, dtype
         if key not in self._tensors:
-            room = self._bytes(key[0], chunk, dtype)
+            room = self._bytes(key[0], chunk.num_elements * dtype.itemsize)
             self._tensors[key] = torch.frombuffer(room, dtype=dtype)
         return self._tensors[key]
 
@@ -117,9 +120,17 @@ class Codec:
         """The precision in which a chunk travels that is not coded."""
         return chunk.x.dtype
 
-    def start(self) -> memoryview | None:
-        """Begin an exchange; return what the peer must know before the first chunk, if anything."""
+    def num_bytes(self, chunk: Chunk) -> int:
+        """How many bytes a chunk is on its way, where it need not be repeated."""
+        return chunk.num_elements * self._dtype(chunk).itemsize
+
+    def start(self, chunks: Sequence[Chunk]) -> memoryview | None:
+        """Begin an exchange of these chunks, in their order.
+
+        Return what the peer must know before the first chunk, if anything.
+        """
         self._renew()
+        self._slot_of = {chunk.index: place % self.window for place, chunk in enumerate(chunks)}
         return None
 
     def room(self, chunk: Chunk, *, lands: bool = False, repeats: bool = False) -> memoryview:
@@ -127,8 +138,9 @@ class Codec:
 
         ``repeats``: those of a chunk that could not be decoded and is sent again in bfloat16.
         """
-        slot = self.window if lands else chunk.index % self.window
-        return self._bytes(slot, chunk, torch.bfloat16 if repeats else self._dtype(chunk))
+        slot = self.window if lands else self._slot_of[chunk.index]
+        repeated = chunk.num_elements * torch.bfloat16.itemsize
+        return self._bytes(slot, repeated if repeats else self.num_bytes(chunk))
 
     def encode(self, chunk: Chunk, theta: float) -> None:
         """Take a snapshot at the phase ``theta`` and write its bytes to :meth:`room`.
@@ -197,8 +209,8 @@ class Bfloat16Codec(Codec):
     """Snapshots rounded to bfloat16 as they are taken, so both ends hold the same two."""
 
     def _dtype(self, chunk: Chunk) -> torch.dtype:
-        is_wide = chunk.role is Role.TRAINED and chunk.x.dtype.itemsize > torch.bfloat16.itemsize
-        return torch.bfloat16 if is_wide else chunk.x.dtype
+        is_rounded = chunk.role in (Role.TRAINED, Role.MOMENT)
+        return _at_most_bfloat16(chunk) if is_rounded else chunk.x.dtype
 
 
 @final
@@ -233,9 +245,12 @@ class LatticeCodec(Codec):
             self._slots[dtype] = [_Slot(most, dtype) for _ in range(self.window)]
             self._scratch[dtype] = _Scratch(most, dtype)
 
-    def start(self) -> memoryview:
+    def _dtype(self, chunk: Chunk) -> torch.dtype:
+        return _at_most_bfloat16(chunk) if chunk.role is Role.MOMENT else chunk.x.dtype
+
+    def start(self, chunks: Sequence[Chunk]) -> memoryview:
         """See :class:`Codec`: the steps that this worker needs."""
-        super().start()
+        super().start(chunks)
         if self._steps:
             torch.cat([steps.exponents() for steps in self._steps.values()], out=self._needed)
         return tensor_bytes(self._needed)
@@ -255,12 +270,10 @@ class LatticeCodec(Codec):
         is_coded = _CHECKSUM.size + chunk.num_elements <= chunk.pending.nbytes
         return chunk.role is not Role.TRAINED or not is_coded
 
-    def room(self, chunk: Chunk, *, lands: bool = False, repeats: bool = False) -> memoryview:
-        if repeats or self.is_certain(chunk):
-            return super().room(chunk, lands=lands, repeats=repeats)
-        slot = self.window if lands else chunk.index % self.window
-        room = self._bytes(slot, chunk, chunk.pending.dtype)
-        return room[: _CHECKSUM.size + chunk.num_elements]
+    def num_bytes(self, chunk: Chunk) -> int:
+        if self.is_certain(chunk):
+            return super().num_bytes(chunk)
+        return _CHECKSUM.size + chunk.num_elements
 
     def encode(self, chunk: Chunk, theta: float) -> None:
         """See :class:`Codec`. A snapshot that the steps do not fit is not coded, nor decoded."""
@@ -337,7 +350,7 @@ class LatticeCodec(Codec):
         return self._tensor(chunk, torch.bfloat16)
 
     def _slot(self, chunk: Chunk) -> "_Slot":
-        return self._slots[chunk.pending.dtype][chunk.index % self.window]
+        return self._slots[chunk.pending.dtype][self._slot_of[chunk.index]]
 
 
 @final
@@ -360,6 +373,11 @@ class _Scratch:
         self.codes = torch.zeros(most_blocks * BLOCK, dtype=torch.uint8)
         self.delta = torch.zeros(most_blocks * BLOCK, dtype=dtype)
         self.zeros = torch.zeros(most_blocks * BLOCK, dtype=dtype)
+
+
+def _at_most_bfloat16(chunk: Chunk) -> torch.dtype:
+    is_wide = chunk.x.dtype.itemsize > torch.bfloat16.itemsize
+    return torch.bfloat16 if is_wide else chunk.x.dtype
 
 
 def _blocks(flat: Tensor, chunk: Chunk) -> Tensor:

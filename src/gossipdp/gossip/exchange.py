@@ -1,9 +1,10 @@
 """One exchange: chunks out and in, a window at a time, applied as soon as both halves are here.
 
-A chunk takes its outer step, if there is one; it is copied to a slot at the exchange's phase and
-sent. When the peer's chunk of the same index has arrived whole, the difference of the two snapshots
-is applied. Nothing is applied before the peer's first frame, which confirms the exchange at the end
-that was asked. The extra memory is the window's. How a chunk becomes bytes is the
+Which chunks are exchanged follows from the exchange's number, which both ends know. A chunk takes
+its outer step, if there is one; it is copied to a slot at the exchange's phase and sent. When the
+peer's chunk of the same index has arrived whole, the difference of the two snapshots is applied.
+Nothing is applied before the peer's first frame, which confirms the exchange at the end that was
+asked. The extra memory is the window's. How a chunk becomes bytes is the
 :mod:`codec <gossipdp.gossip.codec>`'s matter.
 
 Frames: ``EXCHANGE_STEPS`` (only if the codec has something to say first), then for each chunk
@@ -83,7 +84,7 @@ class Exchange:
         self.squared_distance = 0.0
         self.num_applied = 0
         self.num_repeated = 0
-        self._chunks = state.chunks
+        self._chunks = state.carried(id.counter)
         self._codec = codec
         self._alpha_tilde = alpha_tilde
         self._theta = theta
@@ -94,8 +95,13 @@ class Exchange:
         # Frames in slots that were handed to the link, in all and up to each slot's last one.
         self._num_handed = 0
         self._handed_of_slot = [0] * codec.window
-        self._preface = codec.start()
+        self._preface = codec.start(self._chunks)
         self._has_agreed = self._preface is None
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks it consists of."""
+        return len(self._chunks)
 
     @property
     def is_finished(self) -> bool:

@@ -68,6 +68,7 @@ class GossipLoop(LinkHandler):
         wire_format: in which form parameters travel in exchanges.
 
     Attributes:
+        codec: the form in which chunks travel.
         published: what other threads may read, replaced whole at the end of each turn.
         poisoned: what stopped this worker's exchanges, if it is poisoned; any thread may read it.
     """
@@ -96,7 +97,7 @@ class GossipLoop(LinkHandler):
         self._progress = 0, 0  # chunks applied and bytes moved when the exchange last got on
         self._moved: WeakKeyDictionary[Link, int] = WeakKeyDictionary()  # the same of an average
         self._asked_s = self._exchange_started_s = 0.0
-        self._codec = make_codec(wire_format, state, self.transport.allocate)
+        self.codec = make_codec(wire_format, state, self.transport.allocate)
         self.transfers = Transfers(
             state.all_chunks,
             links=self._links,
@@ -413,7 +414,7 @@ class GossipLoop(LinkHandler):
         # The first snapshots wait for the end of the turn: the answer leaves before they are taken.
         theta = self._phase.start_exchange(self._exchange_started_s)
         self._exchange = Exchange(
-            self._state, self._codec, link, begin.id, alpha_tilde=begin.alpha_tilde, theta=theta
+            self._state, self.codec, link, begin.id, alpha_tilde=begin.alpha_tilde, theta=theta
         )
 
     def _note_progress(self, now: float) -> None:
@@ -446,9 +447,9 @@ class GossipLoop(LinkHandler):
             if poison.ours:
                 self.poison(
                     PoisonedError(
-                        f"the parameters of worker {self.protocol.rank} hold NaN or infinity; it "
-                        "has stopped exchanging, and nothing of it was sent. Lower the learning "
-                        "rate or clip gradients"
+                        f"the parameters of worker {self.protocol.rank} hold NaN or infinity, or "
+                        "what its optimizer keeps of them does; it has stopped exchanging, and "
+                        "nothing of it was sent. Lower the learning rate or clip gradients"
                     )
                 )
             else:
@@ -479,7 +480,7 @@ class GossipLoop(LinkHandler):
                 self.protocol.rank,
                 peer,
                 exchange.num_applied,
-                len(self._state.chunks),
+                exchange.num_chunks,
                 reason,
             )
             self._stop_exchange()

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from gossipdp.dynamics.chunks import CHUNK_BYTES, Chunk, Role, Segment, State
+from gossipdp.dynamics.chunks import CHUNK_BYTES, Chunk, Moment, Role, Segment, State
 from gossipdp.dynamics.device import ON, SWITCH, is_cuda_allowed, zeros
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import ModelChangedError
+from gossipdp.parallel.moments import Periods, Place, decay_of
 
 logger = logging.getLogger("gossipdp")
 
@@ -95,7 +96,12 @@ class FlatParameters:
         momentum: whether trained parameters carry c (method ``a2cid2``).
         outer: the outer step of trained parameters.
         exchange_frozen: exchange frozen parameters too, so that they may be unfrozen later.
+        moments: what travels of each optimizer's state; by default nothing.
         chunk_bytes: the size of a chunk; by default one that grows with the model.
+
+    Attributes:
+        state: the flat segments, cut into chunks.
+        moment_places: of each of the state's moments, where each parameter's belongs.
 
     Raises:
         ValueError: an optimizer updates a parameter that is not the module's, or that another
@@ -111,6 +117,7 @@ class FlatParameters:
         momentum: bool,
         outer: OuterStep | None = None,
         exchange_frozen: bool = False,
+        moments: Sequence[Periods] = (),
         chunk_bytes: int | None = None,
     ) -> None:
         self._module = module
@@ -121,7 +128,15 @@ class FlatParameters:
         _check_device(self._views)
         if chunk_bytes is None:
             chunk_bytes = chunk_bytes_for(sum(view.tensor.nbytes for view in self._views))
-        self.state = State(self._move(momentum, outer, chunk_bytes))
+        segments = list(self._move(momentum, outer, chunk_bytes))
+        self.moment_places: list[tuple[Segment, list[Place]]] = []
+        for index, segment in enumerate(segments):
+            periods = moments[segment.optimizer_index] if moments else {}
+            for name in sorted(periods) if segment.role is Role.TRAINED else ():
+                optimizer = optimizers[segment.optimizer_index]
+                moment = Moment(name, periods[name], decay_of(name, optimizer))
+                self._lay_out(index, segment, moment, chunk_bytes)
+        self.state = State(segments, moments=[segment for segment, _ in self.moment_places])
         self._flats = [segment.x for segment in self.state.segments]
         # What every boundary looks at.
         self._held = [(view, *held) for view in self._views for held in view.owners]
@@ -163,6 +178,21 @@ class FlatParameters:
                 optimizer_index=optimizer_index,
                 chunk_bytes=chunk_bytes,
             )
+
+    def _lay_out(self, index: int, trained: Segment, moment: Moment, chunk_bytes: int) -> None:
+        """Make a segment for what the optimizer keeps of a segment of trained parameters."""
+        flat = zeros(trained.x.numel(), trained.x.dtype, trained.x.device)
+        segment = Segment(
+            flat,
+            Role.MOMENT,
+            momentum=False,
+            optimizer_index=trained.optimizer_index,
+            chunk_bytes=chunk_bytes,
+            moment=moment,
+        )
+        views = [view for view in self._views if view.segment == index]
+        places = [Place(view.name, view.tensor, view.alone(flat)) for view in views]
+        self.moment_places.append((segment, places))
 
     @staticmethod
     def _bind(view: _View, flat: Tensor) -> None:

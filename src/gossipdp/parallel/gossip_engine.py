@@ -26,6 +26,7 @@ from gossipdp.parallel.arrival import Arrival
 from gossipdp.parallel.checkpoint import Captured, Counts, Resumption, ended_lives
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.flat_parameters import FlatParameters, MasterWeights
+from gossipdp.parallel.moments import Moments, chosen_moments, cost
 from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.state_transfers import sum_over_live
@@ -76,16 +77,24 @@ class GossipEngine(Engine):
         super().__init__(module, Counts())
         check_platform()
         self._options = options
+        choice = options.exchange_moments if options.method != "none" else False
         self._flat = FlatParameters(
             module,
             optimizers,
             momentum=options.method == "a2cid2",
             outer=options.outer,
             exchange_frozen=options.exchange_frozen,
+            moments=chosen_moments(choice, optimizers),
         )
         self._state = self._flat.state
         self._state.compile()
         self._master_weights = MasterWeights(self._state)
+        self._moments = Moments(
+            self._flat.moment_places,
+            optimizers,
+            is_default=choice is True,
+            finish=self._state.device.finish,
+        )
         self._first_link_due_s: float | None = None
         self._rate_warning_due = True
         self._is_averaged = False
@@ -96,6 +105,9 @@ class GossipEngine(Engine):
             self.close()
             raise
         self._has_arrived()
+        line = cost(self._state, self._loop.codec, optimizers)
+        if line is not None and self.rank == 0:
+            logger.info(line)
 
     def _has_arrived(self) -> None:
         """Take over what this worker is in the run, and drives from now on."""
@@ -131,6 +143,7 @@ class GossipEngine(Engine):
             )
         self._flat.check()
         self._master_weights.stepped(optimizer_index)
+        self._moments.stepped(optimizer_index)
         self._state.boundary(self._theta(), optimizer_index)
         self._master_weights.bounded(optimizer_index)
         if optimizer_index == 0:
@@ -257,6 +270,8 @@ class GossipEngine(Engine):
                 f"the parameters or buffers of worker {self.rank} hold NaN or infinity: they "
                 "are not saved, and the checkpoints written before are kept"
             )
+        for chunk in self._state.moment_chunks:  # into the optimizers' state, which is saved next
+            chunk.boundary(0.0, wait=True)
         # Every chunk at one phase, which is therefore 0 for whoever resumes.
         self._state.flow(self._theta())
         self._state.device.finish()

@@ -64,6 +64,10 @@ class GossipDataParallel(nn.Module):
         batch_dim: the dimension of a batch's first tensor that counts its samples; 1 where time
             comes first (``batch_first=False``).
         exchange_frozen: exchange frozen parameters too, so that they may be unfrozen later.
+        exchange_moments: what of the optimizer's state is averaged too. True: Adam's second moment
+            (``exp_avg_sq``; also of AdamW, NAdam, RAdam) with one exchange in 16, nothing of other
+            optimizers. A mapping names such tensors, of their parameter's shape, and their periods:
+            ``{"exp_avg": 1, "exp_avg_sq": 1}``. Each costs one more float a parameter in memory.
         wire_format: how parameters travel in exchanges: ``full`` (as they are), ``bfloat16``
             (half the bytes) or ``lattice8`` (a quarter; a code of the difference to the peer).
             The same on all workers; what is held and averaged at the end stays exact.
@@ -111,6 +115,7 @@ class GossipDataParallel(nn.Module):
         samples_per_step: int | None = None,
         batch_dim: int = 0,
         exchange_frozen: bool = False,
+        exchange_moments: bool | Mapping[str, int] = True,
         wire_format: Literal["full", "bfloat16", "lattice8"] = "full",
         on_nonfinite: Literal["stop", "exit"] = "stop",
         neighbour_policy: str = "fresh",
@@ -131,6 +136,7 @@ class GossipDataParallel(nn.Module):
             samples_per_step=samples_per_step,
             batch_dim=batch_dim,
             exchange_frozen=exchange_frozen,
+            exchange_moments=exchange_moments,
             wire_format=wire_format,
             on_nonfinite=on_nonfinite,
             neighbour_policy=neighbour_policy,

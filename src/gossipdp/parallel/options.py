@@ -5,6 +5,7 @@ import logging
 import math
 import operator
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -151,6 +152,7 @@ class Options:
     samples_per_step: int | None = None
     batch_dim: int = 0
     exchange_frozen: bool = False
+    exchange_moments: bool | Mapping[str, int] = True
     wire_format: str = "full"
     on_nonfinite: str = "stop"
     neighbour_policy: str = "fresh"
@@ -165,6 +167,7 @@ class Options:
 
         policies = tuple(NEIGHBOUR_POLICIES)
         _check(self, wire_format=WIRE_FORMATS, neighbour_policy=policies)
+        self._check_moments()
         if self.comm_rate > USUAL_COMM_RATE:
             logger.warning(
                 "comm_rate=%g asks for as many exchanges in every gradient step; 1 is usual, and "
@@ -195,6 +198,27 @@ class Options:
     def exchange_method(self) -> str:
         """What an exchange does, for workers to compare: the method, and its outer step."""
         return self.method if self.outer is None else f"{self.method} with {self.outer}"
+
+    def _check_moments(self) -> None:
+        """Keep the periods of moments as Python's own numbers; {} is False."""
+        given = self.exchange_moments
+        if isinstance(given, bool):
+            return
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise ValueError(
+                f"exchange_moments is {given!r}: give True, False, or the names of what the "
+                "optimizer keeps with one exchange in how many carries it, such as "
+                "{'exp_avg_sq': 16}"
+            )
+        if given and self.method in ("allreduce", "none"):
+            raise ValueError(
+                f"exchange_moments={dict(given)} is of the exchanges of gossip, and "
+                f"method={self.method!r} has none: leave it True"
+            )
+        periods = {
+            name: _whole(f"exchange_moments[{name!r}]", n, 1, math.inf) for name, n in given.items()
+        }
+        object.__setattr__(self, "exchange_moments", periods or False)
 
 
 # What an option may be: one of these texts, a whole number from .. to, a positive number (float),

@@ -25,9 +25,11 @@ class BetweenSteps:
 
     A chunk is copied only while no optimizer steps. A step that begins meanwhile waits for that one
     chunk (1 MB: about 0.2 ms), or for the description of the whole (some milliseconds, once for a
-    joiner). So every chunk that a joiner receives is of one step. Two chunks of a tensor, or two
-    tensors, may be of different steps: that is harmless, as it is for the parameters. Numbers, and
-    tensors of at most ``INLINE_BYTES``, are all of the step at which the transfer began.
+    joiner). So every chunk that a joiner receives is of one step; of a moment that is exchanged,
+    part of it may be before and part after the average that a boundary adds. Two chunks of a
+    tensor, or two tensors, may be of different steps: that is harmless, as it is for the
+    parameters. Numbers, and tensors of at most ``INLINE_BYTES``, are all of the step at which the
+    transfer began.
 
     Optimizers change what they keep in ``step()`` alone. If the script loads another state into one
     meanwhile, the joiner gets the old one. If a step raises, its optimizer counts as stepping until

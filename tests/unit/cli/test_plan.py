@@ -106,6 +106,25 @@ def test_a_fast_network_sustains_the_rate_that_is_asked_for(tmp_path, capsys):
         assert each["link_bytes_per_s"] == pytest.approx(per_worker * 4 / each["num_edges"])
 
 
+def test_adams_second_moment_counts_in_exchanges_and_not_in_the_all_reduce(tmp_path, capsys):
+    written = []
+    for optimizer in ("sgd", "adam"):
+        path = tmp_path / f"{optimizer}.json"
+        assert network_plan(optimizer=optimizer, comm_rate=0.5, json=path) == 0
+        written.append(json.loads(path.read_text())["network"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "6% of a model more for Adam's second moment" in printed
+    sgd, adam = written
+    latency_s = 0.0005
+    assert adam["exchange_s"] - latency_s == pytest.approx(1.0625 * (sgd["exchange_s"] - latency_s))
+    assert adam["all_reduce_s"] == sgd["all_reduce_s"]
+    for one, other in zip(sgd["graphs"], adam["graphs"], strict=True):
+        bytes_per_exchange = [
+            each["worker_bytes_per_s"] / each["achieved_comm_rate"] for each in (one, other)
+        ]
+        assert bytes_per_exchange[1] == pytest.approx(1.0625 * bytes_per_exchange[0])
+
+
 @pytest.mark.parametrize(("workers", "comm_rate"), [(4, 0.1), (2, 0.003), (2, 1e-9)])
 def test_how_many_exchanges_happen_to_be_asked_for_says_nothing_of_the_network(workers, comm_rate):
     from gossipdp.cli.plan_network import TrainingConditions, served_share

@@ -1,5 +1,6 @@
 """What two threads may do to one chunk at the same time."""
 
+import math
 import threading
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossipdp.dynamics import chunks
-from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
+from gossipdp.dynamics.chunks import Chunk, Moment, Role, Segment, State
 
 
 def test_a_checkpoint_copies_a_chunk_before_an_exchange_or_after_it() -> None:
@@ -101,6 +102,66 @@ def test_a_checkpoint_of_buffers_holds_what_is_missing_to_the_present_values() -
     one.copy_momentum(pending, None)
     one.read(held)
     assert (one.x + pending).item() == held.item() == 3.0
+
+
+def moment(values: Tensor, steps: int, decay: float = 0.999) -> Chunk:
+    """One chunk of a second moment, of an optimizer that has made so many steps."""
+    kept = Moment("exp_avg_sq", 16, decay, steps)
+    segment = Segment(values, Role.MOMENT, momentum=False, moment=kept)
+    (chunk,) = State([], moments=[segment]).moment_chunks
+    return chunk
+
+
+def test_second_moments_of_one_age_are_averaged_as_they_are() -> None:
+    torch.manual_seed(0)
+    values = torch.rand(2, 1000)
+    ends = [moment(each.clone(), steps=7) for each in values]
+    meet(*ends)
+    for end in ends:
+        assert end.boundary(0.0)
+        torch.testing.assert_close(end.x, values.mean(dim=0))
+
+
+def test_second_moments_of_two_ages_are_averaged_as_their_optimizers_correct_them() -> None:
+    torch.manual_seed(0)
+    squares = torch.rand(2, 1000)
+    masses = [1 - 0.999**20, 1 - 0.999**400]
+    young, old = moment(squares[0] * masses[0], steps=20), moment(squares[1] * masses[1], steps=400)
+    meet(young, old)
+    for end, mass in zip((young, old), masses, strict=True):
+        assert end.boundary(0.0)
+        torch.testing.assert_close(end.x / mass, squares.mean(dim=0))
+
+
+@pytest.mark.parametrize("steps", [0, 400])
+def test_an_optimizer_without_steps_gives_nothing_and_takes_nothing(steps: int) -> None:
+    values = torch.rand(1000)
+    without, other = moment(torch.zeros(1000), steps=0), moment(values * (steps > 0), steps=steps)
+    meet(without, other)
+    for end, expected in ((without, torch.zeros(1000)), (other, values * (steps > 0))):
+        assert end.boundary(0.0)
+        assert torch.equal(end.x, expected)
+
+
+def test_a_moment_that_is_poisoned_is_not_sent_and_not_taken() -> None:
+    one, other = moment(torch.ones(3), steps=1), moment(torch.ones(3), steps=1)
+    other.x[1] = torch.inf
+    mine, theirs = torch.empty(3), torch.empty(3)
+    assert one.snapshot(0.0, mine)
+    assert not other.snapshot(0.0, theirs)
+    assert not math.isfinite(one.exchange(0.0, mine, theirs, 0.5))
+    one.boundary(0.0)
+    assert torch.equal(one.x, torch.ones(3))
+
+
+@pytest.mark.parametrize("stride", range(1, 25))
+@pytest.mark.parametrize("period", [1, 2, 3, 4, 16, 100])
+def test_whatever_the_rhythm_of_its_numbers_one_exchange_in_a_period_carries_a_moment(
+    period: int, stride: int
+) -> None:
+    kept = Moment("exp_avg_sq", period)
+    carried = sum(kept.travels_with(1 + stride * place) for place in range(100 * period))
+    assert 90 <= carried <= 110
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

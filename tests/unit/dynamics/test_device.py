@@ -15,7 +15,7 @@ import torch
 from deferred_device import GOSSIP, MAIN, DeferredDevice
 from torch import Tensor, nn
 
-from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
+from gossipdp.dynamics.chunks import Chunk, Moment, Role, Segment, State
 from gossipdp.dynamics.device import (
     HUGE_PAGE_BYTES,
     LEAST_HUGE_BYTES,
@@ -35,10 +35,16 @@ ETA, ALPHA_TILDE = 0.4, 1.5
 
 
 class World:
-    """A state of three chunks and one of a buffer, and the time."""
+    """A state of three chunks and one of a buffer, by choice one of a moment, and the time."""
 
     def __init__(
-        self, device: Device, dtype: torch.dtype, eta: float, outer: OuterStep | None = None
+        self,
+        device: Device,
+        dtype: torch.dtype,
+        eta: float,
+        outer: OuterStep | None = None,
+        *,
+        has_moment: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(1)
         self.phase = Phase(eta, 1.0)
@@ -50,7 +56,9 @@ class World:
             Segment(torch.arange(5.0), Role.BUFFER),
             Segment(torch.arange(3), Role.COPIED),
         ]
-        self.state = State(segments, device)
+        moment = Moment("exp_avg_sq", 1, 0.5, steps=1)
+        moments = [Segment(torch.arange(1.0, 9.0), Role.MOMENT, momentum=False, moment=moment)]
+        self.state = State(segments, device, moments=moments if has_moment else ())
         if isinstance(device, DeferredDevice):
             device.adopt_state(self.state)
         with self.main():
@@ -83,7 +91,7 @@ class World:
                 with self.device.on(stream):
                     self.device.wait_for_stream()
         held = {}
-        for index, segment in enumerate(self.state.segments):
+        for index, segment in enumerate(self.state.segments + self.state.moments):
             held[f"x {index}"], held[f"pending {index}"] = segment.x, segment.pending
             if segment.c is not None:
                 held["c"] = segment.c
@@ -99,7 +107,7 @@ def random_values(random: Random, chunk: Chunk, dtype: torch.dtype) -> Tensor:
 def run_script(world: World, seed: int, wire: torch.dtype) -> list[object]:
     """A random run, its steps apart from all else; what the host got to see."""
     random, seen = Random(seed), []
-    chunks = world.state.chunks
+    chunks = world.state.carried(1)
     outs = [
         torch.empty(chunk.num_elements, dtype=wire if chunk.role is Role.TRAINED else chunk.x.dtype)
         for chunk in chunks
@@ -167,8 +175,8 @@ def test_whatever_the_order_of_the_work_the_bits_are_those_of_host_memory(
 ) -> None:
     for seed in SEEDS:
         outer = OuterStep() if seed % 2 else None
-        at_once = World(Device(), dtype, ETA, outer)
-        late = World(DeferredDevice(seed), dtype, ETA, outer)
+        at_once = World(Device(), dtype, ETA, outer, has_moment=True)
+        late = World(DeferredDevice(seed), dtype, ETA, outer, has_moment=True)
         for one, other in zip(
             run_script(at_once, seed, wire), run_script(late, seed, wire), strict=True
         ):
@@ -291,7 +299,7 @@ def test_two_threads_lose_nothing(kind: str) -> None:
 
 def test_a_boundary_leaves_out_a_chunk_that_is_in_use() -> None:
     device = DeferredDevice(0)
-    world = World(device, torch.float32, ETA)
+    world = World(device, torch.float32, ETA, has_moment=True)
     chunk = world.state.chunks[0]
     skipped = []
 

@@ -11,12 +11,12 @@ import torch
 from links import MemoryLink
 
 from gossipdp.dynamics import chunks
-from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.dynamics.chunks import Moment, Role, Segment, State
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.update import LEAST_COMPILED_VALUES
 from gossipdp.gossip.codec import WIRE_FORMATS, Codec, PoisonFound, make_codec
 from gossipdp.gossip.exchange import Exchange
-from gossipdp.links.frames import ChunkKey, FrameType
+from gossipdp.links.frames import HEADER_BYTES, ChunkKey, FrameType
 from gossipdp.protocol.messages import ExchangeId
 
 NUM_ELEMENTS = 1000
@@ -48,19 +48,19 @@ def deliver(link: MemoryLink, to: Exchange) -> None:
     to.landed(frame_type, key, room)
 
 
-def start(states, alpha_tilde=1.3, codecs=None):
+def start(states, alpha_tilde=1.3, codecs=None, id=ID):
     """Begin an exchange between two, in their wire formats (by default new full ones)."""
     codecs = codecs or [make_codec("full", state) for state in states]
     links = [MemoryLink() for _ in states]
     return links, [
-        Exchange(state, codec, link, ID, alpha_tilde=alpha_tilde, theta=0.0)
+        Exchange(state, codec, link, id, alpha_tilde=alpha_tilde, theta=0.0)
         for state, codec, link in zip(states, codecs, links, strict=True)
     ]
 
 
-def exchange(states, codecs, random: Random, alpha_tilde=1.3):
+def exchange(states, codecs, random: Random, alpha_tilde=1.3, id=ID):
     """One whole exchange, frames and turns of the two ends in an order that is drawn."""
-    links, exchanges = start(states, alpha_tilde, codecs)
+    links, exchanges = start(states, alpha_tilde, codecs, id)
     idle = 0
     while not all(each.is_finished for each in exchanges):
         end = random.randrange(2)
@@ -365,6 +365,78 @@ def test_buffers_stay_exact_in_every_format():
             buffers = state.segments[1]
             mean = (before[0] + before[1]).double() / 2
             assert torch.allclose(present(buffers), mean)
+
+
+def state_with_moments(seed: int, dtype=torch.float32) -> State:
+    """Parameters of eight chunks, and two moments of seven each, which differ by worker."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(480, generator=generator).to(dtype)
+    moments = [
+        Segment(
+            torch.rand(420, generator=generator).to(dtype),
+            Role.MOMENT,
+            momentum=False,
+            chunk_bytes=60 * dtype.itemsize,
+            moment=Moment(name, period, 0.9, steps=3 + seed),
+        )
+        for name, period in (("exp_avg", 2), ("exp_avg_sq", 3))
+    ]
+    trained = Segment(x, Role.TRAINED, chunk_bytes=60 * dtype.itemsize)
+    return State([trained], moments=moments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", WIRE_FORMATS)
+def test_an_exchange_carries_the_moments_that_are_due(name, dtype):
+    """Both ends follow the exchange's number alone; none, one and both moments come in their turn.
+
+    More chunks than the window has slots, in frames whose order is drawn.
+    """
+    random, seen = Random(3), set()
+    states = [state_with_moments(seed, dtype) for seed in (0, 1)]
+    codecs = [make_codec(name, state) for state in states]
+    for counter in range(1, 30):
+        carried = [state.carried(counter) for state in states]
+        due = [segment.moment.travels_with(counter) for segment in states[0].moments]
+        seen.add(tuple(due))
+        assert [len(each) for each in carried] == [8 + 7 * sum(due)] * 2
+        # What each optimizer makes of its moment: v / (1 - beta^t).
+        masses = [[m.moment.mass for m in state.moments] for state in states]
+        before = [
+            [present(m) / mass for m, mass in zip(state.moments, row, strict=True)]
+            for state, row in zip(states, masses, strict=True)
+        ]
+        links, ends = exchange(states, codecs, random, id=ExchangeId(0, 0, counter))
+        assert [each.num_applied for each in ends] == [8 + 7 * sum(due)] * 2
+        num_bytes = sum(codecs[0].num_bytes(each) + HEADER_BYTES for each in carried[0])
+        if name != "lattice8":  # which sends its steps, verdicts and repeats besides
+            assert [link.bytes_sent for link in links] == [num_bytes] * 2
+        for index, is_due in enumerate(due):
+            mean = (before[0][index] + before[1][index]) / 2
+            for end, state in enumerate(states):
+                after = present(state.moments[index]) / masses[end][index]
+                if not is_due:
+                    assert torch.equal(after, before[end][index])
+                else:
+                    assert torch.allclose(after, mean, rtol=2**-8)
+        for state in states:  # what steps do meanwhile, on each worker in its own way
+            state.boundary(0.0)
+            for segment in state.moments:
+                segment.x.mul_(0.5 + random.random())
+    assert seen == {(False, False), (True, False), (True, True)}
+
+
+def test_workers_that_exchange_other_moments_are_known_by_their_description():
+    def description(name, period):
+        moment = Moment(name, period)
+        segment = Segment(torch.ones(4), Role.MOMENT, momentum=False, moment=moment)
+        return State([], moments=[segment]).description()
+
+    ((text, shape),) = description("exp_avg_sq", 16)
+    assert text.startswith("segment 0 (exp_avg_sq in one exchange of 16, float32")
+    assert shape == (4,)
+    others = [("exp_avg_sq", 8), ("exp_avg", 16), ("exp_avg_sq", 16)]
+    assert [description(*each) == [(text, shape)] for each in others] == [False, False, True]
 
 
 def test_bytes_at_the_link():

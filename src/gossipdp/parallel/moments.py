@@ -1,0 +1,290 @@
+"""What optimizers keep of each parameter, and which of it travels with exchanges.
+
+Adam divides its steps by the root of a running mean of squared gradients, ``exp_avg_sq``. A worker
+that sees its own samples only has a poor mean where its gradients are rare. So workers average it,
+as they average parameters but seldom: it changes slowly.
+
+The optimizer keeps such a tensor in its own state. After its first step, and whenever a state was
+loaded into it, the tensor is replaced by a view of flat memory that holds the same values; the
+optimizer, ``state_dict()`` and whoever saves it see no difference. Exchanges and boundaries treat
+that memory as they do buffers (:class:`~gossipdp.dynamics.chunks.MomentChunk`).
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gossipdp.dynamics.chunks import Moment, Segment, State
+from gossipdp.gossip.codec import Codec
+
+logger = logging.getLogger("gossipdp")
+
+Periods: TypeAlias = Mapping[str, int]
+"""By the name of a tensor in the optimizer's state: one exchange in so many carries it."""
+
+# An optimizer that makes its tensors anew at every step is given up after so many in a row.
+MOST_REPLACED = 3
+# Which beta of a parameter group is a tensor's, in optimizers that correct the bias.
+BETAS = {"exp_avg": 0, "exp_avg_sq": 1}
+
+
+class Kind(NamedTuple):
+    """Some optimizers, what they keep of each parameter in its shape, and what of it travels."""
+
+    optimizers: tuple[type[torch.optim.Optimizer], ...]
+    keeps: tuple[str, ...]
+    default: Periods
+
+
+KINDS = (
+    Kind(
+        (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+        ("exp_avg", "exp_avg_sq"),
+        {"exp_avg_sq": 16},
+    ),
+    Kind((torch.optim.SGD, torch.optim.Muon), ("momentum_buffer",), {}),
+)
+"""What ``exchange_moments=True`` means. By class and not by what an optimizer holds: all workers
+must decide alike, those too whose optimizer has made no step."""
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> Kind | None:
+    return next((kind for kind in KINDS if isinstance(optimizer, kind.optimizers)), None)
+
+
+def chosen_moments(
+    choice: bool | Periods, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[Periods]:
+    """Return what travels of each optimizer's state.
+
+    A name that is given goes for every optimizer that keeps such a tensor, or of which nothing is
+    known.
+
+    Raises:
+        ValueError: a name is given that none of these optimizers keeps.
+    """
+    kinds = [_kind(optimizer) for optimizer in optimizers]
+    if choice is True:
+        for optimizer in (each for each, kind in zip(optimizers, kinds, strict=True) if not kind):
+            logger.info(
+                "exchange_moments=True does not know what a %s keeps of each parameter, so none of "
+                "it travels: name what should, as in exchange_moments={'exp_avg_sq': 16}",
+                type(optimizer).__name__,
+            )
+    if isinstance(choice, bool):
+        return [kind.default if choice and kind is not None else {} for kind in kinds]
+    for name in choice:
+        if all(kind is not None and name not in kind.keeps for kind in kinds):
+            kept = sorted({each for kind in kinds if kind is not None for each in kind.keeps})
+            raise ValueError(
+                f"exchange_moments names {name!r}, which a {type(optimizers[0]).__name__} does not "
+                f"keep of its parameters; it keeps {', '.join(kept)}"
+            )
+    return [
+        {name: n for name, n in choice.items() if kind is None or name in kind.keeps}
+        for kind in kinds
+    ]
+
+
+def decay_of(name: str, optimizer: torch.optim.Optimizer) -> float:
+    """The share of this tensor that a step keeps, where the optimizer corrects the bias; else 0.
+
+    It is that of the first parameter group. Others may differ: among workers of one age it has no
+    effect.
+    """
+    betas = optimizer.param_groups[0].get("betas", ())
+    index = BETAS.get(name)
+    return float(betas[index]) if index is not None and index < len(betas) else 0.0
+
+
+class Place(NamedTuple):
+    """A parameter, and the view of flat memory where its moment belongs."""
+
+    name: str
+    parameter: Tensor
+    view: Tensor
+
+
+class Moments:
+    """Keeps the moments that travel in flat memory, step by step. The main thread's.
+
+    Args:
+        segments: the moments' flat memory, each with its parameters' places in it.
+        optimizers: of the wrapper.
+        is_default: nobody named these moments, so that what cannot travel is left out with a
+            warning; else it is an error.
+        finish: waits for what is queued on a device.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[tuple[Segment, Sequence[Place]]],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        is_default: bool,
+        finish: Callable[[], None],
+    ) -> None:
+        self._kept: list[list[_Kept]] = [[] for _ in optimizers]
+        for segment, places in segments:
+            optimizer = optimizers[segment.optimizer_index]
+            self._kept[segment.optimizer_index].append(_Kept(segment, places, optimizer, finish))
+        self._is_default = is_default
+
+    def stepped(self, optimizer_index: int) -> None:
+        """An optimizer has stepped, and the boundary has not begun.
+
+        Raises:
+            ValueError: it keeps no such tensor as was named.
+        """
+        for kept in list(self._kept[optimizer_index]):
+            try:
+                kept.stepped()
+            except _CannotTravelError as error:
+                if error.is_wrong and not self._is_default:
+                    raise ValueError(f"exchange_moments: {error}") from None
+                self._kept[optimizer_index].remove(kept)
+                logger.warning("%s, so it is not exchanged", error)
+
+
+class _CannotTravelError(Exception):
+    """Why a moment cannot travel. ``is_wrong``: whoever named it should not have."""
+
+    def __init__(self, reason: str, *, is_wrong: bool) -> None:
+        super().__init__(reason)
+        self.is_wrong = is_wrong
+
+
+class _Kept:
+    """One moment of one optimizer, over one flat tensor."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        places: Sequence[Place],
+        optimizer: torch.optim.Optimizer,
+        finish: Callable[[], None],
+    ) -> None:
+        assert segment.moment is not None
+        self._moment: Moment = segment.moment
+        self._chunks = segment.chunks
+        self._finish = finish
+        self._places = places
+        self._optimizer = optimizer
+        # Where each tensor lies once it is in flat memory; 0 before.
+        self._addresses = [0] * len(places)
+        self._next = 0
+        self._num_replaced = 0
+
+    def stepped(self) -> None:
+        """Count a step, and take in what the optimizer has made anew.
+
+        A tensor that was replaced is seen at once where an optimizer replaces all of them: one is
+        looked at after each step. All are looked at before an average is added, so that none is
+        added to memory that nobody reads.
+        """
+        if self._moment.steps and self._is_in_place():
+            self._moment.steps += 1
+            self._num_replaced = 0
+            return
+        if self._take_in():
+            self._num_replaced += 1
+        if self._num_replaced == MOST_REPLACED:
+            self._moment.steps = 0
+            raise _CannotTravelError(
+                f"the {self._who} makes its {self._moment.name!r} anew at every step",
+                is_wrong=False,
+            )
+
+    def _is_in_place(self) -> bool:
+        if any(chunk.has_pending for chunk in self._chunks):
+            return all(map(self._is_place_taken, range(len(self._places))))
+        self._next = (self._next + 1) % len(self._places)
+        return self._is_place_taken(self._next)
+
+    def _is_place_taken(self, index: int) -> bool:
+        tensor = self._state_of(self._places[index]).get(self._moment.name)
+        return tensor is None or self._is_at(index, tensor)
+
+    def _is_at(self, index: int, tensor: Any) -> bool:
+        return isinstance(tensor, Tensor) and tensor.data_ptr() == self._addresses[index]
+
+    def _state_of(self, place: Place) -> Mapping[str, Any]:
+        # Without making an entry: the state is a defaultdict.
+        state: Mapping[str, Any] = self._optimizer.state.get(place.parameter, {})
+        return state
+
+    @torch.no_grad()
+    def _take_in(self) -> bool:
+        """Move the optimizer's tensors into flat memory; return whether any was there before.
+
+        What exchanges have brought stays pending: it is a weighted mean, of which x is now what the
+        optimizer holds. A parameter without such a tensor had no gradient yet. Its place takes part
+        all the same, so that the mean over workers is kept for those that train it.
+
+        The gossip thread may take a snapshot meanwhile. It finds zeros, old values or new ones.
+        """
+        name, steps, was_there, is_any = self._moment.name, 0.0, False, False
+        for index, place in enumerate(self._places):
+            state = self._state_of(place)
+            tensor = state.get(name)
+            if tensor is None:
+                continue
+            is_any = True
+            steps = max(steps, float(state.get("step", 0)))
+            if self._is_at(index, tensor):
+                continue
+            self._check(place, tensor)
+            place.view.copy_(tensor)
+            self._optimizer.state[place.parameter][name] = place.view
+            was_there = was_there or self._addresses[index] != 0
+            self._addresses[index] = place.view.data_ptr()
+        if is_any:
+            self._finish()  # queued on a device: no zeros are read once there are steps
+            if steps < 1.0:  # it counts no steps, so it corrects no bias
+                self._moment.decay = 0.0
+            self._moment.steps = max(1, int(steps))
+        elif any(place.parameter.grad is not None for place in self._places):
+            states = (self._state_of(place) for place in self._places)
+            keeps = sorted({str(each) for state in states for each in state})
+            raise _CannotTravelError(
+                f"the {self._who} keeps no {name!r} of its parameters; "
+                f"it keeps {', '.join(keeps) or 'nothing'}",
+                is_wrong=True,
+            )
+        return was_there
+
+    def _check(self, place: Place, tensor: Any) -> None:
+        view = place.view
+        if type(tensor) is not Tensor or tensor.shape != view.shape:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            problem = f"{shape}, not a tensor of its shape {tuple(view.shape)}"
+        elif (tensor.dtype, tensor.device) != (view.dtype, view.device):
+            problem = f"{tensor.dtype} on {tensor.device}, not {view.dtype} on {view.device}"
+        else:
+            return
+        self._moment.steps = 0
+        raise _CannotTravelError(
+            f"the {self._who} keeps as {self._moment.name!r} of {place.name!r} {problem}",
+            is_wrong=True,
+        )
+
+    @property
+    def _who(self) -> str:
+        return type(self._optimizer).__name__
+
+
+def cost(state: State, codec: Codec, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+    """Return a line that says what travels, and what that adds to exchanges; None: nothing does."""
+    what: dict[str, None] = {}
+    num_bytes = 0.0
+    for segment in state.moments:
+        moment, optimizer = segment.moment, optimizers[segment.optimizer_index]
+        assert moment is not None
+        every = "each exchange" if moment.period == 1 else f"one exchange in {moment.period}"
+        what[f"{type(optimizer).__name__}'s {moment.name} travels with {every}"] = None
+        num_bytes += sum(map(codec.num_bytes, segment.chunks)) / moment.period
+    share = num_bytes / sum(map(codec.num_bytes, state.chunks)) if what else 0.0
+    return f"{'; '.join(what)}: {share:.0%} more bytes" if what else None

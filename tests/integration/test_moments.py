@@ -1,0 +1,148 @@
+"""Exchanged moments between real processes, in shared memory and over TCP."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossipdp import GossipDataParallel, Network, OuterStep
+from gossipdp.errors import GossipError
+
+pytestmark = pytest.mark.processes
+
+NUM_STEPS = 60
+LONGEST_S = 50.0
+
+
+def make(**options: Any) -> tuple[GossipDataParallel, torch.optim.Optimizer]:
+    """A net of three chunks."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 700), nn.ReLU(), nn.Linear(700, 900))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, betas=(0.9, 0.98))
+    return GossipDataParallel(net, optimizer, graph="complete", **options), optimizer
+
+
+def step(model: GossipDataParallel, optimizer: torch.optim.Optimizer, scale: float) -> None:
+    """On data that differ in size between workers, and so do their second moments."""
+    optimizer.zero_grad()
+    model(torch.randn(8, 16) * scale).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.005)  # leaves the other workers time, as a GPU would
+
+
+def moments(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> Tensor:
+    parameters = model.module.parameters()
+    return torch.cat([optimizer.state[each]["exp_avg_sq"].flatten() for each in parameters])
+
+
+def train(choice: Any, options: dict[str, Any]) -> Any:
+    """The moments at the end, parameters and statistics."""
+    network = Network(**options.pop("network", {}))
+    model, optimizer = make(exchange_moments=choice, pace="strict", network=network, **options)
+    torch.manual_seed(model.rank)
+    for _ in range(NUM_STEPS):
+        step(model, optimizer, 1.0 + model.rank)
+    model.consolidate()
+    parameters = torch.cat([each.detach().flatten() for each in model.module.parameters()])
+    return moments(model, optimizer), parameters, model.stats()
+
+
+def spread(results: Any) -> float:
+    """Standard deviation over workers, as a share of their mean, over all coordinates."""
+    held = torch.stack([each for each, _, _ in results]).double()
+    return float(held.std(dim=0).mean() / held.mean())
+
+
+CASES = {
+    "memory": {},
+    "TCP, outer step": {"network": {"max_bytes_per_s": 4e9}, "outer": OuterStep()},
+    "lattice8, gossip": {"wire_format": "lattice8", "method": "gossip"},
+}
+
+
+@pytest.fixture(scope="module")
+def spread_alone(workers: Callable) -> float:
+    """Of workers that exchange parameters, and no moments."""
+    return spread(workers(train, 4, (False, {})))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_second_moments_of_workers_with_different_data_come_together(
+    workers: Callable, spread_alone: float, case: str
+) -> None:
+    results = workers(train, 4, ({"exp_avg_sq": 1}, CASES[case]))
+    assert spread_alone > 0.5
+    # In 60 steps of beta2 = 0.98 each worker's own data make 70% of what it would hold alone.
+    assert spread(results) < 0.2 * spread_alone
+    assert all((held >= 0).all() and held.isfinite().all() for held, _, _ in results)
+    assert all(torch.equal(parameters, results[0][1]) for _, parameters, _ in results)
+    assert sum(stats.exchanges_failed for _, _, stats in results) == 0
+
+
+def test_seldom_exchanged_moments_cost_few_bytes(workers: Callable, spread_alone: float) -> None:
+    results = workers(train, 4, ({"exp_avg_sq": 8}, {"network": {"shared_memory": "off"}}))
+    num_floats = results[0][1].numel()
+    num_bytes = sum(stats.bytes_sent for _, _, stats in results)
+    exchanges = sum(stats.exchanges for _, _, stats in results)
+    # One model each way, 1/8 more, the start parameters, the averages at the end, and messages.
+    assert spread(results) < 0.6 * spread_alone
+    assert num_bytes / (4 * num_floats) < 1.3 * exchanges + 10
+
+
+def meet(periods: list[int]) -> str:
+    """Return how one that is refused says why."""
+    period = periods[int(os.environ["RANK"])]
+    try:
+        make(exchange_moments={"exp_avg_sq": period}, network=Network(start_timeout_s=5.0))
+    except GossipError as error:
+        return str(error)
+    return "met"
+
+
+def test_workers_of_two_periods_are_refused_with_both(workers: Callable) -> None:
+    said = workers(meet, 2, ([16, 4],))
+    assert any("in one exchange of 4" in text and "of 16" in text for text in said), said
+
+
+def die_once(directory: Path) -> Any:
+    """Worker 1 dies after some exchanges; return ages and moments of all at the end."""
+    life = int(os.environ.get("GOSSIPDP_RESTARTS") or 0)
+    model, optimizer = make(exchange_moments={"exp_avg_sq": 1}, pace="strict")
+    deadline_s = time.monotonic() + LONGEST_S
+    wanted = model.stats().exchanges + 10
+    is_first = model.rank == 1 and life == 0
+    ages = [float(each["step"]) for each in optimizer.state.values()]
+    while not (directory / "back").exists():
+        assert time.monotonic() < deadline_s
+        step(model, optimizer, 1.0 + model.rank)
+        if model.stats().exchanges >= wanted and is_first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if model.stats().exchanges >= wanted and life == 1:
+            (directory / "back").touch()
+    segment = model._engine._state.moments[0]
+    start, end = segment.x.data_ptr(), segment.x.data_ptr() + segment.x.nbytes
+    is_in_place = all(
+        start <= each["exp_avg_sq"].data_ptr() < end for each in optimizer.state.values()
+    )
+    age = segment.moment.steps if segment.moment is not None else 0
+    model.consolidate()
+    return life, ages, age, is_in_place, moments(model, optimizer)
+
+
+def test_a_worker_that_comes_back_takes_anothers_moments_and_exchanges_them(
+    workers: Callable, tmp_path: Path
+) -> None:
+    results = workers(die_once, 3, (tmp_path,), max_restarts=1)
+    assert [life for life, *_ in results] == [0, 1, 0]
+    _, ages, age, _, _ = results[1]
+    assert len(ages) == 4  # it holds a donor's state when it begins
+    assert min(ages) > 0
+    assert age > max(ages)
+    assert all(is_in_place for _, _, _, is_in_place, _ in results)
+    assert spread([(held, None, None) for *_, held in results]) < 0.3

@@ -1,0 +1,428 @@
+"""Moments in flat memory: the optimizer sees no difference, and what cannot travel is said."""
+
+import copy
+import io
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossipdp import GossipDataParallel
+from gossipdp.dynamics.chunks import Moment, Segment
+from gossipdp.parallel.flat_parameters import FlatParameters
+from gossipdp.parallel.moments import MOST_REPLACED
+
+ADAMW = torch.optim.AdamW
+
+
+def make_net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A convolution in channels_last, and a layer that is frozen."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(20, 3), nn.Linear(3, 2))
+    net[3].requires_grad_(False)
+    return net.to(dtype).to(memory_format=torch.channels_last)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    for _ in range(steps):
+        optimizer.zero_grad()
+        images = torch.randn(4, 3, 4, 4, generator=generator).to(dtype)
+        model(images).square().mean().backward()
+        optimizer.step()
+
+
+def kept(optimizer: torch.optim.Optimizer, name: str = "exp_avg_sq") -> list[Tensor]:
+    return [state[name] for state in optimizer.state.values()]
+
+
+def moments_of(model: GossipDataParallel) -> list[Segment]:
+    return model._engine._state.moments
+
+
+def age_of(model: GossipDataParallel) -> int:
+    moment = moments_of(model)[0].moment
+    assert moment is not None
+    return moment.steps
+
+
+def is_within(tensor: Tensor, segment: Segment) -> bool:
+    start = segment.x.data_ptr()
+    return start <= tensor.data_ptr() < start + segment.x.nbytes
+
+
+def give(model: GossipDataParallel, value: float) -> None:
+    """An exchange with a worker whose optimizer makes ``value`` of its moment everywhere."""
+    for segment in moments_of(model):
+        for chunk in segment.chunks:
+            out = torch.empty_like(chunk.x)
+            chunk.snapshot_and_exchange(0.0, out, torch.full_like(out, value), 0.5)
+
+
+def averaged(own: Tensor, value: float, age: int) -> Tensor:
+    return (own + (1 - 0.999**age) * value) / 2
+
+
+# The optimizer sees no difference.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("make", "choice"),
+    [
+        (ADAMW, True),
+        (lambda p: ADAMW(p, foreach=False), True),
+        (lambda p: ADAMW(p, foreach=True, amsgrad=True), True),
+        (lambda p: ADAMW(p, fused=True), {"exp_avg_sq": 1, "exp_avg": 3}),
+        (torch.optim.NAdam, True),
+        (torch.optim.RAdam, True),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), {"momentum_buffer": 2}),
+        (torch.optim.RMSprop, {"square_avg": 2}),
+    ],
+)
+def test_without_an_exchange_training_is_bitwise_the_plain_loop(
+    wrap: Callable, make: Callable, choice: Any, dtype: torch.dtype
+) -> None:
+    plain, net = make_net(dtype), make_net(dtype)
+    theirs = make([p for p in plain.parameters() if p.requires_grad])
+    ours = make([p for p in net.parameters() if p.requires_grad])
+    model = wrap(net, ours, exchange_moments=choice)
+    train(plain, theirs, 20)
+    train(model, ours, 20)
+    for one, other in zip(plain.parameters(), net.parameters(), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(theirs.state, ours.state, strict=True):
+        assert theirs.state[one].keys() == ours.state[other].keys()
+        for name, value in theirs.state[one].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(ours.state[other][name]))
+    for segment in moments_of(model):
+        assert segment.moment is not None
+        tensors = kept(ours, segment.moment.name)
+        assert all(is_within(tensor, segment) for tensor in tensors)
+        assert all(
+            tensor.stride() == parameter.stride()
+            for parameter, tensor in zip(ours.state, tensors, strict=True)
+        )
+
+
+def test_what_an_exchange_brings_is_in_the_next_step(wrap: Callable) -> None:
+    plain, net = make_net(), make_net()
+    theirs, ours = (torch.optim.Adam(each.parameters(), 0.1) for each in (plain, net))
+    model = wrap(net, ours)
+    train(model, ours, 5)
+    train(plain, theirs, 5)
+    give(model, 0.5)
+    for each, module, optimizer in ((model, net, ours), (plain, plain, theirs)):
+        train(each, optimizer, 1, seed=2)
+        if module is plain:
+            for value in kept(theirs):
+                value.copy_(averaged(value, 0.5, age=6))
+        train(each, optimizer, 3, seed=3)
+    for one, other in zip(plain.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    for one, other in zip(kept(theirs), kept(ours), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_workers_of_two_ages_go_on_with_steps_of_their_size(wrap: Callable) -> None:
+    """All gradients are 1, so each step of Adam's is as large as the learning rate.
+
+    Averaged as they are, steps would be 0.0034 at the younger and 0.0138 at the older one.
+    """
+    models, optimizers = [], []
+    for age in (20, 400):
+        net = nn.Linear(3, 3)
+        optimizers.append(torch.optim.Adam(net.parameters(), lr=0.01))
+        models.append(wrap(net, optimizers[-1], samples_per_step=1))
+        stepped(optimizers[-1], age)
+    chunks = [moments_of(model)[0].chunks[0] for model in models]
+    sent = [torch.empty_like(chunk.x) for chunk in chunks]
+    for chunk, mine in zip(chunks, sent, strict=True):
+        assert chunk.snapshot(0.0, mine)
+    for chunk, mine, theirs in zip(chunks, sent, reversed(sent), strict=True):
+        chunk.exchange(0.0, mine, theirs, 0.5)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for _ in range(3):
+            before = model.module.weight.detach().clone()
+            stepped(optimizer, 1)
+            torch.testing.assert_close(before - model.module.weight, torch.full((3, 3), 0.01))
+
+
+def test_its_age_is_counted_and_taken_from_a_state_that_is_loaded(wrap: Callable) -> None:
+    net = make_net()
+    optimizer = ADAMW(net.parameters())
+    model = wrap(net, optimizer)
+    assert age_of(model) == 0
+    train(model, optimizer, 7)
+    assert age_of(model) == 7
+    other_net = make_net()
+    other = ADAMW(other_net.parameters())
+    train(other_net, other, 30)
+    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    expected = [value.clone() for value in kept(other)]
+    for one, value in zip(kept(optimizer), expected, strict=True):
+        assert torch.equal(one, value)
+    train(model, optimizer, 1)
+    assert age_of(model) == 31
+    assert all(is_within(value, moments_of(model)[0]) for value in kept(optimizer))
+
+
+def test_its_own_state_may_be_loaded_again(wrap: Callable) -> None:
+    net = make_net()
+    optimizer = ADAMW(net.parameters())
+    model = wrap(net, optimizer)
+    train(model, optimizer, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 3)
+    optimizer.load_state_dict(saved)
+    for index, value in enumerate(kept(optimizer)):
+        assert torch.equal(value, saved["state"][index]["exp_avg_sq"])
+    train(model, optimizer, 1)
+    assert age_of(model) == 4
+
+
+def test_a_saved_state_holds_nothing_else_and_copies_stand_alone(wrap: Callable) -> None:
+    plain, net = make_net(), make_net()
+    theirs, ours = ADAMW(plain.parameters()), ADAMW(net.parameters())
+    model = wrap(net, ours)
+    train(plain, theirs, 2)
+    train(model, ours, 2)
+    sizes = []
+    for optimizer in (theirs, ours):
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        sizes.append(file.tell())
+    assert abs(sizes[1] - sizes[0]) < 1000
+    copied = copy.deepcopy(ours)
+    moments_of(model)[0].x.zero_()
+    assert all(value.any() for value in kept(copied))
+    assert not any(value.any() for value in kept(ours))
+
+
+def test_a_checkpoint_holds_what_exchanges_have_brought(wrap: Callable) -> None:
+    net = make_net()
+    optimizer = ADAMW(net.parameters())
+    model = wrap(net, optimizer)
+    train(model, optimizer, 5)
+    before = [value.clone() for value in kept(optimizer)]
+    give(model, 3.0)
+    model._engine.capture()
+    for value, old in zip(kept(optimizer), before, strict=True):
+        torch.testing.assert_close(value, averaged(old, 3.0, age=5))
+
+
+def test_a_parameter_that_has_its_first_gradient_later_is_taken_in(wrap: Callable) -> None:
+    net = make_net()
+    used, late = net[0].weight, net[2].bias
+    optimizer = ADAMW([used, late])
+    model = wrap(net, optimizer)
+
+    def step(*with_gradients: nn.Parameter) -> None:
+        for parameter in (used, late):
+            parameter.grad = None
+        for parameter in with_gradients:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    step(used)
+    step(used, late)
+    give(model, 3.0)
+    step(used, late)
+    (segment,) = moments_of(model)
+    assert all(is_within(value, segment) for value in kept(optimizer))
+    own = torch.full_like(late, 0.001 * (1 + 0.999))  # of two steps with gradient 1
+    held = optimizer.state[late]["exp_avg_sq"]
+    torch.testing.assert_close(held, averaged(own, 3.0, age=3))
+    assert age_of(model) == 3
+
+
+# What travels.
+
+
+def test_what_travels_by_default() -> None:
+    def names(*optimizers: torch.optim.Optimizer, choice: Any = True) -> list[tuple[str, int, int]]:
+        from gossipdp.parallel.moments import chosen_moments
+
+        periods = chosen_moments(choice, optimizers)
+        flat = FlatParameters(net, optimizers, momentum=True, moments=periods)
+        return [
+            (each.moment.name, each.moment.period, each.optimizer_index)
+            for each in flat.state.moments
+            if each.moment is not None
+        ]
+
+    net = make_net()
+    first, second = [net[0].weight], [net[2].weight]
+    sgd = torch.optim.SGD(first, 0.1)
+    assert names(ADAMW(first)) == [("exp_avg_sq", 16, 0)]
+    assert names(ADAMW(first), choice=False) == []
+    assert names(sgd) == []
+    assert names(torch.optim.RMSprop(first)) == []
+    assert names(sgd, ADAMW(second)) == [("exp_avg_sq", 16, 1)]
+    # A name goes for those that keep it, and for those of which nothing is known.
+    choice = {"exp_avg_sq": 2, "exp_avg": 3}
+    both = [("exp_avg", 3, 1), ("exp_avg_sq", 2, 1)]
+    assert names(sgd, ADAMW(second), choice=choice) == both
+    assert names(sgd, torch.optim.RMSprop(second), choice=choice) == both
+
+
+def test_workers_with_other_moments_or_periods_are_refused() -> None:
+    def description(periods: dict[str, int]) -> object:
+        net = make_net()
+        optimizers = [ADAMW(net.parameters())]
+        return FlatParameters(net, optimizers, momentum=True, moments=[periods]).state.description()
+
+    given = [{"exp_avg_sq": 16}, {"exp_avg_sq": 8}, {"exp_avg": 16}, {}]
+    described = [description(each) for each in given]
+    assert all(one != other for i, one in enumerate(described) for other in described[:i])
+    both = {"exp_avg": 1, "exp_avg_sq": 2}
+    assert description(both) == description(dict(reversed(both.items())))
+
+
+@pytest.mark.parametrize(
+    ("wire_format", "share"), [("full", "6%"), ("bfloat16", "6%"), ("lattice8", "12%")]
+)
+def test_a_line_says_what_travels_and_what_it_costs(
+    wrap: Callable, caplog: pytest.LogCaptureFixture, wire_format: str, share: str
+) -> None:
+    net = nn.Linear(300, 300, bias=False)
+    with caplog.at_level(logging.INFO, "gossipdp"):
+        wrap(net, ADAMW(net.parameters()), wire_format=wire_format)
+    lines = [each.getMessage() for each in caplog.records]
+    assert f"AdamW's exp_avg_sq travels with one exchange in 16: {share} more bytes" in lines
+
+
+@pytest.mark.parametrize("choice", [False, {}, True])
+def test_where_nothing_travels_no_memory_is_taken(wrap: Callable, choice: Any) -> None:
+    net = make_net()
+    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1), exchange_moments=choice)
+    assert moments_of(model) == []
+    net = make_net()
+    model = wrap(net, ADAMW(net.parameters()), method="none")
+    assert moments_of(model) == []
+
+
+# What cannot.
+
+
+class OwnOptimizer(torch.optim.Optimizer):
+    """Keeps as ``kept`` what ``make`` makes of the parameter, anew at each step or once."""
+
+    def __init__(self, parameters: Any, make: Callable[[Tensor], Any], *, anew: bool = False):
+        super().__init__(parameters, {})
+        self._make, self._anew = make, anew
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if self._anew or "kept" not in state:
+                    state["kept"] = self._make(parameter)
+
+
+def stepped(optimizer: torch.optim.Optimizer, times: int) -> None:
+    for _ in range(times):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("sums", torch.ones_like, "keeps no 'sums' of its parameters; it keeps kept"),
+        ("kept", lambda p: torch.ones(3, 7), r"'0\.weight' \(3, 7\), not a tensor of its shape"),
+        ("kept", lambda p: "text", r"'0\.weight' str, not a tensor"),
+        ("kept", lambda p: torch.ones_like(p).double(), r"torch\.float64 on cpu, not"),
+    ],
+)
+def test_what_is_named_and_cannot_travel_is_an_error(
+    wrap: Callable, name: str, make: Callable, message: str
+) -> None:
+    net = make_net()
+    optimizer = OwnOptimizer(list(net.parameters())[:2], make)
+    wrap(net, optimizer, exchange_moments={name: 4})
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            stepped(optimizer, 1)
+
+
+def test_momentum_of_sgd_without_momentum_is_an_error(wrap: Callable) -> None:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    wrap(net, optimizer, exchange_moments={"momentum_buffer": 4})
+    with pytest.raises(ValueError, match=r"the SGD keeps no 'momentum_buffer' .* keeps nothing"):
+        stepped(optimizer, 1)
+
+
+def test_what_nobody_named_and_cannot_travel_is_left_out_with_a_warning(
+    wrap: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    class WideAdam(torch.optim.Adam):
+        """Keeps float32 of bfloat16 parameters, as some do."""
+
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["exp_avg_sq"] = torch.ones(parameter.shape)
+
+    net = make_net(torch.bfloat16)
+    optimizer = WideAdam(net.parameters())
+    model = wrap(net, optimizer)
+    stepped(optimizer, 3)
+    text = "torch.float32 on cpu, not torch.bfloat16 on cpu, so it is not exchanged"
+    assert caplog.text.count(text) == 1
+    assert age_of(model) == 0
+
+
+def test_an_optimizer_that_makes_its_tensors_anew_is_left_out_with_a_warning(
+    wrap: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = make_net()
+    optimizer = OwnOptimizer(list(net.parameters())[:4], torch.ones_like, anew=True)
+    model = wrap(net, optimizer, exchange_moments={"kept": 4})
+    stepped(optimizer, MOST_REPLACED)
+    assert age_of(model) > 0
+    give(model, 3.0)
+    stepped(optimizer, 1)
+    assert all(value.eq(1.0).all() for value in kept(optimizer, "kept"))
+    assert age_of(model) == 0
+    assert "the OwnOptimizer makes its 'kept' anew at every step, so it" in caplog.text
+    give(model, 3.0)  # such a worker takes nothing
+    stepped(optimizer, 2)
+    assert all(value.eq(1.0).all() for value in kept(optimizer, "kept"))
+    assert caplog.text.count("anew at every step") == 1
+
+
+def test_an_optimizer_that_counts_no_steps_has_no_bias_to_correct(wrap: Callable) -> None:
+    net = make_net()
+    optimizer = OwnOptimizer(net.parameters(), torch.ones_like)
+    model = wrap(net, optimizer, exchange_moments={"kept": 4})
+    stepped(optimizer, 3)
+    moment = moments_of(model)[0].moment
+    assert moment == Moment("kept", 4, decay=0.0, steps=3)
+    assert moment.mass == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"exchange_moments": {"momentum_buffer": 1}}, r"an? AdamW does not keep .* exp_avg, exp"),
+        ({"exchange_moments": {"exp_avg": 0}}, r"\['exp_avg'\] must be at least 1, not 0"),
+        ({"exchange_moments": {"exp_avg": 1.5}}, "must be a whole number, not 1.5"),
+        ({"exchange_moments": {3: 1}}, "such as {'exp_avg_sq': 16}"),
+        ({"exchange_moments": "exp_avg_sq"}, "such as {'exp_avg_sq': 16}"),
+        ({"exchange_moments": {"exp_avg": 1}, "method": "none"}, "'none' has none: leave it True"),
+        ({"exchange_moments": {"exp_avg": 1}, "method": "allreduce"}, "leave it True"),
+    ],
+)
+def test_wrong_choices_are_one_clear_error(arguments: dict[str, Any], message: str) -> None:
+    net = make_net()
+    with pytest.raises(ValueError, match=message):
+        GossipDataParallel(net, ADAMW(net.parameters()), **arguments)
