@@ -21,7 +21,7 @@ from quality_runs import TUNING_SEED, Measured
 from quality_worker import DataName, Point, RunSettings, Size, num_parameters
 from support.report import Table, Target
 
-from gossipdp.report.figures import OKABE_ITO
+from gossipdp.report.simulation_figures import OKABE_ITO
 
 Results = Mapping[DataName, Mapping[str, Measured]]
 
