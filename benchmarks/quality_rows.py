@@ -69,7 +69,7 @@ class Bfloat16DDP(DistributedDataParallel):
         super().__init__(net, plan)
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-        def hook(state: Any, bucket: dist.GradBucket) -> Any:
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
             return bf16_compress_hook(state, bucket)
 
         # Under its own name DDP takes that hook for NCCL alone; gloo reduces bfloat16 as well.

@@ -296,13 +296,14 @@ def test_bytes_are_those_that_the_sockets_sent():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("row", "sent"), [("local_sgd@2", 2.0), ("none", 0.0)])
+@pytest.mark.parametrize(("row", "sent"), [("local_sgd@2", 2.0), ("ddp_bf16", 2.0), ("none", 0.0)])
 def test_a_run_trains_every_worker_as_long_and_counts_its_bytes(row: str, sent: float):
     found = run(replace(SETTINGS, row=row))
     assert found.samples == 2 * SIZE.steps * SIZE.batch_size
     assert len(found.curve) == NUM_MARKS + 1
     assert found.loss is not None
     assert found.loss < found.curve[0].loss < 8.5
-    # Two workers send each other half of the vector twice, every second step; and a few words.
+    # Two workers send each other half of the vector twice: 4 bytes a parameter every second step,
+    # 2 at each; and a few words.
     words = found.bytes_per_parameter_step - sent
     assert 0 <= words * num_parameters(SIZE) * SIZE.steps < 8_192
