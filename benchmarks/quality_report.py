@@ -263,7 +263,10 @@ def draw(path: Path, results: Results) -> None:
             row = RowName.parse(name)
             if row.kind == "none":
                 axes.axhline(loss, color="grey", linewidth=0.8, linestyle="--")
-                axes.annotate(row.label, (0.01, loss), xycoords=("axes fraction", "data"))
+                axes.annotate(
+                    row.label, (0.01, loss), xycoords=("axes fraction", "data"), xytext=(0, 3),
+                    textcoords="offset points", fontsize="x-small", color="grey",
+                )  # fmt: skip
                 continue
             sent = statistics.fmean(
                 one.bytes_per_parameter_step for one in measured.results.values()
