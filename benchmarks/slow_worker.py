@@ -14,7 +14,7 @@ import os
 
 from support.report import Report, Spread, Table, Target, interleaved
 from time_to_loss import NUM_WORKERS, QUICK_SAMPLES, SLOW_FACTOR, SLOW_RANK, TABLES
-from time_to_loss_rows import ROWS, RowPlan
+from time_to_loss_rows import ROWS, row_plan
 from time_to_loss_worker import RunPlan, prepare, run
 
 MEASURED_ROWS = ("a2cid2", "ddp", "none")
@@ -56,8 +56,7 @@ def main() -> None:
 def samples_per_s(row: str, samples: int) -> float:
     """Of all workers together, in one run."""
     table = TABLES["slow"]
-    options = dict(table.gossip)
-    plan = RowPlan(row, NUM_WORKERS, samples, seed=0, options=options, period=table.period)
+    plan = row_plan(row, NUM_WORKERS, samples, seed=0, options=table.gossip, period=table.period)
     results = run(RunPlan(plan, table.compute, TIMEOUT_S, False), None)
     return sum(one.samples_per_s for one in results)
 

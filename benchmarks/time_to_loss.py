@@ -31,7 +31,7 @@ from networks.namespaces import missing as missing_namespaces
 from networks.shaped import ShapedHosts
 from support.report import Missing, Report, results_folder
 from time_to_loss_report import RoundRow, draw, measured_tables, score, settings_table, targets
-from time_to_loss_rows import ROWS, RowPlan, missing
+from time_to_loss_rows import ROWS, missing, row_plan
 from time_to_loss_worker import RunFailedError, RunPlan, prepare, run
 
 from gossipdp.simulate.scenario import ComputeTime, ConstantTime, LognormalTime, SlowedTime
@@ -201,14 +201,9 @@ def settings(table: Table, options: argparse.Namespace) -> dict[str, str]:
 
 def run_plan(table: Table, row: str, number: int, options: argparse.Namespace) -> RunPlan:
     """The ``number``-th run of a row."""
-    plan = RowPlan(
-        name=row,
-        num_workers=NUM_WORKERS,
-        samples=num_samples(table, options),
-        seed=number,
-        options=gossip_options(table, options),
-        period=table.period,
-    )
+    gossip = gossip_options(table, options)
+    samples = num_samples(table, options)
+    plan = row_plan(row, NUM_WORKERS, samples, seed=number, options=gossip, period=table.period)
     return RunPlan(plan, table.compute, options.timeout, options.pin)
 
 

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 from networks.namespaces import Hosts, bytes_sent, enter
-from time_to_loss_rows import ROWS, Row, RowPlan
+from support.rows import Row, RowPlan
+from time_to_loss_rows import ROWS
 from time_to_loss_task import BATCH_SIZE, PEAK_RATE, Clusters, TimedCompute, loss, make_model
 from torch import Tensor, nn
 

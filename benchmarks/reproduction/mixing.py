@@ -14,7 +14,12 @@ from reproduction.parts import COLOURS, FIGURE, Estimate, table, verdict
 
 from gossipdp.graph import build_graph, plan
 from gossipdp.simulate import Consensus, Scenario, simulate
-from gossipdp.simulate.synchronous import FloatArray, Mixing, mixing_matrix, second_eigenvalue
+from gossipdp.simulate.synchronous import (
+    FloatArray,
+    mixing_matrix,
+    quick_to_multiply,
+    second_eigenvalue,
+)
 from gossipdp.simulate.trace import decay_per_exchange
 
 TITLE = "Communications to agree"
@@ -144,6 +149,48 @@ def _synchronous(graph: str, method: str, num_workers: int, seed: int) -> float:
     )
     communications = np.arange(len(distances)) * float(built.number_of_edges())
     return 1.0 / decay_per_exchange(communications, distances, lowest=TAIL[1])
+
+
+class Mixing:
+    """Round after round of multiplications by W, plain or, with ``gamma``, by Chebyshev.
+
+        x_1     = W x_0
+        x_{t+1} = (1 + omega_t) W x_t - omega_t x_{t-1}
+        1 + omega_1 = 1 / (1 - gamma^2 / 2),   1 + omega_t = 1 / (1 - gamma^2 (1 + omega_{t-1}) / 4)
+
+    with gamma the second largest absolute eigenvalue of W (0: omega stays 0). So x_t =
+    T_t(W / gamma) / T_t(1 / gamma) x_0 with the Chebyshev polynomials T_t: of all polynomials of
+    degree t in W that keep the mean, the one whose largest value over the eigenvalues
+    [-gamma, gamma] is least. omega_t rises at once to
+
+        omega = (1 - sqrt(1 - gamma^2)) / (1 + sqrt(1 - gamma^2))
+
+    the constant weight of second-order gossip, and disagreement shrinks by sqrt(omega) a round:
+    a gap 1 - gamma of W becomes about sqrt(2 (1 - gamma)).
+
+    Source: Golub, Varga 1961; for gossip Arioli, Scott 2014, and Scaman et al. 2017 (algorithm 2).
+    """
+
+    def __init__(self, matrix: FloatArray, gamma: float = 0.0) -> None:
+        self._matrix = quick_to_multiply(matrix)
+        self._gamma = gamma
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin the recursion anew: the next multiplication is by W."""
+        self._omega = 0.0
+        self._before = np.zeros(0)
+
+    def multiply(self, rows: FloatArray) -> FloatArray:
+        """The next multiplication of rows of shape (n, d)."""
+        omega, before, self._before = self._omega, self._before, rows
+        mixed: FloatArray = self._matrix @ rows
+        if omega:
+            mixed *= 1.0 + omega
+            mixed -= omega * before
+        divisor = 4.0 if omega else 2.0
+        self._omega = 1.0 / (1.0 - self._gamma**2 * (1.0 + omega) / divisor) - 1.0
+        return mixed
 
 
 def consensus_rounds(

@@ -100,6 +100,21 @@ def test_the_verdict_counts_the_paper_s_exponents_and_ours_apart(error, expected
     assert "of the 3 exponents that we derived" in text
 
 
+def test_rounds_are_those_of_the_chebyshev_polynomials() -> None:
+    gamma, value = 0.97, 0.4
+    rounds = mixing.Mixing(np.array([[value]]), gamma)
+    for _ in range(2):  # also after it began anew
+        now = np.ones((1, 1))
+        for degree in range(1, 12):
+            now = rounds.multiply(now)
+            chebyshev = np.polynomial.chebyshev.Chebyshev([0.0] * degree + [1.0])
+            expected = chebyshev(value / gamma) / chebyshev(1 / gamma)
+            assert now[0, 0] == pytest.approx(expected, abs=1e-12)
+        rounds.restart()
+    plain = mixing.Mixing(np.array([[value]]))
+    assert plain.multiply(plain.multiply(np.ones((1, 1))))[0, 0] == pytest.approx(value**2)
+
+
 @pytest.mark.parametrize("chebyshev", [False, True])
 def test_consensus_rounds_decay_as_the_second_eigenvalue_says(chebyshev: bool) -> None:
     matrix = mixing_matrix(build_graph("ring", 16), lazy=True)

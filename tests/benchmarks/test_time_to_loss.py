@@ -5,10 +5,11 @@ import time
 from dataclasses import replace
 
 import pytest
+import support.rows
 import time_to_loss_rows
 import torch
 from time_to_loss_report import RoundRow, measured_tables, score, targets
-from time_to_loss_rows import RowPlan
+from time_to_loss_rows import row_plan
 from time_to_loss_task import (
     BATCH_SIZE,
     NUM_LAYERS,
@@ -154,7 +155,7 @@ def test_a_layers_gradient_is_there_when_the_device_would_have_it(
 
 
 def test_a_row_that_is_not_installed_says_how_to_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_to_loss_rows.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(support.rows.importlib.util, "find_spec", lambda name: None)
     reason = time_to_loss_rows.missing("decent")
     assert reason is not None
     assert "pip install decent-dp" in reason
@@ -162,7 +163,7 @@ def test_a_row_that_is_not_installed_says_how_to_have_it(monkeypatch: pytest.Mon
 
 
 def plan(name: str, num_steps: int) -> RunPlan:
-    row = RowPlan(name, num_workers=2, samples=2 * num_steps * BATCH_SIZE, seed=0, period=3)
+    row = row_plan(name, 2, samples=2 * num_steps * BATCH_SIZE, seed=0, period=3)
     return RunPlan(row, ConstantTime(0.001), timeout_s=60.0)
 
 

@@ -174,6 +174,7 @@ def _method_as_json(study: Study, ensemble: Ensemble) -> dict[str, Any]:
     figures = {
         "achieved_comm_rate": ensemble.over_seeds(lambda trace: trace.achieved_comm_rate),
         "exchanges_per_worker": _exchanges_per_worker(ensemble),
+        "models_per_step": ensemble.over_seeds(lambda trace: trace.models_per_step),
     }
     if not study.objective.has_gradients:
         figures = {"decay_per_exchange": _decay(ensemble), **figures}

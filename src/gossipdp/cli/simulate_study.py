@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from gossipdp.cli.option_checks import check_number
+from gossipdp.dynamics.outer import OuterStep
 from gossipdp.graph.network_plan import LATENCY_S, check_step_spread
 from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
 from gossipdp.simulate.module_objective import digits_objective
@@ -32,11 +33,12 @@ from gossipdp.simulate.scenario import (
     SlowedTime,
 )
 from gossipdp.simulate.study import (
-    METHODS,
+    METHODS_OF,
     SYNCHRONOUS,
     Ensemble,
     Job,
     affordable_steps,
+    check_method,
     steps_to_agree,
 )
 from gossipdp.simulate.trace import TAIL_LOWEST, Trace
@@ -68,6 +70,8 @@ OPTIMIZER_OPTIONS = (
     *("optimizer", "learning_rate", "momentum", "weight_decay"),
     "learning_rate_decay",
 )
+NUMBERS = ("sync_every", "fragments", "overlap_steps", "mixing", "share")
+"""Options of the methods, of the same name in a scenario."""
 LINK_OPTIONS = ("latency_ms", "link_mbps", "jitter", "slow_link", "model_mb")
 
 
@@ -174,9 +178,6 @@ class Study:
 def make_study(arguments: SimulateArguments) -> Study:
     """What the arguments ask for."""
     methods = _words("--methods", arguments.methods)
-    for method in methods:
-        if method not in METHODS:
-            raise ValueError(f"there is no method {method!r}; choose among {', '.join(METHODS)}")
     graphs = _words("--graph", arguments.graph)
     words = _words("--comm-rate", arguments.comm_rate)
     rates = [_number("--comm-rate", word, is_positive=True) for word in words]
@@ -213,7 +214,16 @@ def make_study(arguments: SimulateArguments) -> Study:
         eta_factor=arguments.eta_factor,
         alpha_tilde_factor=arguments.alpha_tilde_factor,
         learning_rate_decay=arguments.learning_rate_decay,
+        outer=_outer_step(arguments),
+        exchange_moments=_moments(arguments),
+        **{name: value for name in NUMBERS if (value := getattr(arguments, name)) is not None},
     )
+    for method in methods:
+        check_method(base, method)
+    for name, knowing in METHODS_OF.items():
+        if not set(methods) & set(knowing):
+            options = ("outer_momentum", "outer_lr") if name == "outer" else (name,)
+            _refuse(arguments, options, f"with these methods, but with {', '.join(knowing)}")
     is_synchronous = any(method in SYNCHRONOUS for method in methods)
     if arguments.fidelity == "ideal":
         pointless = ("neighbour_policy", *(() if is_synchronous else LINK_OPTIONS))
@@ -266,6 +276,26 @@ def _refuse(arguments: SimulateArguments, names: Collection[str], why: str) -> N
     for name in names:
         if getattr(arguments, name) not in (None, False, ()):
             raise ValueError(f"--{name.replace('_', '-')} plays no part {why}")
+
+
+def _outer_step(arguments: SimulateArguments) -> OuterStep | None:
+    asked = {"momentum": arguments.outer_momentum, "lr": arguments.outer_lr}
+    given = {name: value for name, value in asked.items() if value is not None}
+    return OuterStep(**given) if given else None
+
+
+def _moments(arguments: SimulateArguments) -> dict[str, int]:
+    periods: dict[str, int] = {}
+    for text in _split(arguments.exchange_moments):
+        match = re.fullmatch(r"(\w+):(\d+)", text)
+        if match is None:
+            raise ValueError(
+                f"--exchange-moments is {text!r}; write NAME:PERIOD, such as exp_avg_sq:16"
+            )
+        if match[1] in periods:
+            raise ValueError(f"--exchange-moments {text}: {match[1]} is given twice")
+        periods[match[1]] = int(match[2])
+    return periods
 
 
 def _compute_time(arguments: SimulateArguments) -> ComputeTime:

@@ -11,7 +11,9 @@ How it runs:
 
     ideal             Poisson edges, instantaneous exchanges: the paper's model
     links             the real protocol over links                network, engine
-    synchronous       rounds: all-reduce, D-PSGD
+    rounds            lock-step: rounds of all workers, and what they cost over links
+    synchronous       all-reduce, D-PSGD
+    local_steps       DiLoCo, Streaming DiLoCo, NoLoCo, SPARTA
     population        x and c of all workers, a row each, and their gradient steps
     trace             the time series
     study             simulate(scenario, method) -> Trace; many runs; means over seeds

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gossipdp.graph.constants import Constants
 from gossipdp.simulate.engine import Engine
-from gossipdp.simulate.population import Population, Training
+from gossipdp.simulate.population import Training
 from gossipdp.simulate.scenario import Scenario
 from gossipdp.simulate.trace import Recorder, Trace
 
@@ -31,14 +31,14 @@ def run_ideal(scenario: Scenario, method: str, on_progress: Callable[[float], No
     in each unit of time.
     """
     has_momentum = method in ("a2cid2", "released")
-    training = Training.of(scenario, momentum=has_momentum)
+    training = Training.of(scenario, momentum=has_momentum, outer=scenario.outer)
     population = training.population
     recorder = Recorder(scenario, method, training, on_progress)
     unit_s, num_workers = scenario.compute_time.nominal_s, scenario.num_workers
     constants = scenario.make_constants()
     edges = PoissonEdges(
         constants,
-        population,
+        training,
         unit_s=unit_s,
         eta=constants.eta * scenario.eta_factor if has_momentum else 0.0,
         alpha_tilde=0.5 + (constants.alpha_tilde - 0.5) * scenario.alpha_tilde_factor,
@@ -87,6 +87,7 @@ def run_ideal(scenario: Scenario, method: str, on_progress: Callable[[float], No
     trace = recorder.trace
     trace.worker_steps = training.steps
     trace.worker_exchanges = edges.worker_exchanges.tolist()
+    trace.models_sent = edges.models_sent
     trace.num_events = edges.num_exchanges + engine.num_events
     return trace
 
@@ -98,6 +99,9 @@ class PoissonEdges:
     the phase of that moment, then average: the dynamics of the paper's equation (4), exactly.
     Exchanges are applied in blocks, by :meth:`advance`, whenever somebody looks at the state.
 
+    Where there is an outer step, both ends take theirs before they average. The optimizers' moments
+    are averaged at once, counted by the end that asks: either, by chance.
+
     ``unit_s`` is the unit of time, ``eta`` the mixing speed per unit. With ``is_released`` each end
     subtracts its own flowed value from the other's value before it flowed.
     """
@@ -105,7 +109,7 @@ class PoissonEdges:
     def __init__(
         self,
         constants: Constants,
-        population: Population,
+        training: Training,
         *,
         unit_s: float,
         eta: float,
@@ -114,8 +118,11 @@ class PoissonEdges:
         seed: int,
     ) -> None:
         self.num_exchanges = 0
-        self.worker_exchanges = np.zeros(len(population.x), dtype=np.int64)
-        self._population = population
+        self.models_sent = 0.0
+        self._training, self._population = training, training.population
+        self.worker_exchanges = np.zeros(len(self._population.x), dtype=np.int64)
+        self._asked = [0] * len(self._population.x)
+        self._random_asker = Random(f"{seed} askers")
         self._eta_per_s = eta / unit_s
         self._excess = alpha_tilde - 0.5
         self._is_released = is_released
@@ -150,14 +157,39 @@ class PoissonEdges:
 
     def apply(self, times_s: NDArray[np.float64], edges: NDArray[np.int64]) -> None:
         """Apply exchanges of these edges at these times."""
-        population, ends = self._population, self._ends[edges]
+        ends, phases = self._ends[edges], self._eta_per_s * times_s
+        population = self._population
+        if population.base is None:
+            self._exchange(ends, phases)
+        else:
+            for event, pair in enumerate(ends):
+                for rank in pair:
+                    population.flow(rank, phases[event])
+                    population.outer_step(rank)
+                self._exchange(ends[event : event + 1], phases[event : event + 1])
+                # Outer steps left x at base: so what the exchange added to both is x again.
+                population.base[pair] = population.trained[pair]
+        if self._training.has_moments:
+            for pair in ends:
+                self._average_moments(*pair)
+        self.num_exchanges += len(edges)
+        self.models_sent += 2 * len(edges)
+        self.worker_exchanges += np.bincount(ends.ravel(), minlength=len(self.worker_exchanges))
+
+    def _exchange(self, ends: NDArray[np.int64], phases: NDArray[np.float64]) -> None:
+        population = self._population
         x = population.x.numpy()
         c = x[:, :0] if population.c is None else population.c.numpy()
-        phases = self._eta_per_s * times_s
         exchange = _compiled_exchanges()
         exchange(x, c, population.theta, phases, ends, self._excess, self._is_released)
-        self.num_exchanges += len(edges)
-        self.worker_exchanges += np.bincount(ends.ravel(), minlength=len(self.worker_exchanges))
+
+    def _average_moments(self, i: int, j: int) -> None:
+        asker = self._random_asker.choice((i, j))
+        self._asked[asker] += 1
+        for moment in self._training.moments_due(self._asked[asker]):
+            mean = (moment[i] + moment[j]).mul_(0.5)
+            moment[i], moment[j] = mean, mean
+            self.models_sent += 2
 
 
 def exchanges(  # noqa: PLR0917

@@ -51,7 +51,7 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
     )
     for worker in workers.values():
         worker.pairing.alpha_tilde = 0.5 + (worker.alpha_tilde - 0.5) * scenario.alpha_tilde_factor
-    training = Training.of(scenario, momentum=has_momentum)
+    training = Training.of(scenario, momentum=has_momentum, outer=scenario.outer)
     recorder = Recorder(scenario, method, training, on_progress)
     # eta and the worker's rate both scale with the comm rate: their ratio, which is all that a
     # phase takes of them, is that at comm rate 1.
@@ -85,6 +85,7 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
     trace.worker_exchanges = [
         protocol.exchanges_initiated + protocol.exchanges_answered for protocol in protocols
     ]
+    trace.models_sent = rows.models_sent
     trace.num_events = network.engine.num_events
     trace.num_messages = dict(network.num_messages)
     return trace
@@ -112,7 +113,9 @@ class CarriedRows(Payload):
 
     As on a real worker: an exchange freezes the phase at its start, the row flows to it, and its
     snapshot is both what travels and what delta is computed from. A step boundary applies the
-    gradient step, then flows the row to the phase. Between boundaries the row is x + pending of a
+    gradient step, then flows the row to the phase. An outer step is taken before the snapshot. The
+    optimizer's moments, where they are due, travel along: each end takes the mean of its own, as
+    they are when the peer's arrive, and of those. Between boundaries the row is x + pending of a
     real worker; the gradient that is under way was begun at the row's value then.
 
     The released exchange, for comparison only: what travels is the row before it flowed; delta is
@@ -134,6 +137,7 @@ class CarriedRows(Payload):
         self._training: Final = training
         self._is_released: Final = is_released
         self._interval: Final = interval
+        self.models_sent = 0.0
         self._open: dict[int, _Open] = {}
         self._halves: dict[ExchangeId, Tensor] = {}
         """What exchanges that one end alone has applied did to the sum of x + c/2."""
@@ -146,28 +150,40 @@ class CarriedRows(Payload):
         self._training.end_step(rank)
         self.population.flow(rank, self.phases[rank].at(now_s))
 
-    def exchange_began(self, rank: int, begin: Begin, now_s: float) -> Tensor:
+    def exchange_began(self, rank: int, begin: Begin, now_s: float) -> tuple[Tensor, list[Tensor]]:
         row = self.population.x[rank]
         theta = self.phases[rank].start_exchange(now_s)
         unflowed = row.clone() if self._is_released else None
         self.population.flow(rank, theta)
+        self.population.outer_step(rank)
         snapshot = row.clone() if unflowed is None else unflowed
+        moments = [moment[rank].clone() for moment in self._moments_due(begin.id)]
         self._open[rank] = _Open(begin.alpha_tilde, now_s, snapshot)
-        return snapshot
+        self.models_sent += 1 + len(moments)
+        return snapshot, moments
+
+    def models(self, id: ExchangeId) -> float:
+        return 1.0 + len(self._moments_due(id))
 
     def data_arrived(self, rank: int, id: ExchangeId, data: object, now_s: float) -> None:
-        assert isinstance(data, Tensor)
+        assert isinstance(data, tuple)
+        peers, peers_moments = data
         exchange, population = self._open[rank], self.population
         mine = population.x[rank].clone() if self._is_released else exchange.snapshot
-        population.apply(rank, mine, data, exchange.alpha_tilde)
+        population.apply(rank, mine, peers, exchange.alpha_tilde)
+        for moment, peers_moment in zip(self._moments_due(id), peers_moments, strict=True):
+            moment[rank].add_(peers_moment).mul_(0.5)
         if self._halves.pop(id, None) is None:
             gain = 0.5 if population.c is None else 0.5 + 0.5 * (exchange.alpha_tilde - 0.5)
-            self._halves[id] = (mine - data)[: population.num_trained].double() * -gain
+            self._halves[id] = (mine - peers)[: population.num_trained].double() * -gain
 
     def exchange_ended(self, rank: int, id: ExchangeId, now_s: float) -> None:
         exchange = self._open.pop(rank)
         self.phases[rank].end_exchange(now_s)
         self._interval(rank, "exchanging", exchange.began_s, now_s)
+
+    def _moments_due(self, id: ExchangeId) -> list[Tensor]:
+        return self._training.moments_due(id.counter)
 
     def settle_drift(self) -> None:
         """Tell the population what exchanges under way did to its mean at one end so far."""

@@ -69,7 +69,7 @@ class Conditions:
 
     Args:
         latency_s: how long a message travels from one rank to another.
-        transfer_s: how long the data of one exchange need to get onto the link. Asked once for
+        transfer_s: how long one model needs to get onto the link, in an exchange. Asked once for
             each exchange: chunk by chunk each end waits for the other (the runtime's window), so
             the two directions take equally long.
         step_s: how long the next gradient step of a rank takes.
@@ -96,6 +96,10 @@ class Payload:
     def exchange_began(self, rank: int, begin: Begin, now_s: float) -> object:
         """An exchange begins at ``rank``; return the data that travel to its peer."""
         return None
+
+    def models(self, id: ExchangeId) -> float:
+        """How many models' worth of data each end sends in this exchange."""
+        return 1.0
 
     def data_arrived(self, rank: int, id: ExchangeId, data: object, now_s: float) -> None:
         """The peer's data have arrived at ``rank``, whole, in the exchange that it is in."""
@@ -298,7 +302,8 @@ class Network:
             )
         exchange = self.exchanges.get(begin.id)
         if exchange is None:
-            exchange = Exchange(begin.id, self.conditions.transfer_s(rank, peer))
+            transfer_s = self.conditions.transfer_s(rank, peer) * self._payload.models(begin.id)
+            exchange = Exchange(begin.id, transfer_s)
             self.exchanges[begin.id] = exchange
         exchange.ends[rank] = End(now, begin.alpha_tilde, own_leave=now)
         self._running[rank] = exchange

@@ -34,6 +34,16 @@ class Gradients:
     buffer_changes: Tensor
     losses: Tensor
 
+    def rows(self) -> list[Gradients]:
+        """What each of the workers found, as views."""
+        parts = zip(
+            torch.split(self.values, 1),
+            torch.split(self.buffer_changes, 1),
+            torch.split(self.losses, 1),
+            strict=True,
+        )
+        return [Gradients(*part) for part in parts]
+
 
 @dataclass(frozen=True)
 class Evaluation:

@@ -117,18 +117,21 @@ class AdamW(RowOptimizer):
         gradients: Tensor,
         factor: float | Tensor,
     ) -> Tensor:
-        rows, (beta_1, beta_2) = torch.tensor(ranks), self.betas
-        before = {name: values.index_select(0, rows) for name, values in state.items()}
-        step = before["step"] + 1
-        first = torch.lerp(gradients, before["exp_avg"], beta_1)
-        second = torch.lerp(gradients.square(), before["exp_avg_sq"], beta_2)
-        for name, now in (("step", step), ("exp_avg", first), ("exp_avg_sq", second)):
-            state[name].index_copy_(0, rows, now)
-        correction_1 = (1 - beta_1**step).to(x.dtype)
-        correction_2 = (1 - beta_2**step).to(x.dtype)
-        scale = (second / correction_2).sqrt() + self.epsilon
-        rate = factor * self.learning_rate
-        return -rate * (first / correction_1 / scale + self.weight_decay * x)
+        beta_1, beta_2 = self.betas
+        if len(ranks) == 1:  # as asynchronous workers step: in place, no copy of the rows
+            rows = {name: values[ranks[0] : ranks[0] + 1] for name, values in state.items()}
+        else:
+            index = torch.tensor(ranks)
+            rows = {name: values.index_select(0, index) for name, values in state.items()}
+        step = rows["step"].add_(1)
+        first = rows["exp_avg"].mul_(beta_1).add_(gradients, alpha=1 - beta_1)
+        second = rows["exp_avg_sq"].mul_(beta_2).addcmul_(gradients, gradients, value=1 - beta_2)
+        if len(ranks) > 1:
+            for name, values in rows.items():
+                state[name].index_copy_(0, index, values)
+        scale = (second / (1 - beta_2**step).to(x.dtype)).sqrt_().add_(self.epsilon)
+        change = torch.div(first, scale.mul_((1 - beta_1**step).to(x.dtype)), out=scale)
+        return change.add_(x, alpha=self.weight_decay).mul_(-self.learning_rate * factor)
 
 
 def _check(name: str, value: float, *, below: float = math.inf) -> None:

@@ -17,13 +17,10 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from gossipdp.simulate.ideal import run_ideal
 from gossipdp.simulate.links import run_links
+from gossipdp.simulate.local_steps import DiLoCo, LocalSteps, NoLoCo, Sparta, StreamingDiLoCo
+from gossipdp.simulate.rounds import Rounds
 from gossipdp.simulate.scenario import Scenario
-from gossipdp.simulate.synchronous import (
-    mixing_matrix,
-    run_allreduce,
-    run_dpsgd,
-    second_eigenvalue,
-)
+from gossipdp.simulate.synchronous import AllReduce, Dpsgd, mixing_matrix, second_eigenvalue
 from gossipdp.simulate.trace import TAIL_LOWEST, Series, Trace, lowest_share
 
 Task = TypeVar("Task")
@@ -32,8 +29,26 @@ Progress = Callable[[float], None]
 """Is told from time to time which share of the run is done, 0 to 1."""
 
 ASYNCHRONOUS = ("a2cid2", "gossip", "none", "released")
-SYNCHRONOUS = ("allreduce", "dpsgd", "dpsgd-chebyshev")
+ROUNDS: dict[str, type[Rounds]] = {
+    "allreduce": AllReduce,
+    "dpsgd": Dpsgd,
+    "diloco": DiLoCo,
+    "streaming-diloco": StreamingDiLoCo,
+    "noloco": NoLoCo,
+    "sparta": Sparta,
+}
+SYNCHRONOUS = tuple(ROUNDS)
 METHODS = ASYNCHRONOUS + SYNCHRONOUS
+METHODS_OF = {
+    "sync_every": ("diloco", "streaming-diloco", "noloco"),
+    "outer": ("a2cid2", "gossip", "diloco", "streaming-diloco", "noloco"),
+    "exchange_moments": ("a2cid2", "gossip", "diloco"),
+    "fragments": ("streaming-diloco",),
+    "overlap_steps": ("streaming-diloco",),
+    "mixing": ("streaming-diloco",),
+    "share": ("sparta",),
+}
+"""For which methods an option of a scenario plays a part."""
 
 WORTH_PROCESSES_S = 10.0
 """Processes take seconds to start: torch is imported, and numba compiles in each."""
@@ -61,7 +76,10 @@ def simulate(scenario: Scenario, method: str, on_progress: Progress | None = Non
                        sent before flowing, so that the two deltas are not negatives of each other
     allreduce          synchronous: gradients averaged over all by a ring all-reduce at each step
     dpsgd              synchronous: each round averages with all neighbours, Metropolis weights
-    dpsgd-chebyshev    the same, accelerated by a Chebyshev recursion
+    diloco             local steps, then an all-reduce and an outer step
+    streaming-diloco   the same by fragments, sent while workers compute
+    noloco             local steps, then averages in random pairs
+    sparta             a random share of the parameters averaged at every step
     =================  ==========================================================================
 
     Raises:
@@ -73,21 +91,29 @@ def simulate(scenario: Scenario, method: str, on_progress: Progress | None = Non
         >>> trace.records[-1].consensus_distance < 1e-3 * trace.records[0].consensus_distance
         True
     """
-    if method not in METHODS:
-        raise ValueError(f"there is no method {method!r}; choose one of {', '.join(METHODS)}")
+    check_method(scenario, method)
     on_progress = on_progress or (lambda share: None)
     started = perf_counter()
     with one_thread():
-        if method == "allreduce":
-            trace = run_allreduce(scenario, on_progress)
-        elif method in SYNCHRONOUS:
-            trace = run_dpsgd(scenario, on_progress, chebyshev=method == "dpsgd-chebyshev")
+        if method in ROUNDS:
+            trace = ROUNDS[method](scenario, method, on_progress).run()
         elif scenario.fidelity == "ideal":
             trace = run_ideal(scenario, method, on_progress)
         else:
             trace = run_links(scenario, method, on_progress)
     trace.wall_s = perf_counter() - started
     return trace
+
+
+def check_method(scenario: Scenario, method: str) -> None:
+    """Raise ValueError for a method that is not there, or cannot be run on this scenario."""
+    if method not in METHODS:
+        raise ValueError(f"there is no method {method!r}; choose among {', '.join(METHODS)}")
+    if issubclass(ROUNDS.get(method, Rounds), LocalSteps) and not scenario.objective.has_gradients:
+        raise ValueError(
+            f"method {method} averages what gradient steps did, and {scenario.objective.name} has "
+            "none: choose another objective"
+        )
 
 
 @contextmanager
@@ -112,21 +138,20 @@ def steps_to_agree(scenario: Scenario, method: str) -> float:
         expected distance <= 2 exp(-rate t),     t = log(2 / 1e-24) / rate
 
     with a rate of 1 / (2 chi1) for gossip and eta for a2cid2, at the paper's constants, and for
-    D-PSGD of -2 log(gamma) a round, accelerated 2 arccosh(1 / gamma), where gamma is the second
-    eigenvalue of its mixing matrix. The scenario's ``num_steps`` plays no part.
+    D-PSGD of -2 log(gamma) a round, where gamma is the second eigenvalue of its mixing matrix. The
+    scenario's ``num_steps`` plays no part.
     """
     constants = scenario.make_constants()
     if method == "none" or not constants.edges:
         return STEPS_WITHOUT_AGREEMENT
     gamma = 0.0
-    if method in ("dpsgd", "dpsgd-chebyshev"):
+    if method == "dpsgd":
         gamma = second_eigenvalue(mixing_matrix(scenario.make_graph()))
     if method in SYNCHRONOUS and gamma == 0.0:
         return LEAST_STEPS
     rate = {
         "gossip": lambda: 1.0 / (2.0 * constants.chi1),
         "dpsgd": lambda: -2.0 * math.log(gamma),
-        "dpsgd-chebyshev": lambda: 2.0 * math.acosh(1.0 / gamma),
     }.get(method, lambda: constants.eta)()
     return max(LEAST_STEPS, math.ceil(MARGIN * math.log(2.0 / TAIL_LOWEST) / rate))
 

@@ -48,7 +48,7 @@ class Record(NamedTuple):
         exchanges: so far, over the network; a synchronous round counts the edges it used.
         gradient_steps: so far, of all workers.
         idle_share: share of all workers' time so far that was spent waiting.
-        drift: distance of the mean of x + c/2 from where gradient steps alone would have moved it.
+        drift: distance of the mean of x + c/2 from where gradient and outer steps moved it.
     """
 
     time_s: float
@@ -74,6 +74,7 @@ class Trace:
         worker_steps: gradient steps of each worker.
         worker_exchanges: exchanges of each worker, both those it asked for and those it answered.
         worker_requests: exchanges that each worker asked for; empty where nobody asks.
+        models_sent: by all workers: how often the values of one model, moments count as such.
         num_events: events that the engine and the edges handled.
         num_messages: control messages sent, by type; empty where there are none.
         intervals: what each worker did when, if the scenario asks for it.
@@ -87,6 +88,7 @@ class Trace:
     worker_steps: list[int] = field(default_factory=list)
     worker_exchanges: list[int] = field(default_factory=list)
     worker_requests: list[int] = field(default_factory=list)
+    models_sent: float = 0.0
     num_events: int = 0
     num_messages: dict[str, int] = field(default_factory=dict)
     intervals: list[Interval] = field(default_factory=list)
@@ -101,6 +103,12 @@ class Trace:
         """Exchanges per worker per gradient step: 2 exchanges / all gradient steps; NaN if none."""
         last = self.records[-1]
         return 2 * last.exchanges / last.gradient_steps if last.gradient_steps else math.nan
+
+    @property
+    def models_per_step(self) -> float:
+        """Models that a worker sends for each of its gradient steps; NaN without steps."""
+        steps = self.records[-1].gradient_steps
+        return self.models_sent / steps if steps else math.nan
 
     def digest(self) -> str:
         """A hash of all that the run did, but for how long it took: same seed, same digest."""

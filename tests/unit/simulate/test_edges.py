@@ -11,7 +11,8 @@ from reference import PaperState
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.simulate.ideal import PoissonEdges
-from gossipdp.simulate.population import Population
+from gossipdp.simulate.optimizers import Sgd
+from gossipdp.simulate.population import Population, Training
 
 NUM_WORKERS, DIMENSION, NUM_TRAINED = 8, 5, 4
 
@@ -29,7 +30,7 @@ def make(
     population = Population(start.to(dtype), NUM_TRAINED, momentum=momentum)
     edges = edges_type(
         constants,
-        population,
+        Training(None, Sgd(), population),
         unit_s=0.5,
         eta=constants.eta if momentum else 0.0,
         alpha_tilde=constants.alpha_tilde if momentum else 0.5,
@@ -67,7 +68,13 @@ def test_exchanges_are_those_of_the_paper_s_equation() -> None:
     population, edges, constants = make()
     start = population.x.clone()
     recorded = Recorded(
-        constants, population, unit_s=0.5, eta=0.0, alpha_tilde=0.5, is_released=False, seed=3
+        constants,
+        Training(None, Sgd(), population),
+        unit_s=0.5,
+        eta=0.0,
+        alpha_tilde=0.5,
+        is_released=False,
+        seed=3,
     )
     recorded.advance(10.0)
     workers = [PaperState(row[:NUM_TRAINED], row[:NUM_TRAINED]) for row in start]
@@ -115,7 +122,13 @@ def test_edges_fire_at_their_rates_however_often_they_are_looked_at() -> None:
     fired = []
     for looks in ([2000.0], list(np.linspace(1.0, 2000.0, 77))):
         recorded = Recorded(
-            constants, population, unit_s=0.1, eta=0.0, alpha_tilde=0.5, is_released=False, seed=0
+            constants,
+            Training(None, Sgd(), population),
+            unit_s=0.1,
+            eta=0.0,
+            alpha_tilde=0.5,
+            is_released=False,
+            seed=0,
         )
         for until_s in looks:
             recorded.advance(until_s)
@@ -132,7 +145,13 @@ def test_one_worker_has_no_exchanges() -> None:
     constants = Constants.of(build_graph("ring", 1))
     population = Population(torch.zeros(1, 1, dtype=torch.float64), 1, momentum=True)
     edges = PoissonEdges(
-        constants, population, unit_s=1.0, eta=0.0, alpha_tilde=0.5, is_released=False, seed=0
+        constants,
+        Training(None, Sgd(), population),
+        unit_s=1.0,
+        eta=0.0,
+        alpha_tilde=0.5,
+        is_released=False,
+        seed=0,
     )
     edges.advance(1e9)
     assert edges.num_exchanges == 0

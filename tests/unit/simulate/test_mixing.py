@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossipdp.graph.topology import build_graph
-from gossipdp.simulate.synchronous import (
-    Mixing,
-    mixing_matrix,
-    multiplications_per_step,
-    second_eigenvalue,
-)
+from gossipdp.simulate.synchronous import mixing_matrix, quick_to_multiply, second_eigenvalue
 
 CONNECTED = st.sampled_from(["ring", "path", "star", "complete", "exponential", "erdos-renyi"])
 
@@ -46,31 +41,8 @@ def test_metropolis_weights_of_a_star_and_a_ring() -> None:
     assert second_eigenvalue(lazy) == pytest.approx(0.5)
 
 
-def test_rounds_are_those_of_the_chebyshev_polynomials() -> None:
-    gamma, value = 0.97, 0.4
-    mixing = Mixing(np.array([[value]]), gamma)
-    for _ in range(2):  # also after it began anew
-        now = np.ones((1, 1))
-        for degree in range(1, 12):
-            now = mixing.multiply(now)
-            chebyshev = np.polynomial.chebyshev.Chebyshev([0.0] * degree + [1.0])
-            expected = chebyshev(value / gamma) / chebyshev(1 / gamma)
-            assert now[0, 0] == pytest.approx(expected, abs=1e-12)
-        mixing.restart()
-    plain = Mixing(np.array([[value]]))
-    assert plain.multiply(plain.multiply(np.ones((1, 1))))[0, 0] == pytest.approx(value**2)
-
-
-@pytest.mark.parametrize("gamma", [0.0, 0.5, 0.9, 0.9968, 0.99999])
-def test_so_many_multiplications_halve_the_disagreement(gamma: float) -> None:
-    count = multiplications_per_step(gamma)
-    if gamma:
-        assert 1 / math.cosh(count * math.acosh(1 / gamma)) < 0.47
-    assert count < 1 / math.sqrt(1 - gamma) + 1
-
-
 @pytest.mark.parametrize(("name", "n"), [("ring", 40), ("complete", 7)])
 def test_sparse_and_dense_multiplication_agree(name: str, n: int) -> None:
     matrix = mixing_matrix(build_graph(name, n))
     rows = np.random.default_rng(0).standard_normal((n, 3))
-    np.testing.assert_allclose(Mixing(matrix).multiply(rows), matrix @ rows, atol=1e-14)
+    np.testing.assert_allclose(quick_to_multiply(matrix) @ rows, matrix @ rows, atol=1e-14)

@@ -13,7 +13,7 @@ from gossipdp.simulate.module_objective import ModuleObjective, RowLayout, digit
 from gossipdp.simulate.objectives import Evaluation, Gradients
 from gossipdp.simulate.optimizers import Sgd
 from gossipdp.simulate.scenario import ConstantTime, Scenario
-from gossipdp.simulate.synchronous import run_allreduce
+from gossipdp.simulate.study import simulate
 
 Batch = tuple[Tensor, Tensor]
 
@@ -237,7 +237,7 @@ def test_digits_are_learnt() -> None:
         num_steps=100,
         num_records=4,
     )
-    trace = run_allreduce(scenario, lambda share: None)
+    trace = simulate(scenario, "allreduce")
     loss, accuracy = trace.column("loss"), trace.column("metric")
     assert loss[0] == pytest.approx(2.3, abs=0.1)
     assert loss[-1] < 0.15

@@ -15,7 +15,7 @@ from gossipdp.simulate.module_objective import digits_objective
 from gossipdp.simulate.objectives import Consensus, Objective, Quadratic
 from gossipdp.simulate.optimizers import Sgd
 from gossipdp.simulate.scenario import ConstantTime, Scenario
-from gossipdp.simulate.synchronous import run_allreduce
+from gossipdp.simulate.study import simulate
 
 
 def test_eigenvalues_are_spaced_evenly_in_their_logarithms() -> None:
@@ -87,7 +87,7 @@ def test_all_reduce_reaches_the_optimum_and_its_noise_floor() -> None:
         num_steps=400,
         num_records=400,
     )
-    loss = run_allreduce(scenario, lambda share: None).column("loss")
+    loss = simulate(scenario, "allreduce").column("loss")
     # x' = (1 - 0.2) (x - x*) - 0.4 noise: variance 0.16 / (1 - 0.64) of a noise of 8 / n = 1.
     floor = 0.5 * 0.5 * 0.16 / (1 - 0.8**2)
     assert loss[1:][100:].mean() == pytest.approx(floor, rel=0.05)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,11 +24,12 @@ from gossipdp.simulate.scenario import (
     Scenario,
     SlowedTime,
 )
-from gossipdp.simulate.synchronous import mixing_matrix, run_allreduce, run_dpsgd
+from gossipdp.simulate.study import ROUNDS
+from gossipdp.simulate.synchronous import mixing_matrix
 from gossipdp.simulate.trace import Trace
 
 INSTANT = LinkModel(Link(latency_s=0.0))
-METHODS = ("allreduce", "dpsgd", "dpsgd-chebyshev")
+METHODS = ("allreduce", "dpsgd")
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,10 @@ class _PullSource(GradientSource):
         return Evaluation(loss=float(x[0]), metric=float(x[1]))
 
 
-def run(scenario: Scenario, method: str) -> Trace:
-    if method == "allreduce":
-        return run_allreduce(scenario, lambda share: None)
-    return run_dpsgd(scenario, lambda share: None, chebyshev=method == "dpsgd-chebyshev")
+def run(
+    scenario: Scenario, method: str, on_progress: Callable[[float], None] = lambda share: None
+) -> Trace:
+    return ROUNDS[method](scenario, method, on_progress).run()
 
 
 def test_all_reduce_takes_the_step_of_the_mean_gradient_everywhere() -> None:
@@ -154,30 +155,6 @@ def test_dpsgd_is_mixing_and_each_workers_own_update() -> None:
     assert trace.column("drift").max() < 1e-14
 
 
-def test_chebyshev_multiplies_several_times_for_a_gradient_step() -> None:
-    def final(method: str) -> Trace:
-        scenario = Scenario(
-            graph="ring",
-            num_workers=16,
-            objective=Pull(),
-            optimizer=Sgd(0.1),
-            compute_time=ConstantTime(1.0),
-            links=INSTANT,
-            num_steps=100,
-        )
-        return run(scenario, method)
-
-    plain, accelerated = final("dpsgd"), final("dpsgd-chebyshev")
-    # gamma = 1 - 2/3 (1 - cos(2 pi / 16)) = 0.9493, so that K = ceil(4.44) = 5.
-    assert accelerated.records[-1].exchanges == 5 * plain.records[-1].exchanges
-    assert accelerated.records[-1].loss == pytest.approx(7.5)
-    assert plain.records[-1].loss == pytest.approx(7.5)
-    distances = [trace.records[-1].consensus_distance for trace in (plain, accelerated)]
-    # In the end every mode that mixing shrinks by w has x = 0.1 target / (1.1 - w).
-    assert distances[1] < 0.1 * distances[0]
-    assert accelerated.column("drift").max() < 1e-13
-
-
 def test_dpsgd_waits_for_neighbours_only() -> None:
     scenario = Scenario(
         graph="path",
@@ -242,20 +219,6 @@ def test_consensus_is_reached_at_the_mean(method: str) -> None:
         assert distances[1] < 1e-30
 
 
-def test_chebyshev_agrees_in_fewer_rounds() -> None:
-    scenario = Scenario(graph="ring", num_workers=32, links=INSTANT, num_steps=150)
-    decay = {
-        method: run(scenario, method).decay_per_exchange(
-            lowest=1e-8 if method == "dpsgd" else 1e-20
-        )
-        for method in ("dpsgd", "dpsgd-chebyshev")
-    }
-    gamma = 1 - 2 / 3 * (1 - math.cos(2 * math.pi / 32))
-    # Two exchanges a worker a round. The other modes are not all gone yet.
-    assert decay["dpsgd"] == pytest.approx(-math.log(gamma), rel=0.4)
-    assert decay["dpsgd-chebyshev"] > 8 * decay["dpsgd"]
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_seed_gives_the_same_trace(method: str) -> None:
     def digest(seed: int) -> str:
@@ -278,7 +241,7 @@ def test_a_run_ends_below_the_asked_consensus_distance() -> None:
         graph="ring", num_workers=8, num_steps=400, num_records=400, stop_below=1e-6
     )
     shares: list[float] = []
-    trace = run_dpsgd(scenario, shares.append, chebyshev=False)
+    trace = run(scenario, "dpsgd", shares.append)
     distances = trace.column("consensus_distance")
     assert distances[-1] < 1e-6 * distances[0] <= distances[-2]
     assert shares[-1] == 1.0

@@ -1,0 +1,256 @@
+"""Does it train as well? Final loss at equal tokens, beside what a user would take instead.
+
+    python benchmarks/quality.py --quick            every row, tiny: 10 minutes on two cores
+    python benchmarks/quality.py --size small       72,000 parameters, hours
+    python benchmarks/quality.py                    a million parameters, days
+    python benchmarks/quality.py --rows ddp,gossip,diloco@32 --data disjoint
+
+Worker processes train a byte-level transformer on the source of Python's standard library over the
+loopback interface: every row on the same number of tokens, with its own learning rate, tuned on a
+grid of factors of two that is widened where the best lies at its end, and then with seeds that took
+no part in the tuning. Finished runs are kept in --runs, so a call that was stopped goes on from
+there. The table, and a chart of loss against bytes, go to benchmarks/results once all is measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+import tyro
+from quality_report import draw, rows_as_json, tables, targets
+from quality_rows import DEFAULT_ROWS, RowName
+from quality_runs import Measured, NoBestRateError, Runs, measure
+from quality_worker import DataName, RunResult, RunSettings, Size, run
+from rich.console import Console
+from support.report import Missing, Report, results_folder, run_script
+
+from gossipdp import WorkerFailedError
+from gossipdp.cli.option_checks import check_output
+from gossipdp.progress import ProgressView
+
+SIZES = {
+    "tiny": Size(width=48, depth=2, context=64, batch_size=8, steps=32),
+    "small": Size(width=48, depth=2, context=64, batch_size=8, steps=1_024),
+    "large": Size(width=128, depth=5, context=128, batch_size=8, steps=4_096),
+}
+
+
+@dataclass(frozen=True)
+class QualityBenchmark:
+    """Measure how well a model trains: loss at equal tokens, each row with its own learning rate.
+
+    Rows: see benchmarks/quality_rows.py. A name ends in @H where something happens every H steps.
+    """
+
+    size: Literal["tiny", "small", "large"] = "large"
+    """tiny and small: 72,000 parameters; large: a million. They differ in steps too."""
+
+    steps: int | None = None
+    """Gradient steps of each worker, instead of the size's own."""
+
+    rows: str = DEFAULT_ROWS
+    """Which ways to train, with commas."""
+
+    data: str = "disjoint,common"
+    """disjoint: each worker has a stretch of the text of its own; common: all draw from all."""
+
+    rates: str = "0.004,0.008,0.016"
+    """The grid of learning rates to begin with, each twice the one before."""
+
+    seeds: int = 3
+    """How many runs at the best rate; the seed of the tuning is none of them."""
+
+    workers: int = 4
+    """Worker processes, one torch thread each."""
+
+    graph: str = "ring"
+    """Who exchanges with whom in gossipdp's rows."""
+
+    beta2: float = 0.999
+    """Of AdamW: the share of the second moment that a step keeps; 0.999 is torch's default."""
+
+    runs: Path = Path("runs/quality/runs.jsonl")
+    """Where finished runs are kept, and found again."""
+
+    minutes: float | None = None
+    """Begin no run after so long; what is finished is shown."""
+
+    json: Path | None = None
+    """Write the figures to this file alone."""
+
+    quick: bool = False
+    """A few steps of one seed on disjoint data, to see that all works."""
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # two that score a small model wait for each other on a busy machine
+    measure_all(tyro.cli(QualityBenchmark, config=(tyro.conf.FlagCreatePairsOff,)))
+
+
+def measure_all(benchmark: QualityBenchmark) -> None:
+    """Run what is not finished; print and write what came out.
+
+    Raises:
+        ValueError: for bad input, before any process starts.
+    """
+    if benchmark.quick:
+        runs = results_folder(benchmark.quick) / "quality_runs.jsonl"
+        runs.unlink(missing_ok=True)  # it is to run, not to find what ran before
+        benchmark = replace(benchmark, size="tiny", seeds=1, data="disjoint", runs=runs)
+    names, kinds, rates = check(benchmark)
+    size = SIZES[benchmark.size]
+    size = replace(size, steps=benchmark.steps or size.steps)
+    report = Report(f"quality_{benchmark.size}", "Does it train as well?", benchmark.quick)
+    here = [name for name in names if name.missing() is None]
+    report.missing = [Missing(name.label, why) for name in names if (why := name.missing())]
+    if not here:
+        raise ValueError(f"none of these rows can run here: {report.missing[0].why}")
+    num_runs = len(here) * len(kinds) * (len(rates) + 1 + benchmark.seeds)
+    campaign = Campaign(benchmark, Runs(benchmark.runs), num_runs)
+    bases = [
+        RunSettings(
+            row=name.text,
+            data=kind,
+            learning_rate=rates[0],
+            seed=0,
+            size=size,
+            workers=benchmark.workers,
+            graph=benchmark.graph,
+            beta2=benchmark.beta2,
+        )
+        for kind in kinds
+        for name in here
+    ]
+    results = campaign.measure_rows(bases, rates, benchmark.seeds)
+    campaign.close()
+    report.missing += [
+        Missing(label, f"it failed: {why.splitlines()[-1]}")
+        for label, why in campaign.failures.items()
+    ]
+    report.missing += unfinished(results, benchmark.seeds)
+    used = [one for rows in results.values() for row in rows.values() for one in row.used]
+    commits = campaign.runs.commits(used)
+    report.tables += tables(results, bases[0], commits)
+    report.targets += targets(results)
+    data = rows_as_json(results, size)
+    is_whole = not campaign.failures and not unfinished(results, benchmark.seeds)
+    path = benchmark.json
+    if path is None and not is_whole and not benchmark.quick:
+        path = benchmark.runs.with_name("unfinished.json")  # never over committed results
+    folder = results_folder(benchmark.quick) if path is None else path.parent
+    draw(folder / f"{report.name if path is None else path.stem}.png", results)
+    report.write(data, path)
+    if campaign.failures:
+        sys.exit(f"quality: failed: {', '.join(campaign.failures)}; see above")
+
+
+def check(benchmark: QualityBenchmark) -> tuple[list[RowName], list[DataName], list[float]]:
+    """Rows, data and rates; raises ValueError for what cannot be meant."""
+    names = [RowName.parse(text.strip()) for text in benchmark.rows.split(",")]
+    kinds: list[DataName] = []
+    for kind in get_args(DataName):
+        if kind in benchmark.data.split(","):
+            kinds.append(kind)
+    if len(kinds) != len(benchmark.data.split(",")):
+        raise ValueError(f"--data is {benchmark.data!r}; choose disjoint, common or both")
+    try:
+        rates = [float(text) for text in benchmark.rates.split(",")]
+    except ValueError:
+        raise ValueError(f"--rates is {benchmark.rates!r}; give numbers, with commas") from None
+    if rates[0] <= 0 or any(two != 2 * one for one, two in itertools.pairwise(rates)):
+        raise ValueError(f"--rates is {benchmark.rates!r}; each is twice the one before")
+    for option, number, least in (
+        ("--seeds", benchmark.seeds, 1),
+        ("--workers", benchmark.workers, 2),
+        ("--steps", benchmark.steps or 32, 32),
+    ):
+        if number < least:
+            raise ValueError(f"{option} is {number}; it must be at least {least}")
+    if not 0 <= benchmark.beta2 < 1:
+        raise ValueError(f"--beta2 is {benchmark.beta2}; it must be at least 0 and less than 1")
+    check_output("--json", benchmark.json)
+    return names, kinds, rates
+
+
+class Campaign:
+    """Makes the runs that are not finished, one after the other, and shows how far it is.
+
+    num_runs: how many they will be, all in all, if every grid is widened once.
+    """
+
+    def __init__(self, benchmark: QualityBenchmark, runs: Runs, num_runs: int) -> None:
+        self.runs = runs
+        self.failures: dict[str, str] = {}
+        self._minutes = benchmark.minutes
+        self._started_s = time.monotonic()
+        self._console = Console()
+        self._view = ProgressView("quality", console=self._console, line_every_s=60.0)
+        self._num_runs = num_runs
+        self._seen: set[str] = set()
+        self._view.start()
+
+    def measure_rows(
+        self, bases: Sequence[RunSettings], rates: Sequence[float], num_seeds: int
+    ) -> dict[DataName, dict[str, Measured]]:
+        """Tune every row, then run seed after seed: what is finished compares like with like."""
+        results: dict[DataName, dict[str, Measured]] = {base.data: {} for base in bases}
+        for up_to in range(num_seeds + 1):
+            for base in bases:
+                if RowName.parse(base.row).label in self.failures:
+                    continue
+                try:
+                    results[base.data][base.row] = measure(base, rates, up_to, self.run)
+                except (WorkerFailedError, NoBestRateError) as error:
+                    self.failures[RowName.parse(base.row).label] = str(error).strip()
+                    print(f"{base.row}: failed\n{error}", file=sys.stderr)
+        return results
+
+    def run(self, settings: RunSettings) -> RunResult | None:
+        """The result of a run, of this call or of one before; None where no time is left."""
+        self._seen.add(settings.key)
+        result = self.runs.find(settings)
+        if result is not None:
+            return result
+        elapsed_s = time.monotonic() - self._started_s
+        if self._minutes is not None and elapsed_s > 60 * self._minutes:
+            return None
+        text = (
+            f"{settings.row}, {settings.data} data, rate {settings.learning_rate:g}, seed "
+            f"{settings.seed}"
+        )
+        share = min(1.0, (len(self._seen) - 1) / self._num_runs)
+        result = run(settings, lambda: self._view.advance(share, text))
+        self.runs.add(settings, result)
+        loss = "diverged" if result.loss is None else f"{result.loss:.4f} bits a byte"
+        line = f"{text}: {loss}, {result.samples_per_s:.0f} samples/s, {result.seconds:.0f} s"
+        self._console.print(line, highlight=False, soft_wrap=True)
+        return result
+
+    def close(self) -> None:
+        """Take the bar off the terminal."""
+        self._view.stop()
+
+
+def unfinished(results: Mapping[DataName, Mapping[str, Measured]], num_seeds: int) -> list[Missing]:
+    """What of the written plan is not measured yet."""
+    found = []
+    for kind, rows in results.items():
+        for row, measured in rows.items():
+            label = f"{RowName.parse(row).label}, {kind} data"
+            if not measured.is_tuned:
+                found.append(Missing(label, "its learning rate is not tuned yet: call again"))
+            elif len(measured.results) < num_seeds:
+                why = f"{len(measured.results)} of {num_seeds} seeds are measured: call again"
+                found.append(Missing(label, why))
+    return found
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,286 @@
+"""What quality.py makes of its runs: tables, the comparisons that count, JSON and a chart."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quality_rows import (
+    BETA1,
+    KINDS,
+    OUTER_MOMENTUM,
+    OUTER_RATE,
+    POWER_SGD_AFTER,
+    WEIGHT_DECAY,
+    RowName,
+)
+from quality_runs import TUNING_SEED, Measured
+from quality_worker import DataName, Point, RunSettings, Size, num_parameters
+from support.report import Table, Target
+
+from gossipdp.report.simulation_figures import OKABE_ITO
+
+Results = Mapping[DataName, Mapping[str, Measured]]
+
+BASELINE = "ddp"
+EASY, LATE = 1.2, 1.02
+"""The losses that are timed, over what DDP in float32 reaches; written before any run."""
+CLOSE = 1.01
+
+
+def mean_loss(measured: Measured) -> float:
+    """Over the seeds; infinity where one diverged, NaN without any."""
+    losses = [math.inf if one.loss is None else one.loss for one in measured.results.values()]
+    return statistics.fmean(losses) if losses else math.nan
+
+
+def loss_std(measured: Measured) -> float | None:
+    """The sample standard deviation over the seeds; None of fewer than two."""
+    losses = [one.loss for one in measured.results.values() if one.loss is not None]
+    return statistics.stdev(losses) if len(losses) > 1 else None
+
+
+def reached(curve: Sequence[Point], loss: float) -> tuple[float, float]:
+    """Share of the tokens and seconds at which a curve first was at most ``loss``.
+
+    Between two points both are taken for linear in the loss; infinity where it never came.
+    """
+    before: Point | None = None
+    for point in curve:
+        if point.loss is not None and point.loss <= loss:
+            if before is None or before.loss is None:
+                return point.share, point.seconds
+            part = (before.loss - loss) / (before.loss - point.loss)
+            return (
+                before.share + part * (point.share - before.share),
+                before.seconds + part * (point.seconds - before.seconds),
+            )
+        before = point
+    return math.inf, math.inf
+
+
+def timed_losses(rows: Mapping[str, Measured]) -> dict[str, float]:
+    """The easy and the late loss; NaN without the baseline."""
+    base = mean_loss(rows[BASELINE]) if BASELINE in rows else math.nan
+    return {"easy": EASY * base, "late": LATE * base}
+
+
+def row_as_json(measured: Measured, timed: Mapping[str, float]) -> dict[str, Any]:
+    """One row's figures; what a seed did not reach is null."""
+    results = list(measured.results.values())
+
+    def mean(values: Sequence[float]) -> float | None:
+        value = statistics.fmean(values) if values else math.nan
+        return value if math.isfinite(value) else None
+
+    found: dict[str, Any] = {
+        "loss": mean([mean_loss(measured)]),
+        "loss_std": loss_std(measured),
+        "learning_rate": measured.rate,
+        "bytes_per_parameter_step": mean([one.bytes_per_parameter_step for one in results]),
+        "samples_per_s": mean([one.samples_per_s for one in results]),
+        "comm_rate": mean([one.comm_rate for one in results]),
+        "samples": mean([float(one.samples) for one in results]),
+    }
+    for name, loss in timed.items():
+        at = [reached(one.curve, loss) for one in results]
+        found[f"share_to_{name}_loss"] = mean([share for share, _ in at])
+        found[f"seconds_to_{name}_loss"] = mean([seconds for _, seconds in at])
+    losses = [math.inf if one.loss is None else one.loss for one in results]
+    found["seeds"] = dict(zip(measured.results, losses, strict=True))
+    found["tried"] = {f"{rate:g}": measured.tried[rate] for rate in sorted(measured.tried)}
+    found["curves"] = [[(p.share, p.seconds, p.loss) for p in one.curve] for one in results]
+    return found
+
+
+def rows_as_json(results: Results, size: Size) -> dict[str, Any]:
+    """What ``--json`` writes: the first kind of data under ``rows``, others under ``other_data``.
+
+    =========================  =================================================================
+    loss, loss_std             final validation loss of the average, bits a byte: mean and sample
+                               standard deviation over the seeds
+    learning_rate, tried       the best one; the tuning seed's loss at each that was tried
+    bytes_per_parameter_step   that a worker's sockets sent in training, without headers
+    samples_per_s              the sum of the workers' own speeds
+    share_to_..., seconds_to_  when the easy and the late loss were first reached; null: never
+    =========================  =================================================================
+    """
+    by_data = {
+        kind: {"timed_losses": timed_losses(rows), "rows": _rows(rows)}
+        for kind, rows in results.items()
+    }
+    first, *others = by_data
+    return {
+        "data": first,
+        **by_data[first],
+        "other_data": {kind: by_data[kind] for kind in others},
+        "parameters": num_parameters(size),
+        "steps": size.steps,
+        "samples_per_step": size.batch_size,
+        "context": size.context,
+    }
+
+
+def _rows(rows: Mapping[str, Measured]) -> dict[str, Any]:
+    timed = timed_losses(rows)
+    return {name: row_as_json(row, timed) for name, row in rows.items() if row.results}
+
+
+def tables(results: Results, base: RunSettings, commits: Sequence[str]) -> list[Table]:
+    """All that is shown; base: one of the runs, commits: of the source that made them."""
+    shown = []
+    for kind, rows in results.items():
+        shown += [_outcome(kind, rows), _grid(kind, rows)]
+    return [*shown, _settings(base, commits)]
+
+
+def _outcome(kind: DataName, rows: Mapping[str, Measured]) -> Table:
+    base = mean_loss(rows[BASELINE]) if BASELINE in rows else math.nan
+    timed = timed_losses(rows)
+    lines = []
+    for name, measured in rows.items():
+        if not measured.results:
+            continue
+        loss, std = mean_loss(measured), loss_std(measured)
+        one = row_as_json(measured, timed)
+        lines.append(
+            (
+                RowName.parse(name).label,
+                f"{loss:.3f}" + ("" if std is None else f" ± {std:.3f}"),
+                f"{100 * (loss / base - 1):+.1f}%" if math.isfinite(loss / base) else "-",
+                f"{len(measured.results)}",
+                f"{measured.rate:g}",
+                f"{one['bytes_per_parameter_step']:.3g}",
+                f"{one['comm_rate']:.3g}",
+                f"{one['samples_per_s']:.0f}",
+                *(_time(one, which) for which in timed),
+            )
+        )
+    losses = ", ".join(f"{name} {loss:.3f}" for name, loss in timed.items())
+    return Table(
+        f"Final loss, {kind} data",
+        (
+            "row",
+            "bits a byte",
+            "over DDP",
+            "seeds",
+            "learning rate",
+            "bytes/(parameter, step)",
+            "comm rate",
+            "samples/s",
+            "to the easy loss",
+            "to the late loss",
+        ),
+        lines,
+        "Validation loss of the workers' average at the end, mean ± standard deviation over the "
+        "seeds. Bytes: payload that a worker's TCP sockets sent, by the kernel's count. Comm rate: "
+        "exchanges, all-reduces or averages per worker and step. To a loss: share of the run's "
+        f"tokens, and seconds; the losses ({losses}) are {EASY:g} and {LATE:g} times DDP's.",
+    )
+
+
+def _time(one: Mapping[str, Any], which: str) -> str:
+    share, seconds = one[f"share_to_{which}_loss"], one[f"seconds_to_{which}_loss"]
+    return "never" if share is None else f"{100 * share:.0f}%, {seconds:.0f} s"
+
+
+def _grid(kind: DataName, rows: Mapping[str, Measured]) -> Table:
+    return Table(
+        f"Learning rates tried, {kind} data",
+        ("row", "rate: loss"),
+        [(RowName.parse(name).label, tried_text(row.tried)) for name, row in rows.items()],
+        f"Of seed {TUNING_SEED}, which is in no table; the best in bold. The grid is widened by "
+        "factors of two until the best has a neighbour on both sides.",
+    )
+
+
+def tried_text(tried: Mapping[float, float]) -> str:
+    """The rates in their order, the best in bold."""
+    best = min(tried.values(), default=math.nan)
+    return ", ".join(
+        f"**{rate:g}: {loss:.3f}**" if loss == best else f"{rate:g}: {loss:.3f}"
+        for rate, loss in sorted(tried.items())
+    )
+
+
+def _settings(base: RunSettings, commits: Sequence[str]) -> Table:
+    size = base.size
+    batch = f"{size.batch_size} windows of {size.context} bytes a worker"
+    facts = {
+        "model": f"a byte-level transformer of {num_parameters(size):,} parameters",
+        "text": "the source of Python's standard library, a twentieth held out in ten pieces",
+        "a run": f"{base.workers} workers, {size.steps:,} steps of each, {batch}",
+        "equal in all rows": (
+            f"tokens and steps of each worker, batch, initial parameters, AdamW with betas {BETA1} "
+            f"and {base.beta2}, weight decay {WEIGHT_DECAY:g}, warm-up of 5% and then half a "
+            "cosine to 1% by the share of the run, one thread a worker"
+        ),
+        "not equal": (
+            f"PowerSGD sends plain gradients for the first {POWER_SGD_AFTER:.0%}. DDP refuses "
+            "torch's bf16 hook under gloo by its name, so it is wrapped. Decent-DP has one "
+            "optimizer a bucket. gossipdp's rows wait at most two exchanges for a neighbour "
+            "(pace strict), so that a busy machine does not change the comm rate."
+        ),
+        "outer steps": f"Nesterov, momentum {OUTER_MOMENTUM:g}, rate {OUTER_RATE:g}, in all rows",
+        "gossipdp": f"graph {base.graph}, no shared memory: all goes through sockets",
+        "source of the runs": ", ".join(commits),
+    }
+    return Table("Settings", ("", ""), list(facts.items()))
+
+
+def targets(results: Results) -> list[Target]:
+    """Ours beside the strongest that is asked for: DDP at every step, DiLoCo at equal periods."""
+    found = []
+    for kind, rows in results.items():
+        for ours, theirs in (
+            ("gossip", "ddp"),
+            ("a2cid2", "ddp"),
+            ("a2cid2_outer_no_moments@16", "diloco@16"),
+            ("a2cid2_outer@16", "diloco_moments@16"),
+        ):
+            if all(name in rows and rows[name].results for name in (ours, theirs)):
+                ratio = mean_loss(rows[ours]) / mean_loss(rows[theirs])
+                found.append(Target(f"{kind} data: loss, {ours} over {theirs}", ratio, CLOSE))
+    return found
+
+
+def draw(path: Path, results: Results) -> None:
+    """Write a PNG: loss against bytes per parameter and step, a point a row, a panel a data."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5 * len(results), 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(results), squeeze=False)[0]
+    for axes, (kind, rows) in zip(panels, results.items(), strict=True):
+        for name, measured in rows.items():
+            loss = mean_loss(measured)
+            if not math.isfinite(loss):
+                continue
+            row = RowName.parse(name)
+            if row.kind == "none":
+                axes.axhline(loss, color="grey", linewidth=0.8, linestyle="--")
+                axes.annotate(
+                    row.label, (0.01, loss), xycoords=("axes fraction", "data"), xytext=(0, 3),
+                    textcoords="offset points", fontsize="x-small", color="grey",
+                )  # fmt: skip
+                continue
+            sent = statistics.fmean(
+                one.bytes_per_parameter_step for one in measured.results.values()
+            )
+            colour = OKABE_ITO[0] if KINDS[row.kind].is_ours else OKABE_ITO[3]
+            axes.errorbar(sent, loss, yerr=loss_std(measured), color=colour, marker="o", capsize=3)
+            axes.annotate(
+                row.label, (sent, loss), xytext=(5, 4), textcoords="offset points",
+                fontsize="x-small", color=colour,
+            )  # fmt: skip
+        axes.set(xscale="log", xlabel="bytes a worker sent per parameter and step")
+        axes.set_ylabel("validation loss of the average (bits a byte)")
+        axes.set_title(f"{kind} data", fontsize="medium")
+        axes.grid(True, which="major", linewidth=0.4, alpha=0.6)
+        axes.margins(x=0.25)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,370 @@
+"""The rows of quality.py: ways to train together that a user would choose between.
+
+A row's name may end in ``@H``: then it averages, exchanges or takes its outer step every H steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import support.rows
+import torch
+import torch.distributed as dist
+from support.rows import (
+    DECENT_DP,
+    TORCHFT,
+    DecentDP,
+    DistributedDataParallel,
+    OneOptimizer,
+    Row,
+    RowPlan,
+    average_parameters,
+    missing_package,
+)
+from torch import Tensor, nn
+
+from gossipdp import OuterStep
+
+BETA1, WEIGHT_DECAY = 0.9, 0.1
+OUTER_MOMENTUM, OUTER_RATE = 0.7, 1.0
+POWER_SGD_RANK, POWER_SGD_AFTER = 4, 0.05
+LIGHTHOUSE_JOIN_MS, TORCHFT_TIMEOUT_S = 60_000, 120.0
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], beta2: float) -> torch.optim.AdamW:
+    """The same for every row; norms and biases are not decayed."""
+    every = list(parameters)
+    groups = [
+        {"params": [p for p in every if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in every if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, betas=(BETA1, beta2))
+
+
+class Gossip(support.rows.Gossip):
+    """GossipDataParallel in which every worker takes the same number of steps, as in other rows.
+
+    A budget of all workers together ends a little late where steps are counted from afar.
+    """
+
+    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        options = dict(plan.options)
+        if "outer" in options:
+            momentum, rate = options["outer"]
+            options["outer"] = OuterStep(momentum=momentum, lr=rate)
+        super().__init__(net, replace(plan, options=options))
+
+    def progress(self) -> float:
+        return self.steps / self.own_steps
+
+
+class Bfloat16DDP(DistributedDataParallel):
+    """DDP with torch's hook that sends gradients in bfloat16."""
+
+    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        super().__init__(net, plan)
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
+            return bf16_compress_hook(state, bucket)
+
+        # Under its own name DDP takes that hook for NCCL alone; gloo reduces bfloat16 as well.
+        self.model.register_comm_hook(None, hook)
+
+
+class PowerSgdDDP(DistributedDataParallel):
+    """DDP with torch's PowerSGD hook, after a short time of plain all-reduce, as it is meant."""
+
+    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        super().__init__(net, plan)
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+            PowerSGDState,
+            powerSGD_hook,
+        )
+
+        state = PowerSGDState(
+            None,
+            matrix_approximation_rank=POWER_SGD_RANK,
+            start_powerSGD_iter=max(2, round(POWER_SGD_AFTER * self.own_steps)),
+        )
+        self.model.register_comm_hook(state, powerSGD_hook)
+
+
+class OuterNesterov:
+    """The outer optimizer of DiLoCo: torch's SGD on what the inner one did since the last time."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self._net = net
+        self._anchor = nn.Parameter(self._parameters().clone())
+        self._optimizer = torch.optim.SGD(
+            [self._anchor], lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True
+        )
+
+    def _parameters(self) -> Tensor:
+        return nn.utils.parameters_to_vector(self._net.parameters()).detach()
+
+    def drift(self) -> Tensor:
+        """From where the last outer step ended to the parameters as they are now."""
+        return self._parameters() - self._anchor.detach()
+
+    def step(self, drift: Tensor) -> None:
+        """Take an outer step on this drift, from where the last one ended."""
+        self._anchor.grad = -drift
+        self._optimizer.step()
+        # Copied: the network's parameters become views of what they are read from.
+        after = self._anchor.detach().clone()
+        nn.utils.vector_to_parameters(after, self._net.parameters())
+
+
+class OuterDDP(DistributedDataParallel):
+    """DDP that takes an outer step every ``period`` steps; all workers hold the same model."""
+
+    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        super().__init__(net, plan)
+        self._outer = OuterNesterov(net)
+
+    def step(self, loss: Tensor) -> None:
+        super().step(loss)
+        if self.steps % self.plan.period == 0:
+            self._outer.step(self._outer.drift())
+
+
+class LocalSgd(OneOptimizer):
+    """Parameters are averaged every ``period`` steps, from the first step on, over gloo."""
+
+    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        super().__init__(net, plan)
+        dist.init_process_group("gloo")
+
+    def step(self, loss: Tensor) -> None:
+        super().step(loss)
+        if self.steps % self.plan.period == 0:
+            self.average()
+
+    def average(self) -> None:
+        """All workers together."""
+        average_parameters(self.net)
+
+    def account(self) -> dict[str, float]:
+        return {"exchanges": self.steps // self.plan.period}
+
+    def finish(self) -> None:
+        average_parameters(self.net)
+
+
+class DiLoCo(LocalSgd):
+    """Douillard et al., 2023 (arXiv 2311.08105): the workers' mean drift, and an outer step on it.
+
+    Each keeps its own inner optimizer, whose state no other worker sees.
+    """
+
+    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        super().__init__(net, plan)
+        self._outer = OuterNesterov(net)
+
+    def average(self) -> None:
+        drift = self._outer.drift()
+        dist.all_reduce(drift)
+        self._outer.step(drift / self.plan.num_workers)
+
+
+class DiLoCoWithMoments(DiLoCo):
+    """DiLoCo that averages Adam's second moments too, each time."""
+
+    @torch.no_grad()
+    def average(self) -> None:
+        super().average()
+        moments = [state["exp_avg_sq"] for state in self.optimizer.state.values()]
+        flat = torch.cat([moment.flatten() for moment in moments])
+        dist.all_reduce(flat)
+        parts = (flat / self.plan.num_workers).split([moment.numel() for moment in moments])
+        for moment, part in zip(moments, parts, strict=True):
+            moment.copy_(part.view_as(moment))
+
+
+class TorchftDiLoCo(OneOptimizer):
+    """DiLoCo of PyPI's torchft: each worker a replica group of its own, rank 0 has the lighthouse.
+
+    What it agrees on over HTTP is counted with the rest. torch.distributed's group is there to tell
+    the lighthouse's address and to average what is left at the end.
+    """
+
+    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        super().__init__(net, plan)
+        dist.init_process_group("gloo")
+        from torchft import Manager, ProcessGroupGloo
+        from torchft.coordination import LighthouseServer
+        from torchft.local_sgd import DiLoCo as Torchft
+
+        self._lighthouse: Any = None
+        address: list[Any] = [None]
+        if dist.get_rank() == 0:
+            self._lighthouse = LighthouseServer(
+                bind="127.0.0.1:0",
+                min_replicas=plan.num_workers,
+                join_timeout_ms=LIGHTHOUSE_JOIN_MS,
+            )
+            address = [self._lighthouse.address()]
+        dist.broadcast_object_list(address)
+        patience = timedelta(seconds=TORCHFT_TIMEOUT_S)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._manager = Manager(
+            pg=ProcessGroupGloo(timeout=patience),
+            min_replica_size=plan.num_workers,
+            use_async_quorum=False,
+            load_state_dict=net.load_state_dict,
+            state_dict=net.state_dict,
+            replica_id=f"worker{dist.get_rank()}",
+            store_addr="127.0.0.1",
+            store_port=self._store.port,
+            rank=0,
+            world_size=1,
+            lighthouse_addr=address[0],
+            hostname="127.0.0.1",
+            timeout=patience,
+            quorum_timeout=patience,
+            init_sync=False,  # all begin with the same parameters
+        )
+        outer = torch.optim.SGD(
+            net.parameters(), lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True
+        )
+        self._diloco = Torchft(self._manager, [net], self.optimizer, outer, sync_every=plan.period)
+        self._diloco.__enter__()
+
+    def account(self) -> dict[str, float]:
+        return {"exchanges": self._manager.current_step()}
+
+    def finish(self) -> None:
+        average_parameters(self.net)
+
+    def close(self) -> None:
+        dist.barrier()  # nobody takes the lighthouse away from those who still train
+        self._diloco.__exit__(None, None, None)
+        self._manager.shutdown(wait=False)
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
+        super().close()
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """One way to train together.
+
+    method and options are GossipDataParallel's; its outer step is given as (momentum, lr).
+    """
+
+    label: str
+    row: type[Row]
+    method: str = "a2cid2"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    has_period: bool = False
+    needs: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it exchanges by gossip."""
+        return self.row is Gossip and self.method != "none"
+
+
+def _ours(method: str) -> dict[str, RowKind]:
+    """The rows of gossipdp by one method: with moments, its default, and without, and so on.
+
+    With an outer step it exchanges every H steps only.
+    """
+    name, without = f"gossipdp, {method}", {"exchange_moments": False}
+    outer, codes = {"outer": (OUTER_MOMENTUM, OUTER_RATE)}, {"wire_format": "lattice8"}
+    rows = {
+        method: ("", {}),
+        f"{method}_no_moments": (", no moments", without),
+        f"{method}_lattice8": (", lattice8", codes),
+        f"{method}_outer": (", outer step", outer),
+        f"{method}_outer_no_moments": (", outer step, no moments", outer | without),
+        f"{method}_outer_lattice8": (", outer step, lattice8", outer | codes),
+    }
+    return {
+        row: RowKind(name + what, Gossip, method, options, has_period="outer" in options)
+        for row, (what, options) in rows.items()
+    }
+
+
+KINDS = {
+    "ddp": RowKind("DDP, float32", DistributedDataParallel),
+    "ddp_bf16": RowKind("DDP, bf16 hook", Bfloat16DDP),
+    "ddp_powersgd": RowKind(f"DDP, PowerSGD hook of rank {POWER_SGD_RANK}", PowerSgdDDP),
+    "ddp_outer": RowKind("DDP, outer step", OuterDDP, has_period=True),
+    "local_sgd": RowKind("local SGD", LocalSgd, has_period=True),
+    "diloco": RowKind("DiLoCo", DiLoCo, has_period=True),
+    "diloco_moments": RowKind(
+        "DiLoCo, second moments averaged", DiLoCoWithMoments, has_period=True
+    ),
+    "diloco_torchft": RowKind("DiLoCo of torchft", TorchftDiLoCo, has_period=True, needs=TORCHFT),
+    "decent_dp": RowKind("Decent-DP", DecentDP, needs=DECENT_DP),
+    "none": RowKind("no exchange, one average at the end", Gossip, "none"),
+    **{name: kind for method in ("gossip", "a2cid2") for name, kind in _ours(method).items()},
+}
+"""By the name that the command takes, without its period."""
+
+DEFAULT_ROWS = (
+    "ddp,ddp_bf16,ddp_powersgd,ddp_outer@16,local_sgd@4,local_sgd@16,diloco@16,diloco_moments@16,"
+    "diloco_torchft@16,decent_dp,none,gossip,gossip_no_moments,a2cid2,a2cid2_no_moments,"
+    "a2cid2_lattice8,gossip_outer@16,gossip_outer_no_moments@16,a2cid2_outer@16,"
+    "a2cid2_outer_no_moments@16,a2cid2_outer_lattice8@16"
+)
+
+
+@dataclass(frozen=True)
+class RowName:
+    """A row as it is chosen: ``diloco@16`` is the kind ``diloco`` with the period 16."""
+
+    text: str
+    kind: str
+    period: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> RowName:
+        """Read what a user wrote.
+
+        Raises:
+            ValueError: there is no such kind, or its period is missing or cannot be meant.
+        """
+        kind, at, period = text.partition("@")
+        if kind not in KINDS:
+            raise ValueError(f"there is no row {kind!r}; choose from {', '.join(KINDS)}")
+        if KINDS[kind].has_period != bool(at):
+            what = "needs a period, such as" if KINDS[kind].has_period else "has no period: write"
+            example = f"{kind}@16" if KINDS[kind].has_period else kind
+            raise ValueError(f"row {text!r} {what} {example}")
+        if at and not (period.isdecimal() and int(period) >= 1):
+            raise ValueError(f"row {text!r}: the period is a number of steps, at least 1")
+        return cls(text, kind, int(period) if at else None)
+
+    @property
+    def label(self) -> str:
+        """As tables show it."""
+        every = "" if self.period is None else f", H = {self.period}"
+        return KINDS[self.kind].label + every
+
+    @property
+    def method(self) -> str:
+        """Of GossipDataParallel."""
+        return KINDS[self.kind].method
+
+    def missing(self) -> str | None:
+        """Why it cannot run here; None where it can."""
+        return missing_package(KINDS[self.kind].needs)
+
+    def gossip_options(self, graph: str) -> dict[str, Any]:
+        """What GossipDataParallel is told, beside the method; an outer step as (momentum, lr)."""
+        kind = KINDS[self.kind]
+        if not kind.is_ours:
+            return {}
+        rate = 1.0 if self.period is None else 1 / self.period
+        return {"graph": graph, "comm_rate": rate, "pace": "strict", **kind.options}
+
+    def make(self, net: nn.Module, plan: RowPlan) -> Row:
+        """What one worker does of it."""
+        return KINDS[self.kind].row(net, plan)

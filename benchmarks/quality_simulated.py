@@ -1,0 +1,447 @@
+"""Does a model train as well without barriers? 16 simulated workers, a small language model.
+
+Every row trains the same network on the same number of bytes with the same optimizer, over an ideal
+network (exchanges take no time); only how workers agree differs. Each row's learning rate is tuned
+by itself, on a grid of factors of two: from its first rate the search goes on, up or down, as long
+as the loss of the first seed falls. The other seeds are run at the best rate. The loss is that of
+the mean model on held-out text, in bits a byte.
+
+Each run that ends is appended to a file of JSON lines; a run that stands there is not run again. So
+the benchmark can be stopped at any time, and goes on where it was. Writes
+benchmarks/results/quality_simulated.{jsonl,json,md}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from scipy.stats import spearmanr
+from support.byte_model import ByteModel
+from support.report import QUICK_RESULTS, RESULTS, Report, Table
+
+from gossipdp.dynamics.outer import OuterStep
+from gossipdp.progress import ProgressView
+from gossipdp.simulate import (
+    AdamW,
+    ConstantTime,
+    Evaluation,
+    Link,
+    LinkModel,
+    ModuleObjective,
+    Objective,
+    RowOptimizer,
+    Scenario,
+    Sgd,
+    SlowedTime,
+    simulate,
+)
+from gossipdp.simulate.study import one_thread
+from gossipdp.tasks.options import BytesGptOptions
+from gossipdp.tasks.text import Gpt
+from gossipdp.tasks.workload import learning_rate_factor
+
+NAME = "quality_simulated"
+MOST_RATES = 8
+"""So many rates of a grid are tried at most, lest a row that has no best one goes on for ever."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to agree, and where the search for its learning rate begins, for the mlp."""
+
+    method: str
+    first_rate: float
+    graph: str = "complete"
+    comm_rate: float = 1.0
+    optimizer: str = "adamw"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def scenario(self, rate: float, seed: int, setting: Setting) -> Scenario:
+        """One run of it."""
+        return Scenario(
+            graph=self.graph,
+            num_workers=setting.workers,
+            objective=OBJECTIVES[setting.model](setting.data == "disjoint"),
+            optimizer=OPTIMIZERS[self.optimizer](rate),
+            comm_rate=self.comm_rate,
+            links=LinkModel(Link(latency_s=0.0)),  # or rounds would end later: fewer steps
+            num_steps=setting.steps,
+            seed=seed,
+            num_records=10,
+            learning_rate_decay=True,
+            **self.options,
+        )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all rows have in common."""
+
+    data: str
+    model: str
+    workers: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.data} data, {self.workers} workers, {self.steps} steps"
+
+
+def transformer(disjoint: bool) -> ModuleObjective:
+    """One block of width 64 on windows of 16 bytes, 16 a batch; 67,520 parameters."""
+    options = BytesGptOptions(batch_size=16, context=16, width=64, depth=1, heads=4)
+    task = Gpt(options, disjoint=disjoint)
+    return ModuleObjective(
+        task.make_model,
+        task.loss,
+        task.train_loader,
+        evaluate=lambda model: Evaluation(loss=task.evaluate(model)),
+        name="transformer",
+    )
+
+
+OBJECTIVES: dict[str, Callable[[bool], Objective]] = {"mlp": ByteModel, "transformer": transformer}
+RATE_FACTORS = {"mlp": 1.0, "transformer": 1 / 8}
+"""Where the search begins, to where it begins for the mlp."""
+OPTIMIZERS: dict[str, Callable[[float], RowOptimizer]] = {
+    "adamw": AdamW,
+    "adamw, beta_2 0.95": lambda rate: AdamW(rate, betas=(0.9, 0.95)),
+    "sgd": lambda rate: Sgd(rate, momentum=0.9),
+}
+
+
+def _row(method: str, rate: float, graph: str = "complete", every: int = 1, **options: Any) -> Row:
+    optimizer = options.pop("optimizer", "adamw")
+    return Row(method, rate, graph, 1 / every, optimizer, options)
+
+
+def _v(every: int) -> dict[str, int]:
+    return {"exp_avg_sq": every}
+
+
+def _both(every: int) -> dict[str, int]:
+    return {"exp_avg": every, "exp_avg_sq": every}
+
+
+OUTER = OuterStep(momentum=0.7, lr=1.0)
+"""The library's default. DiLoCo's paper has 0.9 and 0.7: a row of its own."""
+
+ROWS: dict[str, Row] = {
+    "all-reduce": _row("allreduce", 0.032),
+    "gossip": _row("gossip", 0.064),
+    "gossip, v every 16th": _row("gossip", 0.064, exchange_moments=_v(16)),
+    "gossip, v every time": _row("gossip", 0.064, exchange_moments=_v(1)),
+    "gossip, m and v every time": _row("gossip", 0.064, exchange_moments=_both(1)),
+    "gossip, v every 64th": _row("gossip", 0.064, exchange_moments=_v(64)),
+    "gossip, v every 4th": _row("gossip", 0.064, exchange_moments=_v(4)),
+    "gossip, m and v every 16th": _row("gossip", 0.064, exchange_moments=_both(16)),
+    "gossip, ring": _row("gossip", 0.064, "ring"),
+    "a2cid2, ring": _row("a2cid2", 0.064, "ring"),
+    "a2cid2, ring, v every 16th": _row("a2cid2", 0.064, "ring", exchange_moments=_v(16)),
+}
+for _every in (8, 16, 32):
+    _apart = f"H = {_every}"
+    ROWS |= {
+        f"DiLoCo, {_apart}": _row("diloco", 0.016, sync_every=_every, outer=OUTER),
+        f"DiLoCo, {_apart}, v every time": _row(
+            "diloco", 0.016, sync_every=_every, outer=OUTER, exchange_moments=_v(1)
+        ),
+        f"gossip, outer step, {_apart}": _row("gossip", 0.016, every=_every, outer=OUTER),
+        f"gossip, outer step, {_apart}, v every time": _row(
+            "gossip", 0.016, every=_every, outer=OUTER, exchange_moments=_v(1)
+        ),
+    }
+ROWS["gossip, outer step of momentum 0.5, H = 8"] = _row(
+    "gossip", 0.032, every=8, outer=OuterStep(momentum=0.5, lr=1.0)
+)
+ROWS["DiLoCo, H = 16, momentum 0.9, lr 0.7"] = _row("diloco", 0.016, sync_every=16)
+for _method in ("gossip", "a2cid2"):
+    ROWS[f"{_method}, ring, outer step, H = 8"] = _row(_method, 0.016, "ring", every=8, outer=OUTER)
+_UNEVEN = {"compute_time": SlowedTime(ConstantTime(), {n: 2.0 ** (n % 4) for n in range(1024)})}
+ROWS |= {  # at equal time: a slow worker takes fewer steps, and whoever waits for it too
+    "DiLoCo, H = 16, speeds 1:2:4:8": _row("diloco", 0.016, sync_every=16, outer=OUTER, **_UNEVEN),
+    "gossip, outer step, H = 8, speeds 1:2:4:8": _row(
+        "gossip", 0.016, every=8, outer=OUTER, **_UNEVEN
+    ),
+}
+_SLOWER = {"optimizer": "adamw, beta_2 0.95"}
+ROWS |= {
+    "all-reduce, beta_2 0.95": _row("allreduce", 0.032, **_SLOWER),
+    "gossip, beta_2 0.95": _row("gossip", 0.064, **_SLOWER),
+    "gossip, beta_2 0.95, v every 16th": _row("gossip", 0.064, exchange_moments=_v(16), **_SLOWER),
+    "gossip, beta_2 0.95, v every 5th": _row("gossip", 0.064, exchange_moments=_v(5), **_SLOWER),
+    "gossip, beta_2 0.95, v every time": _row("gossip", 0.064, exchange_moments=_v(1), **_SLOWER),
+}
+_SGD = {"optimizer": "sgd"}
+ROWS |= {
+    "all-reduce, SGD": _row("allreduce", 0.4, **_SGD),
+    "gossip, SGD": _row("gossip", 0.4, **_SGD),
+    "gossip, SGD, momentum every time": _row(
+        "gossip", 0.4, exchange_moments={"momentum_buffer": 1}, **_SGD
+    ),
+}
+
+
+REFERENCES = {
+    "adamw": "all-reduce",
+    "adamw, beta_2 0.95": "all-reduce, beta_2 0.95",
+    "sgd": "all-reduce, SGD",
+}
+"""The row that each optimizer's rows are compared with."""
+
+
+class Runs:
+    """The runs that have ended, in memory and in their file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.known: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            for line in path.read_text("utf-8").splitlines():
+                run = {"model": "mlp"} | json.loads(line)
+                self.known[self.key(run)] = run
+
+    @staticmethod
+    def key(run: dict[str, Any]) -> str:
+        """What tells a run from others."""
+        names = ("row", "data", "model", "workers", "steps", "learning_rate", "seed")
+        return json.dumps([run[name] for name in names])
+
+    def of(self, name: str, setting: Setting) -> list[dict[str, Any]]:
+        """All runs of a row."""
+        wanted = asdict(setting) | {"row": name}
+        return [run for run in self.known.values() if wanted.items() <= run.items()]
+
+    def settings(self) -> list[Setting]:
+        """All for which there are runs."""
+        names = [each.name for each in fields(Setting)]
+        found = {tuple(run[name] for name in names) for run in self.known.values()}
+        return [Setting(*each) for each in sorted(found)]
+
+    def find(self, name: str, row: Row, setting: Setting, rate: float, seed: int) -> dict[str, Any]:
+        """The run, from the file or now."""
+        run = {"row": name, **asdict(setting), "learning_rate": rate, "seed": seed}
+        known = self.known.get(self.key(run))
+        if known is not None:
+            return known
+        label = f"{name}, {setting}, rate {rate:g}, seed {seed}"
+        console = Console()
+        with ProgressView(label, console=console, line_every_s=60.0) as view:
+            trace = simulate(row.scenario(rate, seed, setting), row.method, view.advance)
+        last = trace.records[-1]
+        run |= {
+            "loss": last.loss if math.isfinite(last.loss) else None,
+            "losses": [each.loss if math.isfinite(each.loss) else None for each in trace.records],
+            "gradient_steps": last.gradient_steps,
+            "consensus_distance": last.consensus_distance,
+            "models_per_step": trace.models_per_step,
+            "wall_s": trace.wall_s,
+        }
+        console.print(f"{label}: {last.loss:.4f}", highlight=False)
+        self.known[self.key(run)] = run
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(run) + "\n")
+        return run
+
+
+def tune(loss_at: Callable[[float], float], first: float) -> float:
+    """The rate of the least loss on the grid first * 2^k, from which the loss rises both ways."""
+    tried = {first: loss_at(first)}
+    for factor in (2.0, 0.5):
+        best = min(tried, key=lambda rate: tried[rate])
+        if factor == 0.5 and best > first:
+            break  # it rose downwards from there already
+        rate = best * factor
+        while len(tried) < MOST_RATES:
+            tried[rate] = loss_at(rate)
+            if tried[rate] >= tried[rate / factor]:
+                break
+            rate *= factor
+    return min(tried, key=lambda rate: tried[rate])
+
+
+def loss_of(run: dict[str, Any]) -> float:
+    """Its final loss; infinite where it diverged."""
+    return math.inf if run["loss"] is None else float(run["loss"])
+
+
+def measure(runs: Runs, name: str, setting: Setting, seeds: int) -> list[dict[str, Any]]:
+    """Tune a row and run its seeds at the best rate."""
+    row = ROWS[name]
+    first = row.first_rate * RATE_FACTORS[setting.model]
+    best = tune(lambda rate: loss_of(runs.find(name, row, setting, rate, seed=0)), first)
+    return [runs.find(name, row, setting, best, seed) for seed in range(seeds)]
+
+
+def as_row(name: str, found: list[dict[str, Any]], above: float) -> list[str]:
+    """One row of the table of results."""
+    losses = [loss_of(run) for run in found]
+    mean = statistics.mean(losses)
+    return [
+        name,
+        f"{mean:.3f}",
+        f"{100 * above:+.1f}%" if math.isfinite(above) else "",
+        f"{statistics.stdev(losses):.3f}" if len(losses) > 1 else "",
+        str(len(losses)),
+        f"{found[0]['learning_rate']:g}",
+        f"{found[0]['models_per_step']:.3f}",
+    ]
+
+
+def tried(runs: Runs, name: str, setting: Setting) -> dict[float, float]:
+    """The losses of the first seed at all rates that were tried; by rate."""
+    found = {
+        run["learning_rate"]: loss_of(run) for run in runs.of(name, setting) if run["seed"] == 0
+    }
+    return dict(sorted(found.items()))
+
+
+def result_of(runs: Runs, name: str, setting: Setting) -> list[dict[str, Any]]:
+    """The runs of a row at its best rate, by seed; none if it was not tuned."""
+    rates = tried(runs, name, setting)
+    if not rates:
+        return []
+    best = min(rates, key=lambda rate: rates[rate])
+    found = [run for run in runs.of(name, setting) if run["learning_rate"] == best]
+    return sorted(found, key=lambda run: int(run["seed"]))
+
+
+def rare_gradients(workers: int, steps: int, beta_2: float) -> Table:
+    """How far each worker's own second moment is from the mean of all, where gradients are rare.
+
+    All workers stand at the same parameters, those of all-reduce with AdamW: so their v differ by
+    their batches alone. A coordinate's rarity is the share of all gradients in which it was less
+    than a hundredth of its own root mean square.
+    """
+    source = ByteModel().begin(workers, seed=0)
+    optimizer = AdamW(0.032, betas=(0.9, beta_2))
+    state, x = optimizer.begin(source.start[:1]), source.start[:1].clone()
+    second = torch.zeros_like(source.start)
+    quiet = torch.zeros_like(second[0])
+    with one_thread():
+        for step in range(steps):
+            values = source.gradients(range(workers), x.expand(workers, -1)).values
+            second.mul_(beta_2).addcmul_(values, values, value=1 - beta_2)
+            mean_square = second.mean(dim=0)
+            quiet += (values.square() < 1e-4 * mean_square).float().mean(dim=0)
+            mean = values.mean(dim=0, keepdim=True)
+            x += optimizer.changes(state, [0], x, mean, learning_rate_factor(step / steps))
+    rarity = quiet / steps
+    mean_square = second.mean(dim=0)
+    seen = mean_square > 0
+    error = (second.std(dim=0) / mean_square)[seen]
+    rarity = rarity[seen]
+    # What one worker's own v makes of a step's size, to the median over workers.
+    ratio = (mean_square[seen] / second[:, seen].clamp_min(1e-30)).sqrt().median(dim=0).values
+    order = rarity.argsort()
+    rows = []
+    for part, place in enumerate(order.tensor_split(5)):
+        rows.append(
+            [
+                f"{part + 1} of 5",
+                f"{rarity[place].mean():.2f}",
+                f"{error[place].median():.2f}",
+                f"{ratio[place].median():.2f}",
+            ]
+        )
+    correlation = float(spearmanr(rarity, error).statistic)
+    return Table(
+        f"Why v: {workers} workers at the same parameters, {steps} steps, beta_2 {beta_2:g}",
+        ("coordinates", "quiet", "spread of v", "step by own v"),
+        rows,
+        "Fifths of the coordinates, by the share of batches in which a gradient is under a "
+        "hundredth of its own root mean square (quiet). Spread of v: standard deviation over "
+        "workers, of the mean of v; step by own v: how much larger a step the median worker takes "
+        "with its own v than with the mean of all; both medians over coordinates. Rank correlation "
+        f"of quiet and spread over the {len(rarity):,} coordinates that have gradients: "
+        f"{correlation:.2f}.",
+    )
+
+
+def tables(runs: Runs, setting: Setting) -> list[Table]:
+    """The results of a setting, and the rates that were tried."""
+    results = {name: found for name in ROWS if (found := result_of(runs, name, setting))}
+    if not results:
+        return []
+    rows = []
+    for name, found in results.items():
+        reference = results.get(REFERENCES[ROWS[name].optimizer], [])
+        # Over the seeds that both have: these share their data and their first parameters.
+        theirs = [loss_of(run) for run in reference[: len(found)]]
+        ours = [loss_of(run) for run in found[: len(theirs)]]
+        above = statistics.mean(ours) / statistics.mean(theirs) - 1 if theirs else math.nan
+        rows.append(as_row(name, found, above))
+    grid = [
+        [
+            name,
+            "; ".join(
+                f"{rate:g}: {f'{loss:.3f}' if math.isfinite(loss) else 'diverged'}"
+                for rate, loss in tried(runs, name, setting).items()
+            ),
+        ]
+        for name in results
+    ]
+    return [
+        Table(
+            f"Final loss: {setting}",
+            (
+                "",
+                "bits a byte",
+                "above all-reduce",
+                "spread",
+                "seeds",
+                "learning rate",
+                "models a step",
+            ),
+            rows,
+            "Mean over seeds of the loss of the mean model on held-out text, at each row's own "
+            "best learning rate; spread: standard deviation over seeds; models a step: what a "
+            "worker sends for each of its gradient steps, in models, moments included.",
+        ),
+        Table(f"Learning rates tried, first seed: {setting}", ("", "rate: loss"), grid),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", help="only these, with semicolons between them")
+    parser.add_argument("--data", default="common,disjoint", help="common, disjoint, or both")
+    parser.add_argument("--model", default="mlp", choices=list(OBJECTIVES))
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=1500, help="of each worker")
+    parser.add_argument("--seeds", type=int, default=1, help="at each row's best rate")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--quick", action="store_true", help="tiny, to see that it works")
+    parser.add_argument("--no-runs", action="store_true", help="only tabulate what has been run")
+    parser.add_argument("--why", action="store_true", help="how noisy v is and where")
+    options = parser.parse_args()
+    names = [name.strip() for name in options.rows.split(";")] if options.rows else list(ROWS)
+    for name in names:
+        if name not in ROWS:
+            parser.error(f"there is no row {name!r}; the rows are: {'; '.join(ROWS)}")
+    steps = 20 if options.quick else options.steps
+    workers = 4 if options.quick else options.workers
+    report = Report(NAME, "Final loss at equal tokens, simulated", quick=options.quick)
+    runs = Runs((QUICK_RESULTS if options.quick else RESULTS) / f"{NAME}.jsonl")
+    settings = [Setting(data, options.model, workers, steps) for data in options.data.split(",")]
+    for setting in settings if not options.no_runs else ():
+        for name in names:
+            measure(runs, name, setting, options.seeds)
+    for setting in runs.settings() if options.no_runs else settings:
+        report.tables += tables(runs, setting)
+    if options.why:
+        report.tables += [rare_gradients(workers, steps, beta_2) for beta_2 in (0.999, 0.95)]
+    report.write({"runs": list(runs.known.values())}, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Ways to train together, each as its own documentation says to use it: rows of several benchmarks.
+
+A row owns model, optimizer and what travels; the loop, the data, the clock and the schedule are the
+benchmark's, the same for all its rows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossipdp import GossipDataParallel
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """What a row is told.
+
+    samples: of the run, all workers together; batch_size: of one step of one worker.
+    make_optimizer: given parameters, the optimizer that is the same for every row.
+    method, options: of GossipDataParallel; period: steps from one average to the next.
+    """
+
+    name: str
+    num_workers: int
+    samples: int
+    seed: int
+    batch_size: int
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    method: str = "a2cid2"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    period: int = 4
+
+
+class Row(ABC):
+    """One worker's part of one way to train together."""
+
+    model: nn.Module
+
+    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        self.net, self.plan = net, plan
+        self.steps = 0
+        # Who waits for all others at each step takes its share of the samples and no more.
+        self.own_steps = -(-plan.samples // (plan.batch_size * plan.num_workers))
+
+    def progress(self) -> float:
+        """Of the whole run, 0 to 1; the run has used up its samples at 1."""
+        return self.steps / self.own_steps
+
+    @abstractmethod
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the next step."""
+
+    @abstractmethod
+    def step(self, loss: Tensor) -> None:
+        """Gradients, what this row does with them, and the optimizer's step."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Leave the average of all workers in ``net``."""
+
+    def account(self) -> dict[str, float]:
+        """What this row counts: exchanges (or averages) of this worker."""
+        return {}
+
+    def close(self) -> None:
+        """End what was started."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class OneOptimizer(Row):
+    """A row whose steps are those of one torch optimizer."""
+
+    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        super().__init__(net, plan)
+        self.model = net
+        self.optimizer = plan.make_optimizer(net.parameters())
+
+    def set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def step(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.steps += 1
+
+
+class Gossip(OneOptimizer):
+    """GossipDataParallel: methods a2cid2, gossip, and none, which averages once, at the end."""
+
+    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        super().__init__(net, plan)
+        self.model = self.gossip = GossipDataParallel(
+            net,
+            self.optimizer,
+            method=plan.method,  # type: ignore[arg-type]
+            budget_samples=plan.samples,
+            samples_per_step=plan.batch_size,
+            seed=plan.seed,
+            **plan.options,
+        )
+
+    def progress(self) -> float:
+        return self.gossip.progress()
+
+    def account(self) -> dict[str, float]:
+        stats = self.gossip.stats()
+        return {"exchanges": stats.exchanges, "failed": stats.exchanges_failed}
+
+    def finish(self) -> None:
+        self.gossip.consolidate()
+
+
+class DistributedDataParallel(OneOptimizer):
+    """torch's own, over gloo, with its defaults."""
+
+    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        super().__init__(net, plan)
+        dist.init_process_group("gloo")
+        self.model = nn.parallel.DistributedDataParallel(net)
+
+    def account(self) -> dict[str, float]:
+        return {"exchanges": self.steps}
+
+    def finish(self) -> None:
+        """All hold the same already."""
+
+
+class DecentDP(Row):
+    """PyPI's decent-dp: each step averages with one neighbour of a ring, overlapped with the next.
+
+    Its optimizers, one a bucket, step in the backward pass.
+    """
+
+    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        super().__init__(net, plan)
+        dist.init_process_group("gloo")
+        from decent_dp.ddp import DecentralizedDataParallel
+        from loguru import logger
+
+        logger.remove()
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._rate = 0.0
+        self.model = DecentralizedDataParallel(
+            net, self._make_optimizer, topology="ring", _local_world_size=plan.num_workers
+        )
+        self.model.train()
+
+    def _make_optimizer(self, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        made = self.plan.make_optimizer([parameter for _, parameter in named])
+        self._optimizers.append(made)
+        self.set_rate(self._rate)
+        return made
+
+    def set_rate(self, rate: float) -> None:
+        self._rate = rate
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+    def step(self, loss: Tensor) -> None:
+        loss.backward()
+        self.steps += 1
+
+    def account(self) -> dict[str, float]:
+        return {"exchanges": self.steps}
+
+    def finish(self) -> None:
+        self.model.global_avg(will_revert=False)
+
+
+DECENT_DP = {"decent_dp": "decent-dp", "loguru": "loguru"}
+TORCHFT = {"torchft": "torchft", "opentelemetry.exporter.otlp": "torchft"}
+"""What a row imports that gossipdp does not install: modules, and the packages that bring them."""
+
+
+def missing_package(needs: Mapping[str, str]) -> str | None:
+    """Which of these packages is not installed, and how to have it; None where all are."""
+    for module, package in needs.items():
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:  # of what ``module`` lies in
+            found = False
+        if not found:
+            advice = f"pip install {package}, in any environment"
+            return f"{module} is not installed ({advice})"
+    return None
+
+
+@torch.no_grad()
+def average_parameters(net: nn.Module) -> None:
+    """Make all workers' parameters their average."""
+    flat = nn.utils.parameters_to_vector(net.parameters())
+    dist.all_reduce(flat)
+    nn.utils.vector_to_parameters(flat / dist.get_world_size(), net.parameters())

@@ -1,0 +1,309 @@
+"""The parts of quality that its figures rest on, and two short runs."""
+
+import json
+import math
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import quality
+import quality_rows
+import support.rows
+import torch
+from quality import QualityBenchmark, check, measure_all
+from quality_report import (
+    EASY,
+    draw,
+    loss_std,
+    mean_loss,
+    reached,
+    rows_as_json,
+    tables,
+    targets,
+    tried_text,
+)
+from quality_rows import DEFAULT_ROWS, KINDS, OuterNesterov, RowName
+from quality_runs import (
+    MOST_WIDENINGS,
+    TUNING_SEED,
+    Measured,
+    NoBestRateError,
+    Runs,
+    measure,
+    next_rate,
+)
+from quality_worker import NUM_MARKS, Point, RunResult, RunSettings, Size, num_parameters, run
+from support.sockets import tcp_bytes_sent
+from torch import nn
+
+from gossipdp import WorkerFailedError
+
+SIZE = Size(width=16, depth=1, context=16, batch_size=2, steps=4)
+SETTINGS = RunSettings("ddp", "disjoint", 0.004, 0, SIZE, workers=2)
+RATES = [0.004, 0.008]
+
+
+def result(loss: float | None, sent: float = 6.0) -> RunResult:
+    points = [Point(0.0, 0.0, 8.0), Point(0.5, 10.0, 4.0), Point(1.0, 20.0, loss)]
+    return RunResult(
+        loss=loss,
+        curve=points,
+        bytes_per_parameter_step=sent,
+        samples_per_s=100.0,
+        samples=1_000,
+        comm_rate=1.0,
+        seconds=20.0,
+    )
+
+
+def measured(*losses: float | None, sent: float = 6.0) -> Measured:
+    return Measured(
+        tried={0.004: 3.2, 0.008: 3.0, 0.016: 3.4},
+        is_tuned=True,
+        results={seed: result(loss, sent) for seed, loss in enumerate(losses, start=1)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("best", "expected"),
+    [
+        (0.008, [0.004, 0.008, 0.016]),
+        (0.032, [0.004, 0.008, 0.016, 0.032, 0.064]),
+        (0.001, [0.004, 0.008, 0.002, 0.001, 0.0005]),
+    ],
+)
+def test_the_grid_is_widened_until_the_best_has_neighbours(best: float, expected: list[float]):
+    tried: dict[float, float] = {}
+    while (rate := next_rate(tried, RATES)) is not None:
+        tried[rate] = abs(math.log2(rate / best))
+    assert list(tried) == pytest.approx(expected)
+
+
+def test_a_grid_that_finds_no_end_is_an_error():
+    tried = {0.004 * 2**power: -float(power) for power in range(2 + MOST_WIDENINGS)}
+    with pytest.raises(NoBestRateError, match="still at the end"):
+        next_rate(tried, RATES)
+
+
+def test_a_rate_that_diverged_is_a_neighbour():
+    assert next_rate({0.004: 3.0, 0.008: math.inf}, RATES) == 0.002
+
+
+def test_seeds_are_apart_from_the_tuning_and_all_are_run_at_the_best_rate():
+    asked: list[RunSettings] = []
+
+    def fake(settings: RunSettings) -> RunResult:
+        asked.append(settings)
+        return result(abs(math.log2(settings.learning_rate / 0.008)) + settings.seed)
+
+    found = measure(SETTINGS, RATES, 3, fake)
+    assert [one.seed for one in asked[:3]] == [TUNING_SEED] * 3
+    assert [(one.seed, one.learning_rate) for one in asked[3:]] == [
+        (1, 0.008), (2, 0.008), (3, 0.008),
+    ]  # fmt: skip
+    assert sorted(found.tried) == [0.004, 0.008, 0.016]
+    assert found.is_tuned
+    assert found.used == asked
+
+
+def test_what_is_not_to_be_had_now_is_left_open():
+    def fake(settings: RunSettings) -> RunResult | None:
+        loss = abs(math.log2(settings.learning_rate / 0.008))
+        return result(loss) if settings.seed < 2 else None
+
+    unfinished = measure(SETTINGS, RATES, 3, fake)
+    assert unfinished.is_tuned
+    assert list(unfinished.results) == [1]
+    assert not measure(SETTINGS, RATES, 3, lambda _: None).is_tuned
+
+
+def test_a_row_that_diverges_at_every_rate_is_an_error():
+    with pytest.raises(NoBestRateError, match="still at the end"):
+        measure(SETTINGS, RATES, 1, lambda _: result(None))
+
+
+def test_finished_runs_are_found_again_by_all_of_their_settings(tmp_path: Path):
+    path = tmp_path / "folder" / "runs.jsonl"
+    runs = Runs(path)
+    runs.add(SETTINGS, result(3.0))
+    runs.add(replace(SETTINGS, seed=1), result(None))
+    again = Runs(path)
+    assert again.find(SETTINGS) == result(3.0)
+    assert again.find(replace(SETTINGS, seed=1)) == result(None)
+    changes = (
+        replace(SETTINGS, row="none"),
+        replace(SETTINGS, learning_rate=0.002),
+        replace(SETTINGS, data="common"),
+        replace(SETTINGS, size=replace(SIZE, steps=5)),
+        replace(SETTINGS, graph="complete"),
+        replace(SETTINGS, beta2=0.95),
+    )
+    assert not any(map(again.find, changes))
+    assert len(again.commits([SETTINGS])) == 1
+    path.write_bytes(path.read_bytes() + b"{\n")
+    with pytest.raises(ValueError, match="line 3 is no finished run"):
+        Runs(path)
+
+
+def test_a_row_is_a_kind_and_a_period():
+    assert RowName.parse("diloco@32") == RowName("diloco@32", "diloco", 32)
+    assert RowName.parse("ddp").period is None
+    assert RowName.parse("gossip").gossip_options("ring")["comm_rate"] == 1.0
+    assert {RowName.parse(text).kind for text in DEFAULT_ROWS.split(",")} <= set(KINDS)
+    assert not RowName.parse("none").gossip_options("ring")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dpp", "there is no row 'dpp'"),
+        ("diloco", "needs a period, such as diloco@16"),
+        ("ddp@4", "has no period: write ddp"),
+        ("diloco@0", "at least 1"),
+        ("diloco@x", "at least 1"),
+    ],
+)
+def test_a_row_that_is_none_is_told(text: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        RowName.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "disjoint,other"}, "choose disjoint, common or both"),
+        ({"rates": "0.004,0.009"}, "twice the one before"),
+        ({"rates": "much"}, "give numbers"),
+        ({"seeds": 0}, "--seeds is 0"),
+        ({"workers": 1}, "--workers is 1"),
+        ({"steps": 3}, "--steps is 3"),
+        ({"beta2": 1.0}, "--beta2 is 1"),
+        ({"json": Path("/nowhere/at/all.json")}, "does not exist"),
+    ],
+)
+def test_bad_input_is_told_before_anything_runs(changes: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        check(replace(QualityBenchmark(), **changes))
+
+
+def test_a_row_whose_package_is_missing_says_how_to_have_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(support.rows.importlib.util, "find_spec", lambda name: None)
+    reason = RowName.parse("diloco_torchft@16").missing()
+    assert reason is not None
+    assert "pip install torchft" in reason
+    assert RowName.parse("ddp").missing() is None
+
+
+def test_the_outer_step_is_nesterovs():
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2)
+    outer = OuterNesterov(net)
+    start = nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+    first, second = torch.randn(8), torch.randn(8)
+    outer.step(first)
+    outer.step(second)
+    momentum, rate = quality_rows.OUTER_MOMENTUM, quality_rows.OUTER_RATE
+    expected = start + rate * (1 + momentum) * first
+    expected += rate * (second + momentum * (momentum * first + second))
+    after = nn.utils.parameters_to_vector(net.parameters()).detach()
+    torch.testing.assert_close(after, expected)
+    net.weight.data.add_(1.0)  # the anchor stays where the outer step left it
+    torch.testing.assert_close(outer.drift()[:6], torch.ones(6))
+
+
+def test_a_loss_is_reached_between_the_points_around_it():
+    curve = result(3.0).curve
+    assert reached(curve, 6.0) == pytest.approx((0.25, 5.0))
+    assert reached(curve, 8.0) == (0.0, 0.0)
+    assert reached(curve, 2.0) == (math.inf, math.inf)
+    assert reached(result(None).curve, 3.5) == (math.inf, math.inf)
+
+
+def test_json_has_every_rows_figures(tmp_path: Path):
+    rows = {"ddp": measured(3.0, 3.2), "gossip": measured(3.3, None), "diloco@16": Measured()}
+    results = {"disjoint": rows, "common": {"ddp": measured(2.9)}}
+    data = json.loads(json.dumps(rows_as_json(results, SIZE), default=str))
+    assert data["data"] == "disjoint"
+    assert set(data["rows"]) == {"ddp", "gossip"}
+    ddp = data["rows"]["ddp"]
+    assert ddp["loss"] == pytest.approx(3.1)
+    assert ddp["loss_std"] == pytest.approx(math.sqrt(0.02))
+    assert (ddp["learning_rate"], ddp["bytes_per_parameter_step"]) == (0.008, 6.0)
+    assert ddp["samples_per_s"] == 100.0
+    assert ddp["share_to_easy_loss"] == pytest.approx(0.5 + 0.5 * ((4 - EASY * 3.1) / 0.9), abs=0.1)
+    assert data["rows"]["gossip"]["loss"] is None  # a seed diverged
+    assert data["other_data"]["common"]["rows"]["ddp"]["loss_std"] is None
+    shown = tables(results, SETTINGS, ["abc"])
+    assert [len(table.rows) for table in shown[:2]] == [2, 3]
+    assert mean_loss(rows["gossip"]) == math.inf
+    assert loss_std(rows["gossip"]) is None
+    assert not targets({"disjoint": rows})[0].is_met
+    draw(tmp_path / "chart.png", results)
+    assert (tmp_path / "chart.png").stat().st_size > 1_000
+
+
+def test_a_second_call_goes_on_where_the_first_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked: list[RunSettings] = []
+
+    def fake(settings: RunSettings, on_poll: Callable[[], None]) -> RunResult:
+        asked.append(settings)
+        if settings.row == "ddp_bf16":
+            raise WorkerFailedError("workers 0, 1 raised TypeError")
+        return result(3.0 + abs(math.log2(settings.learning_rate / 0.008)))
+
+    monkeypatch.setattr(quality, "run", fake)
+    benchmark = QualityBenchmark(
+        rows="ddp,ddp_bf16,none",
+        data="disjoint",
+        seeds=2,
+        runs=tmp_path / "runs.jsonl",
+        json=tmp_path / "figures.json",
+    )
+    measure_all(replace(benchmark, minutes=0.0))
+    assert not asked
+    assert "its learning rate is not tuned yet" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="failed: DDP, bf16 hook"):
+        measure_all(benchmark)
+    assert "it failed: workers 0, 1 raised TypeError" in capsys.readouterr().out
+    assert [one.seed for one in asked if one.row == "none"] == [0, 0, 0, 1, 2]
+    assert set(json.loads((tmp_path / "figures.json").read_bytes())["rows"]) == {"ddp", "none"}
+    first = len(asked)
+    measure_all(replace(benchmark, rows="ddp,none", seeds=3))
+    assert [(one.row, one.seed) for one in asked[first:]] == [("ddp", 3), ("none", 3)]
+
+
+def test_the_best_rate_stands_out():
+    assert tried_text({0.008: 3.0, 0.004: 3.25}) == "0.004: 3.250, **0.008: 3.000**"
+
+
+def test_bytes_are_those_that_the_sockets_sent():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+    ):
+        other, _ = server.accept()
+        with other:
+            before = tcp_bytes_sent()
+            one.sendall(b"x" * 1_000)
+            assert other.recv(1_000, socket.MSG_WAITALL) == b"x" * 1_000
+            other.sendall(b"y" * 10)
+            assert one.recv(10, socket.MSG_WAITALL) == b"y" * 10
+            assert tcp_bytes_sent() - before == 1_010
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("row", "sent"), [("local_sgd@2", 2.0), ("ddp_bf16", 2.0), ("none", 0.0)])
+def test_a_run_trains_every_worker_as_long_and_counts_its_bytes(row: str, sent: float):
+    found = run(replace(SETTINGS, row=row))
+    assert found.samples == 2 * SIZE.steps * SIZE.batch_size
+    assert len(found.curve) == NUM_MARKS + 1
+    assert found.loss is not None
+    assert found.loss < found.curve[0].loss < 8.5
+    # Two workers send each other half of the vector twice: 4 bytes a parameter every second step,
+    # 2 at each; and a few words.
+    words = found.bytes_per_parameter_step - sent
+    assert 0 <= words * num_parameters(SIZE) * SIZE.steps < 8_192

@@ -1,0 +1,111 @@
+"""The simulated benchmark of quality: its model's gradients, its search, its memory of runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import quality_simulated
+import torch
+from quality_simulated import Runs, Setting, as_row, result_of, tables, tried, tune
+from support.byte_model import ByteModel
+from torch.nn import functional as F
+
+
+def test_the_gradients_written_by_hand_are_those_of_autograd() -> None:
+    objective = ByteModel(batch_size=4)
+    source = objective.begin(3, seed=5)
+    model = objective.make_model()
+    x = source.start + 0.1 * torch.randn(source.start.shape, generator=torch.Generator())
+    found = objective.begin(3, seed=5).gradients([2, 0], x[[2, 0]])
+    for place, rank in enumerate((2, 0)):
+        torch.nn.utils.vector_to_parameters(x[rank], model.parameters())
+        contexts, targets = objective.split(source.windows(rank))
+        loss = F.cross_entropy(model(contexts), targets)
+        expected = torch.autograd.grad(loss, list(model.parameters()))
+        torch.testing.assert_close(found.losses[place], loss.detach())
+        torch.testing.assert_close(
+            found.values[place], torch.cat([each.flatten() for each in expected])
+        )
+
+
+def test_a_fresh_model_knows_little_and_disjoint_workers_read_different_text() -> None:
+    source = ByteModel(disjoint=True).begin(4, seed=0)
+    assert 6 < source.evaluate(source.start[0]).loss < 10
+    texts = [text.data_ptr() for text in source.texts]
+    ends = [start + len(text) for start, text in zip(texts, source.texts, strict=True)]
+    assert texts[1:] == ends[:-1]
+    together = ByteModel().begin(4, seed=0)
+    assert len(together.texts[0]) == sum(len(text) for text in source.texts)
+
+
+@pytest.mark.parametrize("best", [-5, -1, 0, 1, 4])
+def test_the_search_ends_where_the_loss_rises_both_ways(best: int) -> None:
+    asked: list[float] = []
+
+    def loss_at(rate: float) -> float:
+        asked.append(rate)
+        exponent = math.log2(rate / 0.01)
+        return math.inf if exponent > 4.5 else abs(exponent - best)
+
+    assert tune(loss_at, 0.01) == pytest.approx(0.01 * 2.0**best)
+    assert len(set(asked)) == len(asked) <= quality_simulated.MOST_RATES
+
+
+def run_of(rate: float, seed: int, loss: float | None, row: str = "gossip") -> dict[str, object]:
+    return {
+        "row": row,
+        "data": "common",
+        "model": "mlp",
+        "workers": 2,
+        "steps": 10,
+        "learning_rate": rate,
+        "seed": seed,
+        "loss": loss,
+        "models_per_step": 1.0,
+    }
+
+
+def test_runs_are_kept_and_compared_over_the_seeds_that_both_rows_have(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    setting = Setting("common", "mlp", 2, 10)
+    row = quality_simulated.ROWS["gossip"]
+    first = Runs(path).find("gossip", row, setting, 0.01, 0)
+    again = Runs(path)
+    assert again.find("gossip", row, setting, 0.01, 0) == first
+    assert len(path.read_text().splitlines()) == 1
+
+    runs = Runs(tmp_path / "others.jsonl")
+    for run in (
+        run_of(0.1, 0, 2.0),
+        run_of(0.2, 0, None),
+        run_of(0.05, 0, 2.5),
+        run_of(0.1, 1, 4.0),
+        run_of(0.3, 0, 1.6, "all-reduce"),
+    ):
+        runs.known[Runs.key(run)] = run
+    assert tried(runs, "gossip", setting) == {0.05: 2.5, 0.1: 2.0, 0.2: math.inf}
+    assert [run["seed"] for run in result_of(runs, "gossip", setting)] == [0, 1]
+    table, grid = tables(runs, setting)
+    # The one seed that both have: 2.0 against 1.6.
+    assert list(table.rows[1][:5]) == ["gossip", "3.000", "+25.0%", "1.414", "2"]
+    assert grid.rows[1][1] == "0.05: 2.500; 0.1: 2.000; 0.2: diverged"
+    assert runs.settings() == [setting]
+    assert as_row("x", [run_of(0.1, 0, 2.0)], math.nan)[2] == ""
+
+
+@pytest.mark.parametrize("name", ["all-reduce", "gossip", "DiLoCo, H = 8"])
+def test_all_rows_take_as_many_steps(name: str, tmp_path: Path) -> None:
+    setting = Setting("disjoint", "mlp", 4, 16)
+    row = quality_simulated.ROWS[name]
+    run = Runs(tmp_path / "runs.jsonl").find(name, row, setting, 0.01, 0)
+    # A worker of an asynchronous row is caught in the middle of its first step.
+    assert run["gradient_steps"] == pytest.approx(4 * 16, abs=4)
+
+
+def test_v_is_noisy_where_gradients_are_rare() -> None:
+    table = quality_simulated.rare_gradients(workers=3, steps=4, beta_2=0.99)
+    quiet = [float(row[1]) for row in table.rows]
+    assert quiet == sorted(quiet)
+    assert 0 <= quiet[0] < quiet[-1] <= 1
