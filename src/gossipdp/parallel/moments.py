@@ -48,7 +48,7 @@ KINDS = (
     Kind((torch.optim.SGD, torch.optim.Muon), ("momentum_buffer",), {}),
 )
 """What ``exchange_moments=True`` means; under ``amsgrad=True`` nothing. By class and settings, not
-by what an optimizer holds: all workers must decide alike, those too whose has made no step.
+by what an optimizer holds: all workers must decide alike, also before their first step.
 """
 
 
@@ -100,7 +100,7 @@ def chosen_moments(
 
 
 def is_meant(name: str, index: int, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-    """Whether a name that is given must be of this optimizer: of an unknown one, if of no other."""
+    """Whether a given name is meant for this optimizer: an unknown one, unless a known keeps it."""
     kinds = [_kind(optimizer) for optimizer in optimizers]
     is_kept = any(kind is not None and name in kind.keeps for kind in kinds)
     return kinds[index] is not None or not is_kept
