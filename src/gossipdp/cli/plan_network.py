@@ -100,7 +100,9 @@ class TrainingConditions:
             bytes_per_s=check_number("--link-mbps", arguments.link_mbps, is_positive=True) * 125e3,
             latency_s=latency_s,
             step_spread=spread,
-            moments_share=_adams_share() if arguments.optimizer == "adam" else 0.0,
+            moments_share=_adams_share(arguments.comm_rate)
+            if arguments.optimizer == "adam"
+            else 0.0,
         )
 
     @property
@@ -296,14 +298,11 @@ class NetworkPlan:
         return lines
 
 
-def _adams_share() -> float:
-    """Of its moments, as they travel by default, beside the parameters."""
-    from torch.optim import Adam
+def _adams_share(comm_rate: float) -> float:
+    """Of its second moment, as it travels by default at beta_2 = 0.999, beside the parameters."""
+    from gossipdp.parallel.moments import default_period
 
-    from gossipdp.parallel.moments import KINDS
-
-    kind = next(kind for kind in KINDS if Adam in kind.optimizers)
-    return sum(1.0 / period for period in kind.default.values())
+    return 1.0 / default_period(0.999, comm_rate)
 
 
 def model_bytes(parameters: str | None, model_mb: float | None) -> float:

@@ -84,7 +84,7 @@ class GossipEngine(Engine):
             momentum=options.method == "a2cid2",
             outer=options.outer,
             exchange_frozen=options.exchange_frozen,
-            moments=chosen_moments(choice, optimizers),
+            moments=chosen_moments(choice, optimizers, options.comm_rate),
         )
         self._state = self._flat.state
         self._state.compile()

@@ -65,8 +65,10 @@ class GossipDataParallel(nn.Module):
             comes first (``batch_first=False``).
         exchange_frozen: exchange frozen parameters too, so that they may be unfrozen later.
         exchange_moments: what of the optimizer's state is averaged too. True: Adam's second moment
-            (``exp_avg_sq``; also of AdamW, NAdam, RAdam) with one exchange in 16, nothing of other
-            optimizers, nor under ``amsgrad=True`` (a maximum keeps one worker's outlier for ever).
+            (``exp_avg_sq``; also of AdamW, NAdam, RAdam), as often as fits its memory of
+            1 / (1 - beta_2) steps: at comm rate 1 with one exchange in 16 for beta_2 = 0.999, in 5
+            for 0.95; nothing of other optimizers, nor under ``amsgrad=True`` (a maximum keeps one
+            worker's outlier for ever).
             A mapping names such tensors, of their parameter's shape, and their periods:
             ``{"exp_avg": 1, "exp_avg_sq": 1}``. Each costs one more float a parameter in memory.
         wire_format: how parameters travel in exchanges: ``full`` (as they are), ``bfloat16``

@@ -36,35 +36,56 @@ class Kind(NamedTuple):
 
     optimizers: tuple[type[torch.optim.Optimizer], ...]
     keeps: tuple[str, ...]
-    default: Periods
+    travels: tuple[str, ...]
 
 
 KINDS = (
     Kind(
         (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
         ("exp_avg", "exp_avg_sq"),
-        {"exp_avg_sq": 16},
+        ("exp_avg_sq",),
     ),
-    Kind((torch.optim.SGD, torch.optim.Muon), ("momentum_buffer",), {}),
+    Kind((torch.optim.SGD, torch.optim.Muon), ("momentum_buffer",), ()),
 )
 """What ``exchange_moments=True`` means; under ``amsgrad=True`` nothing. By class and settings, not
 by what an optimizer holds: all workers must decide alike, also before their first step.
 """
+
+LONGEST_PERIOD = 16
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> Kind | None:
     return next((kind for kind in KINDS if isinstance(optimizer, kind.optimizers)), None)
 
 
-def _default(optimizer: torch.optim.Optimizer) -> Periods:
+def default_period(decay: float, comm_rate: float) -> int:
+    """One exchange in how many carries a moment of which a step keeps the share ``decay``.
+
+    As many as a worker has in a quarter of the moment's memory of 1 / (1 - decay) steps, and 16 at
+    most: one worker's own moment is the poorer, the shorter its memory (docs/quality.md).
+
+    Example:
+        >>> [default_period(decay, 1.0) for decay in (0.9, 0.95, 0.98, 0.99, 0.999)]
+        [2, 5, 12, 16, 16]
+        >>> default_period(0.999, 1 / 32)
+        7
+    """
+    # A little more, since 1 - 0.95 is a little more than 0.05.
+    num_exchanges = (0.25 + 1e-9) * comm_rate / max(1.0 - decay, 1e-9)
+    return max(1, min(LONGEST_PERIOD, int(num_exchanges)))
+
+
+def _default(optimizer: torch.optim.Optimizer, comm_rate: float) -> Periods:
     kind = _kind(optimizer)
     # With amsgrad one worker's largest gradient would stay in its peers' maxima for ever.
     has_maximum = any(group.get("amsgrad") for group in optimizer.param_groups)
-    return {} if kind is None or has_maximum else kind.default
+    if kind is None or has_maximum:
+        return {}
+    return {name: default_period(decay_of(name, optimizer), comm_rate) for name in kind.travels}
 
 
 def chosen_moments(
-    choice: bool | Periods, optimizers: Sequence[torch.optim.Optimizer]
+    choice: bool | Periods, optimizers: Sequence[torch.optim.Optimizer], comm_rate: float
 ) -> list[Periods]:
     """Return what travels of each optimizer's state.
 
@@ -85,7 +106,7 @@ def chosen_moments(
                 type(optimizer).__name__,
             )
     if isinstance(choice, bool):
-        return [_default(optimizer) if choice else {} for optimizer in optimizers]
+        return [_default(optimizer, comm_rate) if choice else {} for optimizer in optimizers]
     for name in choice:
         if all(kind is not None and name not in kind.keeps for kind in kinds):
             kept = sorted({each for kind in kinds if kind is not None for each in kind.keeps})

@@ -337,10 +337,12 @@ def test_a_parameter_that_has_its_first_gradient_later_is_taken_in(wrap: Callabl
 
 
 def test_what_travels_by_default() -> None:
-    def names(*optimizers: torch.optim.Optimizer, choice: Any = True) -> list[tuple[str, int, int]]:
+    def names(
+        *optimizers: torch.optim.Optimizer, choice: Any = True, comm_rate: float = 1.0
+    ) -> list[tuple[str, int, int]]:
         from gossipdp.parallel.moments import chosen_moments
 
-        periods = chosen_moments(choice, optimizers)
+        periods = chosen_moments(choice, optimizers, comm_rate)
         flat = FlatParameters(net, optimizers, momentum=True, moments=periods)
         return [
             (each.moment.name, each.moment.period, each.optimizer_index)
@@ -352,6 +354,10 @@ def test_what_travels_by_default() -> None:
     first, second = [net[0].weight], [net[2].weight]
     sgd = torch.optim.SGD(first, 0.1)
     assert names(ADAMW(first)) == [("exp_avg_sq", 16, 0)]
+    # A quarter of the moment's memory, which is 20 steps here.
+    assert names(ADAMW(first, betas=(0.9, 0.95))) == [("exp_avg_sq", 5, 0)]
+    assert names(ADAMW(first), comm_rate=1 / 50) == [("exp_avg_sq", 5, 0)]
+    assert names(ADAMW(first, betas=(0.9, 0.95)), comm_rate=1 / 50) == [("exp_avg_sq", 1, 0)]
     assert names(ADAMW(first), choice=False) == []
     assert names(sgd) == []
     assert names(torch.optim.RMSprop(first)) == []
