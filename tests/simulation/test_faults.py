@@ -44,9 +44,9 @@ def test_a_large_one_too() -> None:
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:
-    first, again = (run_schedule(draw_schedule(3, largest=LARGEST)) for _ in range(2))
+    first, again = (run_schedule(draw_schedule(3, largest=8)) for _ in range(2))
     assert first == again
-    other = run_schedule(replace(draw_schedule(3, largest=LARGEST), seed=4))
+    other = run_schedule(replace(draw_schedule(3, largest=8), seed=4))
     assert other.digest != first.digest
 
 
