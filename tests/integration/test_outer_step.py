@@ -1,6 +1,5 @@
 """The outer step between real workers: nothing of it is lost, at rare exchanges or by a resume."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from gossipdp import Checkpoints, GossipDataParallel, OuterStep, RefusedError, R
 from gossipdp.dynamics.chunks import Chunk
 from gossipdp.parallel.checkpoint import saved_by
 from gossipdp.parallel.checkpoint_files import read_tensors
-from gossipdp.protocol.clock import SKIPPED_STEPS
 
 pytestmark = pytest.mark.processes
 
@@ -89,24 +87,21 @@ def nothing() -> Held:
 def test_every_step_goes_on_in_the_outer_momentum(
     workers: Callable[..., Any], n: int, options: dict[str, Any]
 ) -> None:
-    steps = 400
+    steps = 160
     results = workers(train, n, (steps, options, None))
-    ends, averages, exchanges = zip(*results, strict=True)
+    ends, averages, _ = zip(*results, strict=True)
     expected = expected_sum([nothing()] * n, list(ends), steps) / n
     for average in averages:
         torch.testing.assert_close(average, expected, rtol=1e-5, atol=0)
-    # By the optimizer alone it would be 1; were there an exchange at every step, 2.
+    # By the optimizer alone, or without exchanges, it would be 1; with one at every step, 2.
     share = averages[0].mean() / (steps * LEARNING_RATE * (1 + n) / 2)
     assert 1.5 < share < 2.0
-    # The number of a worker's exchanges is that of a Poisson clock: five standard deviations.
-    demands = (steps - SKIPPED_STEPS - 1) / 8
-    assert all(count >= demands - 5 * math.sqrt(demands) for count in exchanges), exchanges
 
 
 def test_a_resumed_run_goes_on_with_its_outer_momentum(
     workers: Callable[..., Any], tmp_path: Path
 ) -> None:
-    n, steps = 2, 80
+    n, steps = 2, 400
     options = {"graph": "complete"}
     workers(train, n, (steps, options, tmp_path))
     starts = []
