@@ -1,6 +1,7 @@
 """The outer step between real workers: nothing of it is lost, at rare exchanges or by a resume."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from gossipdp import Checkpoints, GossipDataParallel, OuterStep, RefusedError, R
 from gossipdp.dynamics.chunks import Chunk
 from gossipdp.parallel.checkpoint import saved_by
 from gossipdp.parallel.checkpoint_files import read_tensors
+from gossipdp.protocol.clock import SKIPPED_STEPS
 
 pytestmark = pytest.mark.processes
 
@@ -27,7 +29,10 @@ class Held(NamedTuple):
 
 
 def train(steps: int, options: dict[str, Any], directory: Path | None) -> tuple[Any, ...]:
-    """Take equal steps, another size on each worker; return what it came to, and how."""
+    """Take equal steps, another size on each worker; return what it began with and came to.
+
+    One whose process is slow to start begins with what another has trained by then.
+    """
     net = nn.Module()
     net.weight = nn.Parameter(torch.zeros(NUM_VALUES))
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
@@ -45,6 +50,7 @@ def train(steps: int, options: dict[str, Any], directory: Path | None) -> tuple[
         replace(chunk, values)
 
     Chunk.replace = record  # type: ignore[method-assign]
+    began = Held(net.weight.detach().double(), *(torch.zeros(NUM_VALUES) for _ in range(2)))
     net.weight.grad = torch.full((NUM_VALUES,), -1.0 - model.rank)
     for _ in range(steps):
         optimizer.step()
@@ -52,10 +58,10 @@ def train(steps: int, options: dict[str, Any], directory: Path | None) -> tuple[
         model.save_checkpoint()
     assert model.consolidate().world_size == model.world_size
     held = Held(*(torch.cat(parts).double() for parts in zip(*last, strict=True)))
-    return held, net.weight.detach().double(), model.stats().exchanges
+    return began, held, net.weight.detach().double(), model.stats().exchanges
 
 
-def expected_sum(starts: list[Held], ends: list[Held], steps: int) -> Tensor:
+def expected_sum(starts: Sequence[Held], ends: Sequence[Held], steps: int) -> Tensor:
     r"""What the sum of z over workers must be at the end, whatever exchanges there were.
 
     With the outer rate 1 an outer step adds :math:`u = \\mu m`. Summed over a worker's outer steps,
@@ -71,10 +77,6 @@ def expected_sum(starts: list[Held], ends: list[Held], steps: int) -> Tensor:
     return total
 
 
-def nothing() -> Held:
-    return Held(*(torch.zeros(NUM_VALUES, dtype=torch.float64) for _ in range(3)))
-
-
 @pytest.mark.parametrize(
     ("n", "options"),
     [
@@ -87,15 +89,18 @@ def nothing() -> Held:
 def test_every_step_goes_on_in_the_outer_momentum(
     workers: Callable[..., Any], n: int, options: dict[str, Any]
 ) -> None:
-    steps = 160
+    steps = 400
     results = workers(train, n, (steps, options, None))
-    ends, averages, _ = zip(*results, strict=True)
-    expected = expected_sum([nothing()] * n, list(ends), steps) / n
+    starts, ends, averages, exchanges = zip(*results, strict=True)
+    expected = expected_sum(starts, ends, steps) / n
     for average in averages:
         torch.testing.assert_close(average, expected, rtol=1e-5, atol=0)
-    # By the optimizer alone, or without exchanges, it would be 1; with one at every step, 2.
+    # By the optimizer alone it would be 1; were there an exchange at every step, 2.
     share = averages[0].mean() / (steps * LEARNING_RATE * (1 + n) / 2)
     assert 1.5 < share < 2.0
+    # The number of a worker's exchanges is that of a Poisson clock: five standard deviations.
+    demands = (steps - SKIPPED_STEPS - 1) / 8
+    assert all(count >= demands - 5 * math.sqrt(demands) for count in exchanges), exchanges
 
 
 def test_a_resumed_run_goes_on_with_its_outer_momentum(
@@ -116,8 +121,8 @@ def test_a_resumed_run_goes_on_with_its_outer_momentum(
         assert m.any()
         starts.append(Held(x + pending, g, m))
     results = workers(train, n, (steps, options, tmp_path))
-    ends, averages, _ = zip(*results, strict=True)
-    expected = expected_sum(starts, list(ends), steps) / n
+    _, ends, averages, _ = zip(*results, strict=True)
+    expected = expected_sum(starts, ends, steps) / n
     torch.testing.assert_close(averages[0], expected, rtol=1e-5, atol=0)
 
 
