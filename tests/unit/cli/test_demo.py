@@ -6,9 +6,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from gossipdp.cli.demo import (
-    DEFAULT_SAMPLES,
-    DemoArguments,
+from gossipdp.cli.demo import DEFAULT_SAMPLES, DemoArguments
+from gossipdp.cli.demo_training import (
     WorkerResult,
     averaged_together,
     configuration_of,
