@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from gossipdp.cli.demo_training import AVERAGE_FILE, WorkerResult, train
+from gossipdp.cli.demo_compare import check_compare, compare
+from gossipdp.cli.demo_training import WorkerResult, train, write_reports
 from gossipdp.cli.demo_watch import (
     Fault,
     fault_line,
@@ -19,22 +19,24 @@ from gossipdp.cli.demo_watch import (
     parse_faults,
     parse_slow_worker,
 )
-from gossipdp.observe.log import FILE_PATTERN, RunLog
 from gossipdp.tasks.options import RunOptions, check_numbers
 
-DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib": 6_000}
-"""Over all workers: about half a minute of training on two cores."""
-
-REPORT_FILE = "report.html"
+DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib": 6_000, "pystdlib-small": 48_000}
+"""Over all workers: about half a minute of training on two cores; the last one a quarter."""
 
 
 @dataclass(frozen=True)
 class DemoArguments(RunOptions):
     """Train a small model with several worker processes here, and show what happens."""
 
-    workload: Literal["digits", "pystdlib"] = "digits"
-    """digits: handwritten digits, a small convolutional network; pystdlib: the source text of
-    Python's standard library, a small byte-level transformer."""
+    compare: bool = False
+    """Train twice, by all-reduce and by --method, with one worker four times slower, and draw both
+    in one picture. It takes about a minute. The workload is pystdlib-small."""
+
+    workload: Literal["digits", "pystdlib", "pystdlib-small"] | None = None
+    """digits (the default): handwritten digits, a small convolutional network; pystdlib: the source
+    text of Python's standard library, a small byte-level transformer; pystdlib-small: the same
+    text, a transformer six times smaller."""
 
     workers: int = 4
     """Worker processes."""
@@ -54,6 +56,9 @@ class DemoArguments(RunOptions):
     restart: bool = False
     """Start workers that were killed again; they rejoin the run."""
 
+    learning_rate: float | None = None
+    """The optimizer's highest learning rate; by default the workload's own."""
+
     samples: int | None = None
     """Samples to train on, all workers together; by default what takes about half a minute, and
     longer where faults want it."""
@@ -65,15 +70,21 @@ class DemoArguments(RunOptions):
     """No two workers see the same training data; for pystdlib each has a stretch of the text."""
 
     @property
+    def task(self) -> str:
+        """The workload, also where none was asked for."""
+        return self.workload or "digits"
+
+    @property
     def directory(self) -> Path:
         """Where the run's files go."""
-        name = f"{self.workload}-{self.method}-{self.graph}-{self.workers}"
+        kind = "compare" if self.compare else self.task
+        name = f"{kind}-{self.method}-{self.graph}-{self.workers}"
         return (self.output or Path("runs", name)).absolute()
 
     @property
     def num_samples(self) -> int:
         """Of the whole run."""
-        return self.samples or DEFAULT_SAMPLES[self.workload]
+        return self.samples or DEFAULT_SAMPLES[self.task]
 
     @property
     def faults(self) -> tuple[Fault, ...]:
@@ -89,6 +100,8 @@ class DemoArguments(RunOptions):
 def check(arguments: DemoArguments) -> None:
     """Raise ValueError for what cannot be meant; quick, without torch."""
     check_numbers(arguments, workers=1, samples=1, seed=0)
+    if arguments.compare:
+        check_compare(arguments)
     parse_slow_worker(arguments.slow_worker, arguments.workers)
     if arguments.faults and arguments.method == "allreduce":
         raise ValueError(
@@ -109,6 +122,8 @@ def run(arguments: DemoArguments) -> int:
     Raises ValueError for bad input, before any process starts.
     """
     check(arguments)
+    if arguments.compare:
+        return compare(arguments)
     console = Console()
 
     def say(text: str, *, markup: bool = True) -> None:
@@ -118,7 +133,7 @@ def run(arguments: DemoArguments) -> int:
     words = training.metric_name.replace("_", " ")
     console.print(_table(training.results, words))
     lines = _lines(arguments, training.summary, words)
-    for line in (*lines, *_write_reports(arguments, training.run_log)):
+    for line in (*lines, *write_reports(arguments, training.run_log)):
         say(line)
     for problem in training.problems:
         say(f"[bold red]{problem}[/bold red]")
@@ -164,23 +179,3 @@ def _lines(arguments: DemoArguments, summary: dict[str, Any], words: str) -> lis
         f"waited: {sum(worker['waited_seconds'] for worker in summary['workers']):.2f} s in all"
     )
     return lines + [fault_line(each) for each in summary.get("faults", ()) if "missed" not in each]
-
-
-def _write_reports(arguments: DemoArguments, run_log: RunLog) -> list[str]:
-    """Write the page of the run and TensorBoard files from the logs; where everything is."""
-    from gossipdp.report.page import render
-    from gossipdp.report.tensorboard import tensorboard_is_installed, write_tensorboard
-
-    directory = arguments.directory
-    shown = directory.relative_to(Path.cwd()) if directory.is_relative_to(Path.cwd()) else directory
-    (directory / REPORT_FILE).write_text(render(run_log, directory.name), "utf-8")
-    tensorboard = "not written, tensorboard is not installed: pip install 'gossipdp[tensorboard]'"
-    if tensorboard_is_installed():
-        write_tensorboard(run_log, directory / "tensorboard")
-        tensorboard = f"tensorboard --logdir {shown / 'tensorboard'}"
-    return [
-        f"report: {escape(str(shown / REPORT_FILE))}",
-        f"logs: {escape(str(shown / FILE_PATTERN))}",
-        f"averaged model: {escape(str(shown / AVERAGE_FILE))}",
-        f"TensorBoard files: {escape(tensorboard)}",
-    ]

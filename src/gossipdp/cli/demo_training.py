@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from gossipdp import logs
 from gossipdp.cli.demo_watch import FaultInjector, LiveView, fault_results, parse_slow_worker
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 METRIC, DIGEST = "metric_before_average", "average_digest"
 """Logged by each worker that comes to the end."""
 
-AVERAGE_FILE = "averaged_model.pt"
+AVERAGE_FILE, REPORT_FILE = "averaged_model.pt", "report.html"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def train(arguments: DemoArguments, console: Console) -> Training:
 
     from gossipdp.tasks import make_workload
 
-    workload = make_workload(arguments.workload, disjoint=arguments.disjoint)
+    workload = make_workload(arguments.task, disjoint=arguments.disjoint)
     # Raises where a share of the data is too small, before a worker does.
     workload.train_loader(0, arguments.workers, arguments.seed)
     configuration = configuration_of(arguments, workload.batch_size)
@@ -148,10 +149,10 @@ def _run_workers(
 def configuration_of(arguments: DemoArguments, batch_size: int) -> dict[str, Any]:
     """What was asked for, as ``--json`` and the logs have it."""
     asked = asdict(arguments)
-    for name in ("json", "output", "slow_worker"):
+    for name in ("json", "output", "slow_worker", "compare"):
         del asked[name]
-    asked.update(samples=arguments.num_samples, batch_size=batch_size)
-    for name in ("kill", "stop", "restart"):
+    asked.update(workload=arguments.task, samples=arguments.num_samples, batch_size=batch_size)
+    for name in ("kill", "stop", "restart", "learning_rate"):
         if not asked[name]:
             del asked[name]
     return {**asked, "least_seconds": arguments.least_s} if arguments.least_s else asked
@@ -159,7 +160,7 @@ def configuration_of(arguments: DemoArguments, batch_size: int) -> dict[str, Any
 
 def _opening(arguments: DemoArguments) -> str:
     workers = "1 worker" if arguments.workers == 1 else f"{arguments.workers} workers"
-    text = f"{arguments.workload}: {workers}, graph {arguments.graph}, method {arguments.method}"
+    text = f"{arguments.task}: {workers}, graph {arguments.graph}, method {arguments.method}"
     if arguments.method in ("a2cid2", "gossip"):
         text += f", comm rate {arguments.comm_rate:g}"
     slow = parse_slow_worker(arguments.slow_worker, arguments.workers)
@@ -201,9 +202,11 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
     rank = int(os.environ["RANK"])
     # Different on purpose: the wrapper gives every worker rank 0's initial parameters.
     torch.manual_seed(arguments.seed * 1_000_003 + rank)
-    workload = make_workload(arguments.workload, disjoint=arguments.disjoint)
+    workload = make_workload(arguments.task, disjoint=arguments.disjoint)
     net = workload.make_model()
     optimizer = workload.make_optimizer(net)
+    for group in optimizer.param_groups:
+        group["lr"] = arguments.learning_rate or group["lr"]
     loader = workload.train_loader(rank, arguments.workers, arguments.seed)
     model = GossipDataParallel(
         net,
@@ -306,7 +309,7 @@ def read_results(run_log: RunLog) -> list[WorkerResult]:
                 rank,
                 gradient_steps=step.gradient_steps,
                 samples=step.samples,
-                train_seconds=step.time_s,
+                train_seconds=worker.trained_s,
                 exchanges_initiated=exchange.exchanges_initiated,
                 exchanges=exchange.exchanges_initiated + exchange.exchanges_answered,
                 waited_seconds=exchange.waited_seconds,
@@ -377,3 +380,27 @@ def not_back(faults: Sequence[dict[str, Any]]) -> list[str]:
         for fault in faults
         if fault["kind"] == "kill" and "missed" not in fault and fault["rejoined_s"] is None
     ]
+
+
+def write_reports(arguments: DemoArguments, run_log: RunLog) -> list[str]:
+    """Write the page of the run and TensorBoard files from the logs; where everything is."""
+    from gossipdp.report.page import render
+    from gossipdp.report.tensorboard import tensorboard_is_installed, write_tensorboard
+
+    directory = arguments.directory
+    (directory / REPORT_FILE).write_text(render(run_log, directory.name), "utf-8")
+    tensorboard = "not written, tensorboard is not installed: pip install 'gossipdp[tensorboard]'"
+    if tensorboard_is_installed():
+        write_tensorboard(run_log, directory / "tensorboard")
+        tensorboard = f"tensorboard --logdir {shown(directory / 'tensorboard')}"
+    return [
+        f"report: {escape(str(shown(directory / REPORT_FILE)))}",
+        f"logs: {escape(str(shown(directory / FILE_PATTERN)))}",
+        f"averaged model: {escape(str(shown(directory / AVERAGE_FILE)))}",
+        f"TensorBoard files: {escape(tensorboard)}",
+    ]
+
+
+def shown(path: Path) -> Path:
+    """A path as it is shown: from where the user is, if it lies below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
