@@ -235,13 +235,15 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
     )
     slowed, factor = parse_slow_worker(arguments.slow_worker, arguments.workers) or (-1, 1.0)
     for batch in batches:
-        step_started = time.monotonic()
+        step_started, waited_s = time.monotonic(), model.stats().waited_seconds
         loss = workload.loss(model, batch)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         if rank == slowed:
-            # Slow as a slow device is: its gradient comes late. The other cores stay free.
-            time.sleep((factor - 1) * (time.monotonic() - step_started))
+            # Slow as a slow device is: its gradient comes late. The other cores stay free. Its
+            # network is as fast as the others': what all-reduce takes is not multiplied.
+            waited_s = model.stats().waited_seconds - waited_s
+            time.sleep((factor - 1) * max(0.0, time.monotonic() - step_started - waited_s))
         optimizer.step()
         schedule.step()
         model.log(loss=loss)
