@@ -212,7 +212,7 @@ def _draw(verdict: Verdict, trainings: Mapping[str, Training], path: Path) -> No
             for method, training in trainings.items()
         ],
         path,
-        title=textwrap.fill(str(verdict), 100),
+        title=textwrap.fill(str(verdict), 80),
         loss_label="training loss (bits per byte)",
         loss_unit=math.log(2),
     )
