@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from scipy.stats import spearmanr
+from support.batched_transformer import BatchedTransformer
 from support.byte_model import ByteModel
 from support.report import QUICK_RESULTS, RESULTS, Report, Table
 
@@ -33,10 +34,8 @@ from gossipdp.progress import ProgressView
 from gossipdp.simulate import (
     AdamW,
     ConstantTime,
-    Evaluation,
     Link,
     LinkModel,
-    ModuleObjective,
     Objective,
     RowOptimizer,
     Scenario,
@@ -45,8 +44,6 @@ from gossipdp.simulate import (
     simulate,
 )
 from gossipdp.simulate.study import one_thread
-from gossipdp.tasks.options import BytesGptOptions
-from gossipdp.tasks.text import Gpt
 from gossipdp.tasks.workload import learning_rate_factor
 
 NAME = "quality_simulated"
@@ -95,20 +92,10 @@ class Setting:
         return f"{self.model}, {self.data} data, {self.workers} workers, {self.steps} steps"
 
 
-def transformer(disjoint: bool) -> ModuleObjective:
-    """One block of width 64 on windows of 16 bytes, 16 a batch; 67,520 parameters."""
-    options = BytesGptOptions(batch_size=16, context=16, width=64, depth=1, heads=4)
-    task = Gpt(options, disjoint=disjoint)
-    return ModuleObjective(
-        task.make_model,
-        task.loss,
-        task.train_loader,
-        evaluate=lambda model: Evaluation(loss=task.evaluate(model)),
-        name="transformer",
-    )
-
-
-OBJECTIVES: dict[str, Callable[[bool], Objective]] = {"mlp": ByteModel, "transformer": transformer}
+OBJECTIVES: dict[str, Callable[[bool], Objective]] = {
+    "mlp": ByteModel,
+    "transformer": BatchedTransformer,
+}
 RATE_FACTORS = {"mlp": 1.0, "transformer": 1 / 8}
 """Where the search begins, to where it begins for the mlp."""
 OPTIMIZERS: dict[str, Callable[[float], RowOptimizer]] = {
@@ -144,6 +131,7 @@ ROWS: dict[str, Row] = {
     "gossip, v every 4th": _row("gossip", 0.064, exchange_moments=_v(4)),
     "gossip, m and v every 16th": _row("gossip", 0.064, exchange_moments=_both(16)),
     "gossip, ring": _row("gossip", 0.064, "ring"),
+    "gossip, ring, v every 16th": _row("gossip", 0.064, "ring", exchange_moments=_v(16)),
     "a2cid2, ring": _row("a2cid2", 0.064, "ring"),
     "a2cid2, ring, v every 16th": _row("a2cid2", 0.064, "ring", exchange_moments=_v(16)),
 }
@@ -179,6 +167,9 @@ ROWS |= {
     "gossip, beta_2 0.95, v every 16th": _row("gossip", 0.064, exchange_moments=_v(16), **_SLOWER),
     "gossip, beta_2 0.95, v every 5th": _row("gossip", 0.064, exchange_moments=_v(5), **_SLOWER),
     "gossip, beta_2 0.95, v every time": _row("gossip", 0.064, exchange_moments=_v(1), **_SLOWER),
+    "gossip, beta_2 0.95, m and v every time": _row(
+        "gossip", 0.128, exchange_moments=_both(1), **_SLOWER
+    ),
 }
 _SGD = {"optimizer": "sgd"}
 ROWS |= {
