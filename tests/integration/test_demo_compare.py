@@ -7,7 +7,7 @@ import pytest
 from matplotlib.image import imread
 
 from gossipdp.cli.demo import DemoArguments, run
-from gossipdp.cli.demo_compare import LEARNING_RATES, Verdict
+from gossipdp.cli.demo_compare import Verdict
 
 pytestmark = pytest.mark.processes
 
@@ -24,15 +24,13 @@ def test_both_train_the_same_and_the_sentence_is_that_of_their_figures(
     assert found.keys() == {"verdict", "times_as_fast", "worse_by", "allreduce", "a2cid2"}
     runs = [found["allreduce"], found["a2cid2"]]
     for method, one in zip(("allreduce", "a2cid2"), runs, strict=True):
-        # A step of each worker may be under way when the budget is reached; all-reduce ends one
-        # step of all later.
-        assert 640 <= one["samples"] <= 640 + 3 * 2 * 16
         assert one["slow_worker"] == {"rank": 1, "factor": 4.0, "by": "waiting"}
-        assert one["configuration"]["learning_rate"] == LEARNING_RATES[method]
+        assert one["configuration"]["method"] == method
         assert 0 < one["validation_bits_per_byte"] < 8
-    slowest, fastest = ([worker["gradient_steps"] for worker in one["workers"]] for one in runs)
-    assert len(set(slowest)) == 1
-    assert fastest[1] < fastest[0]
+    # Workers learn the total a step late under all-reduce; by gossip when the news reaches them.
+    assert runs[0]["samples"] == 640 + 2 * 16
+    assert runs[1]["samples"] >= 640
+    assert len({worker["gradient_steps"] for worker in runs[0]["workers"]}) == 1
     times = [one["train_seconds"] for one in runs]
     losses = [one["validation_bits_per_byte"] for one in runs]
     verdict = Verdict("a2cid2", (1, 4.0), 640, *times, *losses)

@@ -116,7 +116,7 @@ class PyStdlib(Gpt):
 class SmallPyStdlib(PyStdlib):
     """The same text for a network of 70,592 parameters, whose step takes 10 ms of one core.
 
-    The learning rate is the best of all-reduce with 4 workers: see ``cli/demo_compare.py``.
+    The learning rate was tuned with 4 workers: ``cli/demo_compare.py`` says how.
     """
 
     num_validation_windows = 1024

@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.optim import Optimizer
 
 from gossipdp.cli.demo import DEFAULT_SAMPLES, DemoArguments
-from gossipdp.cli.demo_compare import AS_GOOD, LEARNING_RATES, WORKLOAD, Verdict, both
-from gossipdp.parallel.options import METHODS
-from gossipdp.tasks import make_workload
+from gossipdp.cli.demo_compare import AS_GOOD, WORKLOAD, Verdict, both
 
 FASTER = Verdict("a2cid2", (2, 4.0), 48_000, 40.0, 16.0, 2.6, 2.61)
 
@@ -51,7 +48,7 @@ def test_where_a_model_is_as_good_ends(share: int) -> None:
     assert "as good" not in str(beyond)
 
 
-def test_the_two_trainings_differ_in_method_rate_and_place_alone(tmp_path: Path) -> None:
+def test_the_two_trainings_differ_in_method_and_place_alone(tmp_path: Path) -> None:
     arguments = DemoArguments(compare=True, method="gossip", output=tmp_path, seed=3)
     allreduce, gossip = both(arguments).values()
     assert (allreduce.method, gossip.method) == ("allreduce", "gossip")
@@ -59,10 +56,8 @@ def test_the_two_trainings_differ_in_method_rate_and_place_alone(tmp_path: Path)
     assert allreduce.num_samples == DEFAULT_SAMPLES[WORKLOAD]
     assert (allreduce.slow_worker, allreduce.seed) == ("2:4", 3)
     for own in (allreduce, gossip):
-        assert own.learning_rate == LEARNING_RATES[own.method]
         assert own.directory == tmp_path / own.method
-    own = {"method": "gossip", "learning_rate": gossip.learning_rate, "output": gossip.output}
-    assert replace(allreduce, **own) == gossip
+    assert replace(allreduce, method="gossip", output=gossip.output) == gossip
 
 
 def test_the_slow_worker_exists_and_may_be_chosen() -> None:
@@ -70,15 +65,3 @@ def test_the_slow_worker_exists_and_may_be_chosen() -> None:
     assert {own.slow_worker for own in both(two).values()} == {"1:4"}
     chosen = replace(two, slow_worker="0:2")
     assert {own.slow_worker for own in both(chosen).values()} == {"0:2"}
-
-
-def test_every_method_that_can_be_compared_has_a_rate() -> None:
-    assert LEARNING_RATES.keys() == set(METHODS) - {"none"}
-    # The workload's own is all-reduce's, so that a user who names no rate trains as well.
-    (rate,) = {group["lr"] for group in _optimizer().param_groups}
-    assert rate == LEARNING_RATES["allreduce"]
-
-
-def _optimizer() -> Optimizer:
-    workload = make_workload(WORKLOAD)
-    return workload.make_optimizer(workload.make_model())
