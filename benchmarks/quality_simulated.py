@@ -70,12 +70,12 @@ class Row:
             objective=OBJECTIVES[setting.model](setting.data == "disjoint"),
             optimizer=OPTIMIZERS[self.optimizer](rate),
             comm_rate=self.comm_rate,
-            links=LinkModel(Link(latency_s=0.0)),  # or rounds would end later: fewer steps
             num_steps=setting.steps,
             seed=seed,
             num_records=10,
             learning_rate_decay=True,
-            **self.options,
+            # A latency would make rounds end later: fewer steps.
+            **{"links": LinkModel(Link(latency_s=0.0)), **self.options},
         )
 
 
@@ -160,6 +160,28 @@ ROWS |= {  # at equal time: a slow worker takes fewer steps, and whoever waits f
         "gossip", 0.016, every=8, outer=OUTER, **_UNEVEN
     ),
 }
+_SLOW = Link(latency_s=0.02, bytes_per_s=100e6 / 8)
+_NETWORKS: dict[str, dict[str, Any]] = {  # at equal time too
+    "100 Mbit/s and 20 ms": {"links": LinkModel(_SLOW)},
+    "one slow link": {"links": LinkModel(Link(latency_s=0.0), overrides={(0, 1): _SLOW})},
+}
+for _network, _links in _NETWORKS.items():
+    # As if the model had a million parameters and a step took the simulator's 0.1 s.
+    _timed: dict[str, Any] = {"model_bytes": 4e6, "fidelity": "links", **_links}
+    ROWS |= {f"all-reduce, {_network}": _row("allreduce", 0.032, **_timed)}
+    ROWS |= {
+        f"DiLoCo, H = {_every}, {_network}": _row(
+            "diloco", 0.016, sync_every=_every, outer=OUTER, **_timed
+        )
+        for _every in (16, 32, 64)
+    }
+    ROWS |= {
+        f"gossip, outer step, H = {_every}, {_network}": _row(
+            "gossip", 0.016, every=_every, outer=OUTER, **_timed
+        )
+        for _every in (8, 16)
+    }
+    ROWS |= {f"gossip, H = 4, {_network}": _row("gossip", 0.064, every=4, **_timed)}
 _SLOWER = {"optimizer": "adamw, beta_2 0.95"}
 ROWS |= {
     "all-reduce, beta_2 0.95": _row("allreduce", 0.032, **_SLOWER),
