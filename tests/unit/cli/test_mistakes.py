@@ -72,6 +72,8 @@ MISTAKES = [
     (f"{NETWORK} --parameters 25.6X", "--parameters '25.6X' is not a number"),
     (f"{NETWORK} --model-mb 0", "--model-mb is 0;"),
     (f"{NETWORK} --model-mb 1 --step-spread 10", "--step-spread is 10, but must be from 0 to 3"),
+    (f"{NETWORK} --model-mb 1 --sync-every 0", "--sync-every is 0; it must be at least 1"),
+    ("plan --workers 4 --sync-every 8", "--sync-every plans a run on a network: add --step-ms 100"),
     ("plan --workers 4 --step-ms 0 --link-mbps 1 --model-mb 1", "--step-ms is 0;"),
     ("plan --workers 4 --step-ms 1 --link-mbps -1 --model-mb 1", "--link-mbps is -1"),
     ("plan --workers 1 --step-ms 1 --link-mbps 1 --model-mb 1", "pass 2 or more"),
