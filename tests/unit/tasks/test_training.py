@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from gossipdp import OuterStep
 from gossipdp.gossip.published import Notice
 from gossipdp.parallel.stats import Stats
 from gossipdp.tasks.options import BytesGptOptions
@@ -175,6 +176,25 @@ def test_gradients_are_clipped_where_the_recipe_says_so(
     monkeypatch.setattr(Gpt, "clip_norm", 0.01)
     train(options)
     assert max(norms) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_wrapper_is_given_the_outer_step_and_the_moments(
+    options: BytesGptOptions, monkeypatch: pytest.MonkeyPatch
+):
+    given: dict[str, object] = {}
+
+    class WrappedError(Exception):
+        pass
+
+    def wrap(*_: object, **arguments: object) -> None:
+        given.update(arguments)
+        raise WrappedError
+
+    monkeypatch.setattr("gossipdp.tasks.training.GossipDataParallel", wrap)
+    with pytest.raises(WrappedError):
+        train(replace(options, outer_momentum=0.5, exchange_moments="exp_avg:2"))
+    assert given["outer"] == OuterStep(momentum=0.5)
+    assert given["exchange_moments"] == {"exp_avg": 2}
 
 
 def test_the_opening_names_the_outer_step(
