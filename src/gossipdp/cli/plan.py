@@ -20,17 +20,16 @@ if TYPE_CHECKING:
     from gossipdp.graph import Plan
 
 DEFAULT_GRAPH = "ring"
-LEARNING_RATES = {
-    "AdamW, comm rate 1": "2",
-    "AdamW and the outer step (momentum 0.7), comm rate 1/8 to 1/16": "1/2",
-    "SGD with momentum 0.9, comm rate 1": "1/2 to 1",
-}
-"""The best learning rate, as a multiple of all-reduce's best with the same batch on each worker.
-
-Source: docs/quality.md, with 16 simulated workers; with 4 real ones it was all-reduce's own.
-docs/choosing.md shows what is printed of it, and a test compares the two.
-"""
 WRITTEN = ("chi1", "chi2", "eta", "alpha_tilde", "exchanges_per_unit_time")
+
+LEARNING_RATE_RULE = """\
+Learning rate, as a multiple of all-reduce's best with the same batch a worker:
+  2         AdamW, comm rate 1
+  1/2       AdamW and the outer step (momentum 0.7), comm rate 1/8 to 1/16
+  1/2 to 1  SGD with momentum 0.9, comm rate 1
+Found with 16 simulated workers; with 4 real ones it was 1 (docs/quality.md).
+Try half and twice as much too."""
+"""Its only place, but for docs/choosing.md, which a test compares with what is printed."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def run(arguments: PlanArguments) -> int:
     console = Console()
     console.print(_table(planned))
     console.print(_verdict(planned), highlight=False)
-    console.print(_learning_rates(), highlight=False)
+    console.print(LEARNING_RATE_RULE, highlight=False)
     written: dict[str, Any] = {name: getattr(planned, name) for name in WRITTEN}
     written["edges"] = planned.num_edges
     if network is not None:
@@ -206,15 +205,4 @@ def _verdict(plan: Plan) -> str:
     return (
         "A2CiD2 helps here: no. On this graph plain gossip mixes about as fast "
         f"(expected speed-up {plan.expected_speedup:.3g})."
-    )
-
-
-def _learning_rates() -> str:
-    return "\n".join(
-        [
-            "Learning rate, as a multiple of all-reduce's best with the same batch a worker:",
-            *(f"  {factor:10}{setting}" for setting, factor in LEARNING_RATES.items()),
-            "Found with 16 simulated workers; with 4 real ones it was 1 (docs/quality.md).",
-            "Try half and twice as much too.",
-        ]
     )
