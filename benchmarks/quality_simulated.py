@@ -1,10 +1,10 @@
 """Does a model train as well without barriers? 16 simulated workers, a small language model.
 
-Every row trains the same network on the same number of bytes with the same optimizer, over an ideal
-network (exchanges take no time); only how workers agree differs. Each row's learning rate is tuned
-by itself, on a grid of factors of two: from its first rate the search goes on, up or down, as long
-as the loss of the first seed falls. The other seeds are run at the best rate. The loss is that of
-the mean model on held-out text, in bits a byte.
+Every row trains the same network on the same number of bytes with the same optimizer; only how
+workers agree differs. Exchanges follow the real protocol, and take no time but where a row says so.
+Each row's learning rate is tuned by itself, on a grid of factors of two: from its first rate the
+search goes on, up or down, as long as the loss of the first seed falls. The other seeds are run at
+the best rate. The loss is that of the mean model on held-out text, in bits a byte.
 
 Each run that ends is appended to a file of JSON lines; a run that stands there is not run again. So
 the benchmark can be stopped at any time, and goes on where it was. Writes
@@ -70,12 +70,13 @@ class Row:
             objective=OBJECTIVES[setting.model](setting.data == "disjoint"),
             optimizer=OPTIMIZERS[self.optimizer](rate),
             comm_rate=self.comm_rate,
-            links=LinkModel(Link(latency_s=0.0)),  # or rounds would end later: fewer steps
             num_steps=setting.steps,
             seed=seed,
             num_records=10,
             learning_rate_decay=True,
-            **self.options,
+            fidelity="links",
+            # A latency would make rounds end later: fewer steps.
+            **{"links": LinkModel(Link(latency_s=0.0)), **self.options},
         )
 
 
@@ -160,6 +161,28 @@ ROWS |= {  # at equal time: a slow worker takes fewer steps, and whoever waits f
         "gossip", 0.016, every=8, outer=OUTER, **_UNEVEN
     ),
 }
+_SLOW = Link(latency_s=0.02, bytes_per_s=100e6 / 8)
+_NETWORKS: dict[str, dict[str, Any]] = {  # at equal time too
+    "100 Mbit/s and 20 ms": {"links": LinkModel(_SLOW)},
+    "one slow link": {"links": LinkModel(Link(latency_s=0.0), overrides={(0, 1): _SLOW})},
+}
+for _network, _links in _NETWORKS.items():
+    # As if the model had a million parameters and a step took the simulator's 0.1 s.
+    _timed: dict[str, Any] = {"model_bytes": 4e6, **_links}
+    ROWS |= {f"all-reduce, {_network}": _row("allreduce", 0.032, **_timed)}
+    ROWS |= {
+        f"DiLoCo, H = {_every}, {_network}": _row(
+            "diloco", 0.016, sync_every=_every, outer=OUTER, **_timed
+        )
+        for _every in (16, 32, 64)
+    }
+    ROWS |= {
+        f"gossip, outer step, H = {_every}, {_network}": _row(
+            "gossip", 0.016, every=_every, outer=OUTER, **_timed
+        )
+        for _every in (8, 16)
+    }
+    ROWS |= {f"gossip, H = 4, {_network}": _row("gossip", 0.064, every=4, **_timed)}
 _SLOWER = {"optimizer": "adamw, beta_2 0.95"}
 ROWS |= {
     "all-reduce, beta_2 0.95": _row("allreduce", 0.032, **_SLOWER),
