@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tyro
+from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from gossipdp.cli.main import main
@@ -18,7 +19,7 @@ from gossipdp.cli.simulate import SimulateArguments, run
 from gossipdp.cli.simulate_results import command
 from gossipdp.cli.simulate_study import load_objective, make_study, parse_seeds, read_step_times
 from gossipdp.dynamics.outer import OuterStep
-from gossipdp.report.simulation_figures import draw_timeline
+from gossipdp.report.simulation_figures import ACTIVITY_COLOURS, draw_timeline
 from gossipdp.simulate.optimizers import AdamW, Sgd
 from gossipdp.simulate.scenario import ConstantTime, Link, LognormalTime, MeasuredTime, SlowedTime
 from gossipdp.simulate.study import simulate_all
@@ -260,10 +261,14 @@ def test_the_timeline_of_the_docs_is_what_its_command_draws(elsewhere: Path) -> 
     assert gossip == 0.0
     assert allreduce == pytest.approx(0.59, abs=0.005)  # as the page says
     draw_timeline(traces, elsewhere / "timeline.png", title=study.timeline_title())
-    new, committed = (imread(folder / "timeline.png") for folder in (elsewhere, DOCS / "figures"))
+    orange = to_rgb(ACTIVITY_COLOURS["exchanging"])
+    new, committed = (
+        abs(imread(folder / "timeline.png")[..., :3] - orange).max(axis=2) < 0.02
+        for folder in (elsewhere, DOCS / "figures")
+    )
     assert new.shape == committed.shape
-    # What differs is how another version of matplotlib draws letters.
-    assert (abs(new - committed) > 0.1).mean() < 0.02
+    # The same exchanges; letters, and so places, may differ a little between versions.
+    assert (new != committed).sum() < 0.2 * committed.sum()
 
 
 def test_consensus_on_a_ring(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
