@@ -241,7 +241,8 @@ def write(result: Result) -> list[str]:
         "Jittered: lognormal, gradient steps with spread "
         f"{STEP_JITTER:g}, exchanges {EXCHANGE_JITTER:g}. Latency is a thousandth of a step.",
         "What differs from the paper: it measures no pairing by itself. At duration 0 `poisson` "
-        "and `available` are its Poisson edges, but for the phases, which real workers estimate.",
+        "and `available` draw partners as its edges do, but workers ask more evenly than by a "
+        "Poisson process, and estimate their phases.",
     ]
 
 
