@@ -68,6 +68,12 @@ def help_of(*command: str) -> str:
     return shown.getvalue()
 
 
+def options_of(*command: str) -> set[str]:
+    """Every option that the help of a command shows."""
+    lines = re.findall(r"^[│ ] +(-.*)", help_of(*command), re.M)
+    return {option for line in lines for option in re.findall(r"--[a-z-]+", line)}
+
+
 def calls_in(text: str) -> list[list[str]]:
     """The words of every call of our command, in indented lines and in inline code."""
     shown = re.findall(r"^    (?:\$ )?gossipdp (.*)$", text, re.M)
@@ -94,11 +100,12 @@ def test_the_command_line_page_names_every_option():
     for command in COMMANDS:
         section = text.split(f"\n## `gossipdp {command}`")[1]
         section = re.split(r"^## ", section, flags=re.M)[0]
-        for option in re.findall(r"^│ .*?(--[a-z-]+)", help_of(command), re.M):
+        assert "--log-level" in options_of(command)
+        for option in options_of(command):
             assert option in (section if option not in ("--help", "--log-level") else text), option
     section = re.split(r"^## ", text.split("\n## `gossipdp train`")[1], flags=re.M)[0]
     for recipe in RECIPES:
-        for option in re.findall(r"^│ .*?(--[a-z-]+)", help_of("train", recipe), re.M):
+        for option in options_of("train", recipe):
             assert option in (section if option not in ("--help", "--log-level") else text), option
 
 
