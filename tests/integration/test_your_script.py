@@ -3,6 +3,7 @@
 One start of two workers runs them all, one after the other.
 """
 
+import gc
 import os
 import re
 import sys
@@ -158,13 +159,15 @@ def run_programs(programs: dict[str, list[Run]], directory: Path) -> dict[str, d
     torch.set_num_threads(1)
     sys.modules["wandb"] = types.SimpleNamespace(init=WandbRun)  # type: ignore[assignment]
     seen: dict[str, dict[str, Any]] = {}
+    names: dict[str, Any] = {}
     for name, runs in programs.items():
         (directory / name).mkdir(parents=True, exist_ok=True)
         os.chdir(directory / name)
         os.environ["GOSSIPDP_LOG_DIR"] = "log" if name.startswith("Watch") else ""
         try:
             for program, sys.argv[1:] in runs:
-                names = {"__name__": "__main__", "os": os, "Path": Path}
+                names.clear()
+                names.update({"__name__": "__main__", "os": os, "Path": Path})
                 exec(compile(program, name, "exec"), names)
             seen[name] = {
                 "looked": eval(LOOKS[name][0], names),
@@ -173,6 +176,9 @@ def run_programs(programs: dict[str, list[Run]], directory: Path) -> dict[str, d
             }
         except Exception:
             seen[name] = {"error": traceback.format_exc()}
+        # Here, and not in the next program's gossip thread: a loader's end waits for its processes.
+        names.clear()
+        gc.collect()
     return seen
 
 
