@@ -1,10 +1,10 @@
 """Does a model train as well without barriers? 16 simulated workers, a small language model.
 
-Every row trains the same network on the same number of bytes with the same optimizer, over an ideal
-network (exchanges take no time); only how workers agree differs. Each row's learning rate is tuned
-by itself, on a grid of factors of two: from its first rate the search goes on, up or down, as long
-as the loss of the first seed falls. The other seeds are run at the best rate. The loss is that of
-the mean model on held-out text, in bits a byte.
+Every row trains the same network on the same number of bytes with the same optimizer; only how
+workers agree differs. Exchanges follow the real protocol, and take no time but where a row says so.
+Each row's learning rate is tuned by itself, on a grid of factors of two: from its first rate the
+search goes on, up or down, as long as the loss of the first seed falls. The other seeds are run at
+the best rate. The loss is that of the mean model on held-out text, in bits a byte.
 
 Each run that ends is appended to a file of JSON lines; a run that stands there is not run again. So
 the benchmark can be stopped at any time, and goes on where it was. Writes
@@ -74,6 +74,7 @@ class Row:
             seed=seed,
             num_records=10,
             learning_rate_decay=True,
+            fidelity="links",
             # A latency would make rounds end later: fewer steps.
             **{"links": LinkModel(Link(latency_s=0.0)), **self.options},
         )
@@ -167,7 +168,7 @@ _NETWORKS: dict[str, dict[str, Any]] = {  # at equal time too
 }
 for _network, _links in _NETWORKS.items():
     # As if the model had a million parameters and a step took the simulator's 0.1 s.
-    _timed: dict[str, Any] = {"model_bytes": 4e6, "fidelity": "links", **_links}
+    _timed: dict[str, Any] = {"model_bytes": 4e6, **_links}
     ROWS |= {f"all-reduce, {_network}": _row("allreduce", 0.032, **_timed)}
     ROWS |= {
         f"DiLoCo, H = {_every}, {_network}": _row(

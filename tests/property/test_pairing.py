@@ -29,8 +29,8 @@ LATEST_END_S = TRAINING_S + 120.0
 class InPhase(Random):
     """Ticks of all workers at the same moments: each gap is exactly its mean."""
 
-    def expovariate(self, lambd: float = 1.0) -> float:
-        return 1.0 / lambd
+    def uniform(self, a: float, b: float) -> float:
+        return 1.0
 
 
 @dataclass(frozen=True)

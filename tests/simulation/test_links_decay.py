@@ -43,14 +43,14 @@ def run(graph: str, num_workers: int, method: str = "a2cid2", **settings: object
     return trace
 
 
-# The figures of the design; gossip's is that of Poisson edges, which `fresh` is to beat.
+# With even ticks; the design's figures, with Poisson ticks, are 0.31 and 0.24, 0.13 and 0.08.
 @pytest.mark.parametrize(
     ("method", "policy", "lowest", "highest"),
     [
-        ("a2cid2", "fresh", 0.27, 0.34),
-        ("a2cid2", "poisson", 0.20, 0.27),
-        ("gossip", "fresh", 0.11, 0.15),
-        ("gossip", "poisson", 0.07, 0.09),
+        ("a2cid2", "fresh", 0.32, 0.38),
+        ("a2cid2", "poisson", 0.22, 0.34),
+        ("gossip", "fresh", 0.13, 0.155),
+        ("gossip", "poisson", 0.075, 0.095),
     ],
 )
 def test_decay_on_a_ring_of_16_with_quick_exchanges(
@@ -73,7 +73,7 @@ def test_decay_on_a_ring_of_16_with_quick_exchanges(
 
 @pytest.mark.parametrize(
     ("graph", "num_workers", "fresh", "poisson"),
-    [("torus", 36, 0.49, 0.35), ("complete", 16, 0.67, 0.58)],
+    [("torus", 36, 0.53, 0.39), ("complete", 16, 0.77, 0.71)],
 )
 def test_fresh_beats_edges_drawn_in_advance(
     graph: str, num_workers: int, fresh: float, poisson: float

@@ -9,8 +9,8 @@ import threading
 MAX_PERIODS = 4.0
 
 # A gap counts in the running mean with at most this many times the mean, so that one evaluation
-# or pause of any length cannot slow the clock for the exchanges that follow it. A Poisson process
-# exceeds it once in exp(10) = 22,000 gaps; the design note gives no such bound.
+# or pause of any length cannot slow the clock for the exchanges that follow it. Even a Poisson
+# process exceeds it only once in exp(10) = 22,000 gaps; the design note gives no such bound.
 MAX_GAP_IN_MEANS = 10.0
 
 

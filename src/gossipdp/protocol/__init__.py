@@ -3,7 +3,7 @@
     messages      what is said on the wire, strictly typed and bounded
     actions       what a state machine asks its driver to do
     members       who lives, is done, left or died; how much each has trained; how one joins
-    clock         when to ask: a Poisson clock in units of the worker's own gradient steps
+    clock         when to ask: even ticks in units of the worker's own gradient steps
     neighbours    with whom: the graph over the live workers, and which neighbour to ask first
     pairing       one exchange at a time: who exchanges with whom, and when
     confirmation  when a chunk that travels in a code may be applied

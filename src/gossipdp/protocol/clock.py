@@ -1,4 +1,4 @@
-"""When to ask: a Poisson clock that runs in units of the worker's own gradient steps.
+"""When to ask: a clock that runs in units of the worker's own gradient steps.
 
 A tick is one demand for an exchange. The clock's time is virtual,
 
@@ -7,6 +7,11 @@ A tick is one demand for an exchange. The clock's time is virtual,
 so that a gradient step is worth one unit however long it lasts: an evaluation, a pause or a slow
 step adds no ticks, and ticks per gradient step meet ``rate_per_step`` exactly in expectation. At
 a step that ends early, u jumps to the next whole number and the ticks in the jump come due.
+
+The paper's ticks are a Poisson process; these come more evenly, each gap between 0.5 and 1.5 of the
+mean. After a Poisson tick the next one may be long in coming, and workers drift apart meanwhile:
+with as many exchanges they train less well (docs/quality.md). Some chance remains, lest two workers
+ask at the same moment for ever.
 """
 
 from __future__ import annotations
@@ -21,11 +26,12 @@ MEDIAN_WINDOW = 32
 
 
 class StepClock:
-    """Poisson ticks of rate ``rate_per_step`` per gradient step of this worker.
+    """Ticks at the mean rate of ``rate_per_step`` per gradient step of this worker.
 
     Args:
         rate_per_step: expected ticks per gradient step; 0 means none.
-        random: where the gaps between ticks are drawn.
+        random: where the gaps between ticks are drawn, from 0.5 to 1.5 of 1 / rate_per_step; the
+            first from 0 to 1, so that the mean rate holds from the start.
 
     Until four steps have ended there is no step duration, and no tick: the first
     steps (compilation, warm caches) say nothing about the later ones.
@@ -68,7 +74,7 @@ class StepClock:
         if self._durations:
             self.step_seconds = median_low(self._durations)
             if not had_median:
-                self._next_tick = self.steps + self._gap()
+                self._next_tick = self.steps + self._gap(0.0, 1.0)
 
     def ticks_due(self, now: float) -> int:
         """How many ticks came due since the last call; they are consumed."""
@@ -111,7 +117,7 @@ class StepClock:
         if self.step_seconds is None or self._rate == old:
             return
         if old == 0.0 or self._rate == 0.0:
-            self._next_tick = self.steps + self._gap()
+            self._next_tick = self.steps + self._gap(0.0, 1.0)
         else:
             ahead = max(0.0, self._next_tick - self.steps)
             self._next_tick = self.steps + ahead * old / self._rate
@@ -123,8 +129,9 @@ class StepClock:
         ahead = self._next_tick - self.steps
         return None if ahead > 1.0 else self._last_step + max(0.0, ahead) * self.step_seconds
 
-    def _gap(self) -> float:
-        return self._random.expovariate(self._rate) if self._rate > 0.0 else math.inf
+    def _gap(self, least: float = 0.5, most: float = 1.5) -> float:
+        """From ``least`` to ``most`` of the mean gap."""
+        return self._random.uniform(least, most) / self._rate if self._rate > 0.0 else math.inf
 
 
 def _checked(rate_per_step: float) -> float:
