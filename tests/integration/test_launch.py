@@ -1,6 +1,7 @@
 """``launch`` with real processes."""
 
 import inspect
+import multiprocessing
 import os
 import signal
 import socket
@@ -88,11 +89,9 @@ def test_a_store_that_nobody_hosts_is_told_in_time(workers: Callable) -> None:
         workers(arrive_alone, 2, environment=by_hand)
 
 
-def describe_worker(word: str) -> tuple[str, str, str, set[int], int]:
-    import torch
-
-    cores = os.sched_getaffinity(0)
-    return os.environ["RANK"], os.environ["COLOUR"], word, cores, torch.get_num_threads()
+def describe_worker(word: str) -> tuple[str, str, str, set[int], str]:
+    cores, method = os.sched_getaffinity(0), multiprocessing.get_start_method()
+    return os.environ["RANK"], os.environ["COLOUR"], word, cores, method
 
 
 def test_arguments_environment_and_pinning(workers: Callable) -> None:
@@ -100,6 +99,8 @@ def test_arguments_environment_and_pinning(workers: Callable) -> None:
     assert [result[:3] for result in results] == [("0", "red", "hello"), ("1", "red", "hello")]
     if len(os.sched_getaffinity(0)) > 1:
         assert not results[0][3] & results[1][3]
+    # Processes of a worker's data loader start as in a script.
+    assert {result[4] for result in results} == {multiprocessing.get_start_method()}
 
 
 class Local:

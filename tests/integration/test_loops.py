@@ -227,22 +227,32 @@ LOOPS = {each.__name__: each for each in (sam, lbfgs, followers, compiled, adapt
 
 
 def run_loop(name: str, method: str) -> tuple[Tensor, Any, Any]:
-    torch.set_num_threads(1)
     net, model = LOOPS[name](method)
     stats, end = model.stats(), model.consolidate()
     return torch.cat([value.double().flatten() for value in net.state_dict().values()]), stats, end
 
 
+def run_loops() -> dict[tuple[str, str], tuple[Tensor, Any, Any]]:
+    """Run every loop with and without exchanges, one after the other: one start serves all."""
+    torch.set_num_threads(1)
+    return {(name, way): run_loop(name, way) for name in LOOPS for way in ("gossip", "none")}
+
+
+@pytest.fixture(scope="module")
+def of_workers(workers: Callable) -> list[dict[tuple[str, str], tuple[Tensor, Any, Any]]]:
+    return workers(run_loops, 2, timeout_s=120)
+
+
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_mixes_and_its_workers_end_equal(workers: Callable, name: str) -> None:
-    values, stats, ends = zip(*workers(run_loop, 2, (name, "gossip"), timeout_s=90), strict=True)
+def test_a_loop_mixes_and_its_workers_end_equal(of_workers: list[dict], name: str) -> None:
+    values, stats, ends = zip(*(each[name, "gossip"] for each in of_workers), strict=True)
     assert torch.equal(*values)
     assert torch.isfinite(values[0]).all()
     assert ends[0].samples >= STEPS * BATCH * 2
     assert sum(each.exchanges_failed for each in stats) == 0
     # At rate 4 two workers meet four times a step of each.
     assert sum(each.exchanges_initiated for each in stats) > STEPS, stats
-    apart = workers(run_loop, 2, (name, "none"), timeout_s=90)[0][2]
+    apart = of_workers[0][name, "none"][2]
     assert ends[0].consensus_distance < apart.consensus_distance / 3
 
 

@@ -10,16 +10,14 @@ from run_processes import VARIABLES
 
 pytestmark = pytest.mark.processes
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "tied_transformer.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 BIN = Path(sys.executable).parent
 # Two workers: each is a new interpreter, seconds of CPU time until it has torch.
-LAUNCHERS = {
-    "gossipdp run": [str(BIN / "gossipdp"), "run", "-n", "2"],
-    "torchrun": [
-        str(BIN / "torchrun"), "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", "127.0.0.1:0",
-    ],
-}  # fmt: skip
+RUN = [str(BIN / "gossipdp"), "run", "-n", "2"]
+TORCHRUN = [
+    str(BIN / "torchrun"), "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+    "--rdzv-endpoint", "127.0.0.1:0",
+]  # fmt: skip
 
 
 def run(
@@ -30,9 +28,20 @@ def run(
     )
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_example_ends_with_equal_parameters_on_all_workers(launcher: str, tmp_path: Path):
-    done = run([*LAUNCHERS[launcher], str(EXAMPLE), str(tmp_path)])
+def test_the_complete_example_under_our_launcher(tmp_path: Path):
+    """test_your_script.py resumes it; here it has processes of its own, and loaders' processes."""
+    options = ["--epochs", "3", "--output", str(tmp_path)]
+    done = run([*RUN, str(EXAMPLES / "complete.py"), *options])
+    assert done.returncode == 0, done.stdout + done.stderr
+    ends = re.findall(r"^\[\d\] worker (\d): (\d+ samples, accuracy [\d.]+)$", done.stdout, re.M)
+    assert sorted(rank for rank, _ in ends) == ["0", "1"], done.stdout
+    assert len({end for _, end in ends}) == 1, ends
+    assert (tmp_path / "best.pt").exists()
+    assert all((tmp_path / f"worker-{rank}.jsonl").stat().st_size for rank in range(2))
+
+
+def test_under_torchrun_an_example_ends_with_equal_parameters_on_all_workers(tmp_path: Path):
+    done = run([*TORCHRUN, str(EXAMPLES / "tied_transformer.py"), str(tmp_path)])
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [(tmp_path / f"worker-{rank}.txt").read_text() for rank in range(2)]
     hashes = {line.split()[0] for line in lines}

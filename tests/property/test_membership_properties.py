@@ -24,6 +24,7 @@ entries = st.builds(
     process_id=st.integers(0, 1),
     samples=st.integers(0, 9),
     steps=st.integers(0, 9),
+    is_stopped=st.booleans(),
 )
 
 
@@ -63,6 +64,7 @@ def test_progress_merges_in_any_order_and_never_falls(
             assert progress.total_samples >= total
             total = progress.total_samples
         assert total == sum(entry.samples for entry in progress.news()[0])
+        assert progress.is_stopped == any(entry.is_stopped for entry in sequence)
         return progress
 
     again = records + records[: len(records) // 2]

@@ -5,7 +5,8 @@ both sides of the README's ``diff`` do; ``py`` is compared with the object of th
 and ``yaml`` can be read.
 Indented calls of our command are checked for their options; with a prompt, ``$ gossipdp plan`` and
 ``$ gossipdp simulate`` are run, and print what follows them. A line of three dots stands for any
-number of lines. The cells of the notebooks run in tests/integration/test_notebooks.py.
+number of lines. The cells of the notebooks run in tests/integration/test_notebooks.py, the changes
+(``diff``) of your_script.md in tests/integration/test_your_script.py.
 """
 
 import ast
@@ -72,6 +73,12 @@ def help_of(*command: str) -> str:
     return shown.getvalue()
 
 
+def options_of(*command: str) -> set[str]:
+    """Every option that the help of a command shows."""
+    lines = re.findall(r"^[│ ] +(-.*)", help_of(*command), re.M)
+    return {option for line in lines for option in re.findall(r"--[a-z-]+", line)}
+
+
 def calls_in(text: str) -> list[list[str]]:
     """The words of every call of our command, in indented lines and in inline code."""
     shown = re.findall(r"^    (?:\$ )?gossipdp (.*)$", text, re.M)
@@ -98,11 +105,12 @@ def test_the_command_line_page_names_every_option():
     for command in COMMANDS:
         section = text.split(f"\n## `gossipdp {command}`")[1]
         section = re.split(r"^## ", section, flags=re.M)[0]
-        for option in re.findall(r"^│ .*?(--[a-z-]+)", help_of(command), re.M):
+        assert "--log-level" in options_of(command)
+        for option in options_of(command):
             assert option in (section if option not in ("--help", "--log-level") else text), option
     section = re.split(r"^## ", text.split("\n## `gossipdp train`")[1], flags=re.M)[0]
     for recipe in RECIPES:
-        for option in re.findall(r"^│ .*?(--[a-z-]+)", help_of("train", recipe), re.M):
+        for option in options_of("train", recipe):
             assert option in (section if option not in ("--help", "--log-level") else text), option
 
 
@@ -209,13 +217,26 @@ def test_both_sides_of_the_readme_s_diff_run(
         torch.distributed.destroy_process_group()
 
 
+# Tested above, below, and in tests/integration/test_your_script.py.
+WITH_CHANGES = {"README.md", "from_ddp.md", "your_script.md"}
+
+
 def test_no_block_is_of_a_kind_that_nobody_checks():
     kinds = {"python", "py", "diff", "json", "yaml", "text", ""}
     for page in PAGES:
         fences = re.findall(r"^```(.*)$", page.read_text(), re.M)
         assert set(fences) <= kinds, page
-        assert "diff" not in fences or page.name == "README.md", page
+        assert "diff" not in fences or page.name in WITH_CHANGES, page
         assert len(fences) % 2 == 0, f"{page}: a block has no end"
+
+
+def test_the_change_from_ddp_is_that_of_the_two_examples():
+    ((_, change),) = [each for each in blocks("diff") if each[0] == "docs/from_ddp.md"]
+    for sign, name in (("-", "plain_ddp"), ("+", "plain_gossipdp")):
+        lines = (ROOT / "examples" / f"{name}.py").read_text().splitlines()
+        shown = [line[1:] for line in change.splitlines() if line.startswith(sign)]
+        assert shown, sign
+        assert set(shown) <= set(lines), set(shown) - set(lines)
 
 
 def test_json_and_yaml_blocks_can_be_read():

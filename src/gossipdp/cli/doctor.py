@@ -37,7 +37,7 @@ Verdict = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """Say what works on this machine and what to set."""
+    """Check what works on this machine, and say what to set."""
 
     json: Path | None = None
     """Also write the findings to this file."""

@@ -20,6 +20,7 @@ import typing
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+import docstring_parser
 import tyro
 
 import gossipdp
@@ -113,14 +114,15 @@ def _parse(words: list[str]) -> tuple[Any, Any, Common]:
     name = words[0] if words else ""
     if name in ("-h", "--help"):
         kinds = [_annotated[_load(each)[1], tyro.conf.subcommand(each)] for each in COMMANDS]
-        _cli(functools.reduce(operator.or_, kinds), "gossipdp", DESCRIPTION, words)
+        more = "gossipdp COMMAND --help shows a command's options, gossipdp --version the version."
+        _cli(functools.reduce(operator.or_, kinds), "gossipdp", f"{DESCRIPTION}\n\n{more}", words)
     if name not in COMMANDS:
         likely = difflib.get_close_matches(name, COMMANDS, 1)
         told = f"there is no command {name!r}" if name else "no command is given"
         hint = f"do you mean gossipdp {likely[0]}?" if likely else "gossipdp --help shows all"
         raise UsageError(f"{told}; {hint}")
     module, kind = _load(name)
-    _say_no_none(Common)
+    _set_help(Common)
     unnamed = tyro.conf.arg(name="")
     fields = [("arguments", _annotated[kind, unnamed]), ("common", _annotated[Common, unnamed])]
     options, script = split_script(words[1:]) if name == "run" else (words[1:], [])
@@ -142,23 +144,30 @@ def _load(name: str) -> tuple[Any, type[Any]]:
     words = name.split("-")
     module = importlib.import_module(f"gossipdp.cli.{'_'.join(words)}")
     kind = getattr(module, "".join(word.capitalize() for word in words) + "Arguments")
-    _say_no_none(kind)
+    _set_help(kind)
     return module, kind
 
 
-def _say_no_none(kind: Any) -> None:
-    """Have the help of options that need not be given not say "(default: None)"."""
+def _set_help(kind: Any) -> None:
+    """Have each option's help be one paragraph, without "(default: None)" and "(default: False)".
+
+    tyro takes a line of a docstring that is indented, as all but its first are, for a paragraph.
+    """
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         for part in typing.get_args(kind):  # of a union of subcommands, or what is annotated
-            _say_no_none(part)
+            _set_help(part)
         return
     hints = typing.get_type_hints(kind, include_extras=True)
+    told = {
+        each.arg_name: " ".join((each.description or "").split())
+        for base in reversed(kind.__mro__[:-1])
+        for each in docstring_parser.parse_from_object(base).params
+    }
     for field in dataclasses.fields(kind):
-        if field.default is None:
-            unsaid = tyro.conf.arg(help_behavior_hint="")
-            kind.__annotations__[field.name] = _annotated[hints[field.name], unsaid]
-        else:
-            _say_no_none(hints[field.name])
+        _set_help(hints[field.name])
+        hint = "" if field.default is None or field.default is False else None
+        text = tyro.conf.arg(help=told.get(field.name), help_behavior_hint=hint)
+        kind.__annotations__[field.name] = _annotated[hints[field.name], text]
 
 
 def _cli(kind: Any, program: str, description: str | None, words: Sequence[str]) -> Any:
@@ -170,7 +179,10 @@ def _cli(kind: Any, program: str, description: str | None, words: Sequence[str])
     except SystemExit as ended:
         if not ended.code:
             raise
-    raise UsageError(f"{_complaint(shown.getvalue())}; {program} --help shows all")
+    complaint = _complaint(shown.getvalue())
+    is_whole = complaint.endswith("?") or "choose one of" in complaint
+    more = "" if is_whole else f"; {program} --help shows all"
+    raise UsageError(complaint + more)
 
 
 _NO_NUMBER = re.compile(
@@ -190,7 +202,7 @@ def _complaint(box: str) -> str:
     Example:
         >>> _complaint("╭─ No ─╮\n│ Unrecognized options: --a │\n│ ─── │\n│ Perhaps you meant: │"
         ...            "\n│     --b INT │\n╰──╯")
-        'unrecognized options: --a; do you mean --b?'
+        'there is no option --a; do you mean --b?'
         >>> _complaint("╭─ No ─╮\n│ Error parsing -n/--workers: invalid literal for int() with │"
         ...            "\n│ base 10: 'two'. │\n╰──╯")
         "-n is 'two'; it must be a whole number"
@@ -204,14 +216,24 @@ def _complaint(box: str) -> str:
     if choice := _NO_CHOICE.fullmatch(text):
         known = re.findall(r"'([^']*)'", choice["known"])
         return f"{choice['option']} is {choice['value']!r}; {_likely(choice['value'], known)}"
+    if missing := re.match(r"Missing from .*?: (\S+)", text):
+        return f"{missing[1]} is missing"
+    if without := re.match(r"Missing value for argument '(.*?)'", text):
+        return f"{without[1]} needs a value"
+    if choices := re.fullmatch(r"Expected one of \{(.*)\}", text):
+        return f"one of {choices[1]} is missing"
     text = text[:1].lower() + text[1:]
+    unknown = re.match(r"unrecognized options: ([^\s,]+)", text)
     for paragraph in paragraphs[1:]:
         what, _, proposed = paragraph.partition(": ")
-        if what == "Available subcommands":
-            word = text.partition(": ")[2].partition(",")[0]
-            return f"there is no {word!r}; {_likely(word, proposed.split(', '))}"
-        if what == "Perhaps you meant":
-            return f"{text}; do you mean {proposed.split()[0].rstrip(',')}?"
+        if unknown and what == "Available subcommands":
+            return f"there is no {unknown[1]!r}; {_likely(unknown[1], proposed.split(', '))}"
+        if unknown and what == "Perhaps you meant":
+            likely = proposed.split()[0].rstrip(",")
+            return f"there is no option {unknown[1]}; do you mean {likely}?"
+    if unknown:
+        is_option = unknown[1].startswith("-")
+        return f"there is no option {unknown[1]}" if is_option else f"{unknown[1]!r} is too much"
     return text
 
 

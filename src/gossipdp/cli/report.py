@@ -14,16 +14,17 @@ from gossipdp.cli.option_checks import check_output
 
 @dataclasses.dataclass(frozen=True)
 class ReportArguments:
-    """Make one self-contained HTML page of a run, from the logs that its workers wrote."""
+    """Make one HTML page of a run, which opens offline, from the logs that its workers wrote."""
 
     directory: Annotated[Path, tyro.conf.Positional]
-    """Where the logs are: log_dir of the run's Monitor, or --output of gossipdp demo."""
+    """Directory with the logs: --log-dir of gossipdp run, log_dir of Monitor in the script, or
+    --output of gossipdp demo or train."""
 
     output: Path | None = None
-    """The page; by default report.html in that directory."""
+    """File to write the page to; by default report.html in that directory."""
 
     name: str | None = None
-    """What the run is called in the title; by default the name of the directory."""
+    """Name of the run in the page's title; by default that of the directory."""
 
 
 def run(arguments: ReportArguments) -> int:

@@ -43,58 +43,58 @@ class RunArguments:
     """
 
     workers: Annotated[int | None, tyro.conf.arg(aliases=("-n", "--nproc-per-node"))] = None
-    """How many workers to start here; with --join 1 by default. If torchrun, srun or an indexed Job
-    of Kubernetes started this process, leave it out: it starts the one worker of its rank."""
+    """How many workers to start here; by default 1 with --join. Leave it out if torchrun, srun or
+    an indexed Job of Kubernetes started this process: it then starts the worker of its rank."""
 
     max_restarts: int = 0
-    """How often workers that died are started again, all of them here together."""
+    """How many times, in all, this call starts a worker again that has died."""
 
     host: str | None = None
-    """Address of this machine on which workers meet and listen; by default 127.0.0.1. With
-    --rendezvous or --join: by default that of the interface that leads there."""
+    """Address of this machine on which workers meet and listen. The default is 127.0.0.1; with
+    --rendezvous or --join it is the address of the interface that leads there."""
 
     port: int = 0
-    """Port on which workers meet; 0 for any free one."""
+    """Port on which workers meet; with 0 any free port."""
 
     nnodes: int = 1
-    """On how many hosts gossipdp run is called, with the same -n on each."""
+    """Number of hosts. Call gossipdp run on each of them, with the same -n."""
 
     node_rank: int = 0
-    """Which of them this is, from 0."""
+    """Number of this host, from 0."""
 
     rendezvous: str | None = None
-    """HOST:PORT of host 0, where the workers of several hosts meet; instead of --port."""
+    """HOST:PORT on host 0, where the workers of all hosts meet; instead of --port."""
 
     join: str | None = None
-    """HOST:PORT of one or more workers, with commas between them, of a run that goes on and that
-    the workers started here join."""
+    """HOST:PORT of a worker of a running job, or of several, with commas between them. The workers
+    started here join that job."""
 
     secret_file: Path | None = None
-    """File with the workers' common secret, of at least 16 bytes; by default GOSSIPDP_SECRET. One
-    host needs none; several need this or --tls."""
+    """File with the workers' common secret, of at least 16 bytes; by default the variable
+    GOSSIPDP_SECRET. Workers on one host need none; on several hosts they need this or --tls."""
 
     tls: Path | None = None
-    """Directory that gossipdp tls-init made, the same on every host: TLS on every link. The secret
-    is then not needed."""
+    """Directory that gossipdp tls-init made, the same on every host. All links then use TLS, and no
+    secret is needed."""
 
     tls_cert: Path | None = None
     """PEM file with the workers' certificate, instead of --tls."""
 
     tls_key: Path | None = None
-    """PEM file with its key."""
+    """PEM file with the key of --tls-cert."""
 
     tls_ca: Path | None = None
-    """PEM file with the authority that signed the certificates, where they have one."""
+    """PEM file with the authority that signed the certificates, if there is one."""
 
     log_dir: Path | None = None
     """Directory where each worker writes its log, for gossipdp report."""
 
     status_port: int | None = None
-    """Worker r shows its status for gossipdp top and Prometheus on this port + r; 0: on any free
-    one."""
+    """Worker r shows its status for gossipdp top and Prometheus on this port + r. With 0 each takes
+    any free port."""
 
     status_host: str | None = None
-    """Address on which it does; by default 127.0.0.1."""
+    """Address on which workers show their status; by default 127.0.0.1."""
 
     script: tyro.conf.Suppress[tuple[str, ...]] = ()
 

@@ -18,7 +18,7 @@ FILE_WIDTH = 140
 
 @dataclass(frozen=True)
 class SimulateArguments:
-    """Simulate runs on a virtual clock. It helps you choose a graph, a comm rate, a method."""
+    """Simulate runs on a virtual clock, to choose a graph, a comm rate and a method."""
 
     graph: str = "ring"
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi;
@@ -28,8 +28,8 @@ class SimulateArguments:
     """Number of workers."""
 
     methods: str = "a2cid2,gossip"
-    """With commas: a2cid2, gossip, none, released (asynchronous), allreduce, dpsgd, diloco,
-    streaming-diloco, noloco, sparta (synchronous)."""
+    """Methods, with commas between them. Asynchronous: a2cid2, gossip, none, released. Synchronous:
+    allreduce, dpsgd, diloco, streaming-diloco, noloco, sparta."""
 
     workload: str = "consensus"
     """consensus (random vectors that only agree), quadratic, digits, digits-convolutional, or
@@ -50,7 +50,7 @@ class SimulateArguments:
     """How many runs of each kind, or a list of their seeds such as 0,1,2."""
 
     graph_seed: int = 0
-    """The seed of the random graphs."""
+    """Seed of the random graphs."""
 
     eta_factor: float = 1.0
     """Multiplies the mixing speed eta of a2cid2."""
@@ -147,7 +147,8 @@ class SimulateArguments:
     """quadratic: mean squared gradient of the workers at the common optimum, zeta^2; default 0."""
 
     curvature: str | None = None
-    """quadratic: its eigenvalues, LEAST:LARGEST; by default 1:1. 0:0 leaves noise and drift."""
+    """quadratic: its eigenvalues, LEAST:LARGEST; by default 1:1. With 0:0 only noise and drift are
+    left."""
 
     batch_size: int | None = None
     """digits: samples per gradient step of one worker."""
@@ -166,7 +167,7 @@ class SimulateArguments:
     """Where to draw loss and consensus distance, a PNG; by default under runs/."""
 
     timeline: bool = False
-    """Also draw what each worker does when, beside that figure, as *-timeline.png."""
+    """Also draw what each worker does over time, beside --figure, as *-timeline.png."""
 
     processes: int | None = None
     """How many runs at once. By default one on each core, if that is quicker than one after the

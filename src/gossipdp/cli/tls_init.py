@@ -10,14 +10,14 @@ import tyro
 
 @dataclasses.dataclass(frozen=True)
 class TlsInitArguments:
-    """Make one certificate and its key, with which all workers of a run protect their links.
+    """Make a certificate and its key, so that all links of a run use TLS.
 
-    Writes cert.pem and key.pem, valid for a year. Copy the directory to every machine of the run
-    and start the workers with --tls. Whoever holds the key can take part in the run.
+    It writes cert.pem and key.pem, which are valid for a year. Copy the directory to every machine
+    of the run and start the workers with --tls. Everyone who has the key can take part in the run.
     """
 
     directory: Annotated[Path, tyro.conf.Positional]
-    """Where to write them; made if it is not there. Nothing is overwritten."""
+    """Directory to write them to. It is made if it does not exist; no file is overwritten."""
 
 
 def run(arguments: TlsInitArguments) -> int:

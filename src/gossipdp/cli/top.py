@@ -31,21 +31,21 @@ WAIT_FOR_ANSWERS_S = 0.5
 class TopArguments:
     """Show a running job live: workers, speed, loss, links, who is slow or dead.
 
-    gossipdp top HOST:PORT, the status port of any worker (gossipdp run --status-port PORT). The
-    others are found from there, and the view goes on when that worker dies.
+    Give the status port of any worker, as set by gossipdp run --status-port. top finds the other
+    workers from there, and goes on if that worker dies.
     """
 
     address: Annotated[str, tyro.conf.Positional] = "127.0.0.1:9400"
-    """HOST:PORT of a worker's status port; several with commas between them."""
+    """HOST:PORT, a worker's status port, or several with commas between them."""
 
     interval: float = 1.0
-    """Seconds from one look to the next."""
+    """Seconds between two updates."""
 
     once: bool = False
-    """Print one table and end; it takes two looks, for the speeds."""
+    """Print one table and end. It takes two updates, to measure speeds."""
 
     json: bool = False
-    """Print each look as one line of JSON instead."""
+    """Print one line of JSON at each update, instead of a table."""
 
 
 def run(arguments: TopArguments) -> int:

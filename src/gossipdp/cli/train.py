@@ -22,17 +22,17 @@ class TrainArguments:
     """Train a recipe with several workers on this machine.
 
     The paper's ResNet-18 on CIFAR-10 and ResNet-50 on ImageNet, and a small GPT on any text. Each
-    has options of its own. Under a launcher (gossipdp run, torchrun) this process is one of its
-    workers, and --workers does not count.
+    recipe has options of its own. If gossipdp run or torchrun started this process, it is one of
+    their workers, and --workers has no effect.
     """
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
 
     workers: int = 4
-    """Worker processes."""
+    """Number of worker processes."""
 
     max_restarts: int = 0
-    """How often workers that died are started again; they rejoin the run."""
+    """How many times, in all, workers that died are started again. They rejoin the run."""
 
     pin: bool = False
     """Give each worker its own share of the cores."""

@@ -60,6 +60,7 @@ class Published:
 
     Attributes:
         others_samples: as last heard.
+        is_stopped: a worker has ended the run for all, as last heard.
         exchanges_initiated, exchanges_answered, exchanges_failed, num_ticks, step_seconds: of the
             protocol.
         bytes_sent, bytes_received, shared_bytes_sent, shared_bytes_received: on all links, those
@@ -75,6 +76,7 @@ class Published:
     """
 
     others_samples: int
+    is_stopped: bool
     exchanges_initiated: int
     exchanges_answered: int
     exchanges_failed: int
@@ -152,6 +154,7 @@ class Publisher:
         )
         return Published(
             others_samples=protocol.progress.others_samples,
+            is_stopped=protocol.progress.is_stopped,
             exchanges_initiated=protocol.exchanges_initiated,
             exchanges_answered=protocol.exchanges_answered,
             exchanges_failed=protocol.exchanges_failed,

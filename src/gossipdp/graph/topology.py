@@ -83,8 +83,8 @@ def build_graph(graph: str | nx.Graph[int], num_workers: int, *, seed: int = 0) 
         )
     if graph not in _BUILDERS:
         near = difflib.get_close_matches(graph.lower(), GRAPH_NAMES, n=1, cutoff=0.5)
-        guess = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown graph {graph!r}: {guess}Known: {', '.join(GRAPH_NAMES)}")
+        hint = f"do you mean {near[0]}? There are" if near else "choose one of"
+        raise ValueError(f"unknown graph {graph!r}; {hint} {', '.join(GRAPH_NAMES)}")
     if num_workers < 1:
         raise ValueError(f"graph {graph!r} of {num_workers} workers: there must be at least 1")
     built = _BUILDERS[graph](num_workers, random.Random(seed))

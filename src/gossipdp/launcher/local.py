@@ -280,6 +280,8 @@ def work(
     logs.configure()
     if cores is not None:
         os.sched_setaffinity(0, cores)
+    # The platform's own again: by the server's, loaders would start another that imports torch.
+    multiprocessing.set_start_method(None, force=True)
     import torch
 
     torch.set_num_threads(num_threads)

@@ -46,7 +46,8 @@ class AllReduceEngine(Engine):
     Once all have met, its time-out is torch's own: 30 minutes, of NCCL 10.
 
     The sample count travels beside the gradients, in an all-reduce of its own that is collected
-    one step later: all workers see the same total at the same step, and so end together.
+    one step later, and with it whether a worker has called ``stop()``: all see the same at the same
+    step, and so end together.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class AllReduceEngine(Engine):
         build_graph(options.graph, self.world_size, seed=options.seed)
         self._module = module
         self._lives = Progress(self.rank, secrets.randbits(62))
+        self._has_stopped = False
         if resumption is not None:
             self._restore(resumption)
         self._total = self._counts()
@@ -111,10 +113,7 @@ class AllReduceEngine(Engine):
 
         Else their optimizers' states would differ, and nobody would see it.
         """
-        own = torch.tensor(
-            [self._before.step, self._lives.total_samples, self._lives.total_steps],
-            device=self._device,
-        )
+        own = torch.tensor([self._before.step, *self._counts()], device=self._device)
         starts = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(starts, own)
         steps = [int(start[0]) for start in starts]
@@ -185,8 +184,12 @@ class AllReduceEngine(Engine):
         self._in_flight = (work, counts)
 
     def _counts(self) -> Tensor:
-        """Samples and steps: this worker's, and those that it carries over from a checkpoint."""
-        return torch.tensor([self._lives.total_samples, self._lives.total_steps])
+        """Samples and steps: this worker's, and those that it carries over from a checkpoint.
+
+        And whether it has stopped the run.
+        """
+        lives = self._lives
+        return torch.tensor([lives.total_samples, lives.total_steps, self._has_stopped])
 
     def _collect_total(self) -> None:
         if self._in_flight is not None:
@@ -198,6 +201,17 @@ class AllReduceEngine(Engine):
     def total_samples(self) -> int:
         """See :class:`Engine`: as of the step before the last, the same on all workers."""
         return int(self._total[0])
+
+    def stop(self) -> None:
+        """See :class:`Engine`: all end after the step after the next."""
+        self._has_stopped = True
+        if self.world_size == 1:
+            self._total = self._counts()
+
+    @property
+    def is_stopped(self) -> bool:
+        """See :class:`Engine`: as :meth:`total_samples`, the same on all workers."""
+        return bool(self._total[2])
 
     def check(self) -> None:
         """See :class:`Engine`: DistributedDataParallel checks its parameters itself."""

@@ -66,6 +66,15 @@ class Engine(abc.ABC):
         """Samples over all workers, as far as this one knows."""
 
     @abc.abstractmethod
+    def stop(self) -> None:
+        """End the run for all workers, before its budget is used up."""
+
+    @property
+    @abc.abstractmethod
+    def is_stopped(self) -> bool:
+        """Whether a worker has done that, as far as this one knows."""
+
+    @abc.abstractmethod
     def check(self) -> None:
         """Raise ModelChangedError where parameters were moved or replaced since wrapping."""
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,6 +34,7 @@ class Feed:
         self,
         position: "DataPosition",
         total_samples: Callable[[], int],
+        is_stopped: Callable[[], bool],
         options: Options,
         *,
         between: Callable[[], None],
@@ -40,7 +42,7 @@ class Feed:
     ) -> None:
         self.budget_samples = options.budget_samples
         self._position = position
-        self._total_samples = total_samples
+        self._total_samples, self._is_stopped = total_samples, is_stopped
         self._between, self._within = between, within
         self._samples_per_step = options.samples_per_step
         self._batch_dim = options.batch_dim
@@ -83,14 +85,22 @@ class Feed:
         with self._yielding():
             passes = self._passes(loader)
             epoch = -1
-            while self._total_samples() < num_epochs * size:
+            while not self._has_ended(num_epochs * size):
                 epoch = max(epoch + 1, self._total_samples() // size)
                 if epoch >= num_epochs:  # the loop left epochs before their ends
                     return
                 yield epoch, self._until((epoch + 1) * size, passes)
 
+    @property
+    def finished(self) -> bool:
+        """Whether the budget is used up, or a worker has stopped the run."""
+        return self._has_ended(math.inf if self.budget_samples is None else self.budget_samples)
+
+    def _has_ended(self, samples: float) -> bool:
+        return self._is_stopped() or self._total_samples() >= samples
+
     def _until(self, samples: int, passes: Iterator[Batch]) -> Iterator[Batch]:
-        while self._total_samples() < samples:
+        while not self._has_ended(samples):
             yield next(passes)
             self._between()
 

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -97,7 +98,7 @@ class GossipEngine(Engine):
         )
         self._first_link_due_s: float | None = None
         self._rate_warning_due = True
-        self._is_averaged = False
+        self._is_averaged = self._has_stopped = False
         self._arrival = Arrival(self._flat, optimizers, options, resumption, page)
         try:
             self._arrival.start()
@@ -201,6 +202,17 @@ class GossipEngine(Engine):
         """See :class:`Engine`: own samples as of now, the others' as last heard."""
         return self._samples + self._loop.published.others_samples
 
+    def stop(self) -> None:
+        """See :class:`Engine`: the news goes with the next messages."""
+        add = self._protocol.progress.add
+        self._thread.call(lambda: add(0, 0, since_boot_s(), is_stopped=True)).result()
+        self._has_stopped = True
+
+    @property
+    def is_stopped(self) -> bool:
+        """See :class:`Engine`."""
+        return self._has_stopped or self._loop.published.is_stopped
+
     def check(self) -> None:
         """See :class:`Engine`.
 
@@ -292,7 +304,7 @@ class GossipEngine(Engine):
                 for kind, copies in flats.items()
                 for name, values in self._flat.named(copies).items()
             },
-            progress=progress,
+            progress=tuple(msgspec.structs.replace(entry, is_stopped=False) for entry in progress),
             incarnation=protocol.incarnation,
             ended=ended_lives(members, published.noticed, self._loop.clock()),
         )

@@ -183,9 +183,8 @@ class GossipDataParallel(nn.Module):
 
     @property
     def finished(self) -> bool:
-        """Whether the workers together have used up the budget; False without one."""
-        budget = self._feed.budget_samples
-        return budget is not None and self._engine.total_samples() >= budget
+        """Whether the workers together have used up the budget, or one has called :meth:`stop`."""
+        return self._feed.finished
 
     def progress(self) -> float:
         """Progress of the whole run, 0 to 1, equal on all workers but for what is on its way.
@@ -304,6 +303,28 @@ class GossipDataParallel(nn.Module):
             )
         self._feed.budget_samples = num_epochs * size
         return self._feed.epochs(loader, num_epochs, size)
+
+    def stop(self) -> None:
+        """End the run early, on all workers.
+
+        :meth:`batches` and :meth:`epochs` yield no more, here at once and elsewhere a fraction of a
+        second later, when the news is there; :attr:`finished` is true. Call :meth:`consolidate` as
+        ever. With ``allreduce`` all workers end together, two steps later. A checkpoint does not
+        keep it: a run that is resumed trains on.
+
+        Example:
+            >>> net = nn.Linear(4, 2)
+            >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            >>> model = GossipDataParallel(net, optimizer, budget_samples=64)
+            >>> for batch in model.batches([torch.zeros(16, 4)]):
+            ...     optimizer.zero_grad()
+            ...     model(batch).sum().backward()
+            ...     optimizer.step()
+            ...     model.stop()
+            >>> model.consolidate().samples
+            16
+        """
+        self._engine.stop()
 
     def log(self, *, loss: Tensor | float | None = None, **values: bool | float | str) -> None:
         """Put the loss of a step, and numbers or text by name, into the run's log and its status.

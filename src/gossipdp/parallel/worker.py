@@ -79,6 +79,7 @@ class Worker:
         self.feed = Feed(
             position,
             self.engine.total_samples,
+            lambda: self.engine.is_stopped,
             options,
             between=self.checkpointer.take_due,
             within=self.checkpointer.of_batches,

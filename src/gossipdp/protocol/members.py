@@ -286,12 +286,16 @@ def first_incarnation(members: Iterable[Member], rank: int | None) -> tuple[int,
 class ProgressEntry(
     msgspec.Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True
 ):
-    """The samples and gradient steps of one process of a rank."""
+    """The samples and gradient steps of one process of a rank.
+
+    ``is_stopped``: it has ended the run before its budget, for all.
+    """
 
     rank: Rank
     process_id: ProcessId
     samples: Count
     steps: Count
+    is_stopped: bool = False
 
 
 class Progress:
@@ -305,6 +309,8 @@ class Progress:
         self.version = 0
         self.total_samples = 0
         self.total_steps = 0
+        self.is_stopped = False
+        """Whether a process has ended the run; that cannot be taken back."""
         self.own: ProgressEntry | None = None
         """What this worker has counted itself; None before its first step."""
         self._own = (rank, process_id)
@@ -313,17 +319,18 @@ class Progress:
         self._by_version: dict[int, ProgressEntry] = {}  # in ascending order of version
         self._stepped_at: dict[int, float] = {}
 
-    def add(self, samples: int, steps: int = 1, now: float = 0.0) -> None:
-        """Count work of this worker."""
+    def add(
+        self, samples: int, steps: int = 1, now: float = 0.0, *, is_stopped: bool = False
+    ) -> None:
+        """Count work of this worker; ``is_stopped``: and end the run for all."""
         if samples < 0 or steps < 0:
             raise ValueError(f"progress only grows: got samples={samples}, steps={steps}")
-        known, self.own = (
-            self.own,
-            ProgressEntry(
-                *self._own,
-                samples + (self.own.samples if self.own else 0),
-                steps + (self.own.steps if self.own else 0),
-            ),
+        known, before = self.own, self.own or ProgressEntry(*self._own, 0, 0)
+        self.own = ProgressEntry(
+            *self._own,
+            samples + before.samples,
+            steps + before.steps,
+            is_stopped or before.is_stopped,
         )
         self._store(self.own, known, now)
 
@@ -345,11 +352,18 @@ class Progress:
                 # The first is the usual case where workers share memory, as in the simulator.
                 if known is entry:
                     continue
-                if entry.samples <= known.samples and entry.steps <= known.steps:
+                is_old = entry.samples <= known.samples and entry.steps <= known.steps
+                if is_old and entry.is_stopped <= known.is_stopped:
                     continue
-                if entry.samples < known.samples or entry.steps < known.steps:
+                if (
+                    entry.samples < known.samples
+                    or entry.steps < known.steps
+                    or entry.is_stopped < known.is_stopped
+                ):
                     samples = max(known.samples, entry.samples)
-                    entry = ProgressEntry(*process, samples, max(known.steps, entry.steps))
+                    steps = max(known.steps, entry.steps)
+                    is_stopped = known.is_stopped or entry.is_stopped
+                    entry = ProgressEntry(*process, samples, steps, is_stopped)
             elif len(self._entries) >= MAX_PROCESSES:
                 continue
             if process != self._own:
@@ -393,6 +407,7 @@ class Progress:
         process = (entry.rank, entry.process_id)
         self.total_samples += entry.samples
         self.total_steps += entry.steps
+        self.is_stopped |= entry.is_stopped
         if known is not None:
             self.total_samples -= known.samples
             self.total_steps -= known.steps

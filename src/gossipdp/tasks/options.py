@@ -29,8 +29,8 @@ class RunOptions:
     """What the demo and every recipe let you choose."""
 
     method: MethodName = "a2cid2"
-    """a2cid2: accelerated gossip; gossip: plain pairwise averaging; allreduce: synchronous;
-    none: the workers train apart and are averaged at the end only."""
+    """a2cid2: accelerated gossip; gossip: plain pairwise averaging; allreduce: synchronous; none:
+    workers train apart and are averaged only at the end."""
 
     graph: str = "ring"
     """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi."""
@@ -39,13 +39,13 @@ class RunOptions:
     """Exchanges per worker per gradient step."""
 
     seed: int = 0
-    """Of data order, augmentation and exchange timing. The initial model is that of rank 0."""
+    """Seed of data order, augmentation and exchange timing. All start from rank 0's model."""
 
     json: Path | None = None
     """Also write the results to this file."""
 
     output: Path | None = None
-    """Directory for logs, model and what else the run leaves; by default under runs/."""
+    """Directory for logs, the averaged model and checkpoints; by default under runs/."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class TrainOptions(RunOptions):
     """Samples of one gradient step of one worker."""
 
     device: str = "cpu"
-    """cpu, or cuda: a CUDA device for each worker of a machine, in turn."""
+    """cpu or cuda. With cuda the workers of a machine take its devices in turn."""
 
     checkpoint_every: int | None = None
-    """Gradient steps of each worker from one checkpoint to the next; by default none is written."""
+    """Each worker saves a checkpoint every so many of its gradient steps; by default never."""
 
     resume: bool = False
-    """Go on from the checkpoints in --output, where there are any."""
+    """Go on from the checkpoints in --output, if there are any."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first option that cannot be meant."""
@@ -86,8 +86,9 @@ class TrainOptions(RunOptions):
 class Cifar10Options(TrainOptions):
     """ResNet-18 on CIFAR-10.
 
-    100 epochs of SGD with momentum in batches of 128 a worker; the rate that suits one worker is
-    scaled by their number over 5 epochs of warm-up and divided by 10 after 50 and 75.
+    It trains 100 epochs by SGD with momentum, in batches of 128 on each worker. The learning rate
+    that suits one worker is multiplied by the number of workers. It rises to that over 5 epochs,
+    and is divided by 10 after epochs 50 and 75.
     """
 
     recipe: ClassVar[str] = "cifar10"
@@ -102,8 +103,9 @@ class Cifar10Options(TrainOptions):
 class ImageNetOptions(TrainOptions):
     """ResNet-50 on ImageNet (ILSVRC 2012).
 
-    90 epochs of SGD with momentum in batches of 128 a worker; the rate that suits one worker is
-    scaled by their number over 5 epochs of warm-up and divided by 10 after 30, 60 and 80.
+    It trains 90 epochs by SGD with momentum, in batches of 128 on each worker. The learning rate
+    that suits one worker is multiplied by the number of workers. It rises to that over 5 epochs,
+    and is divided by 10 after epochs 30, 60 and 80.
     """
 
     recipe: ClassVar[str] = "imagenet"
@@ -126,8 +128,8 @@ class ImageNetOptions(TrainOptions):
 class BytesGptOptions(TrainOptions):
     """A small GPT that predicts the next byte, on any folder of text.
 
-    AdamW with a warm-up and half a cosine; without --data it reads the source text of the standard
-    library of the running Python. Validation is in bits per byte.
+    It trains by AdamW with a warm-up and half a cosine, and is validated in bits per byte. By
+    default it reads the source text of Python's own standard library.
     """
 
     recipe: ClassVar[str] = "bytes-gpt"
@@ -136,13 +138,13 @@ class BytesGptOptions(TrainOptions):
     """A folder of text, or one file; by default Python's standard library."""
 
     batch_size: int = 16
-    """Windows of one gradient step of one worker."""
+    """Windows of text in one gradient step of one worker."""
 
     context: int = 256
     """Bytes of a window."""
 
     width: int = 256
-    """Values that stand for each byte within the network."""
+    """Length of the vector that stands for each byte within the network."""
 
     depth: int = 4
     """Transformer blocks."""

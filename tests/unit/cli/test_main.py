@@ -1,3 +1,4 @@
+import itertools
 import logging
 import subprocess
 import sys
@@ -44,12 +45,22 @@ def test_help_names_every_command_and_imports_nothing_slow() -> None:
     assert all(command in done.stdout for command in COMMANDS)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_no_help_says_none(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", [*COMMANDS, "train cifar10"])
+def test_a_help_is_whole_paragraphs_and_says_no_none(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as ended:
-        main([name, "--help"])
+        main([*name.split(), "--help"])
     assert ended.value.code == 0
-    assert "None" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "None" not in shown
+    assert "default: False" not in shown
+    lines = [line.strip("│") for line in shown.splitlines()]  # a box, where it can be printed
+    for line, following in itertools.pairwise(lines):
+        if all(each[:10].isspace() and each.strip() for each in (line, following)):
+            first_word = following.split()[0]
+            assert len(line.rstrip()) + len(first_word) > 96, (line, following)
 
 
 @pytest.mark.parametrize("option", ["-n4", "-n=4", "-n 4", "--nproc-per-node 4", "--workers=4"])

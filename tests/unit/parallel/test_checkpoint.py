@@ -265,6 +265,27 @@ def test_a_loop_of_ones_own_saves_by_itself_and_on_demand(run, tmp_path):
     assert result.samples == 20
 
 
+def test_a_run_that_was_stopped_trains_on(tmp_path):
+    def train(budget_samples: int) -> int:
+        net = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        checkpoints = Checkpoints(tmp_path, resume="auto")
+        model = GossipDataParallel(
+            net, optimizer, budget_samples=budget_samples, checkpoints=checkpoints
+        )
+        for batch in model.batches([torch.ones(5, 2)]):
+            model(batch).sum().backward()
+            optimizer.step()
+            if model.progress() == 0.5:
+                model.stop()
+                model.save_checkpoint()
+        assert model.finished
+        return model.consolidate().samples
+
+    assert train(20) == 10
+    assert train(15) == 15
+
+
 def test_the_newest_stay(run, tmp_path):
     run(tmp_path, every=2, keep=2)
     assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [22, 20]

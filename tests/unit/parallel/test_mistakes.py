@@ -30,7 +30,7 @@ NET, OTHER = nn.Linear(3, 2), nn.Linear(2, 2)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: wrap(graph="rings"), "did you mean 'ring'"),
+        (lambda: wrap(graph="rings"), "do you mean ring"),
         (lambda: wrap(comm_rate=0.0), r"comm_rate must be a positive number, not 0\.0"),
         (lambda: wrap(comm_rate=math.nan), "comm_rate must be a positive number, not nan"),
         (lambda: wrap(comm_rate="often"), "comm_rate must be a positive number, not 'often'"),

@@ -259,6 +259,18 @@ def test_progress_cannot_be_taken_back() -> None:
         Progress(0, 11).add(samples=-1)
 
 
+def test_a_stop_is_heard_of_and_not_taken_back() -> None:
+    stopping, hearing = Progress(0, 11), Progress(1, 12)
+    stopping.add(5)
+    hearing.merge_all(stopping.news()[0])
+    stopping.add(0, 0, is_stopped=True)
+    assert hearing.merge_all(stopping.news()[0])
+    assert hearing.is_stopped
+    stopping.add(5)
+    assert hearing.merge_all([ProgressEntry(0, 11, 10, 2)])
+    assert hearing.news()[0] == stopping.news()[0] == (ProgressEntry(0, 11, 10, 2, True),)
+
+
 def test_when_a_rank_stepped_last() -> None:
     progress = Progress(0, 11)
     assert progress.stepped_at(1) is None

@@ -1,0 +1,220 @@
+"""The script of docs/your_script.md, every change that it shows, and the examples, on two workers.
+
+One start of two workers runs them all, one after the other.
+"""
+
+import os
+import re
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "your_script.md").read_text()
+(SCRIPT,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
+SAMPLES = 4 * 1440
+
+
+def changes() -> dict[str, str]:
+    """The changes by the headings that they stand under."""
+    sections = re.split(r"^## (.*)\n", PAGE, flags=re.M)[1:]
+    found = {}
+    for heading, text in zip(sections[::2], sections[1::2], strict=True):
+        for change in re.findall(r"^```diff\n(.*?)^```", text, re.S | re.M):
+            assert heading not in found, heading
+            found[heading] = change
+    return found
+
+
+def applied(change: str) -> str:
+    """The script after a change, whose parts must each fit one place, one after the other."""
+    done, rest = "", SCRIPT
+    for part in re.split(r"^\.\.\.\n", change, flags=re.M):
+        lines = part.splitlines(keepends=True)
+        assert all(line[0] in " +-\n" for line in lines), part
+        before = "".join(line[1:] or "\n" for line in lines if line[0] != "+")
+        after = "".join(line[1:] or "\n" for line in lines if line[0] != "-")
+        assert SCRIPT.count(before) == 1, f"in how many places of the script is this?\n{before}"
+        passed, found, rest = rest.partition(before)
+        assert found, f"this comes earlier in the script than the part before it:\n{before}"
+        done += passed + after
+    return done + rest
+
+
+class WandbRun:
+    """Keeps what it is told: the real package wants an account, and the network."""
+
+    def __init__(self, **options: str) -> None:
+        self.options, self.is_finished = options, False
+        self.rows: list[dict[str, float]] = []
+
+    def log(self, row: dict[str, float]) -> None:
+        self.rows.append(row)
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+
+# By heading: what is looked at in the script's own names when it has ended, and what it must be on
+# both workers.
+LOOKS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "The script": ("model.stats().samples", lambda a, b: SAMPLES <= a + b < 2 * SAMPLES),
+    "Learning-rate schedules": (
+        "schedule.factor(0), schedule.get_last_lr()[0]",
+        lambda *both: all(first == 1 / 25 and 0 < last < 5e-3 for first, last in both),
+    ),
+    "Mixed precision: autocast and GradScaler": (
+        "scaler.state_dict()['_growth_tracker'], model.stats().gradient_steps",
+        lambda *both: all(scaled == steps for scaled, steps in both),
+    ),
+    "Gradient accumulation": (
+        "model.stats().samples / model.stats().gradient_steps",
+        lambda a, b: min(a, b) >= 4 * 32,
+    ),
+    "Gradient clipping": (
+        "torch.cat([p.grad.flatten() for p in net.parameters()]).norm().item()",
+        lambda a, b: max(a, b) < 1.0001,
+    ),
+    "A moving average of the weights (EMA)": (
+        "torch.load('model.pt')['0.weight'].equal(ema.module[0].weight),"
+        " 0.0 < (ema.module[0].weight - net[0].weight).norm() < net[0].weight.norm(),"
+        " ema.module[1].running_mean.tolist(), ema.module[0].weight.tolist()",
+        lambda a, b: a == b and a[:2] == (True, True),
+    ),
+    "torch.compile": ("net._compiled_call_impl is not None", lambda a, b: a and b),
+    "LoRA and other adapters": (
+        "[name for name, p in net.named_parameters() if p.requires_grad],"
+        " net[0].linear.weight.tolist(), model.stats()",
+        lambda a, b: a[:2] == b[:2] and len(a[0]) == 4,
+    ),
+    "Unfreezing later": (
+        "net[0].weight.requires_grad, len(optimizer.state)",
+        lambda a, b: a == b == (True, 6),
+    ),
+    "Several optimizers": (
+        "len(optimizer.state), last_layer.param_groups[0]['params'][0].grad is None",
+        lambda a, b: a == b == (4, True),
+    ),
+    "A loader with worker processes": ("loader.num_workers", lambda a, b: a == b == 2),
+    "Evaluate each epoch on one worker": (
+        "(accuracy > 0.8, net.training) if model.rank == 0 else None",
+        lambda a, b: (a, b) == ((True, True), None),
+    ),
+    "Keep the best model": (
+        "best, sorted(torch.load('best.pt')) == sorted(net.state_dict())",
+        lambda a, b: a[0] > 0.8 and b[0] == 0.0 and a[1],
+    ),
+    "Stop early, all workers together": (
+        "model.finished, model.stats().samples",
+        lambda a, b: a[0] and b[0] and a[1] + b[1] < 50 * SAMPLES,
+    ),
+    "Checkpoints, and going on after a crash": (
+        "model.stats().samples, model.stats().gradient_steps",
+        lambda a, b: SAMPLES * 3 // 2 <= a[0] + b[0] < 2 * SAMPLES,
+    ),
+    "Save for inference": (
+        "net.training, net[0].weight.tolist()",
+        lambda a, b: a == b and a[0] is False,
+    ),
+    "TensorBoard": (
+        "len(os.listdir(f'tensorboard/worker-{model.rank}'))",
+        lambda a, b: a == b == 1,
+    ),
+    "Weights & Biases": (
+        "run.options['name'], run.is_finished, run.rows[-1]['progress'], len(run.rows)",
+        lambda a, b: a[0] != b[0] and a[1] and b[1] and a[2] > 0 and b[3] > 0,
+    ),
+    "Watch the run, without either": (
+        "'\"loss\"' in open(f'log/worker-{model.rank}.jsonl').read()",
+        lambda a, b: a and b,
+    ),
+    "A slow or shared network": (
+        "model.stats()",
+        lambda a, b: a.shared_bytes_sent == b.shared_bytes_sent == 0 and a.exchanges > 0,
+    ),
+    "examples/complete.py": (
+        "end.samples, accuracy_of(ema, *valid), options.output.joinpath('best.pt').exists()",
+        lambda a, b: a == b and 2 * 1440 <= a[0] < 4 * 1440 and a[1] > 0.3 and a[2],
+    ),
+    "examples/lora.py": ("samples", lambda a, b: a == b == 320),
+}
+
+
+Run = tuple[str, list[str]]
+"""A program, and the words after its name."""
+
+
+def run_programs(programs: dict[str, list[Run]], directory: Path) -> dict[str, dict[str, Any]]:
+    """Run all in this process; return what the last run of each leaves, or its traceback."""
+    torch.set_num_threads(1)
+    sys.modules["wandb"] = types.SimpleNamespace(init=WandbRun)  # type: ignore[assignment]
+    seen: dict[str, dict[str, Any]] = {}
+    for name, runs in programs.items():
+        (directory / name).mkdir(parents=True, exist_ok=True)
+        os.chdir(directory / name)
+        try:
+            for program, sys.argv[1:] in runs:
+                names = {"__name__": "__main__", "os": os}
+                exec(compile(program, name, "exec"), names)
+            seen[name] = {
+                "looked": eval(LOOKS[name][0], names),
+                "weights": {key: value.clone() for key, value in names["net"].state_dict().items()},
+                "stats": names["model"].stats(),
+            }
+        except Exception:
+            seen[name] = {"error": traceback.format_exc()}
+    return seen
+
+
+@pytest.fixture(scope="module")
+def seen(
+    workers: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, dict[str, Any]]]:
+    """What all programs leave, by worker: one start of two workers runs them all."""
+    scripts = {"The script": SCRIPT} | {name: applied(each) for name, each in changes().items()}
+
+    def other(name: str, old: str, new: str) -> str:
+        assert scripts[name].count(old) == 1
+        return scripts[name].replace(old, new)
+
+    # Tracing alone: the real compiler takes seconds.
+    name = "torch.compile"
+    scripts[name] = other(name, "net.compile()", 'net.compile(backend="eager")')
+    # Longer than worker 0 may be kept from a core; and without the stop far longer than the test.
+    for name in ("Evaluate each epoch on one worker", "Keep the best model"):
+        scripts[name] = other(name, "(loader, 4)", "(loader, 12)")
+    name = "Stop early, all workers together"
+    scripts[name] = other(name, "(loader, 4)", "(loader, 400)")
+    programs: dict[str, list[Run]] = {name: [(each, [])] for name, each in scripts.items()}
+    name = "Checkpoints, and going on after a crash"
+    programs[name].append((other(name, "(loader, 4)", "(loader, 6)"), []))
+    complete, lora = "examples/complete.py", "examples/lora.py"
+    text = (ROOT / complete).read_text()
+    programs[complete] = [(text, ["--epochs", "1"]), (text, ["--epochs", "2"])]
+    programs[lora] = [((ROOT / lora).read_text(), ["--samples", "320"])]
+    directory = tmp_path_factory.mktemp("your-script")
+    environment = {"GOSSIPDP_LOG_DIR": "log"}
+    return workers(run_programs, 2, (programs, directory), timeout_s=120, environment=environment)
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_the_change_does_what_it_says(name: str, seen: list[dict[str, dict[str, Any]]]) -> None:
+    both = [each[name] for each in seen]
+    assert not any("error" in each for each in both), both[0].get("error") or both[1]["error"]
+    assert LOOKS[name][1](*(each["looked"] for each in both)), [each["looked"] for each in both]
+    first, second = (each["weights"] for each in both)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert all(value.isfinite().all() for value in first.values())
+    assert sum(each["stats"].exchanges for each in both) > 0
+
+
+def test_every_change_is_looked_at() -> None:
+    assert ["The script", *changes()] == [name for name in LOOKS if "examples" not in name]
