@@ -6,8 +6,9 @@
 
 A model of 117 million parameters (GPT-2's shapes) takes AdamW steps in this process, in turn alone,
 as with method none, and with the boundary after it, for which an exchange left its part: flow, and
-x += pending, of every chunk under its lock. What the wrapper does besides at each step does not
-grow with the model; overlap.py measures it. Wants 5 GB of memory and a quiet machine.
+x += pending, of every chunk under its lock; and the same where exchanges take an outer step, so
+that the boundary moves its base too. What the wrapper does besides at each step does not grow with
+the model; overlap.py measures it. Wants 7 GB of memory and a quiet machine.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor
 from gossipdp.cli.option_checks import check_output
 from gossipdp.dynamics.chunks import Role, Segment, State
 from gossipdp.dynamics.device import zeros
+from gossipdp.dynamics.outer import OuterStep
 from gossipdp.parallel.flat_parameters import chunk_bytes_for
 
 ETA, ALPHA_TILDE = 0.3, 1.3
@@ -50,7 +52,8 @@ class BoundaryBenchmark:
     embeddings that the output shares."""
 
     rounds: int = 9
-    """Pairs of steps, one alone and one with the boundary; one more goes before, uncounted."""
+    """Of three steps: alone, with the boundary, and with the boundary where there is an outer step.
+    One more goes before, uncounted."""
 
     fused: bool = False
     """AdamW's fused loop in place of torch's default."""
@@ -77,6 +80,7 @@ def main() -> None:
                 for name, key in (
                     ("optimizer's step alone", "step"),
                     ("step and boundary", "both"),
+                    ("step and boundary, with an outer step", "outer"),
                 )
             ],
             f"Medians of {result['rounds']} interleaved rounds (least to greatest), one more "
@@ -103,26 +107,30 @@ def measure(benchmark: BoundaryBenchmark) -> dict[str, Any]:
         width, layers, rounds = 64, 2, 2
     shapes = gpt_shapes(width, layers)
     training = Training(shapes, fused=benchmark.fused)
-    step_s, both_s = [], []
-    for number in range(rounds + 1):
-        # Whichever is second finds what the first has left in the caches: they take turns.
-        turns: list[Callable[[], None]] = [
-            lambda: step_s.append(training.step()),
-            lambda: both_s.append(training.step_with_boundary()),
-        ]
-        for turn in turns if number % 2 else reversed(turns):
-            turn()
-    ratios = [both / step for both, step in zip(both_s[1:], step_s[1:], strict=True)]
+    turns: list[tuple[str, Callable[[], float]]] = [
+        ("step", training.step),
+        ("both", lambda: training.step_with_boundary(training.plain)),
+        ("outer", lambda: training.step_with_boundary(training.outer)),
+    ]
+    found_s: dict[str, list[float]] = {name: [] for name, _ in turns}
+    for _ in range(rounds + 1):
+        for name, turn in turns:
+            found_s[name].append(turn())
+        # Each finds what the one before has left in the caches: they take turns.
+        turns.append(turns.pop(0))
+    counted_s = {name: seconds[1:] for name, seconds in found_s.items()}
+    step_s, both_s, outer_s = (statistics.median(seconds) for seconds in counted_s.values())
     return {
-        "ratio": statistics.median(both_s[1:]) / statistics.median(step_s[1:]),
-        "ratio_by_round": ratios,
-        "step_ms": 1e3 * statistics.median(step_s[1:]),
-        "both_ms": 1e3 * statistics.median(both_s[1:]),
-        "step_runs_ms": [1e3 * seconds for seconds in step_s[1:]],
-        "both_runs_ms": [1e3 * seconds for seconds in both_s[1:]],
+        "ratio": both_s / step_s,
+        "ratio_by_round": [
+            both / step for both, step in zip(counted_s["both"], counted_s["step"], strict=True)
+        ],
+        "outer_ratio": outer_s / step_s,
+        **{f"{name}_ms": 1e3 * statistics.median(runs) for name, runs in counted_s.items()},
+        **{f"{name}_runs_ms": [1e3 * each for each in runs] for name, runs in counted_s.items()},
         "parameters": sum(map(torch.Size.numel, shapes)),
-        "chunks": len(training.state.chunks),
-        "kernels": training.state.kernels,
+        "chunks": len(training.plain.state.chunks),
+        "kernels": training.plain.state.kernels,
         "threads": torch.get_num_threads(),
         "rounds": rounds,
         "provenance": msgspec.structs.asdict(Provenance.here(time.monotonic() - started_s)),
@@ -138,8 +146,38 @@ def gpt_shapes(width: int, num_layers: int) -> list[torch.Size]:
     return [torch.Size(shape) for shape in shapes]
 
 
+class Worker:
+    """A worker's state over parameters ``x``, and what an exchange leaves in it."""
+
+    def __init__(
+        self, x: Tensor, snapshots: Tensor, peers: Tensor, outer: OuterStep | None
+    ) -> None:
+        segment = Segment(x, Role.TRAINED, outer=outer, chunk_bytes=chunk_bytes_for(x.nbytes))
+        self.state = State([segment])
+        self.state.compile()
+        self._chunks = [
+            (chunk, snapshot, peer)
+            for (chunk, snapshot), (_, peer) in zip(
+                segment.split(snapshots), segment.split(peers), strict=True
+            )
+        ]
+        self._theta = 0.0
+
+    def exchange(self) -> None:
+        """An exchange of every chunk, after an outer step if there is one."""
+        self._theta += ETA
+        for chunk, snapshot, peer in self._chunks:
+            chunk.outer_step()
+            chunk.snapshot_and_exchange(self._theta, snapshot, peer, ALPHA_TILDE)
+        self._theta += 0.5 * ETA
+
+    def boundary(self) -> None:
+        """The boundary after a step."""
+        self.state.boundary(self._theta)
+
+
 class Training:
-    """A model's parameters as views of flat storage, AdamW on them, and a worker's state."""
+    """A model's parameters as views of flat storage, AdamW on them, and two workers' states."""
 
     def __init__(self, shapes: list[torch.Size], *, fused: bool) -> None:
         num_values = sum(shape.numel() for shape in shapes)
@@ -159,17 +197,8 @@ class Training:
             parameter.grad = gradient.view(shape)
             self._parameters.append(parameter)
         self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-6, fused=fused)
-        segment = Segment(x, Role.TRAINED, chunk_bytes=chunk_bytes_for(x.nbytes))
-        self.state = State([segment])
-        self.state.compile()
-        peers, snapshots = random(), torch.empty(num_values)
-        self._chunks = [
-            (chunk, snapshot, peer)
-            for (chunk, snapshot), (_, peer) in zip(
-                segment.split(snapshots), segment.split(peers), strict=True
-            )
-        ]
-        self._theta = 0.0
+        shared = x, torch.empty(num_values), random()
+        self.plain, self.outer = Worker(*shared, None), Worker(*shared, OuterStep())
 
     def step(self) -> float:
         """Seconds of a step with nothing after it."""
@@ -177,15 +206,14 @@ class Training:
         self._optimizer.step()
         return time.perf_counter() - started_s
 
-    def step_with_boundary(self) -> float:
+    def step_with_boundary(self, worker: Worker) -> float:
         """Seconds of a step and the boundary after it; an exchange has gone before, untimed."""
-        self._theta += ETA
-        for chunk, snapshot, peers in self._chunks:
-            chunk.snapshot_and_exchange(self._theta, snapshot, peers, ALPHA_TILDE)
-        self._theta += 0.5 * ETA
+        if worker is self.outer:
+            worker.state.reset()  # what the other worker did to x is no optimizer's step
+        worker.exchange()
         started_s = time.perf_counter()
         self._optimizer.step()
-        self.state.boundary(self._theta)
+        worker.boundary()
         return time.perf_counter() - started_s
 
 

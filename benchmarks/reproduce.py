@@ -22,8 +22,8 @@ from types import ModuleType
 
 import msgspec
 from reproduction import invariant, mixing, pairing, training
-from reproduction.parts import FIGURE, Effort
-from support.provenance import Provenance
+from reproduction.parts import FIGURE, TAIL, Effort
+from support.provenance import Provenance, commit_here
 
 DOCS = Path(__file__).parents[1] / "docs"
 QUICK_OUTPUT = Path("runs/reproduction")
@@ -79,11 +79,17 @@ def reproduce(names: Sequence[str], directory: Path, effort: Effort) -> Path:
         effort: how much to measure.
 
     Raises:
-        ValueError: there is no such section.
+        ValueError: there is no such section, or its figures would stand in docs without a commit
+            that has the code they were measured by.
     """
     for name in names:
         if name not in SECTIONS:
             raise ValueError(f"there is no section {name!r}; choose among {', '.join(SECTIONS)}")
+    if names and directory == DOCS and commit_here().endswith("+"):
+        raise ValueError(
+            "src or benchmarks have changes that are not committed, so that no commit has the code "
+            "of these figures: commit them first, or measure into another directory with --output"
+        )
     (directory / "figures").mkdir(parents=True, exist_ok=True)
     for name in names:
         started = time.perf_counter()
@@ -120,7 +126,13 @@ def _blocks(directory: Path) -> list[str]:
         "The script `benchmarks/reproduce.py` writes this page and every number in it: do not edit "
         "it by hand. The paper is Nabli, Belilovsky, Oyallon, *A2CiD2: Accelerating Asynchronous "
         "Communication in Decentralized Deep Learning*, NeurIPS 2023 (arXiv 2306.08289). "
-        "Everything here is simulated, on a virtual clock.",
+        "Everything here is simulated, on a virtual clock. *Reproduced* is said of a claim of the "
+        "paper that was measured, *consistent with the paper* where the figure is a fit, and "
+        "*holds* of a claim of ours. Each section ends with the commit that measured it.",
+        "A *decay* is always the slope of −log(consensus distance), by least squares while the "
+        f"distance falls from {TAIL[0]:g} to {TAIL[1]:g} of its first value. In a run that ends "
+        "before, it is the slope over the second half of the decades that it fell, which is on the "
+        "high side.",
     ]
     contents = []
     sections = []
@@ -148,7 +160,7 @@ def _section(directory: Path, name: str, section: ModuleType) -> list[str]:
             "nothing, and the verdict counts for nothing.",
         )
     blocks.append(
-        f"<sub>gossipdp {by.version}, commit {by.commit}; {by.hardware}; "
+        f"<sub>gossipdp {by.version}, {by.code}; {by.hardware}; "
         f"{by.seconds:.0f} s. Data: [JSON](figures/reproduction-{name}.json).</sub>"
     )
     return blocks

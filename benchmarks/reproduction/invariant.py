@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 from reproduction import parts
-from reproduction.parts import COLOURS, FIGURE, table, verdict
+from reproduction.parts import COLOURS, FIGURE, HOLDS, table, verdict
 
 from gossipdp.simulate import Consensus, Scenario, simulate
 
@@ -128,7 +128,7 @@ def write(result: Result) -> list[str]:
         "difference with opposite signs, the mean of x + c/2 moves by gradient steps alone. In the "
         "authors' released code each end sends its value, flows, then subtracts its own live value "
         "from what it got, so that the two differences are not negatives of each other.",
-        f"Verdict: {verdict(holds)}. After {exchanges:.0f} exchanges a worker on a ring of "
+        f"Verdict: {verdict(holds, HOLDS)}. After {exchanges:.0f} exchanges a worker on a ring of "
         f"{result.num_workers} our exchange is at {ours[1]:.1e} of the first consensus distance, "
         f"the released one at {released[0]:.1e}; the mean of x + c/2 drifts by at most "
         f"{ours[2]:.1e} and {released[2]:.1e} of the first spread.",

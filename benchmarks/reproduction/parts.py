@@ -17,6 +17,7 @@ from rich.progress import track
 from support.report import markdown_table as table
 
 from gossipdp.report.simulation_figures import OKABE_ITO as COLOURS
+from gossipdp.simulate.trace import TAIL_HIGHEST
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,6 +27,9 @@ __all__ = ["COLOURS", "table"]
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH_INCHES = 10.0
 """The width of a page, at which the letters of a figure are as large as those of the text."""
+
+TAIL = (TAIL_HIGHEST, 1e-12)
+"""The part of a run whose slope is its decay, as shares of the first consensus distance."""
 
 FIGURE = "<figure>"
 """Stands in a section's paragraphs where its figure goes."""
@@ -128,9 +132,14 @@ class Estimate(NamedTuple):
         return f"{mean} ± {self.deviation:,.0f}" if wide else f"{mean} ± {self.deviation:.2g}"
 
 
-def verdict(holds: bool) -> str:
-    """Said in the same words everywhere."""
-    return "**reproduced**" if holds else "**not reproduced**"
+REPRODUCED = ("reproduced", "not reproduced")
+CONSISTENT = ("consistent with the paper", "not consistent with the paper")
+HOLDS = ("holds", "does not hold")
+
+
+def verdict(holds: bool, words: tuple[str, str] = REPRODUCED) -> str:
+    """`REPRODUCED` of a claim of the paper, `CONSISTENT` of a fit, `HOLDS` of a claim of ours."""
+    return f"**{words[0] if holds else words[1]}**"
 
 
 def new_figure(height: float, rows: int, columns: int, **options: Any) -> tuple[Figure, Any]:

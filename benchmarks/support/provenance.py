@@ -20,6 +20,7 @@ class Provenance(msgspec.Struct, frozen=True):
     command: str
     version: str
     commit: str
+    """See :func:`commit_here`."""
     hardware: str
     seconds: float
     """How long it took to measure."""
@@ -30,7 +31,7 @@ class Provenance(msgspec.Struct, frozen=True):
         return cls(
             command=command(),
             version=gossipdp.__version__,
-            commit=_commit(),
+            commit=commit_here(),
             hardware=(
                 f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Python "
                 f"{platform.python_version()}, torch {metadata.version('torch')}, "
@@ -39,27 +40,41 @@ class Provenance(msgspec.Struct, frozen=True):
             seconds=seconds,
         )
 
+    @property
+    def code(self) -> str:
+        """By what code it was measured, in words."""
+        changed = ", with changes that were not committed" if self.commit.endswith("+") else ""
+        return f"commit {self.commit.removesuffix('+')}{changed}"
+
 
 def command() -> str:
     """How this benchmark was called, with the path as seen from the repository."""
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
-def _commit() -> str:
-    """The commit of this source tree, with ``+`` for changes; outside of one ``unknown``."""
-    source = Path(gossipdp.__file__).parent
+def commit_here() -> str:
+    """The commit of the source tree that this runs from; see :func:`commit_of`."""
+    return commit_of(Path(gossipdp.__file__).parents[2])
+
+
+def commit_of(tree: Path) -> str:
+    """The commit of a source tree, with ``+`` if what measures or is measured was changed since.
+
+    ``unknown`` where the package is not part of one.
+    """
 
     def git(*words: str) -> str | None:
         try:
             done = subprocess.run(
-                ["git", "-C", str(source), *words],
+                ["git", "-C", str(tree), *words],
                 capture_output=True, text=True, check=False, timeout=10,
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+    if git("ls-files", "--error-unmatch", "src/gossipdp/__init__.py") is None:
         return "unknown"
-    changed = git("status", "--porcelain", "--", str(source))
+    measuring = ("src", "benchmarks", ":(exclude)benchmarks/results")
+    changed = git("status", "--porcelain", "--", *measuring)
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")

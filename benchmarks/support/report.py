@@ -161,7 +161,7 @@ class Report:
             print_table(table)
         lines = [
             f"# {self.title}",
-            f"`{by.command}`, commit {by.commit}, {by.hardware}; {machine}; {seconds:.0f} s.",
+            f"`{by.command}`, {by.code}, {by.hardware}; {machine}; {seconds:.0f} s.",
         ]
         if self.quick:
             lines.append("**Quick run: these figures show nothing.**")

@@ -14,6 +14,7 @@ from reproduction import invariant, mixing, pairing, training
 from reproduction.parts import Effort, Estimate, fit_power_law
 
 from gossipdp.graph import build_graph
+from gossipdp.simulate import Record, Trace
 from gossipdp.simulate.synchronous import mixing_matrix, second_eigenvalue
 
 SIZES = [8, 16, 32, 64, 128, 256]
@@ -83,9 +84,9 @@ def test_the_number_is_that_of_the_method_that_was_simulated():
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (0.0, "**reproduced**. 9 of the paper's 9"),
-        (0.14, "**reproduced**. 9 of the paper's 9"),
-        (0.2, "**not reproduced**. 0 of the paper's 9"),
+        (0.0, "**consistent with the paper**. 9 of the paper's 9"),
+        (0.14, "**consistent with the paper**. 9 of the paper's 9"),
+        (0.2, "**not consistent with the paper**. 0 of the paper's 9"),
     ],
 )
 def test_the_verdict_counts_the_paper_s_exponents_and_ours_apart(error, expected):
@@ -193,11 +194,12 @@ def made_up_rings(ratio: float) -> training.Result:
 
 def test_the_verdict_is_about_all_rings_and_the_whole_run():
     worse = training.write(made_up_rings(1.2))[1]
-    assert "**not reproduced**" in worse
-    assert "on 3 of 4 rings at most 1; above 1 on rings of 8 with uneven classes" in worse
+    assert "**not reproduced**; it holds on 3 of 4 rings" in worse
+    assert "uneven classes: 1.2 on the ring of 8, 0.5 on the ring of 64." in worse
+    assert "ring of 8, uneven classes:" not in worse
     better = training.write(made_up_rings(0.9))[1]
-    assert "**reproduced**" in better
-    assert "ahead after 75% (same data)" in better
+    assert "**reproduced**; it holds on 4 of 4 rings" in better
+    assert "stays ahead: ring of 8, same data: 75%; ring of 64, same data: 75%;" in better
 
 
 # Pairing and the invariant
@@ -215,6 +217,26 @@ def test_available_locks_in_and_fresh_does_not():
     # An exchange of 1.5 steps leaves room for two thirds of one a step.
     assert 0.4 < fresh.comm_rate < 0.7
     assert fresh.decay_per_step == pytest.approx(fresh.decay_per_exchange * fresh.comm_rate)
+
+
+def trace_falling(*shares: float) -> Trace:
+    """Of 4 workers with 2 exchanges each between records, in steps of 0.5 s."""
+    trace = Trace("a2cid2", 4, unit_s=0.5)
+    for number, share in enumerate(shares):
+        trace.records.append(
+            Record(number * 1.0, 0.0, 0.0, 0.0, 5.0 * share, 4 * number, 0, 0.0, 0.0)
+        )
+    return trace
+
+
+def test_a_run_that_hardly_falls_has_a_decay_too():
+    # To 0.64 at once, then ever more slowly to 0.38: the second half of it, from 0.61 on, counts.
+    late = [0.64 * math.exp(-0.02 * k) for k in range(27)]
+    assert pairing.decay(trace_falling(1.0, *late)) == pytest.approx(0.01)
+    # In the tail alone, from 1e-3 on.
+    falling = [1.0, 0.5, 1e-3, *(1e-3 * math.exp(-0.6 * k) for k in range(1, 50))]
+    assert pairing.decay(trace_falling(*falling)) == pytest.approx(0.3)
+    assert pairing.late_comm_rate(trace_falling(*falling)) == pytest.approx(1.0)
 
 
 def test_slow_runs_of_fresh_are_found():
@@ -245,8 +267,8 @@ def test_the_invariant_s_verdict_follows_from_the_runs():
     others = [run("released", 1e-4, 1e-2), run("gossip", 1e-3, 1e-16)]
     good = invariant.Result([run("a2cid2", 1e-12, 1e-16), *others], 64, 10.0, [0], 64)
     bad = invariant.Result([run("a2cid2", 1e-12, 1e-9), *others], 64, 10.0, [0], 64)
-    assert "**reproduced**" in invariant.write(good)[1]
-    assert "**not reproduced**" in invariant.write(bad)[1]
+    assert "**holds**" in invariant.write(good)[1]
+    assert "**does not hold**" in invariant.write(bad)[1]
     assert good.released_when_ours_at(1e-10) == [1e-4]
     assert good.released_when_ours_at(1e-15) == []
 
@@ -288,6 +310,14 @@ def test_the_committed_page_is_that_of_the_committed_results(tmp_path, monkeypat
         (figures / path.name).write_bytes(path.read_bytes())
     page = reproduce.reproduce([], tmp_path, Effort())
     assert page.read_text() == (reproduce.DOCS / "reproduction.md").read_text()
+
+
+def test_docs_take_no_figures_of_code_that_no_commit_has(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(reproduce, "DOCS", tmp_path)
+    monkeypatch.setattr(reproduce, "commit_here", lambda: "abc1234+")
+    assert reproduce.main(["--only", "invariant"]) == 2
+    assert "src or benchmarks have changes that are not committed" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_quick_run_leaves_what_is_committed_alone(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ import run_all
 import support.report
 from run_all import Benchmark
 from support.meeting import Meeting
+from support.provenance import Provenance, commit_of
 from support.report import Missing, Report, Spread, Table, Target, interleaved, quantile
 
 SCRIPT = """
@@ -77,6 +79,28 @@ def test_a_quick_report_leaves_the_committed_results_alone(
     Report("mine", "How fast?", quick=True).write({"speed": 1.0})
     assert not list((tmp_path / "results").iterdir())
     assert json.loads((tmp_path / "runs/benchmarks/mine.json").read_text())["quick"]
+
+
+def test_a_commit_is_marked_where_what_measures_was_changed(tmp_path: Path):
+    def git(*words: str) -> str:
+        told = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x", *words]
+        return subprocess.run(told, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert commit_of(tmp_path) == "unknown"
+    for name in ("src/gossipdp/__init__.py", "benchmarks/mine.py", "benchmarks/results/mine.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "all")
+    commit = git("rev-parse", "--short", "HEAD")
+    assert commit_of(tmp_path) == commit
+    (tmp_path / "benchmarks/results/mine.md").write_text("2\n")
+    assert commit_of(tmp_path) == commit  # results are what benchmarks write
+    (tmp_path / "benchmarks/mine.py").write_text("2\n")
+    assert commit_of(tmp_path) == f"{commit}+"
+    by = Provenance("python mine.py", "1", f"{commit}+", "2 cores", 1.0)
+    assert by.code == f"commit {commit}, with changes that were not committed"
 
 
 def test_figures_asked_for_elsewhere_go_there_alone(

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 DEFAULT_GRAPH = "ring"
 WRITTEN = ("chi1", "chi2", "eta", "alpha_tilde", "exchanges_per_unit_time")
 
+LEARNING_RATE_RULE = """\
+Learning rate, as a multiple of all-reduce's best with the same batch a worker:
+  2         AdamW, comm rate 1
+  1/2       AdamW and the outer step (momentum 0.7), comm rate 1/8 to 1/16
+  1/2 to 1  SGD with momentum 0.9, comm rate 1
+Found with 16 simulated workers; with 4 real ones it was 1 (docs/quality.md).
+Try half and twice as much too."""
+"""Its only place, but for docs/choosing.md, which a test compares with what is printed."""
+
 
 @dataclass(frozen=True)
 class PlanArguments:
@@ -72,6 +81,10 @@ class PlanArguments:
     step_spread: float | None = None
     """Standard deviation of the logarithm of step times, such as 0.1; 0 by default."""
 
+    sync_every: int | None = None
+    """Beside gossip and DistributedDataParallel, whose all-reduce overlaps with the backward pass,
+    a rival that averages once in so many steps; 16 by default."""
+
 
 NETWORK_OPTIONS = (
     "parameters",
@@ -81,6 +94,7 @@ NETWORK_OPTIONS = (
     "link_mbps",
     "latency_ms",
     "step_spread",
+    "sync_every",
 )
 
 
@@ -109,11 +123,13 @@ def run(arguments: PlanArguments) -> int:
     console = Console()
     console.print(_table(planned))
     console.print(_verdict(planned), highlight=False)
+    console.print(LEARNING_RATE_RULE, highlight=False)
     written: dict[str, Any] = {name: getattr(planned, name) for name in WRITTEN}
     written["edges"] = planned.num_edges
     if network is not None:
         console.print()
         console.print(network.table())
+        console.print(network.times())
         for remark in network.remarks():
             console.print(remark, highlight=False, markup=False)
         written["network"] = network.as_json()

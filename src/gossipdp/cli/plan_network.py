@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from gossipdp.graph.network_plan import (
 )
 from gossipdp.graph.topology import build_graph, torus_shape
 from gossipdp.simulate.network import Conditions, Network, make_workers
+from gossipdp.tasks.options import check_numbers
 
 if TYPE_CHECKING:
     from gossipdp.cli.plan import PlanArguments
@@ -49,6 +51,28 @@ LONGEST_EXCHANGE_STEPS = 100.0
 """Exchanges longer than this are simulated as long, and the rate scaled: links are full anyway."""
 
 PLANNED_STEPS = 1000
+
+LEAST_GAIN = 0.02
+"""A smaller share of the time is less than such a model can tell."""
+
+BACKWARD_SHARE = 2 / 3
+"""Of a gradient step: a backward pass multiplies twice as many matrices as a forward pass."""
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
+"""DistributedDataParallel's defaults. They count float32 gradients, also where fewer bytes travel;
+the bucket that is full first is smaller."""
+
+BFLOAT16_SHARE = 0.5
+"""Of a float32 model's bytes."""
+
+DEFAULT_SYNC_EVERY = 16
+
+RIVALS = {
+    "ddp": "DDP, float32",
+    "ddp_bf16": "DDP, bfloat16 (its hook)",
+    "local_averaging": "an average of all every {sync_every} steps (DiLoCo, local SGD)",
+}
+AT_EVERY_STEP = ("ddp", "ddp_bf16")
 
 MAX_WORKERS = 256
 """The exact consensus distance costs the cube of the number of workers."""
@@ -84,6 +108,9 @@ class TrainingConditions:
     moments_share: float = 0.0
     """Of the optimizer's state in exchanges, on average, as a share of model_bytes."""
 
+    sync_every: int = DEFAULT_SYNC_EVERY
+    """Gradient steps from one average to the next, of the rival that averages seldom."""
+
     @classmethod
     def of(cls, arguments: PlanArguments) -> TrainingConditions:
         """Those that the options say."""
@@ -91,6 +118,7 @@ class TrainingConditions:
         assert arguments.link_mbps is not None
         latency_ms, spread = arguments.latency_ms, arguments.step_spread or 0.0
         check_step_spread("--step-spread", spread)
+        check_numbers(arguments, sync_every=1)
         latency_s = LATENCY_S
         if latency_ms is not None:
             latency_s = check_number("--latency-ms", latency_ms) / 1e3
@@ -103,6 +131,7 @@ class TrainingConditions:
             moments_share=_adams_share(arguments.comm_rate)
             if arguments.optimizer == "adam"
             else 0.0,
+            sync_every=arguments.sync_every or DEFAULT_SYNC_EVERY,
         )
 
     @property
@@ -115,26 +144,68 @@ class TrainingConditions:
         """How long an exchange takes once both ends agree: exchange_bytes/bytes_per_s + latency."""
         return self.exchange_bytes / self.bytes_per_s + self.latency_s
 
-    def all_reduce_s(self, num_workers: int) -> float:
-        """Ring all-reduce: 2(n-1)/n model_bytes/bytes_per_s + 2(n-1) latency."""
+    def all_reduce_s(self, num_workers: int, models: float = 1.0) -> float:
+        """Ring all-reduce of so many models: 2(n-1)/n bytes/bytes_per_s + 2(n-1) latency."""
         hops = 2.0 * (num_workers - 1)
-        return hops / num_workers * self.model_bytes / self.bytes_per_s + hops * self.latency_s
+        sent_s = hops / num_workers * models * self.model_bytes / self.bytes_per_s
+        return sent_s + hops * self.latency_s
 
-    def slowest_step_s(self, num_workers: int) -> float:
+    def overlapped_step_s(self, num_workers: int, share: float = 1.0) -> float:
+        """A step of DistributedDataParallel, which sends gradients while the backward pass goes on.
+
+        Gradients come at an even pace during the backward pass of the slowest worker. Buckets of
+        them are all-reduced one after another, each once it is full, the last when the backward
+        pass has ended; their latencies overlap, so that they count once. ``share``: of the bytes of
+        float32 gradients that travel.
+
+        With bucket k full at f_k, and b_k the bytes of it and of all later ones, the step takes
+        max_k (f_k + 2(n-1)/n b_k/bytes_per_s) + 2(n-1) latency. Both f and b are linear in k but
+        for the first and the last bucket: so only these and their neighbours are looked at.
+        """
+        slowest_s, total = self.slowest_step_s(num_workers), self.model_bytes
+        first = min(total, FIRST_BUCKET_BYTES)
+        last = math.ceil((total - first) / BUCKET_BYTES)
+
+        def ended_s(bucket: int) -> float:
+            begin = first + (bucket - 1) * BUCKET_BYTES if bucket else 0.0
+            end = min(total, first + bucket * BUCKET_BYTES)
+            full_s = slowest_s * (1.0 - BACKWARD_SHARE * (1.0 - end / total))
+            return full_s + self.all_reduce_s(num_workers, share * (1.0 - begin / total))
+
+        return max(ended_s(min(max(bucket, 0), last)) for bucket in (0, 1, last - 1, last))
+
+    def slowest_step_s(self, num_workers: int, steps_at_once: float = 1.0) -> float:
         """Mean of the longest of n lognormal step times: what a barrier waits for.
 
         E max = int F^-1(u) n u^(n-1) du, here over the normal z = Phi^-1(u), with F^-1(u) =
-        step_s exp(sigma z - sigma^2/2).
+        step_s exp(sigma z - sigma^2/2). With a barrier once in so many steps: of their mean.
         """
-        if self.step_spread == 0.0 or num_workers == 1:
+        sigma = self.spread_of_mean(steps_at_once)
+        if sigma == 0.0 or num_workers == 1:
             return self.step_s
         from scipy.special import log_ndtr
 
-        sigma = self.step_spread
         z = np.linspace(-9.0, 9.0 + sigma, 20_001)
         log_weight = (num_workers - 1) * log_ndtr(z) - 0.5 * z**2 - 0.5 * sigma**2 + sigma * z
         density = num_workers * np.exp(log_weight) / math.sqrt(2.0 * math.pi)
         return self.step_s * float(density.sum()) * float(z[1] - z[0])
+
+    def spread_of_mean(self, num_steps: float) -> float:
+        """The spread of the mean of steps, as if it were lognormal too: the variance adds up."""
+        return math.sqrt(math.log1p(math.expm1(self.step_spread**2) / num_steps))
+
+    def rivals_s(self, num_workers: int) -> dict[str, float]:
+        """Seconds of `PLANNED_STEPS` steps, by the keys of `RIVALS`."""
+        every = self.sync_every
+        averaged_s = (
+            self.slowest_step_s(num_workers, every) + self.all_reduce_s(num_workers) / every
+        )
+        steps_s = {
+            "ddp": self.overlapped_step_s(num_workers),
+            "ddp_bf16": self.overlapped_step_s(num_workers, BFLOAT16_SHARE),
+            "local_averaging": averaged_s,
+        }
+        return {name: PLANNED_STEPS * seconds for name, seconds in steps_s.items()}
 
 
 @dataclass(frozen=True)
@@ -222,6 +293,21 @@ class NetworkPlan:
 
     best: GraphPrediction
 
+    @property
+    def training_s(self) -> float:
+        """Of `PLANNED_STEPS` gradient steps, which wait for nobody."""
+        return PLANNED_STEPS * self.conditions.step_s
+
+    @property
+    def rivals_s(self) -> dict[str, float]:
+        """See `TrainingConditions.rivals_s`."""
+        return self.conditions.rivals_s(self.num_workers)
+
+    @property
+    def strongest_rival(self) -> str:
+        """The one that takes the least time."""
+        return _quickest(self.rivals_s)
+
     def as_json(self) -> dict[str, Any]:
         """Everything that is printed, in bytes and seconds."""
         conditions = self.conditions
@@ -232,14 +318,33 @@ class NetworkPlan:
             "conditions": asdict(conditions),
             "exchange_s": conditions.exchange_s,
             "steps": PLANNED_STEPS,
-            # Gradient steps wait for nobody.
-            "training_s": PLANNED_STEPS * conditions.step_s,
-            # A barrier and an all-reduce after every step: nothing overlapped, then all of it.
+            "training_s": self.training_s,
+            "rivals_s": self.rivals_s,
+            "strongest_rival": self.strongest_rival,
+            # The bounds of all-reduce at every step: nothing overlapped, or all of it.
             "all_reduce_s": PLANNED_STEPS * (slowest_s + all_reduce_s),
             "all_reduce_overlapped_s": PLANNED_STEPS * max(slowest_s, all_reduce_s),
             "graphs": [asdict(prediction) for prediction in self.predictions],
             "recommended": self.best.name,
         }
+
+    def times(self) -> Table:
+        """How long training takes, beside the rivals."""
+        shown = Table()
+        shown.add_column(f"{PLANNED_STEPS:,d} gradient steps a worker")
+        shown.add_column("seconds", justify="right")
+        shown.add_row("gossip", f"{self.training_s:,.4g}")
+        for name, seconds in self.rivals_s.items():
+            shown.add_row(self._called(name), f"{seconds:,.4g}")
+        return shown
+
+    def _called(self, rival: str) -> str:
+        return RIVALS[rival].format(sync_every=self.conditions.sync_every)
+
+    def _beside(self, rival: str) -> str:
+        saved = 1.0 - self.training_s / self.rivals_s[rival]
+        gain = f"takes {saved:.0%} less time" if saved >= LEAST_GAIN else "gains no time over it"
+        return f"{self._called(rival)}; gossip {gain}."
 
     def table(self) -> Table:
         """A row for each graph."""
@@ -268,17 +373,17 @@ class NetworkPlan:
     def remarks(self) -> list[str]:
         """Times beside all-reduce, the graph to take, and what was assumed."""
         conditions, own, num_workers = self.conditions, self.predictions[0], self.num_workers
-        found, share = self.as_json(), conditions.moments_share
+        share, every = conditions.moments_share, conditions.sync_every
         moments = f", {share:.0%} of a model more for Adam's second moment" if share else ""
         lines = [
-            f"{PLANNED_STEPS:,d} gradient steps a worker: {found['training_s']:,.4g} s, since they "
-            f"wait for nobody. With ring all-reduce: {found['all_reduce_s']:,.4g} s if nothing of "
-            "it overlaps with computing, at least "
-            f"{found['all_reduce_overlapped_s']:,.4g} s if all of it "
-            f"does. Each step waits for the slowest of {num_workers}, "
-            f"{1e3 * conditions.slowest_step_s(num_workers):,.4g} ms; the all-reduce takes "
-            f"{1e3 * conditions.all_reduce_s(num_workers):,.4g} ms. Frameworks lie "
-            "between the two.",
+            f"Strongest rival: {self._beside(self.strongest_rival)} Strongest of those that "
+            f"average at every step: {self._beside(_quickest(self.rivals_s, AT_EVERY_STEP))} This "
+            "is time alone; docs/quality.md says what the loss is after as many steps.",
+            f"Rivals wait for the slowest of {num_workers}: "
+            f"{1e3 * conditions.slowest_step_s(num_workers):,.4g} ms a step, with a barrier every "
+            f"{every} steps {1e3 * conditions.slowest_step_s(num_workers, every):,.4g} ms. A ring "
+            f"all-reduce of float32 takes {1e3 * conditions.all_reduce_s(num_workers):,.4g} ms. "
+            "DDP sends buckets of 25 MiB during the backward pass, two thirds of a step.",
             f"An exchange takes {1e3 * conditions.exchange_s:,.4g} ms. MB/s are sent, and as many "
             f"received{moments}. Achieved comm rates are simulated with the real protocol"
             + (
@@ -296,6 +401,10 @@ class NetworkPlan:
                 f"{own.nominal_comm_rate:.3g} exchanges per worker per gradient step asked for."
             )
         return lines
+
+
+def _quickest(times_s: dict[str, float], among: Collection[str] = RIVALS) -> str:
+    return min(among, key=times_s.__getitem__)
 
 
 def _adams_share(comm_rate: float) -> float:
@@ -362,8 +471,7 @@ def served_share(
     steps_at_once = max(1.0, LEAST_SIMULATED_RATE / comm_rate)
     constants = Constants.of(graph, comm_rate * steps_at_once)
     step_s = conditions.step_s * steps_at_once
-    # Of the sum of so many steps, as if it were lognormal too: the variance adds up.
-    spread = math.sqrt(math.log1p(math.expm1(conditions.step_spread**2) / steps_at_once))
+    spread = conditions.spread_of_mean(steps_at_once)
     exchange_s = min(conditions.exchange_s, LONGEST_EXCHANGE_STEPS * step_s)
     latency_s = min(conditions.latency_s, 0.5 * exchange_s)
     random = Random(f"{seed} plan")

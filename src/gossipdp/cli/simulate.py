@@ -39,7 +39,7 @@ class SimulateArguments:
     """Exchanges per worker per gradient step; several with commas."""
 
     fidelity: Literal["ideal", "links"] = "ideal"
-    """ideal: the paper's model; exchanges happen at random and take no time. links: the real
+    """ideal: exchanges happen at random, as in the paper, and take no time. links: the real
     protocol; messages and exchanges take time."""
 
     steps: float | None = None

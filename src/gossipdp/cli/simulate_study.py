@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from gossipdp.cli.option_checks import check_number
-from gossipdp.dynamics.outer import OuterStep
 from gossipdp.graph.network_plan import LATENCY_S, check_step_spread
 from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
 from gossipdp.simulate.module_objective import digits_objective
@@ -42,6 +41,7 @@ from gossipdp.simulate.study import (
     steps_to_agree,
 )
 from gossipdp.simulate.trace import TAIL_LOWEST, Trace
+from gossipdp.tasks.options import moment_periods, outer_step
 
 if TYPE_CHECKING:
     from gossipdp.cli.simulate import SimulateArguments
@@ -214,8 +214,8 @@ def make_study(arguments: SimulateArguments) -> Study:
         eta_factor=arguments.eta_factor,
         alpha_tilde_factor=arguments.alpha_tilde_factor,
         learning_rate_decay=arguments.learning_rate_decay,
-        outer=_outer_step(arguments),
-        exchange_moments=_moments(arguments),
+        outer=outer_step(arguments.outer_momentum, arguments.outer_lr),
+        exchange_moments=moment_periods(_split(arguments.exchange_moments)),
         **{name: value for name in NUMBERS if (value := getattr(arguments, name)) is not None},
     )
     for method in methods:
@@ -276,26 +276,6 @@ def _refuse(arguments: SimulateArguments, names: Collection[str], why: str) -> N
     for name in names:
         if getattr(arguments, name) not in (None, False, ()):
             raise ValueError(f"--{name.replace('_', '-')} plays no part {why}")
-
-
-def _outer_step(arguments: SimulateArguments) -> OuterStep | None:
-    asked = {"momentum": arguments.outer_momentum, "lr": arguments.outer_lr}
-    given = {name: value for name, value in asked.items() if value is not None}
-    return OuterStep(**given) if given else None
-
-
-def _moments(arguments: SimulateArguments) -> dict[str, int]:
-    periods: dict[str, int] = {}
-    for text in _split(arguments.exchange_moments):
-        match = re.fullmatch(r"(\w+):(\d+)", text)
-        if match is None:
-            raise ValueError(
-                f"--exchange-moments is {text!r}; write NAME:PERIOD, such as exp_avg_sq:16"
-            )
-        if match[1] in periods:
-            raise ValueError(f"--exchange-moments {text}: {match[1]} is given twice")
-        periods[match[1]] = int(match[2])
-    return periods
 
 
 def _compute_time(arguments: SimulateArguments) -> ComputeTime:

@@ -60,12 +60,17 @@ def run(arguments: TrainArguments) -> int:
 
     start_fork_server()  # it imports torch while this process does so too
 
+    from torch import nn
+
+    from gossipdp.parallel.moments import chosen_moments
     from gossipdp.tasks import make_recipe
     from gossipdp.tasks.training import train
     from gossipdp.tasks.workload import worker_device
 
     worker_device(options.device)
-    make_recipe(replace(options, device="cpu"))  # opens the data
+    recipe = make_recipe(replace(options, device="cpu"))  # opens the data
+    # Does the optimizer keep the moments that are named? Any module will do to ask.
+    chosen_moments(options.moments, [recipe.make_optimizer(nn.Linear(1, 1))], options.comm_rate)
     launch(
         train,
         world_size=arguments.workers,

@@ -9,7 +9,7 @@ What a run is:
 
 How it runs:
 
-    ideal             Poisson edges, instantaneous exchanges: the paper's model
+    ideal             Poisson edges, as the paper's, and instantaneous exchanges
     links             the real protocol over links                network, engine
     rounds            lock-step: rounds of all workers, and what they cost over links
     synchronous       all-reduce, D-PSGD

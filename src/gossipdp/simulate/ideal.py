@@ -1,4 +1,8 @@
-"""The ``ideal`` fidelity: the paper's model, in which edges fire as Poisson processes."""
+"""The ``ideal`` fidelity: the paper's edges, which fire as Poisson processes, without delay.
+
+Gradients are not the paper's Poisson events: a worker takes one step after another, each as long as
+the scenario's compute time says, by default all equally long.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +28,8 @@ def run_ideal(scenario: Scenario, method: str, on_progress: Callable[[float], No
     """Simulate a2cid2, gossip, none or released with instantaneous exchanges.
 
     Edges fire at rate lambda_ij per unit of time, whatever the workers do; eta is that of the
-    comm rate asked for, as in the paper's section 3, since here it is met exactly. Gradient steps
-    take the scenario's compute times, in place of the paper's Poisson clock.
+    comm rate asked for, as in the paper's section 3, since here it is met exactly. Gradients are
+    evaluated where a step begins, and applied where it ends.
 
     Where nobody takes gradients (consensus), steps are not simulated but counted: one a worker
     in each unit of time.

@@ -233,8 +233,9 @@ class Scenario:
         objective: what the workers minimise.
         optimizer: how they step.
         comm_rate: r, exchanges per worker per gradient step.
-        fidelity: "ideal", the paper's model: edges fire as Poisson processes and exchanges are
-            instantaneous; "links", the real protocol: messages and data take their time.
+        fidelity: "ideal", the paper's edges: they fire as Poisson processes, and exchanges are
+            instantaneous (gradients come by ``compute_time``, in the paper they are Poisson events
+            too); "links", the real protocol: messages and data take their time.
         neighbour_policy: whom to ask; plays a part at "links" only.
         compute_time: how long gradient steps take; its nominal step is the unit of time.
         links: what links are like; at "links", and for the synchronous methods.

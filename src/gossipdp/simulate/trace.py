@@ -120,12 +120,15 @@ class Trace:
         }
         return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
 
-    def decay_per_exchange(self, lowest: float = TAIL_LOWEST) -> float:
+    def decay_per_exchange(
+        self, lowest: float = TAIL_LOWEST, least_fall: float = LEAST_FALL
+    ) -> float:
         """How fast the workers agreed: see :func:`decay_per_exchange`."""
         return decay_per_exchange(
             self.column("exchanges") * 2.0 / self.num_workers,
             self.column("consensus_distance"),
             lowest=lowest,
+            least_fall=least_fall,
         )
 
 
@@ -134,25 +137,28 @@ def decay_per_exchange(
     consensus_distances: ArrayLike,
     *,
     lowest: float = TAIL_LOWEST,
+    least_fall: float = LEAST_FALL,
 ) -> float:
     """Slope of -log(consensus distance) over exchanges per worker, by least squares.
 
     At first modes of all speeds decay together; the slowest is what lasts. So the slope is taken
     between 1e-3 and ``lowest`` of the first distance: from the first record at or below the one to
     the last before the first one below the other. If the run did not get to ``lowest``, it is taken
-    over the second half of the decades that it fell, if those are two at least: an estimate that is
-    on the high side.
+    over the second half of the decades that it fell, if it fell to ``least_fall``: an estimate that
+    is on the high side.
 
     Args:
         exchanges_per_worker, consensus_distances: one each record.
         lowest: below this share of the first distance lies rounding; 1e-24 for float64.
+        least_fall: a run that did not get to this share of its first value has no slope; two
+            decades by default.
 
     Returns:
-        The slope; NaN for a run that fell less than two decades, or within three records.
+        The slope; NaN for a run that fell less, or within three records.
     """
     distances = np.asarray(consensus_distances, dtype=np.float64)
     fallen = lowest_share(distances)
-    if fallen > LEAST_FALL:
+    if fallen > least_fall:
         return math.nan
     shares = distances / distances[0]
     begin = _first(shares <= max(TAIL_HIGHEST, math.sqrt(fallen)))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from gossipdp import OuterStep
+
 MethodName = Literal["a2cid2", "gossip", "allreduce", "none"]
+OF_EXCHANGES = ("outer_momentum", "outer_lr", "exchange_moments")
 
 
 def check_numbers(options: object, **least: int) -> None:
@@ -22,6 +27,36 @@ def check_numbers(options: object, **least: int) -> None:
         if not (math.isfinite(rate) and rate > 0):
             option = name.replace("_", "-")
             raise ValueError(f"--{option} is {rate}; it must be a positive number")
+
+
+def outer_step(momentum: float | None, lr: float | None) -> OuterStep | None:
+    """The outer step if one of its numbers is given, the other by default; else None.
+
+    Raises:
+        ValueError: one of them is out of range.
+    """
+    asked = {"momentum": momentum, "lr": lr}
+    given = {name: value for name, value in asked.items() if value is not None}
+    return OuterStep(**given) if given else None
+
+
+def moment_periods(words: Iterable[str]) -> dict[str, int]:
+    """What is meant by ``NAME:PERIOD`` words: one exchange in how many carries each tensor.
+
+    >>> moment_periods(["exp_avg:1", "exp_avg_sq:16"])
+    {'exp_avg': 1, 'exp_avg_sq': 16}
+    """
+    periods: dict[str, int] = {}
+    for word in words:
+        match = re.fullmatch(r"(\w+):([1-9]\d*)", word)
+        if match is None:
+            raise ValueError(
+                f"--exchange-moments is {word!r}; write NAME:PERIOD, such as exp_avg_sq:16"
+            )
+        if match[1] in periods:
+            raise ValueError(f"--exchange-moments {word}: {match[1]} is given twice")
+        periods[match[1]] = int(match[2])
+    return periods
 
 
 @dataclass(frozen=True)
@@ -66,6 +101,18 @@ class TrainOptions(RunOptions):
     device: str = "cpu"
     """cpu or cuda. With cuda the workers of a machine take its devices in turn."""
 
+    outer_momentum: float | None = None
+    """Momentum of an outer step at each exchange, for low comm rates. There is one if this or
+    --outer-lr is given; the other is then 0.7 or 1."""
+
+    outer_lr: float | None = None
+    """Learning rate of the outer step."""
+
+    exchange_moments: str | None = None
+    """What of the optimizer is averaged too: NAME:PERIOD, with commas between several.
+    exp_avg_sq:16 averages AdamW's second moment with one exchange in 16. none: nothing. By default
+    Adam's second moment, as often as fits its memory."""
+
     checkpoint_every: int | None = None
     """Each worker saves a checkpoint every so many of its gradient steps; by default never."""
 
@@ -75,6 +122,27 @@ class TrainOptions(RunOptions):
     def __post_init__(self) -> None:
         """Raise ValueError for the first option that cannot be meant."""
         check_numbers(self, epochs=1, batch_size=1, seed=0, checkpoint_every=1)
+        for name in OF_EXCHANGES:
+            if getattr(self, name) is not None and self.method not in ("a2cid2", "gossip"):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} plays no part with --method {self.method}: it "
+                    "comes with exchanges, which a2cid2 and gossip make"
+                )
+        _ = self.outer, self.moments  # they raise too
+
+    @property
+    def outer(self) -> OuterStep | None:
+        """The outer step of each exchange, if there is one."""
+        return outer_step(self.outer_momentum, self.outer_lr)
+
+    @property
+    def moments(self) -> bool | dict[str, int]:
+        """What of the optimizer's state is averaged, as ``GossipDataParallel`` takes it."""
+        if self.exchange_moments is None:
+            return True
+        if self.exchange_moments == "none":
+            return False
+        return moment_periods(word.strip() for word in self.exchange_moments.split(","))
 
     @property
     def directory(self) -> Path:
@@ -83,7 +151,16 @@ class TrainOptions(RunOptions):
 
 
 @dataclass(frozen=True)
-class Cifar10Options(TrainOptions):
+class PaperOptions(TrainOptions):
+    """Options of the paper's two trainings."""
+
+    released_settings: bool = False
+    """Train as the authors' released scripts do, in what docs/recipes.md names; for cifar10 they
+    have --epochs 300."""
+
+
+@dataclass(frozen=True)
+class Cifar10Options(PaperOptions):
     """ResNet-18 on CIFAR-10.
 
     It trains 100 epochs by SGD with momentum, in batches of 128 on each worker. The learning rate
@@ -100,7 +177,7 @@ class Cifar10Options(TrainOptions):
 
 
 @dataclass(frozen=True)
-class ImageNetOptions(TrainOptions):
+class ImageNetOptions(PaperOptions):
     """ResNet-50 on ImageNet (ILSVRC 2012).
 
     It trains 90 epochs by SGD with momentum, in batches of 128 on each worker. The learning rate

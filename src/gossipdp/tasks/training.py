@@ -56,6 +56,8 @@ def train(options: TrainOptions) -> dict[str, Any] | None:
         method=options.method,
         graph=options.graph,
         comm_rate=options.comm_rate,
+        outer=options.outer,
+        exchange_moments=options.moments,
         seed=options.seed,
         monitor=Monitor(log_dir=options.directory),
         checkpoints=checkpoints,
@@ -69,6 +71,8 @@ def train(options: TrainOptions) -> dict[str, Any] | None:
         optimizer.zero_grad()
         loss = recipe.loss(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
+        if recipe.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), recipe.clip_norm)
         optimizer.step()
         schedule.step()
         model.log(loss=loss)
@@ -165,6 +169,9 @@ def _opening(model: GossipDataParallel, options: TrainOptions, num_samples: int)
     text += f"workers {model.world_size} on {parameters[0].device.type}, method {options.method}"
     if options.method in ("a2cid2", "gossip"):
         text += f", graph {options.graph}, comm rate {options.comm_rate:g}"
+    if options.outer is not None:
+        outer = options.outer
+        text += f", outer step of momentum {outer.momentum:g} and learning rate {outer.lr:g}"
     return f"{text}, batch {options.batch_size} a worker"
 
 

@@ -23,9 +23,11 @@ class Workload(ABC, Generic[Batch]):
         True, no two workers see the same training data.
     batch_size: samples per gradient step of one worker.
     device: where this worker computes.
+    clip_norm: what the norm of all gradients together is clipped to; None: they are not.
     """
 
     metric_name: ClassVar[str]
+    clip_norm: float | None = None
 
     def __init__(self, batch_size: int, *, disjoint: bool = False, device: str = "cpu") -> None:
         if batch_size < 1:

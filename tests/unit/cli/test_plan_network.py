@@ -1,9 +1,14 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gossipdp.cli.plan_network import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
     GraphPrediction,
     TrainingConditions,
     candidates,
@@ -21,6 +26,56 @@ def test_durations_by_hand():
     assert RESNET.all_reduce_s(4) == pytest.approx(6 / 4 * 0.1 + 6 * 0.001)
     assert RESNET.all_reduce_s(1) == 0.0
     assert RESNET.slowest_step_s(64) == 0.1
+
+
+def by_buckets(conditions: TrainingConditions, num_workers: int, share: float) -> float:
+    """When the last all-reduce has ended, bucket after bucket."""
+    full_bytes, ended_s, capacity = 0.0, 0.0, FIRST_BUCKET_BYTES
+    slowest_s, total = conditions.slowest_step_s(num_workers), conditions.model_bytes
+    latency_s = conditions.all_reduce_s(num_workers, 0.0)
+    while full_bytes < total:
+        size, capacity = min(capacity, total - full_bytes), BUCKET_BYTES
+        full_bytes += size
+        full_s = slowest_s * (1 / 3 + 2 / 3 * full_bytes / total)
+        sending_s = conditions.all_reduce_s(num_workers, share * size / total) - latency_s
+        ended_s = max(ended_s, full_s) + sending_s
+    return ended_s + latency_s
+
+
+@given(
+    megabytes=st.floats(1e-3, 2000.0),
+    mbps=st.floats(10.0, 1e6),
+    num_workers=st.integers(2, 64),
+    share=st.sampled_from([0.5, 1.0]),
+)
+def test_ddp_sends_each_bucket_once_it_is_full(megabytes, mbps, num_workers, share):
+    conditions = TrainingConditions(1e6 * megabytes, 0.1, 125e3 * mbps, latency_s=0.001)
+    step_s = conditions.overlapped_step_s(num_workers, share)
+    assert step_s == pytest.approx(by_buckets(conditions, num_workers, share))
+    all_reduce_s = conditions.all_reduce_s(num_workers, share)
+    assert max(0.1, all_reduce_s) <= step_s * (1 + 1e-9)
+    assert step_s <= (0.1 + all_reduce_s) * (1 + 1e-9)
+
+
+def test_the_rivals_by_hand():
+    # 2 workers, a model of 26 MiB in buckets of 1 and 25, no latency: the model takes 0.26 s.
+    conditions = TrainingConditions(26 * 2**20, 0.3, 100 * 2**20, latency_s=0.0, sync_every=10)
+    first_s, pace_s = 0.1 + 0.2 / 26, 0.01
+    rivals_s = conditions.rivals_s(2)
+    assert rivals_s["ddp"] == pytest.approx(1000 * (0.3 + 25 * pace_s))
+    assert rivals_s["ddp_bf16"] == pytest.approx(1000 * (0.3 + 25 * pace_s / 2))
+    assert rivals_s["local_averaging"] == pytest.approx(1000 * (0.3 + 0.26 / 10))
+    # Where links are what everybody waits for, the first bucket is waited for, and then all bytes.
+    slow = replace(conditions, bytes_per_s=2**20)
+    assert slow.rivals_s(2)["ddp"] == pytest.approx(1000 * (first_s + 26))
+
+
+def test_a_barrier_that_is_rare_waits_for_less():
+    conditions = TrainingConditions(1e6, 2.0, 1e9, step_spread=0.3)
+    random = np.random.default_rng(0)
+    times = 2.0 * np.exp(0.3 * random.standard_normal((4000, 8, 16)) - 0.3**2 / 2)
+    mean_of_slowest = times.mean(2).max(1).mean()
+    assert conditions.slowest_step_s(8, 16) == pytest.approx(mean_of_slowest, rel=0.01)
 
 
 @pytest.mark.parametrize(("num_workers", "spread"), [(1, 0.3), (2, 0.3), (64, 0.1), (512, 1.0)])

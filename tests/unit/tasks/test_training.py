@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from gossipdp import OuterStep
 from gossipdp.gossip.published import Notice
 from gossipdp.parallel.stats import Stats
 from gossipdp.tasks.options import BytesGptOptions
@@ -152,6 +153,55 @@ def test_an_evaluation_that_fails_does_not_lose_the_model(
     with pytest.raises(OSError, match="broken image"):
         train(options)
     assert "position" in torch.load(options.directory / MODEL_FILE, weights_only=True)
+
+
+def test_gradients_are_clipped_where_the_recipe_says_so(
+    options: BytesGptOptions, monkeypatch: pytest.MonkeyPatch
+):
+    norms: list[float] = []
+
+    def watched(self: Gpt, net: torch.nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(
+            lambda *_: norms.append(
+                float(torch.nn.utils.get_total_norm([v.grad for v in net.parameters()]))
+            )
+        )
+        return optimizer
+
+    monkeypatch.setattr(Gpt, "make_optimizer", watched)
+    train(replace(options, output=options.directory / "free"))
+    assert max(norms) > 0.02
+    norms.clear()
+    monkeypatch.setattr(Gpt, "clip_norm", 0.01)
+    train(options)
+    assert max(norms) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_wrapper_is_given_the_outer_step_and_the_moments(
+    options: BytesGptOptions, monkeypatch: pytest.MonkeyPatch
+):
+    given: dict[str, object] = {}
+
+    class WrappedError(Exception):
+        pass
+
+    def wrap(*_: object, **arguments: object) -> None:
+        given.update(arguments)
+        raise WrappedError
+
+    monkeypatch.setattr("gossipdp.tasks.training.GossipDataParallel", wrap)
+    with pytest.raises(WrappedError):
+        train(replace(options, outer_momentum=0.5, exchange_moments="exp_avg:2"))
+    assert given["outer"] == OuterStep(momentum=0.5)
+    assert given["exchange_moments"] == {"exp_avg": 2}
+
+
+def test_the_opening_names_the_outer_step(
+    options: BytesGptOptions, capsys: pytest.CaptureFixture[str]
+):
+    train(replace(options, outer_momentum=0.6))
+    assert "outer step of momentum 0.6 and learning rate 1, batch 8" in capsys.readouterr().out
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_the_same(
