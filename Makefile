@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test lint types fuzz chaos browser-test cluster-test bench docs docs-serve dist clean
 
+# All-reduce and gossip side by side, in about a minute; ARGS="--workers 6" for another demo.
 demo: $(VENV)/base.installed
-	$(BIN)/gossipdp demo $(ARGS)
+	$(BIN)/gossipdp demo $(or $(ARGS),--compare)
 
 # In two processes, a file whole in one of them; ARGS="-k pairing" for some tests, ARGS="-n 0" for
 # one process. The slowest tests are named at the end.

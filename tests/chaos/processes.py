@@ -25,9 +25,9 @@ from typing import Any
 
 import psutil
 
-from gossipdp.cli import demo
-from gossipdp.cli.demo import (
-    DemoArguments,
+from gossipdp.cli import demo_training
+from gossipdp.cli.demo import DemoArguments
+from gossipdp.cli.demo_training import (
     averaged_together,
     own_average_file,
     read_results,
@@ -128,7 +128,7 @@ def train_with_cuts(arguments: DemoArguments, least_s: float, rank_cuts: Sequenc
     own = [cut for cut in rank_cuts if rank in cut.ranks]
     view = WorkerProgress()
     turn = GossipLoop.turn
-    until = demo._until
+    until = demo_training._until
 
     def until_all_are_back(is_over: Callable[[], bool], loader: Any) -> Iterator[Any]:
         return until(lambda: is_over() and (arguments.directory / ALL_BACK).exists(), loader)
@@ -146,7 +146,7 @@ def train_with_cuts(arguments: DemoArguments, least_s: float, rank_cuts: Sequenc
                 self._links[peer].close("cut by the plan")
                 cut_file(arguments.directory, cut).touch()
 
-    demo._until = until_all_are_back
+    demo_training._until = until_all_are_back
     if own:
         GossipLoop.turn = turn_and_cut  # type: ignore[method-assign]
     train_worker(arguments, least_s, {})

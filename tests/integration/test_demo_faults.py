@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from gossipdp.cli import demo_watch
-from gossipdp.cli.demo import DEFAULT_SAMPLES, DIGEST, DemoArguments, run
+from gossipdp.cli.demo import DEFAULT_SAMPLES, DemoArguments, run
+from gossipdp.cli.demo_training import DIGEST
 from gossipdp.observe.log import RunLog
 
 pytestmark = pytest.mark.processes

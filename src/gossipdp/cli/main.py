@@ -214,7 +214,8 @@ def _complaint(box: str) -> str:
         kind = "a number" if re.search("float|FLOAT", text) else "a whole number"
         return f"{number['option']} is {number['value']!r}; it must be {kind}"
     if choice := _NO_CHOICE.fullmatch(text):
-        known = re.findall(r"'([^']*)'", choice["known"])
+        # tyro names those of an option that need not be given in any order, with None.
+        known = sorted(set(re.findall(r"'([^']*)'", choice["known"])) - {"None"})
         return f"{choice['option']} is {choice['value']!r}; {_likely(choice['value'], known)}"
     if missing := re.match(r"Missing from .*?: (\S+)", text):
         return f"{missing[1]} is missing"

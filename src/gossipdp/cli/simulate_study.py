@@ -150,10 +150,13 @@ class Study:
 
     def timeline_title(self) -> str:
         """The title of the timeline."""
-        scenario = self.cases[0].scenario
+        scenario, slow = self.cases[0].scenario, ""
+        if isinstance(scenario.compute_time, SlowedTime):
+            for rank, factor in scenario.compute_time.factors.items():
+                slow += f"; worker {rank} takes {factor:g} times as long"
         return (
             f"{scenario.graph} of {scenario.num_workers} workers, comm rate "
-            f"{scenario.comm_rate:g}, fidelity {scenario.fidelity}"
+            f"{scenario.comm_rate:g}{slow}"
         )
 
     def opening(self) -> list[str]:

@@ -231,6 +231,12 @@ class WorkerLog:
         """Of the last process."""
         return self.restart or self.start
 
+    @property
+    def trained_s(self) -> float:
+        """When its last gradient step was made: the first record that counts it; 0 without one."""
+        all_steps = self.steps[-1].gradient_steps if self.steps else 0
+        return next((step.time_s for step in self.steps if step.gradient_steps == all_steps), 0.0)
+
     def pairs(self) -> list[tuple[StepRecord, ExchangeRecord]]:
         """The step and exchange records of one moment; a half whose other half is lost, left out.
 

@@ -60,7 +60,7 @@ def draw_simulation(ensembles: Sequence[Ensemble], path: Path, *, title: str) ->
     has_loss = any(np.isfinite(ensemble.column("loss")).any() for ensemble in ensembles)
     rows = ["loss", "consensus_distance"] if has_loss else ["consensus_distance"]
     columns = list(AXES) if has_loss else list(AXES)[:2]
-    figure = _figure(5.0 + 4.2 * (len(columns) - 1), 1.3 + 3.2 * len(rows))
+    figure = new_figure(5.0 + 4.2 * (len(columns) - 1), 1.3 + 3.2 * len(rows))
     panels = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row", sharex="col")
     for row, name in zip(panels, rows, strict=True):
         for axes, column in zip(row, columns, strict=True):
@@ -144,17 +144,17 @@ def draw_timeline(traces: Sequence[Trace], path: Path, *, title: str) -> None:
         if not trace.intervals:
             raise ValueError(f"{trace.method} kept no timeline: simulate with keep_timeline=True")
     ranks = _shown_ranks(traces[0], max(LEAST_WORKERS, MOST_ROWS // len(traces)))
-    figure = _figure(11.0, 1.2 + len(traces) * (0.7 + 0.24 * len(ranks)))
+    figure = new_figure(8.0, 1.2 + len(traces) * (0.6 + 0.24 * len(ranks)))
     panels = figure.subplots(len(traces), 1, squeeze=False, sharex=True)[:, 0]
     for axes, trace in zip(panels, traces, strict=True):
         _draw_workers(axes, trace, ranks)
-    panels[-1].set_xlabel("time from the beginning of what is shown (s)")
+    panels[-1].set_xlabel("time (s)")
     if traces[0].num_workers > len(ranks):
         title += f"; {len(ranks)} of them are shown"
     figure.suptitle(title)
     handles = [Patch(color=colour, label=name) for name, colour in ACTIVITY_COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=200)
 
 
 def _shown_ranks(trace: Trace, most: int) -> list[int]:
@@ -212,7 +212,8 @@ def _clip(interval: Interval, begin_s: float, end_s: float) -> tuple[float, floa
     return (start_s - begin_s, until_s - start_s) if until_s > start_s else None
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of this size in inches, drawn without a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from gossipdp.tasks.workload import Workload
 
 # Module and class of each name: what the demo trains, and what the recipes train.
-WORKLOADS = {"digits": "digits.Digits", "pystdlib": "text.PyStdlib"}
+WORKLOADS = {
+    "digits": "digits.Digits",
+    "pystdlib": "text.PyStdlib",
+    "pystdlib-small": "text.SmallPyStdlib",
+}
 RECIPES = {"cifar10": "images.Cifar10", "imagenet": "images.ImageNet", "bytes-gpt": "text.Gpt"}
 
 

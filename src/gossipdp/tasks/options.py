@@ -23,8 +23,8 @@ def check_numbers(options: object, **least: int) -> None:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} is {number}; it must be at least {bound}")
     for name in ("comm_rate", "learning_rate"):
-        rate = getattr(options, name, 1.0)
-        if not (math.isfinite(rate) and rate > 0):
+        rate = getattr(options, name, None)
+        if rate is not None and not (math.isfinite(rate) and rate > 0):
             option = name.replace("_", "-")
             raise ValueError(f"--{option} is {rate}; it must be a positive number")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -92,9 +93,10 @@ class Gpt(Workload[Tensor]):
         return nats / num_windows / math.log(2)
 
 
-@final
 class PyStdlib(Gpt):
-    """The smaller network of the demo, on the source of the running Python's standard library.
+    """A small network of the demo, on the source of the running Python's standard library.
+
+    changes: options of the recipe other than ``network``'s.
 
     >>> stdlib = PyStdlib()
     >>> next(iter(stdlib.train_loader(rank=0, num_workers=4, seed=0))).shape
@@ -102,20 +104,25 @@ class PyStdlib(Gpt):
     """
 
     num_validation_windows = 256
+    network: ClassVar[BytesGptOptions] = BytesGptOptions(
+        batch_size=8, context=128, width=128, depth=2, heads=4, learning_rate=3e-3
+    )
 
-    def __init__(
-        self, *, disjoint: bool = False, batch_size: int = 8, data: Path | None = None
-    ) -> None:
-        options = BytesGptOptions(
-            data=data,
-            batch_size=batch_size,
-            context=128,
-            width=128,
-            depth=2,
-            heads=4,
-            learning_rate=3e-3,
-        )
-        super().__init__(options, disjoint=disjoint)
+    def __init__(self, *, disjoint: bool = False, **changes: Any) -> None:
+        super().__init__(replace(self.network, **changes), disjoint=disjoint)
+
+
+@final
+class SmallPyStdlib(PyStdlib):
+    """The same text for a network of 70,592 parameters, whose step takes 10 ms of one core.
+
+    The learning rate is the best of all-reduce with 4 workers: see ``cli/demo_compare.py``.
+    """
+
+    num_validation_windows = 1024
+    network = BytesGptOptions(
+        batch_size=16, context=64, width=64, depth=1, heads=4, learning_rate=1.6e-2
+    )
 
 
 @final

@@ -6,9 +6,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from gossipdp.cli.demo import (
-    DEFAULT_SAMPLES,
-    DemoArguments,
+from gossipdp.cli.demo import DEFAULT_SAMPLES, DemoArguments
+from gossipdp.cli.demo_training import (
     WorkerResult,
     averaged_together,
     configuration_of,
@@ -31,7 +30,8 @@ def test_what_follows_from_the_arguments(tmp_path: Path) -> None:
 
 def test_the_names_are_those_of_the_library() -> None:
     hints = get_type_hints(DemoArguments)
-    assert get_args(hints["workload"]) == tuple(WORKLOADS) == tuple(DEFAULT_SAMPLES)
+    names, _ = get_args(hints["workload"])
+    assert get_args(names) == tuple(WORKLOADS) == tuple(DEFAULT_SAMPLES)
     assert get_args(hints["method"]) == METHODS
 
 
@@ -114,6 +114,8 @@ def test_the_configuration_says_what_was_asked_for() -> None:
     }
     faults = configuration_of(DemoArguments(kill="0@5s", restart=True), 32)
     assert faults == {**plain, "kill": "0@5s", "restart": True, "least_seconds": 13.0}
+    rate = configuration_of(DemoArguments(learning_rate=0.1), 32)
+    assert rate == {**plain, "learning_rate": 0.1}
 
 
 def test_a_worker_that_was_killed_has_results_but_no_model() -> None:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tyro
+from matplotlib.image import imread
 
 from gossipdp.cli.main import main
 from gossipdp.cli.simulate import SimulateArguments, run
 from gossipdp.cli.simulate_results import command
 from gossipdp.cli.simulate_study import load_objective, make_study, parse_seeds, read_step_times
 from gossipdp.dynamics.outer import OuterStep
+from gossipdp.report.simulation_figures import draw_timeline
 from gossipdp.simulate.optimizers import AdamW, Sgd
 from gossipdp.simulate.scenario import ConstantTime, Link, LognormalTime, MeasuredTime, SlowedTime
+from gossipdp.simulate.study import simulate_all
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.fixture(autouse=True)
@@ -241,6 +248,22 @@ def test_the_command_gives_the_same_study() -> None:
 
 
 # What is written.
+
+
+def test_the_timeline_of_the_docs_is_what_its_command_draws(elsewhere: Path) -> None:
+    page = (DOCS / "simulator.md").read_text()
+    (words,) = re.findall(r"^    gossipdp simulate (.*--timeline)$", page, re.M)
+    arguments = tyro.cli(SimulateArguments, args=words.split())
+    study = make_study(arguments)
+    traces = simulate_all(study.timeline_jobs(), processes=1)
+    gossip, allreduce = (trace.records[-1].idle_share for trace in traces)
+    assert gossip == 0.0
+    assert allreduce == pytest.approx(0.59, abs=0.005)  # as the page says
+    draw_timeline(traces, elsewhere / "timeline.png", title=study.timeline_title())
+    new, committed = (imread(folder / "timeline.png") for folder in (elsewhere, DOCS / "figures"))
+    assert new.shape == committed.shape
+    # What differs is how another version of matplotlib draws letters.
+    assert (abs(new - committed) > 0.1).mean() < 0.02
 
 
 def test_consensus_on_a_ring(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:

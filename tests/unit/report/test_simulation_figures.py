@@ -20,13 +20,13 @@ from gossipdp.simulate.trace import Trace
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """Every figure that is drawn."""
     drawn: list[Figure] = []
-    make = simulation_figures._figure
+    make = simulation_figures.new_figure
 
     def remember(*size: float) -> Figure:
         drawn.append(make(*size))
         return drawn[-1]
 
-    monkeypatch.setattr(simulation_figures, "_figure", remember)
+    monkeypatch.setattr(simulation_figures, "new_figure", remember)
     return drawn
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gossipdp.tasks import WORKLOADS, make_workload
 from gossipdp.tasks.digits import Digits
-from gossipdp.tasks.text import PyStdlib
+from gossipdp.tasks.text import PyStdlib, SmallPyStdlib
 from gossipdp.tasks.workload import BatchLoader, Workload, evaluating, learning_rate_factor
 
 MakeWorkload = Callable[..., Workload[Any]]
@@ -29,8 +29,8 @@ def python_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=sorted(WORKLOADS))
 def make(request: pytest.FixtureRequest, python_tree: Path) -> MakeWorkload:
-    if request.param == "pystdlib":
-        return lambda **options: PyStdlib(data=python_tree, **options)
+    if kind := {"pystdlib": PyStdlib, "pystdlib-small": SmallPyStdlib}.get(request.param):
+        return lambda **options: kind(data=python_tree, **options)
     return lambda **options: make_workload(request.param, **options)
 
 
@@ -174,10 +174,12 @@ def test_an_untrained_transformer_needs_about_eight_bits_per_byte(python_tree: P
     assert workload.evaluate(workload.make_model()) == pytest.approx(8, abs=0.3)
 
 
-def test_the_transformer_is_causal_and_has_tied_embeddings() -> None:
-    model = PyStdlib().make_model().eval()
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert num_parameters == 445_952
+@pytest.mark.parametrize(("kind", "num_parameters"), [(PyStdlib, 445_952), (SmallPyStdlib, 70_592)])
+def test_the_transformer_is_causal_and_has_tied_embeddings(
+    kind: type[PyStdlib], num_parameters: int, python_tree: Path
+) -> None:
+    model = kind(data=python_tree).make_model().eval()
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
     assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
     tokens = torch.randint(256, (1, 16))
     changed = tokens.clone()
