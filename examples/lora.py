@@ -76,16 +76,21 @@ def loss_of(net: nn.Module, text: Tensor, starts: Tensor) -> Tensor:
     return F.cross_entropy(net(windows[:, :-1]).transpose(1, 2), windows[:, 1:])
 
 
-def train(name: str, net: Model, text: Tensor, samples: int, lr: float) -> None:
-    """Train on nine tenths of the text; print the loss on the rest, and what an exchange costs."""
+def train(name: str, net: Model, text: Tensor, samples: int, lr: float) -> float:
+    """Train on nine tenths of the text, print the loss on the rest; return an exchange's bytes."""
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=lr)
-    through_sockets = Network(shared_memory="off")  # where bytes can be counted
-    model = GossipDataParallel(net, optimizer, budget_samples=samples, network=through_sockets)
-    start = model.stats().bytes_sent  # the start sends all weights once
+    model = GossipDataParallel(
+        net,
+        optimizer,
+        budget_samples=samples,
+        pace="strict",  # wait for exchanges: there are to be some
+        network=Network(shared_memory="off"),  # through sockets, where bytes are counted
+    )
+    start = model.stats().bytes_sent  # all weights were sent once
     generator = torch.Generator().manual_seed(model.worker_seed)
     end = len(text) * 9 // 10
-    rest = torch.arange(end, len(text) - CONTEXT - 1, 512)
+    rest = torch.arange(end, len(text) - CONTEXT - 1, 2048)
     with torch.no_grad():
         before = loss_of(net, text, rest).item()
     batches = [torch.randint(end - CONTEXT, (16,), generator=generator) for _ in range(1000)]
@@ -97,11 +102,12 @@ def train(name: str, net: Model, text: Tensor, samples: int, lr: float) -> None:
     model.consolidate()
     with torch.no_grad():
         after = loss_of(net, text, rest).item()
+    sent = (stats.bytes_sent - start) / max(stats.exchanges, 1)
     if model.rank == 0:
         size = sum(parameter.numel() for parameter in trained)
-        sent = (stats.bytes_sent - start) / max(stats.exchanges, 1)
         losses = f"loss {before:.2f} to {after:.2f}"
         print(f"{name:<12} {size:>7,} trained {sent:>9,.0f} bytes an exchange  {losses}")
+    return sent
 
 
 parser = argparse.ArgumentParser()
@@ -115,5 +121,5 @@ source, prose = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text i
 
 net = Model()
 train("from scratch", net, source, samples, lr=2e-3)
-train("all weights", copy.deepcopy(net), prose, samples, lr=5e-4)
-train("adapters", adapted(net), prose, samples, lr=5e-3)
+whole = train("all weights", copy.deepcopy(net), prose, samples, lr=5e-4)
+thin = train("adapters", adapted(net), prose, samples, lr=5e-3)

@@ -373,8 +373,8 @@ def _of_one_step(source: Path, by_rank: Mapping[int, Sequence[Saved]]) -> dict[i
             continue
         return {rank: [each] for rank, each in zip(by_rank, of_step, strict=True)}
     raise DamagedFileError(
-        "there is no step of which the checkpoints of all workers are whole, and "
-        "method='allreduce' needs one"
+        "method='allreduce' needs a step at which every worker has a whole checkpoint, and there "
+        "is none"
     )
 
 
@@ -415,8 +415,8 @@ def _resume(
     missing = sorted(set(range(first.world_size)).difference(ranks))
     if missing and (rank in missing or world_size != first.world_size):
         logger.warning(
-            "worker %d: the average of the others takes the place of workers %s, of which there "
-            "is no checkpoint",
+            "worker %d: workers %s have no checkpoint, so the average of the others takes their "
+            "place",
             rank,
             ", ".join(map(str, missing)),
         )

@@ -263,9 +263,9 @@ class FlatParameters:
         for view, before, now in zip(self._watched, self._seen, seen, strict=False):
             if not torch.equal(before, now):
                 logger.warning(
-                    "parameter %r is in no optimizer and changes all the same. With so much that "
-                    "is in none (more than %g times what is trained) it is taken for frozen and "
-                    "not averaged, so workers will not end equal: wrap with exchange_frozen=True",
+                    "parameter %r changes although it is in no optimizer. Since more than %g times "
+                    "as many parameters are in none as are trained, it was taken for frozen. It is "
+                    "not averaged, and workers will not end equal: wrap with exchange_frozen=True",
                     view.name,
                     MOST_FOLLOWING,
                 )

@@ -101,8 +101,8 @@ def chosen_moments(
     if choice is True:
         for optimizer in (each for each, kind in zip(optimizers, kinds, strict=True) if not kind):
             logger.info(
-                "exchange_moments=True does not know what a %s keeps of each parameter, so none of "
-                "it travels: name what should, as in exchange_moments={'exp_avg_sq': 16}",
+                "exchange_moments=True does not know the state of a %s, so nothing of it is "
+                "exchanged: name what should be, as in exchange_moments={'exp_avg_sq': 16}",
                 type(optimizer).__name__,
             )
     if isinstance(choice, bool):
@@ -227,11 +227,11 @@ class _Kept:
         if self._moment.is_unsound and self._is_warning_due:
             self._is_warning_due = False
             logger.warning(
-                "the %s keeps as %r of some parameters NaN, infinity, or what is too large to be "
-                "sent: chunks with such values neither give nor take. Parameters are exchanged as "
+                "%r in the %s holds NaN, infinity, or values too large to be sent, for some "
+                "parameters: they are not exchanged where that is so. Parameters are exchanged as "
                 "before. Lower the learning rate or clip gradients",
-                self._who,
                 self._moment.name,
+                self._who,
             )
 
     def stepped(self) -> None:

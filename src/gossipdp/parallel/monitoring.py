@@ -102,8 +102,8 @@ class Monitoring:
             return
         if asked and Path(directory).absolute() != Path(asked).absolute():
             logger.warning(
-                "the log goes to %s, as Monitor(log_dir=...) says; --log-dir and "
-                "GOSSIPDP_LOG_DIR, which say %s, count where the script says nothing",
+                "the log goes to %s, because the script gives Monitor(log_dir=...); --log-dir or "
+                "GOSSIPDP_LOG_DIR, here %s, takes effect only if the script gives none",
                 directory,
                 asked,
             )

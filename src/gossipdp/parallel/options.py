@@ -170,8 +170,9 @@ class Options:
         self._check_moments()
         if self.comm_rate > USUAL_COMM_RATE:
             logger.warning(
-                "comm_rate=%g asks for as many exchanges in every gradient step; 1 is usual, and "
-                "more than a few seldom gain anything. Exchanges in a hundred steps would be 0.01",
+                "comm_rate=%g asks for %g exchanges in every gradient step. 1 is usual, and more "
+                "than a few seldom help. For one exchange in 100 steps give 0.01",
+                self.comm_rate,
                 self.comm_rate,
             )
         if self.outer is not None and self.method not in GOSSIP_METHODS:

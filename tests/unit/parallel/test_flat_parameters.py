@@ -271,5 +271,5 @@ def test_a_frozen_base_is_not_averaged_and_what_moves_in_it_is_told(caplog):
     flat.check()
     flat.check()
     (record,) = caplog.records
-    assert "parameter 'base.weight' is in no optimizer and changes all the same" in caplog.text
+    assert "parameter 'base.weight' changes although it is in no optimizer" in caplog.text
     assert "wrap with exchange_frozen=True" in record.getMessage()
