@@ -38,7 +38,9 @@ def loss_of(forward: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
     return nn.functional.cross_entropy(forward(inputs), labels)
 
 
-def wrap(net: nn.Module, optimizer: torch.optim.Optimizer, method: str) -> GossipDataParallel:
+def wrap(
+    net: nn.Module, optimizer: torch.optim.Optimizer, method: str, times: int = 1
+) -> GossipDataParallel:
     """Exchanges at a rate of 4, waited for: the cores are few and the steps short."""
     return GossipDataParallel(
         net,
@@ -46,7 +48,7 @@ def wrap(net: nn.Module, optimizer: torch.optim.Optimizer, method: str) -> Gossi
         method=method,
         comm_rate=4.0,
         pace="strict",
-        budget_samples=STEPS * BATCH * int(os.environ["WORLD_SIZE"]),
+        budget_samples=times * STEPS * BATCH * int(os.environ["WORLD_SIZE"]),
     )
 
 
@@ -232,14 +234,32 @@ def run_loop(name: str, method: str) -> tuple[Tensor, Any, Any]:
     return torch.cat([value.double().flatten() for value in net.state_dict().values()]), stats, end
 
 
-def run_loops() -> dict[tuple[str, str], tuple[Tensor, Any, Any]]:
+def stop_early(method: str) -> tuple[int, bool, int]:
+    """Worker 1 ends a run after ten of its steps; returns steps, whether it has ended, samples."""
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = wrap(net, optimizer, method, times=50)
+    for number, batch in enumerate(batches(model)):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        if (model.rank, number) == (1, 9):
+            model.stop()
+    ended = model.stats().gradient_steps, model.finished
+    return *ended, model.consolidate().samples
+
+
+def run_loops() -> dict[tuple[str, str], Any]:
     """Run every loop with and without exchanges, one after the other: one start serves all."""
     torch.set_num_threads(1)
-    return {(name, way): run_loop(name, way) for name in LOOPS for way in ("gossip", "none")}
+    seen: dict[tuple[str, str], Any] = {
+        (name, way): run_loop(name, way) for name in LOOPS for way in ("gossip", "none")
+    }
+    return seen | {("stop", way): stop_early(way) for way in ("gossip", "none", "allreduce")}
 
 
 @pytest.fixture(scope="module")
-def of_workers(workers: Callable) -> list[dict[tuple[str, str], tuple[Tensor, Any, Any]]]:
+def of_workers(workers: Callable) -> list[dict[tuple[str, str], Any]]:
     return workers(run_loops, 2, timeout_s=120)
 
 
@@ -254,6 +274,18 @@ def test_a_loop_mixes_and_its_workers_end_equal(of_workers: list[dict], name: st
     assert sum(each.exchanges_initiated for each in stats) > STEPS, stats
     apart = of_workers[0][name, "none"][2]
     assert ends[0].consensus_distance < apart.consensus_distance / 3
+
+
+@pytest.mark.parametrize("method", ["gossip", "none", "allreduce"])
+def test_a_stop_ends_the_run_on_all_workers(of_workers: list[dict], method: str) -> None:
+    first, second = (each["stop", method] for each in of_workers)
+    assert (first[1], second[1]) == (True, True)
+    assert first[2] == second[2] == BATCH * (first[0] + second[0])
+    if method == "allreduce":
+        assert first[0] == second[0] == 12
+    else:
+        # Alone it would take worker 0 eight seconds; the news takes half a second at most.
+        assert (second[0], first[0] < 50 * STEPS) == (10, True)
 
 
 def at_own_speed() -> list[tuple[float, float]]:

@@ -328,6 +328,9 @@ class GossipEngine(Engine):
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """See ``GossipDataParallel.averaged``: z of all live workers, in pending's precision."""
+        if self._is_averaged:
+            yield
+            return
         self._refuse_poison("they are not averaged with the others'")
         sums = [
             torch.empty(chunk.num_elements, dtype=chunk.pending.dtype)

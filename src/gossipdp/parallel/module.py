@@ -354,7 +354,7 @@ class GossipDataParallel(nn.Module):
         binary tree over the workers: each worker sends one model at most, and this one holds two
         more copies. They are computed in float32 where parameters have 16 bits. If a worker dies
         meanwhile, this one asks again without it. One that lives and gives no state (it joins, is
-        poisoned, or fails twice) is left out with a warning.
+        poisoned, or fails twice) is left out with a warning. Within itself it changes nothing.
 
         Raises:
             PoisonedError: this worker's parameters hold NaN or infinity, and it sends none of them.
@@ -433,8 +433,8 @@ class GossipDataParallel(nn.Module):
         A name that ends in ``.pt`` or ``.pth`` gives what ``torch.load(path, weights_only=True)``
         loads; one in ``.safetensors`` what ``safetensors.torch.load_file`` does, with a tied
         parameter under each of its names. The file appears whole or not at all. Before
-        :meth:`consolidate` the other workers go on training, as in :meth:`averaged`; after it the
-        module holds the average and is saved as it is.
+        :meth:`consolidate` the other workers go on training, as in :meth:`averaged`; after it, and
+        within :meth:`averaged`, the module holds the average and is saved as it is.
 
         Raises:
             ValueError: another name, or a state that the format cannot hold.

@@ -395,6 +395,11 @@ def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap, tmp_p
     before = copy.deepcopy(net.state_dict())
     with model.averaged():
         assert not torch.equal(net.weight, before["weight"])
+        with torch.no_grad():  # so that another average would not be this one
+            net.weight.fill_(7.0)
+        model.save_averaged(tmp_path / "best.pt")
+        assert torch.load(tmp_path / "best.pt")["weight"].eq(7.0).all()
+        assert net.weight.eq(7.0).all()
         with pytest.raises(RuntimeError, match=r"within model\.averaged"):
             model.save_checkpoint()
         with pytest.raises(RuntimeError, match=r"within model\.averaged"):
