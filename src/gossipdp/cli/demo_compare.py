@@ -136,7 +136,7 @@ def compare(arguments: DemoArguments) -> int:
     runs = both(arguments)
     trainings = {}
     for number, (method, own) in enumerate(runs.items(), 1):
-        say(f"{number} of {len(runs)}: {method} at learning rate {own.learning_rate:g}")
+        say(f"{number} of {len(runs)}: {_name(method)} at learning rate {own.learning_rate:g}")
         trainings[method] = train(own, console)
     verdict = judge(arguments.method, trainings)
     console.print(_table(trainings))
@@ -146,7 +146,7 @@ def compare(arguments: DemoArguments) -> int:
     say(f"picture: {shown(picture)}")
     for method, own in runs.items():
         write_reports(own, trainings[method].run_log)
-        say(f"report, logs and model of {method}: {shown(own.directory)}")
+        say(f"report, logs and model of {_name(method)}: {shown(own.directory)}")
     problems = [
         f"{method}: {problem}"
         for method, training in trainings.items()
