@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from scipy.stats import spearmanr
+from support.batched_transformer import BatchedTransformer
 from support.byte_model import ByteModel
 from support.report import QUICK_RESULTS, RESULTS, Report, Table
 
@@ -33,10 +34,8 @@ from gossipdp.progress import ProgressView
 from gossipdp.simulate import (
     AdamW,
     ConstantTime,
-    Evaluation,
     Link,
     LinkModel,
-    ModuleObjective,
     Objective,
     RowOptimizer,
     Scenario,
@@ -45,8 +44,6 @@ from gossipdp.simulate import (
     simulate,
 )
 from gossipdp.simulate.study import one_thread
-from gossipdp.tasks.options import BytesGptOptions
-from gossipdp.tasks.text import Gpt
 from gossipdp.tasks.workload import learning_rate_factor
 
 NAME = "quality_simulated"
@@ -73,12 +70,12 @@ class Row:
             objective=OBJECTIVES[setting.model](setting.data == "disjoint"),
             optimizer=OPTIMIZERS[self.optimizer](rate),
             comm_rate=self.comm_rate,
-            links=LinkModel(Link(latency_s=0.0)),  # or rounds would end later: fewer steps
             num_steps=setting.steps,
             seed=seed,
             num_records=10,
             learning_rate_decay=True,
-            **self.options,
+            # A latency would make rounds end later: fewer steps.
+            **{"links": LinkModel(Link(latency_s=0.0)), **self.options},
         )
 
 
@@ -95,20 +92,10 @@ class Setting:
         return f"{self.model}, {self.data} data, {self.workers} workers, {self.steps} steps"
 
 
-def transformer(disjoint: bool) -> ModuleObjective:
-    """One block of width 64 on windows of 16 bytes, 16 a batch; 67,520 parameters."""
-    options = BytesGptOptions(batch_size=16, context=16, width=64, depth=1, heads=4)
-    task = Gpt(options, disjoint=disjoint)
-    return ModuleObjective(
-        task.make_model,
-        task.loss,
-        task.train_loader,
-        evaluate=lambda model: Evaluation(loss=task.evaluate(model)),
-        name="transformer",
-    )
-
-
-OBJECTIVES: dict[str, Callable[[bool], Objective]] = {"mlp": ByteModel, "transformer": transformer}
+OBJECTIVES: dict[str, Callable[[bool], Objective]] = {
+    "mlp": ByteModel,
+    "transformer": BatchedTransformer,
+}
 RATE_FACTORS = {"mlp": 1.0, "transformer": 1 / 8}
 """Where the search begins, to where it begins for the mlp."""
 OPTIMIZERS: dict[str, Callable[[float], RowOptimizer]] = {
@@ -144,6 +131,7 @@ ROWS: dict[str, Row] = {
     "gossip, v every 4th": _row("gossip", 0.064, exchange_moments=_v(4)),
     "gossip, m and v every 16th": _row("gossip", 0.064, exchange_moments=_both(16)),
     "gossip, ring": _row("gossip", 0.064, "ring"),
+    "gossip, ring, v every 16th": _row("gossip", 0.064, "ring", exchange_moments=_v(16)),
     "a2cid2, ring": _row("a2cid2", 0.064, "ring"),
     "a2cid2, ring, v every 16th": _row("a2cid2", 0.064, "ring", exchange_moments=_v(16)),
 }
@@ -172,6 +160,28 @@ ROWS |= {  # at equal time: a slow worker takes fewer steps, and whoever waits f
         "gossip", 0.016, every=8, outer=OUTER, **_UNEVEN
     ),
 }
+_SLOW = Link(latency_s=0.02, bytes_per_s=100e6 / 8)
+_NETWORKS: dict[str, dict[str, Any]] = {  # at equal time too
+    "100 Mbit/s and 20 ms": {"links": LinkModel(_SLOW)},
+    "one slow link": {"links": LinkModel(Link(latency_s=0.0), overrides={(0, 1): _SLOW})},
+}
+for _network, _links in _NETWORKS.items():
+    # As if the model had a million parameters and a step took the simulator's 0.1 s.
+    _timed: dict[str, Any] = {"model_bytes": 4e6, "fidelity": "links", **_links}
+    ROWS |= {f"all-reduce, {_network}": _row("allreduce", 0.032, **_timed)}
+    ROWS |= {
+        f"DiLoCo, H = {_every}, {_network}": _row(
+            "diloco", 0.016, sync_every=_every, outer=OUTER, **_timed
+        )
+        for _every in (16, 32, 64)
+    }
+    ROWS |= {
+        f"gossip, outer step, H = {_every}, {_network}": _row(
+            "gossip", 0.016, every=_every, outer=OUTER, **_timed
+        )
+        for _every in (8, 16)
+    }
+    ROWS |= {f"gossip, H = 4, {_network}": _row("gossip", 0.064, every=4, **_timed)}
 _SLOWER = {"optimizer": "adamw, beta_2 0.95"}
 ROWS |= {
     "all-reduce, beta_2 0.95": _row("allreduce", 0.032, **_SLOWER),
@@ -179,6 +189,9 @@ ROWS |= {
     "gossip, beta_2 0.95, v every 16th": _row("gossip", 0.064, exchange_moments=_v(16), **_SLOWER),
     "gossip, beta_2 0.95, v every 5th": _row("gossip", 0.064, exchange_moments=_v(5), **_SLOWER),
     "gossip, beta_2 0.95, v every time": _row("gossip", 0.064, exchange_moments=_v(1), **_SLOWER),
+    "gossip, beta_2 0.95, m and v every time": _row(
+        "gossip", 0.128, exchange_moments=_both(1), **_SLOWER
+    ),
 }
 _SGD = {"optimizer": "sgd"}
 ROWS |= {

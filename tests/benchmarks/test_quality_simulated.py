@@ -9,6 +9,7 @@ import pytest
 import quality_simulated
 import torch
 from quality_simulated import Runs, Setting, as_row, result_of, tables, tried, tune
+from support.batched_transformer import BatchedTransformer
 from support.byte_model import ByteModel
 from torch.nn import functional as F
 
@@ -28,6 +29,27 @@ def test_the_gradients_written_by_hand_are_those_of_autograd() -> None:
         torch.testing.assert_close(
             found.values[place], torch.cat([each.flatten() for each in expected])
         )
+
+
+def test_stacked_transformers_have_the_gradients_of_the_module() -> None:
+    objective = BatchedTransformer(batch_size=2, context=8, width=8, disjoint=True)
+    source = objective.begin(3, seed=5)
+    task = objective.make_task()
+    model = task.make_model()
+    x = source.start + 0.1 * torch.randn(source.start.shape, generator=torch.Generator())
+    found = source.gradients([2, 0], x[[2, 0]])
+    for place, rank in enumerate((2, 0)):
+        torch.nn.utils.vector_to_parameters(x[rank].clone(), model.parameters())
+        loss = task.loss(model, next(iter(task.train_loader(rank, 3, 5))))
+        expected = torch.autograd.grad(loss, list(model.parameters()))
+        torch.testing.assert_close(found.losses[place], loss.detach())
+        torch.testing.assert_close(
+            found.values[place],
+            torch.cat([each.flatten() for each in expected]),
+            rtol=1e-4,
+            atol=1e-6,
+        )
+    assert 7 < source.evaluate(source.start[0]).loss < 9
 
 
 def test_a_fresh_model_knows_little_and_disjoint_workers_read_different_text() -> None:
