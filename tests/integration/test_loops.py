@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gossipdp import GossipDataParallel, ProgressLR
 
-pytestmark = pytest.mark.processes
+# One start runs most of the loops.
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 STEPS = 40
 BATCH = 16
@@ -260,7 +261,7 @@ def run_loops() -> dict[tuple[str, str], Any]:
 
 @pytest.fixture(scope="module")
 def of_workers(workers: Callable) -> list[dict[tuple[str, str], Any]]:
-    return workers(run_loops, 2, timeout_s=120)
+    return workers(run_loops, 2, timeout_s=280)
 
 
 @pytest.mark.parametrize("name", LOOPS)

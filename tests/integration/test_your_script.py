@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.processes
+# The time of one start is that of all programs, some 15 s where the cores are free.
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "your_script.md").read_text()
@@ -206,7 +207,7 @@ def seen(
     small = other(lora, "DEPTH, RANK = 64, 128, 4, 4, 4", "DEPTH, RANK = 32, 64, 4, 1, 2")
     programs[lora] = [(small, ["--samples", "640"])]
     directory = tmp_path_factory.mktemp("your-script")
-    return workers(run_programs, 2, (programs, directory), timeout_s=120)
+    return workers(run_programs, 2, (programs, directory), timeout_s=280)
 
 
 @pytest.mark.parametrize("name", LOOKS)
