@@ -1,7 +1,8 @@
 """The documentation's links, commands, options, variables, names and code are true.
 
-Code fences: ``python`` runs as one worker, what stands under the ``__main__`` guard excepted;
-``py`` is compared with the object of that name; ``sh`` runs; ``json`` and ``yaml`` can be read.
+Code fences: ``python`` runs as one worker, what stands under the ``__main__`` guard excepted, and
+both sides of the README's ``diff`` do; ``py`` is compared with the object of that name; ``json``
+and ``yaml`` can be read.
 Indented calls of our command are checked for their options; with a prompt, ``$ gossipdp plan`` and
 ``$ gossipdp simulate`` are run, and print what follows them. A line of three dots stands for any
 number of lines. The cells of the notebooks run in tests/integration/test_notebooks.py, the changes
@@ -15,8 +16,11 @@ import io
 import json
 import re
 import runpy
+import socket
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +31,7 @@ from gossipdp.cli.main import COMMANDS, main
 from gossipdp.tasks import RECIPES
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), ROOT / "benchmarks/README.md", *(ROOT / "docs").glob("*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 OF_NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.md"))
 each_page = pytest.mark.parametrize(
@@ -162,19 +166,59 @@ def test_there_are_programs_and_signatures():
     assert len(SIGNATURES) >= 3
 
 
-@pytest.mark.parametrize(("name", "block"), PROGRAMS, ids=[name for name, _ in PROGRAMS])
-def test_programs_run(name: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def run_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], dict[str, Any]]]:
+    """Runs a program as one worker; its names when it has ended."""
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.chdir(tmp_path)
-    script = tmp_path / "program.py"
-    script.write_text(block)
+
+    def run(text: str) -> dict[str, Any]:
+        script = tmp_path / "program.py"
+        script.write_text(text)
+        return runpy.run_path(str(script))
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two would wait for each other on a busy machine
+    yield run
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("name", "block"), PROGRAMS, ids=[name for name, _ in PROGRAMS])
+def test_programs_run(name: str, block: str, run_program: Callable[[str], dict[str, Any]]):
+    run_program(block)
+
+
+def test_both_sides_of_the_readme_s_diff_run(
+    run_program: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    ((_, diff),) = [(name, block) for name, block in blocks("diff") if name == "README.md"]
+    lines = diff.splitlines()
+    assert {line[0] for line in lines} == {" ", "-", "+"}
+    before, after = (
+        "\n".join(line[1:] for line in lines if line[0] in " " + side) for side in "-+"
+    )
+
+    model = run_program(after)["model"]
+    samples = model.stats().samples
+    assert model.finished
+    assert 10 * 1024 <= samples < 10 * 1024 + 16
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in address.items():
+        monkeypatch.setenv(name, value)
     try:
-        runpy.run_path(str(script))
+        assert run_program(before)["schedule"].last_epoch == 10 * 1024 // 16
     finally:
-        torch.set_num_threads(threads)
+        torch.distributed.destroy_process_group()
+
+
+# Tested above, below, and in tests/integration/test_your_script.py.
+WITH_CHANGES = {"README.md", "from_ddp.md", "your_script.md"}
 
 
 def test_no_block_is_of_a_kind_that_nobody_checks():
@@ -182,6 +226,7 @@ def test_no_block_is_of_a_kind_that_nobody_checks():
     for page in PAGES:
         fences = re.findall(r"^```(.*)$", page.read_text(), re.M)
         assert set(fences) <= kinds, page
+        assert "diff" not in fences or page.name in WITH_CHANGES, page
         assert len(fences) % 2 == 0, f"{page}: a block has no end"
 
 
