@@ -26,7 +26,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -455,11 +455,30 @@ def _resume(
         generation=generation_after(by_rank, world_size),
         start=f"from checkpoints of {first.world_size} workers, generation {first.generation}",
         counts=Counts(step, facts.steps, facts.samples) if is_base else Counts(step),
-        progress=tuple(entry for _, each in sorted(known.items()) for entry in each.progress),
+        progress=_progress(known, set(known) - set(left_behind)),
         tensors=tensors,
         training=training,
         is_own=is_own,
         ended=tuple((each, BEFORE_THIS_RUN) for each in sorted(left_behind)),
+    )
+
+
+def _progress(known: Mapping[int, Facts], alive: Collection[int]) -> tuple[ProgressEntry, ...]:
+    """What files say of every process; of its own a rank that goes on knows best.
+
+    Others had heard of steps that it made after its checkpoint: these are lost, and made again.
+    """
+    own = {
+        (entry.rank, entry.process_id)
+        for rank in alive
+        for entry in known[rank].progress
+        if entry.rank == rank
+    }
+    return tuple(
+        entry
+        for rank, facts in sorted(known.items())
+        for entry in facts.progress
+        if entry.rank == rank or (entry.rank, entry.process_id) not in own
     )
 
 

@@ -26,7 +26,7 @@ def test_the_table_and_the_verdict(capsys):
         assert expected in printed
     assert "exchanges per unit time" in printed
     assert "A2CiD2 helps here: yes" in printed
-    assert "Learning rate, as a multiple of all-reduce's" in printed  # all of it: docs/choosing.md
+    assert "Learning rate, as a multiple of all-reduce's" in printed
 
 
 @pytest.mark.parametrize(("graph", "workers"), [("complete", 8), ("ring", 1)])

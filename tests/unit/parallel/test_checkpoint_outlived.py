@@ -21,7 +21,7 @@ from gossipdp.parallel.checkpoint import (
     outlived,
 )
 from gossipdp.parallel.checkpoint_files import write_tensors
-from gossipdp.protocol.members import Member, ProgressEntry, Status
+from gossipdp.protocol.members import Member, Progress, ProgressEntry, Status
 
 
 def facts(rank: int, samples: int, **changes: Any) -> Facts:
@@ -150,6 +150,21 @@ def test_only_the_progress_of_what_is_left_behind_is_taken(tmp_path, caplog, wor
         assert resumption.ended == ((1, BEFORE_THIS_RUN),)
         assert resumption.counts.steps == (400 if rank == 0 else 0)
     assert "step-00000010.safetensors is passed over: its worker died" in caplog.text
+
+
+def heard_of(rank: int, samples: int) -> ProgressEntry:
+    return ProgressEntry(rank, 70 + rank, samples, samples // 8)
+
+
+@pytest.mark.parametrize(("ended", "counted"), [((), 80), (((1, 0),), 160)])
+def test_steps_after_a_checkpoint_count_only_if_their_worker_has_ended(tmp_path, ended, counted):
+    """If it goes on from the file, they are lost; if it had ended, exchanges had brought them."""
+    save(tmp_path, facts(0, 3200, progress=(heard_of(0, 3200), heard_of(1, 160)), ended=ended), 1.0)
+    save(tmp_path, facts(1, 80, progress=(heard_of(0, 3216), heard_of(1, 80))), -1.0)
+    for rank in range(2):
+        totals = Progress(rank, 99)
+        totals.merge_all(resumed(tmp_path, rank, 2).progress)
+        assert totals.by_rank() == {0: (3200, 400), 1: (counted, counted // 8)}
 
 
 def test_the_files_of_those_that_live_are_taken_as_they_are(tmp_path):
