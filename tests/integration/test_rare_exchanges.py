@@ -92,7 +92,7 @@ def test_an_exchange_that_takes_longer_than_the_time_out(workers: Callable[..., 
         "pace": "strict",
         "network": Network(timeout_s=1.0, max_bytes_per_s=4e6, shared_memory="off"),
     }
-    results = workers(walk, 2, ("gossip", num_values, 24, options))
+    results = workers(walk, 2, ("gossip", num_values, 12, options))
     for _, stats in results:
         assert stats.exchanges >= 1
         assert stats.exchanges_failed == 0
