@@ -194,6 +194,15 @@ ROWS |= {
         "gossip", 0.128, exchange_moments=_both(1), **_SLOWER
     ),
 }
+_AS_ONE: dict[str, Any] = {"sync_every": 1, "outer": OuterStep(momentum=0.0, lr=1.0)}
+for _betas, _named in (({}, ""), (_SLOWER, ", beta_2 0.95")):
+    # Workers that never differ, and take the mean of their own steps: what is left is Adam's.
+    ROWS |= {
+        f"own steps, averaged each time{_named}": _row("diloco", 0.064, **_AS_ONE, **_betas),
+        f"own steps and v, averaged each time{_named}": _row(
+            "diloco", 0.128, exchange_moments=_v(1), **_AS_ONE, **_betas
+        ),
+    }
 _SGD = {"optimizer": "sgd"}
 ROWS |= {
     "all-reduce, SGD": _row("allreduce", 0.4, **_SGD),
