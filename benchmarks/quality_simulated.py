@@ -194,7 +194,11 @@ ROWS |= {
         "gossip", 0.128, exchange_moments=_both(1), **_SLOWER
     ),
 }
-_AS_ONE: dict[str, Any] = {"sync_every": 1, "outer": OuterStep(momentum=0.0, lr=1.0)}
+_AS_ONE: dict[str, Any] = {
+    "sync_every": 1,
+    "overlap_steps": 0,
+    "outer": OuterStep(momentum=0.0, lr=1.0),
+}
 for _betas, _named in (({}, ""), (_SLOWER, ", beta_2 0.95")):
     # Workers that never differ, and take the mean of their own steps: what is left is Adam's.
     ROWS |= {
