@@ -98,7 +98,8 @@ def test_every_step_goes_on_in_the_outer_momentum(
     # By the optimizer alone it would be 1; were there an exchange at every step, 2.
     share = averages[0].mean() / (steps * LEARNING_RATE * (1 + n) / 2)
     assert 1.5 < share < 2.0
-    # The number of a worker's exchanges is that of a Poisson clock: five standard deviations.
+    # Those that it asks for come evenly, those that it answers at random: five standard deviations
+    # of a Poisson process, which varies more.
     demands = (steps - SKIPPED_STEPS - 1) / 8
     assert all(count >= demands - 5 * math.sqrt(demands) for count in exchanges), exchanges
 

@@ -43,12 +43,12 @@ def run(graph: str, num_workers: int, method: str = "a2cid2", **settings: object
     return trace
 
 
-# With even ticks; the design's figures, with Poisson ticks, are 0.31 and 0.24, 0.13 and 0.08.
+# With even ticks; with Poisson ticks a2cid2 was at 0.30 and 0.23, the design's figures.
 @pytest.mark.parametrize(
     ("method", "policy", "lowest", "highest"),
     [
         ("a2cid2", "fresh", 0.32, 0.38),
-        ("a2cid2", "poisson", 0.22, 0.34),
+        ("a2cid2", "poisson", 0.23, 0.30),
         ("gossip", "fresh", 0.13, 0.155),
         ("gossip", "poisson", 0.075, 0.095),
     ],
