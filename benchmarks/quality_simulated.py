@@ -174,7 +174,7 @@ for _network, _links in _NETWORKS.items():
         f"DiLoCo, H = {_every}, {_network}": _row(
             "diloco", 0.016, sync_every=_every, outer=OUTER, **_timed
         )
-        for _every in (16, 32, 64)
+        for _every in (16, 32, 64, 128)
     }
     ROWS |= {
         f"gossip, outer step, H = {_every}, {_network}": _row(
