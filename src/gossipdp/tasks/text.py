@@ -115,7 +115,7 @@ class PyStdlib(Gpt):
 
 @final
 class SmallPyStdlib(PyStdlib):
-    """The same text for a network of 70,592 parameters, whose step takes 10 ms of one core.
+    """The same text for a network of 70,592 parameters, whose step takes 6 ms of one core.
 
     The learning rate was tuned with 4 workers: ``cli/demo_compare.py`` says how.
     """
