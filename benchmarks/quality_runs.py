@@ -37,12 +37,12 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Runs:
-    """Runs that are finished, in a file of JSON lines."""
+    """Runs that are finished, in a file of JSON lines; with None they are kept nowhere."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
         self._lines: dict[str, Line] = {}
-        if path.exists():
+        if path is not None and path.exists():
             for number, text in enumerate(path.read_bytes().splitlines(), start=1):
                 try:
                     line = msgspec.json.decode(text, type=Line)
@@ -60,12 +60,14 @@ class Runs:
     def add(self, settings: RunSettings, result: RunResult) -> None:
         """Keep a run that has just finished."""
         line = Line(settings.key, result, Provenance.here(result.seconds))
+        self._lines[line.key] = line
+        if self._path is None:
+            return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab") as file:  # one write: an interrupted call leaves whole lines
             file.write(msgspec.json.encode(line) + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        self._lines[line.key] = line
 
     def commits(self, settings: Sequence[RunSettings]) -> list[str]:
         """Of the source by which these runs were made."""
