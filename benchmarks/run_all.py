@@ -53,11 +53,12 @@ BENCHMARKS = (
     Benchmark("gpu", (), 5),  # without a card
     Benchmark("faults", ("--rounds", "2"), 90),
     # The tables in the order in which they matter, should time run out.
-    Benchmark("time_to_loss", ("slow_link", "--samples", "12800"), 230),
-    Benchmark("time_to_loss", ("slow",), 170),
-    Benchmark("time_to_loss", ("equal",), 90),
-    Benchmark("time_to_loss", ("gigabit",), 100),
-    Benchmark("time_to_loss", ("jitter",), 95),
+    Benchmark("time_to_loss", ("slow_link", "--steps", "128"), 250),
+    Benchmark("time_to_loss", ("slow", "--steps", "128"), 170),
+    Benchmark("time_to_loss", ("speeds", "--steps", "128"), 150),
+    Benchmark("time_to_loss", ("equal", "--steps", "128"), 80),
+    Benchmark("time_to_loss", ("gigabit", "--steps", "128"), 85),
+    Benchmark("time_to_loss", ("jitter", "--steps", "128"), 75),
     # Hours in all: each call goes on where the one before was stopped.
     Benchmark("quality", ("--size", "small", "--minutes", "10"), 630),
 )

@@ -116,6 +116,8 @@ class TimeToLossBenchmark:
 def main() -> None:
     benchmark = tyro.cli(TimeToLossBenchmark, config=(tyro.conf.FlagCreatePairsOff,))
     plan = check(benchmark)
+    # A namespace has no names for addresses, of which torch would warn in every run.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     failed = [name for name, rows in plan.items() if not measure_table(name, rows, benchmark)]
     if failed:
         sys.exit(f"time_to_loss: a row failed in {', '.join(failed)}; see above")
@@ -192,8 +194,6 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
         hosts = condition.hosts(NUM_WORKERS, num_parameters(size))
         links = "one machine, all through sockets"
         if hosts is not None:
-            # A namespace has no names for addresses, of which torch would warn in every run.
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             stack.enter_context(hosts)
             seen = measure(hosts)
             links = (

@@ -48,7 +48,7 @@ class Round:
         """For progress."""
         return (
             f"{self.tokens.samples_per_s:.0f} samples/s, {self.loss:.3f} bits a byte after "
-            f"{self.tokens.seconds:.0f} s, {self.loss_in_time:.3f} at equal time, "
+            f"{self.tokens.curve[-1].seconds:.1f} s, {self.loss_in_time:.3f} at equal time, "
             f"{100 * self.waiting:.0f}% not computing"
         )
 
