@@ -123,7 +123,10 @@ class OuterDDP(DistributedDataParallel):
 
 
 class LocalSgd(OneOptimizer):
-    """Parameters are averaged every ``period`` steps, from the first step on, over gloo."""
+    """Parameters are averaged every ``period`` steps, from the first step on, over gloo.
+
+    They weigh by the samples since the last time: equally, but where slow workers take fewer steps.
+    """
 
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         super().__init__(net, plan)
@@ -136,20 +139,20 @@ class LocalSgd(OneOptimizer):
 
     def average(self) -> None:
         """All workers together."""
-        average_parameters(self.net)
+        average_parameters(self.net, self.plan.share)
 
     def account(self) -> dict[str, float]:
         return {"exchanges": self.steps // self.plan.period}
 
     def finish(self) -> None:
-        average_parameters(self.net)
+        average_parameters(self.net, self.plan.share)
 
 
 class DiLoCo(LocalSgd):
     """Douillard et al., 2023 (arXiv 2311.08105): the workers' mean drift, and an outer step on it.
 
-    Each keeps its own inner optimizer, whose state no other worker sees. Drifts weigh by the
-    samples that they come from: equally, but where slow workers take fewer steps.
+    Each keeps its own inner optimizer, whose state no other worker sees. Drifts weigh as parameters
+    do in local SGD.
     """
 
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
@@ -229,7 +232,7 @@ class TorchftDiLoCo(OneOptimizer):
         return {"exchanges": self._manager.current_step()}
 
     def finish(self) -> None:
-        average_parameters(self.net)
+        average_parameters(self.net, self.plan.share)
 
     def close(self) -> None:
         dist.barrier()  # nobody takes the lighthouse away from those who still train
@@ -293,6 +296,9 @@ KINDS = {
     "ddp_by_speed": RowKind("DDP, batches by speed", WeightedDDP, by_speed="batch"),
     "ddp_outer": RowKind("DDP, outer step", OuterDDP, period="must"),
     "local_sgd": RowKind("local SGD", LocalSgd, period="must"),
+    "local_sgd_by_speed": RowKind(
+        "local SGD, steps by speed", LocalSgd, period="must", by_speed="steps"
+    ),
     "diloco": RowKind("DiLoCo", DiLoCo, period="must"),
     "diloco_by_speed": RowKind("DiLoCo, steps by speed", DiLoCo, period="must", by_speed="steps"),
     "diloco_moments": RowKind("DiLoCo, second moments averaged", DiLoCoWithMoments, period="must"),

@@ -237,8 +237,8 @@ def missing_package(needs: Mapping[str, str]) -> str | None:
 
 
 @torch.no_grad()
-def average_parameters(net: nn.Module) -> None:
-    """Make all workers' parameters their average."""
-    flat = nn.utils.parameters_to_vector(net.parameters())
+def average_parameters(net: nn.Module, share: float) -> None:
+    """Make all workers' parameters their average, in which this worker's weigh ``share``."""
+    flat = nn.utils.parameters_to_vector(net.parameters()) * share
     dist.all_reduce(flat)
-    nn.utils.vector_to_parameters(flat / dist.get_world_size(), net.parameters())
+    nn.utils.vector_to_parameters(flat, net.parameters())
