@@ -129,7 +129,7 @@ def _rows(rows: Mapping[str, Measured]) -> dict[str, Any]:
     return {name: row_as_json(row, timed) for name, row in rows.items() if row.results}
 
 
-def tables(results: Results, base: RunSettings, commits: Sequence[str]) -> list[Table]:
+def tables(results: Results, base: RunSettings, commits: str) -> list[Table]:
     """All that is shown; base: one of the runs, commits: of the source that made them."""
     shown = []
     for kind, rows in results.items():
@@ -229,13 +229,13 @@ def settings_facts(base: RunSettings) -> dict[str, str]:
     }
 
 
-def _settings(base: RunSettings, commits: Sequence[str]) -> Table:
+def _settings(base: RunSettings, commits: str) -> Table:
     facts = settings_facts(base) | {
         "steps": (
             "of each worker equally many. gossipdp's rows wait at most two exchanges for a "
             "neighbour (pace strict), so that a busy machine does not change the comm rate"
         ),
-        "source of the runs": ", ".join(commits),
+        "source of the runs": commits,
     }
     return Table("Settings", ("", ""), list(facts.items()))
 

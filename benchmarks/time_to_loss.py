@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from conditions import CONDITIONS, Condition
+from conditions import CONDITIONS
 from networks.measure import measure
 from networks.namespaces import Hosts, missing
 from quality import SIZES
@@ -223,6 +223,8 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
                     print(f"{table}, round {number}, {row}: failed\n{error}", file=sys.stderr)
                     continue
                 print(f"{table}, round {number}, {row}: {results[row][-1].line()}", flush=True)
+    if hosts is not None and hosts.account:
+        links += f"; {hosts.account}"
     for row, why in failures.items():
         del results[row]
         report.missing.append(Missing(RowName.parse(row).label, f"it failed: {why}"))
@@ -232,7 +234,8 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
         report.targets += targets(results)
         path = benchmark.json or results_folder(benchmark.quick) / report.name
         draw(path.with_suffix(".png"), condition.text, results)
-    report.tables.append(settings_table(base, benchmark.rounds, links))
+    facts = {"links": links, "rounds": f"{benchmark.rounds}, rows in turn"}
+    report.tables.append(settings_table(base, facts | {"source of the runs": runs.commits()}))
     report.write(rows_as_json(results, rows, ideal_s), benchmark.json)
     return not failures
 
@@ -257,9 +260,9 @@ def measure_round(settings: RunSettings, runs: Runs, hosts: Hosts | None) -> Rou
     return Round(tokens, result(replace(settings, size=replace(settings.size, steps=fewer))))
 
 
-def settings_table(base: RunSettings, num_rounds: int, links: str) -> Table:
+def settings_table(base: RunSettings, more: dict[str, str]) -> Table:
     """What the table was measured with."""
-    condition: Condition | None = base.condition
+    condition = base.condition
     assert condition is not None
     facts = settings_facts(base) | {
         "condition": condition.text,
@@ -267,14 +270,13 @@ def settings_table(base: RunSettings, num_rounds: int, links: str) -> Table:
             f"{1e3 * condition.step_s:g} ms at a worker of speed 1, for a full batch: a timed "
             "wait in which this machine's cores compute the gradients"
         ),
-        "links": links,
         "by speed": (
             "DDP: batches shared out by speed, as if a step took time in proportion to its batch; "
             "local SGD and DiLoCo: H steps of the fastest, fewer of others, weighted by steps"
         ),
         "data": base.data,
-        "rounds": f"{num_rounds}, rows in turn",
     }
+    facts |= more
     return Table("Settings", ("", ""), list(facts.items()))
 
 
