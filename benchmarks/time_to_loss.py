@@ -256,7 +256,10 @@ def measure_round(settings: RunSettings, runs: Runs, hosts: Hosts | None) -> Rou
     ideal_s = settings.condition.ideal_s(settings.workers, steps)
     if tokens.loss is None or tokens.curve[-1].seconds <= SLACK * ideal_s:
         return Round(tokens, tokens)
-    fewer = max(1, int(steps * ideal_s / tokens.curve[-1].seconds))
+    # The average at the end takes as long after a short run as after a long one.
+    trained_s = tokens.samples / tokens.samples_per_s
+    average_s = tokens.curve[-1].seconds - trained_s
+    fewer = max(1, round(steps * (ideal_s - average_s) / trained_s))
     return Round(tokens, result(replace(settings, size=replace(settings.size, steps=fewer))))
 
 

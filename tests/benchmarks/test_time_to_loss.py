@@ -26,12 +26,12 @@ SLOW = Condition("slow", step_s=0.001, slowness=(1, 4))
 SETTINGS = RunSettings("ddp", "common", 0.004, 1, SIZE, workers=2, condition=SLOW)
 
 
-def result(loss: float | None, end_s: float = 20.0, samples_per_s: float = 100.0) -> RunResult:
+def result(loss: float | None, end_s: float = 20.0, average_s: float = 0.0) -> RunResult:
     return RunResult(
         loss=loss,
         curve=[Point(0.0, 0.0, 8.0), Point(0.5, end_s / 2, 4.0), Point(1.0, end_s, loss)],
         bytes_per_parameter_step=6.0,
-        samples_per_s=samples_per_s,
+        samples_per_s=1_000 / (end_s - average_s),
         samples=1_000,
         comm_rate=1.0,
         seconds=end_s + 5.0,
@@ -151,17 +151,18 @@ def test_a_slower_row_runs_again_on_what_it_manages_in_the_time(
 
     def fake(settings: RunSettings, hosts: None) -> RunResult:
         asked.append(settings)
-        return result(3.0, end_s=ideal_s * slowness * settings.size.steps / SIZE.steps)
+        end_s = ideal_s * (slowness * settings.size.steps / SIZE.steps + 0.25)
+        return result(3.0, end_s, average_s=0.25 * ideal_s)
 
     monkeypatch.setattr(time_to_loss, "run", fake)
-    slowness = 4.0
+    slowness = 3.0
     runs = Runs(None)
     found = measure_round(SETTINGS, runs, None)
     assert [one.size.steps for one in asked] == [40, 10]
     assert found.time.curve[-1].seconds == pytest.approx(ideal_s)
     measure_round(SETTINGS, runs, None)
     assert len(asked) == 2  # both were kept
-    slowness = 1.04
+    slowness = 0.79
     quick = measure_round(replace(SETTINGS, seed=2), Runs(None), None)
     assert quick.time is quick.tokens
     assert len(asked) == 3
