@@ -69,7 +69,8 @@ class _View:
 
     def of(self, flat: Tensor) -> Tensor:
         """Return the view of a flat tensor at this place, with the parameter's own strides."""
-        return flat.as_strided(self.shape, self.stride, self.offset)
+        # as_strided counts from the storage's beginning, and large flats begin later in theirs.
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
     def alone(self, flat: Tensor) -> Tensor:
         """The same memory as :meth:`of`, as a tensor whose storage holds nothing else.

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from gossipdp.dynamics.chunks import Role
+from gossipdp.dynamics.device import LEAST_HUGE_BYTES
 from gossipdp.errors import ModelChangedError
 from gossipdp.parallel.flat_parameters import ALIGNMENT_BYTES, FlatParameters
 
@@ -47,6 +48,18 @@ def test_values_identities_shapes_and_tied_weights_stay():
         assert torch.equal(value, before[name]), name
     assert {name: id(p) for name, p in net.named_parameters()} == identities
     assert net.tied.weight is net.head.weight
+
+
+def test_the_values_of_a_large_model_stay():
+    # On huge pages, a flat tensor begins somewhere within its storage.
+    net = nn.Sequential(nn.Linear(2048, 4096), nn.Linear(8, 8))
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    flat = flatten(net)
+    assert flat.state.segments[0].x.nbytes > LEAST_HUGE_BYTES
+    named = flat.named([segment.x for segment in flat.state.segments])
+    for (name, parameter), values in zip(net.named_parameters(), before, strict=True):
+        assert torch.equal(parameter, values), name
+        assert torch.equal(named[name], values), name
 
 
 def test_every_parameter_is_an_aligned_piece_of_its_segment():
