@@ -28,6 +28,7 @@ from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import NO_TLS, Options
+from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.protocol.clock import MEDIAN_WINDOW, SKIPPED_STEPS
 from gossipdp.protocol.members import Progress
@@ -55,12 +56,20 @@ class AllReduceEngine(Engine):
         module: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         options: Options,
+        replica: Replica,
+        *,
         resumption: Resumption | None = None,
         page: StatusPage | None = None,
     ) -> None:
         super().__init__(module, Counts() if resumption is None else resumption.counts)
         check_platform()
-        environment = Environment.read()
+        environment = replica.environment
+        if replica.is_sharded:
+            raise ValueError(
+                "method='allreduce' is DistributedDataParallel, and this model is sharded: to "
+                "compare with HSDP, call fully_shard(module, mesh=mesh) with both dimensions of "
+                "the mesh, and leave the wrapper out"
+            )
         if environment.tls is not None:
             raise ValueError(NO_TLS)
         self.rank = environment.rank
