@@ -441,7 +441,8 @@ class GossipDataParallel(nn.Module):
         loads; one in ``.safetensors`` what ``safetensors.torch.load_file`` does, with a tied
         parameter under each of its names. The file appears whole or not at all. Before
         :meth:`consolidate` the other workers go on training, as in :meth:`averaged`; after it, and
-        within :meth:`averaged`, the module holds the average and is saved as it is.
+        within :meth:`averaged`, the module holds the average and is saved as it is. With shards all
+        processes of the replica call it, and the first gathers the whole model and writes it.
 
         Raises:
             ValueError: another name, or a state that the format cannot hold.
@@ -449,9 +450,11 @@ class GossipDataParallel(nn.Module):
             OSError: it could not be written.
         """
         check_name(path)
+        is_writer = self._worker.replica.environment.shard == 0
         with contextlib.nullcontext() if self._is_consolidated else self.averaged():
-            state = copied_state(self.module)
-        write_state(path, state)
+            state = copied_state(self.module, is_kept=is_writer)
+        if is_writer:
+            write_state(path, state)
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
