@@ -1,6 +1,6 @@
 """Do the shards of a replica exchange with one partner, or each with its own?
 
-    python benchmarks/shard_partners.py --json PATH [--quick]
+    python benchmarks/shard_partners.py [--quick]
 
 Simulated: replicas in synchronous rounds, each a gradient step and then one exchange of every
 replica with a neighbour, by a random perfect matching of the graph. The parameters are cut into
@@ -10,16 +10,16 @@ distance per exchange without gradients, and the loss of the mean model on digit
 trained on, over all seeds. Plain averaging; the data are common to all replicas.
 """
 
+from __future__ import annotations
+
 import argparse
-import json
-import statistics
-import time
-from pathlib import Path
+from statistics import fmean
 
 import networkx as nx
 import numpy as np
 import torch
 from sklearn.datasets import load_digits
+from support.report import Report, Spread, Table, run_script
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
@@ -118,46 +118,49 @@ def final_loss(graph: str, seed: int, rate: float, num_steps: int, *, agreed: bo
 
 def main() -> None:
     """Run all rows and write them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="few steps, two seeds, one rate")
-    arguments = parser.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true", help="to see that it works")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    seeds = range(2 if arguments.quick else 4)
-    num_steps = 30 if arguments.quick else 200
-    rates = RATES[:1] if arguments.quick else RATES
-    rows, started_s = [], time.perf_counter()
+    report = Report("shard_partners", __doc__.split("\n", 1)[0], options.quick)
+    seeds = range(2 if options.quick else 4)
+    num_steps = 30 if options.quick else 200
+    rates = RATES[:1] if options.quick else RATES
+    rows = []
     for graph in ("ring", "complete"):
         for agreed in (True, False):
             losses = {
                 rate: [final_loss(graph, seed, rate, num_steps, agreed=agreed) for seed in seeds]
                 for rate in rates
             }
-            best = min(losses, key=lambda rate: statistics.fmean(losses[rate]))
-            rows.append(
-                {
-                    "graph": graph,
-                    "partners": "agreed" if agreed else "alone",
-                    "decay": [decay(graph, seed, agreed=agreed) for seed in seeds],
-                    "rate": best,
-                    "losses": losses[best],
-                    "mean_loss_by_rate": {
-                        str(rate): statistics.fmean(each) for rate, each in losses.items()
-                    },
-                }
-            )
-            print(json.dumps(rows[-1]), flush=True)
-    result = {
-        "replicas": NUM_REPLICAS,
-        "shards": NUM_SHARDS,
-        "steps": num_steps,
-        "batch": BATCH,
-        "torch": torch.__version__,
-        "seconds": time.perf_counter() - started_s,
-        "rows": rows,
-    }
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+            best = min(losses, key=lambda rate: fmean(losses[rate]))
+            row = {
+                "graph": graph,
+                "partners": "agreed" if agreed else "alone",
+                "decay": [decay(graph, seed, agreed=agreed) for seed in seeds],
+                "rate": best,
+                "losses": losses[best],
+                "mean_loss_by_rate": {str(rate): fmean(each) for rate, each in losses.items()},
+            }
+            rows.append(row)
+            print(row, flush=True)
+    cells = [
+        (
+            f"{row['graph']}, {row['partners']}",
+            Spread.of(row["decay"]).text(".3f"),
+            f"{row['rate']:g}",
+            Spread.of(row["losses"]).text(".4f"),
+        )
+        for row in rows
+    ]
+    head = ("graph, partners", "decay per exchange", "learning rate", "held-out loss")
+    note = (
+        f"{NUM_REPLICAS} replicas of {NUM_SHARDS} shards, {num_steps} steps of batch {BATCH}, "
+        f"AdamW, best of {len(rates)} rates; median and range over {len(seeds)} seeds."
+    )
+    report.tables.append(Table("Partners of shards", head, cells, note))
+    report.write(rows)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

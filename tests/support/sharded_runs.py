@@ -246,8 +246,11 @@ def resumed(mesh: DeviceMesh, directory: Path) -> dict[str, Any]:
 # Deaths.
 
 
-def dying_replica(directory: Path, num_deaths: int) -> Seen:
-    """Two replicas of two processes, each a world of its own; a process of replica 1 is killed."""
+def dying_replica(directory: Path, num_deaths: int, results: Path | None = None) -> Seen:
+    """Two replicas of two processes, each a world of its own; a process of replica 1 is killed.
+
+    As often as ``num_deaths``; into ``results`` goes what each process ended with.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     net = shard(make_net(dist.get_rank()))
@@ -269,6 +272,23 @@ def dying_replica(directory: Path, num_deaths: int) -> Seen:
     end = model.consolidate()
     seen.samples, seen.num_averaged = end.samples, end.world_size
     seen.values = values(net)
+    if results is not None:
+        ended = {
+            "values": seen.values,
+            "samples": seen.samples,
+            "num_averaged": seen.num_averaged,
+        }
+        torch.save(ended, results / f"{seen.replica}.{dist.get_rank()}")
+    dist.barrier()
+    dist.destroy_process_group()
+    return seen
+
+
+def three_by_two() -> Seen:
+    """Three replicas of two processes, each a world of its own."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    seen = train()
     dist.barrier()
     dist.destroy_process_group()
     return seen

@@ -172,10 +172,10 @@ class AllReduceEngine(Engine):
         averaged: torch.futures.Future[Tensor] = work.get_future().then(arrived)
         return averaged
 
-    def boundary(self, optimizer_index: int, samples: int) -> None:
+    def boundary(self, optimizer_index: int, samples: int) -> int:
         """See :class:`Engine`."""
         if optimizer_index != 0:
-            return
+            return samples
         self._gradient_steps += 1
         self._samples += samples
         self._lives.add(samples)
@@ -186,11 +186,12 @@ class AllReduceEngine(Engine):
         self._collect_total()
         if self.world_size == 1:
             self._total = self._counts()
-            return
+            return samples
         counts = self._counts().to(self._device)
         work = dist.all_reduce(counts, async_op=True)
         assert work is not None
         self._in_flight = (work, counts)
+        return samples
 
     def _counts(self) -> Tensor:
         """Samples and steps: this worker's, and those that it carries over from a checkpoint.

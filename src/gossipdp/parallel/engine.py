@@ -61,8 +61,12 @@ class Engine(abc.ABC):
         )
 
     @abc.abstractmethod
-    def boundary(self, optimizer_index: int, samples: int) -> None:
-        """The optimizer of that index has just stepped, on ``samples`` samples."""
+    def boundary(self, optimizer_index: int, samples: int) -> int:
+        """The optimizer of that index has just stepped, on ``samples`` samples.
+
+        Returns:
+            On how many all processes of this worker did.
+        """
 
     @abc.abstractmethod
     def total_samples(self) -> int:

@@ -138,7 +138,7 @@ class GossipEngine(Engine):
 
     # Training.
 
-    def boundary(self, optimizer_index: int, samples: int) -> None:
+    def boundary(self, optimizer_index: int, samples: int) -> int:
         """See :class:`Engine`: x += pending, and the step is counted."""
         try:
             self._thread.check()
@@ -165,6 +165,7 @@ class GossipEngine(Engine):
                 self._keep_pace()
             elif self._rate_warning_due:
                 self._warn_of_low_rate()
+        return samples
 
     def _agree(self, samples: int) -> int:
         """Return the samples of this step of all processes of the replica.

@@ -104,8 +104,7 @@ class Worker:
         if optimizer_index != 0:
             self.engine.boundary(optimizer_index, 0)
             return
-        samples = self.feed.take_counted()
-        self.engine.boundary(0, samples)
+        samples = self.engine.boundary(0, self.feed.take_counted())
         self.checkpointer.stepped()
         self.monitoring.stepped(samples)
         self.num_steps += 1
