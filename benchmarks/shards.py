@@ -77,11 +77,11 @@ class Gpt(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Map (batch, length) to logits."""
+        """Map (batch, length) to logits of shape (batch * length, 256)."""
         x = self.embed(text)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        return self.head(x.flatten(0, 1))
 
 
 def peak_mb() -> float:
@@ -114,8 +114,7 @@ def train(task: Task) -> Measured:
     def step(text: torch.Tensor) -> None:
         nonlocal samples
         time.sleep(wait_s)
-        logits = net(text[:, :-1]).flatten(0, 1)
-        nn.functional.cross_entropy(logits, text[:, 1:].flatten()).backward()
+        nn.functional.cross_entropy(net(text[:, :-1]), text[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
         samples += BATCH
@@ -164,11 +163,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60, help="of each process, under HSDP")
     parser.add_argument("--wait", type=float, default=0.1, help="seconds a step computes")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--only-slow", action="store_true", help="leave out the equal replicas")
     parser.add_argument("--quick", action="store_true", help="to see that it works")
     options = parser.parse_args()
     report = Report("shards", __doc__.split("\n", 1)[0], options.quick)
-    task = {"wait_s": options.wait, "num_steps": options.steps, "width": 256, "num_layers": 2}
+    task = {
+        "wait_s": options.wait,
+        "num_steps": options.steps,
+        "width": options.width,
+        "num_layers": options.layers,
+    }
     num_rounds = options.rounds
     if options.quick:
         task, num_rounds = task | {"num_steps": 5, "width": 32, "wait_s": 0.01}, 1

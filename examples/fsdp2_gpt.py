@@ -56,11 +56,11 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, 256, bias=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Map (batch, length) to (batch, length, 256)."""
+        """Map (batch, length) to (batch * length, 256)."""
         x = self.embed(text) + self.place(torch.arange(text.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x.flatten(0, 1))
 
 
 dist.init_process_group("gloo")
@@ -83,7 +83,7 @@ starts = torch.randint(len(text) - LENGTH - 1, (1000, BATCH), generator=chosen)
 loader = [torch.stack([text[i : i + LENGTH + 1] for i in row]) for row in starts]
 
 for batch in model.batches(loader):
-    loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+    loss = F.cross_entropy(model(batch[:, :-1]), batch[:, 1:].flatten())
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -38,7 +38,7 @@ def test_a_replica_that_does_not_come_back(workers: Callable, tmp_path: Path) ->
     assert [path.name for path in written] == ["0.0", "0.1"]
     first, second = map(torch.load, written)
     assert first["num_averaged"] == second["num_averaged"] == 1
-    assert first["samples"] >= 4 * BUDGET
+    assert first["samples"] >= 2 * BUDGET
     assert torch.equal(first["values"], second["values"])
 
 

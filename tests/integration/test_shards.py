@@ -76,6 +76,6 @@ def test_a_replica_that_lost_a_process_comes_back(workers: Callable, tmp_path: P
     assert [seen.num_averaged for seen in all_seen] == [2] * 4
     assert all(torch.equal(seen.values, all_seen[0].values) for seen in all_seen)
     assert all(seen.exchanges > 0 for seen in all_seen)
-    assert all_seen[0].samples >= 4 * BUDGET
+    assert all_seen[0].samples >= 2 * BUDGET
     for seen in all_seen[:2]:
         assert "dead" in seen.facts["noticed"]

@@ -255,14 +255,14 @@ def dying_replica(directory: Path, num_deaths: int, results: Path | None = None)
     dist.init_process_group("gloo")
     net = shard(make_net(dist.get_rank()))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
-    model = GossipDataParallel(net, optimizer, budget_samples=4 * BUDGET)
+    model = GossipDataParallel(net, optimizer, budget_samples=2 * BUDGET)
     seen = Seen(model.rank, model.world_size, 0, model.worker_seed)
     life = int(os.environ.get("GOSSIPDP_RESTARTS", "0"))
     seen.facts["life"] = life
     for batch in model.batches(loader(model.worker_seed)):
         step(model, optimizer, batch)
         seen.steps += 1
-        if (model.rank, dist.get_rank(), seen.steps) == (1, 1, 20) and life < num_deaths:
+        if (model.rank, dist.get_rank(), seen.steps) == (1, 1, 10) and life < num_deaths:
             (directory / "killed").write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
         # The other replica trains slowly, so that the run lasts.

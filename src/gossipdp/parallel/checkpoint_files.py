@@ -21,8 +21,8 @@ from typing import IO, Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from gossipdp.parallel.shards import as_dtensor
 from gossipdp.parallel.skeleton import DTYPE_NAMES
 
 TEMPORARY_SUFFIX = ".unfinished"
@@ -185,9 +185,10 @@ def copied_state(module: nn.Module, *, is_kept: bool = True) -> dict[str, Any]:
     copies: dict[tuple[Any, ...], Tensor] = {}
     state: dict[str, Any] = {}
     for name, value in module.state_dict().items():
-        if isinstance(value, DTensor):
+        sharded = as_dtensor(value) if isinstance(value, Tensor) else None
+        if sharded is not None:
             # Also where they are tied: a process without a part of them could not tell.
-            whole = value.full_tensor().detach().cpu()
+            whole = sharded.full_tensor().detach().cpu()
             value = whole if is_kept else None
         elif isinstance(value, Tensor):
             key = (value.data_ptr() or name, value.shape, value.stride(), value.dtype)

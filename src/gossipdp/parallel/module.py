@@ -185,7 +185,9 @@ class GossipDataParallel(nn.Module):
 
         Distinct for each worker, or process of a replica, and each of its first 4,096 lives.
         """
-        life = (self._worker.replica.process << 12) + self._engine.incarnation % (1 << 12)
+        environment = self._worker.replica.environment
+        process = self.rank * environment.num_shards + environment.shard
+        life = (process << 12) + self._engine.incarnation % (1 << 12)
         return (self._options.seed * 2_654_435_761 + life) % (1 << 32)
 
     @property

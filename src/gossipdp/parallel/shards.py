@@ -14,26 +14,37 @@ the same step. A process that is gone fails this sum at once, which ends the res
 """
 
 import dataclasses
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from gossipdp.errors import PeerLostError
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel.options import Checkpoints, PathLike
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 REPLICAS_ARE_UNKNOWN = (
     "the model is sharded over {} processes, and nothing says which of them make a replica: start "
     "with `gossipdp run -n N --nproc-per-replica {} train.py`, or shard over one dimension of a "
     "device mesh and give the other, as in mesh=mesh['replicate']"
 )
+
+
+def as_dtensor(tensor: Tensor) -> "DTensor | None":
+    """The tensor, if it is a DTensor; that module is imported only where one might be."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return None
+    from torch.distributed.tensor import DTensor
+
+    return tensor if isinstance(tensor, DTensor) else None
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -44,29 +55,37 @@ def local(tensor: Tensor) -> Tensor:
         >>> local(tensor) is tensor
         True
     """
-    if not isinstance(tensor, DTensor):
+    sharded = as_dtensor(tensor)
+    if sharded is None:
         return tensor
     with torch.no_grad():  # with gradients it would be a node of the graph
-        return tensor.to_local()
+        return sharded.to_local()
 
 
 def as_sharded(like: Tensor, values: Tensor) -> Tensor:
     """``values``, this process's part, as a tensor of the kind of ``like``; in the same memory."""
-    if not isinstance(like, DTensor):
+    sharded = as_dtensor(like)
+    if sharded is None:
         return values
+    from torch.distributed.tensor import DTensor
+
     with torch.no_grad():
         return DTensor.from_local(
             values,
-            like.device_mesh,
-            like.placements,
+            sharded.device_mesh,
+            sharded.placements,
             run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
+            shape=sharded.shape,
+            stride=sharded.stride(),
         )
 
 
 def reshard(module: nn.Module) -> None:
     """Let go of gathered parameters, which FSDP would use again though the shards have changed."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return  # so it is not sharded by it
+    from torch.distributed.fsdp import FSDPModule
+
     for each in module.modules():
         if isinstance(each, FSDPModule):
             each.reshard()
@@ -174,11 +193,6 @@ class Replica:
         return cls(environment, _group(ranks) if len(ranks) > 1 else None)
 
     @property
-    def process(self) -> int:
-        """The number of this process among those of all replicas."""
-        return self.environment.rank * self.environment.num_shards + self.environment.shard
-
-    @property
     def is_sharded(self) -> bool:
         """Whether it has several processes."""
         return self._group is not None
@@ -276,8 +290,8 @@ def _ranks_of(module: nn.Module) -> list[int]:
     """
     ranks: set[int] = set()
     for parameter in module.parameters():
-        if isinstance(parameter, DTensor):
-            ranks.update(parameter.device_mesh.mesh.flatten().tolist())
+        if (sharded := as_dtensor(parameter)) is not None:
+            ranks.update(sharded.device_mesh.mesh.flatten().tolist())
     for name, parameter in module.named_parameters() if len(ranks) > 1 else ():
         if parameter.requires_grad and not _is_split(parameter, len(ranks)):
             raise ValueError(
@@ -289,10 +303,11 @@ def _ranks_of(module: nn.Module) -> list[int]:
 
 
 def _is_split(parameter: Tensor, num_processes: int) -> bool:
-    if not isinstance(parameter, DTensor):
+    sharded = as_dtensor(parameter)
+    if sharded is None:
         return False
-    mesh = parameter.device_mesh
-    sizes: Iterable[tuple[int, Any]] = zip(mesh.mesh.shape, parameter.placements, strict=True)
+    mesh = sharded.device_mesh
+    sizes: Iterable[tuple[int, Any]] = zip(mesh.mesh.shape, sharded.placements, strict=True)
     return mesh.size() == num_processes and all(
         size == 1 or not (placement.is_replicate() or placement.is_partial())
         for size, placement in sizes
