@@ -198,36 +198,40 @@ class Replica:
         return self._group is not None
 
     def own_files(self, saving: Checkpoints) -> Checkpoints:
-        """Where this process saves, and resumes: in a directory for its shard.
+        """Where this process saves, and resumes: with shards in a directory for its own.
 
         Raises:
             ValueError: the directory holds checkpoints of another number of shards.
         """
         shard, num_shards = self.environment.shard, self.environment.num_shards
-        name = f"shard-{shard}-of-{num_shards}" if num_shards > 1 else ""
-        return dataclasses.replace(
-            saving,
-            directory=self._own_place(saving.directory, name),
-            resume=saving.resume
-            if saving.resume == "auto"
-            else self._own_place(saving.resume, name),
-        )
+        name = f"shard-{shard}-of-{num_shards}"
 
-    def _own_place(self, path: PathLike | None, name: str) -> Path | None:
-        if path is None:
-            return None
-        place, num_shards = Path(path), self.environment.num_shards
-        others = {int(each.name.rpartition("-")[2]) for each in place.glob("shard-*-of-*")}
+        def own_place(path: PathLike | None) -> Path | None:
+            if path is None:
+                return None
+            self._check_size(Path(path))
+            return Path(path) / name
+
+        directory = own_place(saving.directory)
+        is_auto = saving.resume == "auto"
+        resume = saving.resume if is_auto else own_place(saving.resume)
+        if num_shards == 1:
+            return saving
+        return dataclasses.replace(saving, directory=directory, resume=resume)
+
+    def _check_size(self, place: Path) -> None:
+        num_shards = self.environment.num_shards
+        sizes = (each.name.rpartition("-")[2] for each in place.glob("shard-*-of-*"))
+        others = {int(size) for size in sizes if size.isdecimal()}
         if num_shards > 1 and any(place.glob("worker-*")):
             others.add(1)
         if others - {num_shards}:
             raise ValueError(
-                f"{str(path)!r} holds checkpoints of replicas of {min(others - {num_shards})} "
+                f"{str(place)!r} holds checkpoints of replicas of {min(others - {num_shards})} "
                 f"processes, and here a replica has {num_shards}: choose another directory. To go "
                 "on with another number of shards, load what torch.distributed.checkpoint saved "
                 "(docs/shards.md)"
             )
-        return place / name
 
     def agree(self, own: Agreed) -> Agreed:
         """Add up what each process of the replica tells; ``own`` where there is only this one.
