@@ -135,9 +135,7 @@ def measure_all(benchmark: QualityBenchmark) -> None:
         for label, why in campaign.failures.items()
     ]
     report.missing += unfinished(results, benchmark.seeds)
-    used = [one for rows in results.values() for row in rows.values() for one in row.used]
-    commits = campaign.runs.commits(used)
-    report.tables += tables(results, bases[0], commits)
+    report.tables += tables(results, bases[0], campaign.runs.commits())
     report.targets += targets(results)
     data = rows_as_json(results, size)
     is_whole = not campaign.failures and not unfinished(results, benchmark.seeds)

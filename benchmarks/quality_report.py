@@ -129,7 +129,7 @@ def _rows(rows: Mapping[str, Measured]) -> dict[str, Any]:
     return {name: row_as_json(row, timed) for name, row in rows.items() if row.results}
 
 
-def tables(results: Results, base: RunSettings, commits: Sequence[str]) -> list[Table]:
+def tables(results: Results, base: RunSettings, commits: str) -> list[Table]:
     """All that is shown; base: one of the runs, commits: of the source that made them."""
     shown = []
     for kind, rows in results.items():
@@ -206,27 +206,36 @@ def tried_text(tried: Mapping[float, float]) -> str:
     )
 
 
-def _settings(base: RunSettings, commits: Sequence[str]) -> Table:
+def settings_facts(base: RunSettings) -> dict[str, str]:
+    """What is the same in all runs like this one, and what cannot be, in words."""
     size = base.size
     batch = f"{size.batch_size} windows of {size.context} bytes a worker"
-    facts = {
+    return {
         "model": f"a byte-level transformer of {num_parameters(size):,} parameters",
         "text": "the source of Python's standard library, a twentieth held out in ten pieces",
         "a run": f"{base.workers} workers, {size.steps:,} steps of each, {batch}",
         "equal in all rows": (
-            f"tokens and steps of each worker, batch, initial parameters, AdamW with betas {BETA1} "
-            f"and {base.beta2}, weight decay {WEIGHT_DECAY:g}, warm-up of 5% and then half a "
-            "cosine to 1% by the share of the run, one thread a worker"
+            "tokens, batch, initial parameters, AdamW with betas "
+            f"{BETA1} and {base.beta2}, weight decay {WEIGHT_DECAY:g}, warm-up of 5% and then half "
+            "a cosine to 1% by the share of the run, one thread a worker"
         ),
         "not equal": (
             f"PowerSGD sends plain gradients for the first {POWER_SGD_AFTER:.0%}. DDP refuses "
             "torch's bf16 hook under gloo by its name, so it is wrapped. Decent-DP has one "
-            "optimizer a bucket. gossipdp's rows wait at most two exchanges for a neighbour "
-            "(pace strict), so that a busy machine does not change the comm rate."
+            "optimizer a bucket."
         ),
         "outer steps": f"Nesterov, momentum {OUTER_MOMENTUM:g}, rate {OUTER_RATE:g}, in all rows",
         "gossipdp": f"graph {base.graph}, no shared memory: all goes through sockets",
-        "source of the runs": ", ".join(commits),
+    }
+
+
+def _settings(base: RunSettings, commits: str) -> Table:
+    facts = settings_facts(base) | {
+        "steps": (
+            "of each worker equally many. gossipdp's rows wait at most two exchanges for a "
+            "neighbour (pace strict), so that a busy machine does not change the comm rate"
+        ),
+        "source of the runs": commits,
     }
     return Table("Settings", ("", ""), list(facts.items()))
 

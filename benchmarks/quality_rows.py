@@ -1,16 +1,16 @@
-"""The rows of quality.py: ways to train together that a user would choose between.
+"""The rows of quality and time_to_loss: ways to train together that a user would choose between.
 
 A row's name may end in ``@H``: then it averages, exchanges or takes its outer step every H steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
-import support.rows
 import torch
 import torch.distributed as dist
 from support.rows import (
@@ -18,6 +18,7 @@ from support.rows import (
     TORCHFT,
     DecentDP,
     DistributedDataParallel,
+    Gossip,
     OneOptimizer,
     Row,
     RowPlan,
@@ -25,8 +26,6 @@ from support.rows import (
     missing_package,
 )
 from torch import Tensor, nn
-
-from gossipdp import OuterStep
 
 BETA1, WEIGHT_DECAY = 0.9, 0.1
 OUTER_MOMENTUM, OUTER_RATE = 0.7, 1.0
@@ -43,23 +42,6 @@ def make_optimizer(parameters: Iterable[nn.Parameter], beta2: float) -> torch.op
     ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, betas=(BETA1, beta2))
-
-
-class Gossip(support.rows.Gossip):
-    """GossipDataParallel in which every worker takes the same number of steps, as in other rows.
-
-    A budget of all workers together ends a little late where steps are counted from afar.
-    """
-
-    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
-        options = dict(plan.options)
-        if "outer" in options:
-            momentum, rate = options["outer"]
-            options["outer"] = OuterStep(momentum=momentum, lr=rate)
-        super().__init__(net, replace(plan, options=options))
-
-    def progress(self) -> float:
-        return self.steps / self.own_steps
 
 
 class Bfloat16DDP(DistributedDataParallel):
@@ -89,9 +71,16 @@ class PowerSgdDDP(DistributedDataParallel):
         state = PowerSGDState(
             None,
             matrix_approximation_rank=POWER_SGD_RANK,
-            start_powerSGD_iter=max(2, round(POWER_SGD_AFTER * self.own_steps)),
+            start_powerSGD_iter=max(2, round(POWER_SGD_AFTER * plan.own_steps)),
         )
         self.model.register_comm_hook(state, powerSGD_hook)
+
+
+class WeightedDDP(DistributedDataParallel):
+    """DDP where a slow worker has a smaller batch: each worker's gradients weigh by its samples."""
+
+    def step(self, loss: Tensor) -> None:
+        super().step(loss * (len(self.plan.periods) * self.plan.share))  # DDP takes the mean
 
 
 class OuterNesterov:
@@ -134,7 +123,10 @@ class OuterDDP(DistributedDataParallel):
 
 
 class LocalSgd(OneOptimizer):
-    """Parameters are averaged every ``period`` steps, from the first step on, over gloo."""
+    """Parameters are averaged every ``period`` steps, from the first step on, over gloo.
+
+    They weigh by the samples since the last time: equally, but where slow workers take fewer steps.
+    """
 
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         super().__init__(net, plan)
@@ -147,19 +139,20 @@ class LocalSgd(OneOptimizer):
 
     def average(self) -> None:
         """All workers together."""
-        average_parameters(self.net)
+        average_parameters(self.net, self.plan.share)
 
     def account(self) -> dict[str, float]:
         return {"exchanges": self.steps // self.plan.period}
 
     def finish(self) -> None:
-        average_parameters(self.net)
+        average_parameters(self.net, self.plan.share)
 
 
 class DiLoCo(LocalSgd):
     """Douillard et al., 2023 (arXiv 2311.08105): the workers' mean drift, and an outer step on it.
 
-    Each keeps its own inner optimizer, whose state no other worker sees.
+    Each keeps its own inner optimizer, whose state no other worker sees. Drifts weigh as parameters
+    do in local SGD.
     """
 
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
@@ -167,9 +160,9 @@ class DiLoCo(LocalSgd):
         self._outer = OuterNesterov(net)
 
     def average(self) -> None:
-        drift = self._outer.drift()
+        drift = self._outer.drift() * self.plan.share
         dist.all_reduce(drift)
-        self._outer.step(drift / self.plan.num_workers)
+        self._outer.step(drift)
 
 
 class DiLoCoWithMoments(DiLoCo):
@@ -181,7 +174,7 @@ class DiLoCoWithMoments(DiLoCo):
         moments = [state["exp_avg_sq"] for state in self.optimizer.state.values()]
         flat = torch.cat([moment.flatten() for moment in moments])
         dist.all_reduce(flat)
-        parts = (flat / self.plan.num_workers).split([moment.numel() for moment in moments])
+        parts = (flat / len(self.plan.periods)).split([moment.numel() for moment in moments])
         for moment, part in zip(moments, parts, strict=True):
             moment.copy_(part.view_as(moment))
 
@@ -205,7 +198,7 @@ class TorchftDiLoCo(OneOptimizer):
         if dist.get_rank() == 0:
             self._lighthouse = LighthouseServer(
                 bind="127.0.0.1:0",
-                min_replicas=plan.num_workers,
+                min_replicas=len(plan.periods),
                 join_timeout_ms=LIGHTHOUSE_JOIN_MS,
             )
             address = [self._lighthouse.address()]
@@ -214,7 +207,7 @@ class TorchftDiLoCo(OneOptimizer):
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._manager = Manager(
             pg=ProcessGroupGloo(timeout=patience),
-            min_replica_size=plan.num_workers,
+            min_replica_size=len(plan.periods),
             use_async_quorum=False,
             load_state_dict=net.load_state_dict,
             state_dict=net.state_dict,
@@ -239,7 +232,7 @@ class TorchftDiLoCo(OneOptimizer):
         return {"exchanges": self._manager.current_step()}
 
     def finish(self) -> None:
-        average_parameters(self.net)
+        average_parameters(self.net, self.plan.share)
 
     def close(self) -> None:
         dist.barrier()  # nobody takes the lighthouse away from those who still train
@@ -255,13 +248,16 @@ class RowKind:
     """One way to train together.
 
     method and options are GossipDataParallel's; its outer step is given as (momentum, lr).
+    period: whether its name has one; it may where that sets how often pairs exchange.
+    by_speed: what a slow worker has less of, where workers are not equally fast.
     """
 
     label: str
     row: type[Row]
     method: str = "a2cid2"
     options: Mapping[str, Any] = field(default_factory=dict)
-    has_period: bool = False
+    period: Literal["none", "may", "must"] = "none"
+    by_speed: Literal["nothing", "batch", "steps"] = "nothing"
     needs: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -273,7 +269,7 @@ class RowKind:
 def _ours(method: str) -> dict[str, RowKind]:
     """The rows of gossipdp by one method: with moments, its default, and without, and so on.
 
-    With an outer step it exchanges every H steps only.
+    With a period each worker exchanges once in H steps; with an outer step there must be one.
     """
     name, without = f"gossipdp, {method}", {"exchange_moments": False}
     outer, codes = {"outer": (OUTER_MOMENTUM, OUTER_RATE)}, {"wire_format": "lattice8"}
@@ -286,7 +282,9 @@ def _ours(method: str) -> dict[str, RowKind]:
         f"{method}_outer_lattice8": (", outer step, lattice8", outer | codes),
     }
     return {
-        row: RowKind(name + what, Gossip, method, options, has_period="outer" in options)
+        row: RowKind(
+            name + what, Gossip, method, options, period="must" if "outer" in options else "may"
+        )
         for row, (what, options) in rows.items()
     }
 
@@ -295,13 +293,16 @@ KINDS = {
     "ddp": RowKind("DDP, float32", DistributedDataParallel),
     "ddp_bf16": RowKind("DDP, bf16 hook", Bfloat16DDP),
     "ddp_powersgd": RowKind(f"DDP, PowerSGD hook of rank {POWER_SGD_RANK}", PowerSgdDDP),
-    "ddp_outer": RowKind("DDP, outer step", OuterDDP, has_period=True),
-    "local_sgd": RowKind("local SGD", LocalSgd, has_period=True),
-    "diloco": RowKind("DiLoCo", DiLoCo, has_period=True),
-    "diloco_moments": RowKind(
-        "DiLoCo, second moments averaged", DiLoCoWithMoments, has_period=True
+    "ddp_by_speed": RowKind("DDP, batches by speed", WeightedDDP, by_speed="batch"),
+    "ddp_outer": RowKind("DDP, outer step", OuterDDP, period="must"),
+    "local_sgd": RowKind("local SGD", LocalSgd, period="must"),
+    "local_sgd_by_speed": RowKind(
+        "local SGD, steps by speed", LocalSgd, period="must", by_speed="steps"
     ),
-    "diloco_torchft": RowKind("DiLoCo of torchft", TorchftDiLoCo, has_period=True, needs=TORCHFT),
+    "diloco": RowKind("DiLoCo", DiLoCo, period="must"),
+    "diloco_by_speed": RowKind("DiLoCo, steps by speed", DiLoCo, period="must", by_speed="steps"),
+    "diloco_moments": RowKind("DiLoCo, second moments averaged", DiLoCoWithMoments, period="must"),
+    "diloco_torchft": RowKind("DiLoCo of torchft", TorchftDiLoCo, period="must", needs=TORCHFT),
     "decent_dp": RowKind("Decent-DP", DecentDP, needs=DECENT_DP),
     "none": RowKind("no exchange, one average at the end", Gossip, "none"),
     **{name: kind for method in ("gossip", "a2cid2") for name, kind in _ours(method).items()},
@@ -334,10 +335,11 @@ class RowName:
         kind, at, period = text.partition("@")
         if kind not in KINDS:
             raise ValueError(f"there is no row {kind!r}; choose from {', '.join(KINDS)}")
-        if KINDS[kind].has_period != bool(at):
-            what = "needs a period, such as" if KINDS[kind].has_period else "has no period: write"
-            example = f"{kind}@16" if KINDS[kind].has_period else kind
-            raise ValueError(f"row {text!r} {what} {example}")
+        wanted = KINDS[kind].period
+        if wanted == "must" and not at:
+            raise ValueError(f"row {text!r} needs a period, such as {kind}@16")
+        if wanted == "none" and at:
+            raise ValueError(f"row {text!r} has no period: write {kind}")
         if at and not (period.isdecimal() and int(period) >= 1):
             raise ValueError(f"row {text!r}: the period is a number of steps, at least 1")
         return cls(text, kind, int(period) if at else None)
@@ -357,13 +359,32 @@ class RowName:
         """Why it cannot run here; None where it can."""
         return missing_package(KINDS[self.kind].needs)
 
-    def gossip_options(self, graph: str) -> dict[str, Any]:
+    def needs(self, packages: Mapping[str, str]) -> bool:
+        """Whether it is a row of these packages."""
+        return KINDS[self.kind].needs is packages
+
+    def batch_sizes(self, batch_size: int, speeds: Sequence[float]) -> list[int]:
+        """Samples of a step, by rank: a full batch, or all of them shared out by speed."""
+        if KINDS[self.kind].by_speed != "batch":
+            return [batch_size] * len(speeds)
+        total, before = batch_size * len(speeds), [sum(speeds[:n]) for n in range(len(speeds) + 1)]
+        ends = [round(total * part / sum(speeds)) for part in before]
+        return [max(1, end - start) for start, end in itertools.pairwise(ends)]
+
+    def periods(self, speeds: Sequence[float]) -> list[int]:
+        """Steps from one average to the next, by rank: fewer for slow workers, or all the same."""
+        period = self.period or 1
+        if KINDS[self.kind].by_speed != "steps":
+            return [period] * len(speeds)
+        return [max(1, round(period * speed / max(speeds))) for speed in speeds]
+
+    def gossip_options(self, graph: str, pace: str = "strict") -> dict[str, Any]:
         """What GossipDataParallel is told, beside the method; an outer step as (momentum, lr)."""
         kind = KINDS[self.kind]
         if not kind.is_ours:
             return {}
         rate = 1.0 if self.period is None else 1 / self.period
-        return {"graph": graph, "comm_rate": rate, "pace": "strict", **kind.options}
+        return {"graph": graph, "comm_rate": rate, "pace": pace, **kind.options}
 
     def make(self, net: nn.Module, plan: RowPlan) -> Row:
         """What one worker does of it."""

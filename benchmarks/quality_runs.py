@@ -37,12 +37,13 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Runs:
-    """Runs that are finished, in a file of JSON lines."""
+    """Runs that are finished, in a file of JSON lines; with None they are kept nowhere."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
         self._lines: dict[str, Line] = {}
-        if path.exists():
+        self._commits: set[str] = set()
+        if path is not None and path.exists():
             for number, text in enumerate(path.read_bytes().splitlines(), start=1):
                 try:
                     line = msgspec.json.decode(text, type=Line)
@@ -55,21 +56,27 @@ class Runs:
     def find(self, settings: RunSettings) -> RunResult | None:
         """What a run of these settings came to; None where none is finished."""
         line = self._lines.get(settings.key)
-        return None if line is None else line.result
+        if line is None:
+            return None
+        self._commits.add(line.provenance.commit)
+        return line.result
 
     def add(self, settings: RunSettings, result: RunResult) -> None:
         """Keep a run that has just finished."""
         line = Line(settings.key, result, Provenance.here(result.seconds))
+        self._lines[line.key] = line
+        self._commits.add(line.provenance.commit)
+        if self._path is None:
+            return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab") as file:  # one write: an interrupted call leaves whole lines
             file.write(msgspec.json.encode(line) + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        self._lines[line.key] = line
 
-    def commits(self, settings: Sequence[RunSettings]) -> list[str]:
-        """Of the source by which these runs were made."""
-        return sorted({self._lines[one.key].provenance.commit for one in settings})
+    def commits(self) -> str:
+        """Of the source by which the runs were made that were found or added."""
+        return ", ".join(sorted(self._commits))
 
 
 def next_rate(tried: Mapping[float, float], start: Sequence[float]) -> float | None:
@@ -109,7 +116,6 @@ class Measured:
     tried: dict[float, float] = field(default_factory=dict)
     is_tuned: bool = False
     results: dict[int, RunResult] = field(default_factory=dict)
-    used: list[RunSettings] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
@@ -139,7 +145,6 @@ def measure(
         result = run(settings)
         if result is None:
             return found
-        found.used.append(settings)
         found.tried[rate] = math.inf if result.loss is None else result.loss
     found.is_tuned = True
     for seed in range(1, num_seeds + 1):
@@ -147,6 +152,5 @@ def measure(
         result = run(settings)
         if result is None:
             return found
-        found.used.append(settings)
         found.results[seed] = result
     return found

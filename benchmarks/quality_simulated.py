@@ -43,7 +43,8 @@ from gossipdp.simulate import (
     SlowedTime,
     simulate,
 )
-from gossipdp.simulate.study import one_thread
+from gossipdp.simulate.local_steps import DiLoCo
+from gossipdp.simulate.study import ROUNDS, one_thread
 from gossipdp.tasks.workload import learning_rate_factor
 
 NAME = "quality_simulated"
@@ -91,6 +92,33 @@ class Setting:
 
     def __str__(self) -> str:
         return f"{self.model}, {self.data} data, {self.workers} workers, {self.steps} steps"
+
+
+class StepsBySpeed(DiLoCo):
+    """DiLoCo in which nobody waits: a worker f times slower takes a step in every f-th round.
+
+    A round is a step of the fastest, so that the scenario's step time is theirs. Each worker's
+    drift counts alike, however many steps it has.
+
+    Source: Liu et al. 2024, arXiv 2401.09135 (dynamic local updates).
+    """
+
+    def step(self, factor: float) -> None:
+        training, x = self.training, self.population.x
+        ranks = [rank for rank in self.ranks if self.number % slowness(rank) == 0]
+        if ranks:
+            rows = x[ranks]
+            found = training.gradients(ranks, rows)
+            self.population.step(ranks, training.changes(ranks, rows, found, factor))
+        self.mix()
+
+
+ROUNDS["diloco, steps by speed"] = StepsBySpeed
+
+
+def slowness(rank: int) -> int:
+    """How many times longer a step of this rank takes, where speeds are 1:2:4:8."""
+    return 2 ** (rank % 4)
 
 
 OBJECTIVES: dict[str, Callable[[bool], Objective]] = {
@@ -152,13 +180,31 @@ ROWS["gossip, outer step of momentum 0.5, H = 8"] = _row(
     "gossip", 0.032, every=8, outer=OuterStep(momentum=0.5, lr=1.0)
 )
 ROWS["DiLoCo, H = 16, momentum 0.9, lr 0.7"] = _row("diloco", 0.016, sync_every=16)
+ROWS["local SGD, H = 16"] = _row(
+    "diloco", 0.032, sync_every=16, outer=OuterStep(momentum=0.0, lr=1.0)
+)
+ROWS["DiLoCo, H = 16, momentum 0.5"] = _row(
+    "diloco", 0.016, sync_every=16, outer=OuterStep(momentum=0.5, lr=1.0)
+)
+ROWS["gossip, H = 8"] = _row("gossip", 0.032, every=8)
+ROWS["gossip, H = 8, v every 2nd"] = _row("gossip", 0.032, every=8, exchange_moments=_v(2))
+ROWS["a2cid2, ring, H = 8"] = _row("a2cid2", 0.032, "ring", every=8)
+ROWS["gossip, ring, H = 8"] = _row("gossip", 0.032, "ring", every=8)
+ROWS["gossip, H = 4"] = _row("gossip", 0.064, every=4)
 for _method in ("gossip", "a2cid2"):
     ROWS[f"{_method}, ring, outer step, H = 8"] = _row(_method, 0.016, "ring", every=8, outer=OUTER)
-_UNEVEN = {"compute_time": SlowedTime(ConstantTime(), {n: 2.0 ** (n % 4) for n in range(1024)})}
+_UNEVEN = {"compute_time": SlowedTime(ConstantTime(), {n: slowness(n) for n in range(1024)})}
 ROWS |= {  # at equal time: a slow worker takes fewer steps, and whoever waits for it too
     "DiLoCo, H = 16, speeds 1:2:4:8": _row("diloco", 0.016, sync_every=16, outer=OUTER, **_UNEVEN),
+    "DiLoCo, H = 16, steps by speed 1:2:4:8": _row(
+        "diloco, steps by speed", 0.016, sync_every=16, outer=OUTER
+    ),
     "gossip, outer step, H = 8, speeds 1:2:4:8": _row(
         "gossip", 0.016, every=8, outer=OUTER, **_UNEVEN
+    ),
+    "gossip, H = 4, speeds 1:2:4:8": _row("gossip", 0.064, every=4, **_UNEVEN),
+    "gossip, v every 16th, speeds 1:2:4:8": _row(
+        "gossip", 0.064, exchange_moments=_v(16), **_UNEVEN
     ),
 }
 _SLOW = Link(latency_s=0.02, bytes_per_s=100e6 / 8)

@@ -1,4 +1,4 @@
-"""One run of quality.py: worker processes that train a transformer on real text, and its score.
+"""One run of quality or time_to_loss: worker processes that train a transformer on real text.
 
 What the validation needs is out of band: a worker copies its parameters at fixed shares of the run,
 the parent averages the copies of one share and scores the average. So a curve says what a row would
@@ -19,21 +19,26 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 import torch
+from conditions import Condition, TimedCompute
+from networks.namespaces import Hosts, bytes_sent, enter
 from quality_rows import RowName, make_optimizer
+from support.meeting import Meeting
 from support.rows import Row, RowPlan
 from support.sockets import tcp_bytes_sent
 from torch import Tensor, nn
 
 import gossipdp
-from gossipdp import Network, WorkerFailedError
+from gossipdp import WorkerFailedError
 from gossipdp.tasks.options import BytesGptOptions
 from gossipdp.tasks.text import Gpt
 from gossipdp.tasks.workload import learning_rate_factor
 
 NUM_MARKS = 12
 TIMEOUT_S = 7_200.0
+MEETING = "meeting"
+PORT_IN_NAMESPACE = 29_400
 # No time-out of a starved machine is to change a result.
-NETWORK = Network(shared_memory="off", timeout_s=60.0)
+GOSSIP_NETWORK = gossipdp.Network(shared_memory="off", timeout_s=60.0)
 
 DataName = Literal["disjoint", "common"]
 
@@ -61,12 +66,25 @@ class RunSettings:
     workers: int = 4
     graph: str = "ring"
     beta2: float = 0.999
+    condition: Condition | None = None
+    """Under which the run is timed. None: steps take what they take on this machine."""
+
+    @property
+    def gossip_options(self) -> dict[str, Any]:
+        """What GossipDataParallel is told. A run that is timed has its default pace.
+
+        Elsewhere workers wait, so that a busy machine does not change the comm rate.
+        """
+        pace = "strict" if self.condition is None else "free"
+        return RowName.parse(self.row).gossip_options(self.graph, pace)
 
     @property
     def key(self) -> str:
         """The same for equal settings, and for no others: how the library is called is in it."""
-        options = RowName.parse(self.row).gossip_options(self.graph)
-        return msgspec.json.encode(asdict(self) | {"gossip": options}, order="sorted").decode()
+        settings = asdict(self) | {"gossip": self.gossip_options}
+        if self.condition is None:
+            del settings["condition"]
+        return msgspec.json.encode(settings, order="sorted").decode()
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -84,9 +102,11 @@ class RunResult(msgspec.Struct, frozen=True):
     """What a run came to.
 
     loss: validation loss of the average at the end, bits a byte; None where it diverged.
-    bytes_per_parameter_step: that a worker's sockets sent, over parameters and its steps.
+    bytes_per_parameter_step: that a worker sent, over parameters and its steps: by its sockets, or,
+        with headers, by its interface where it has one of its own.
     samples_per_s: the sum of the workers' own speeds.
     comm_rate: exchanges, all-reduces or averages per worker and gradient step.
+    computing: share of the training time that is a timed step's; None where steps are not timed.
     """
 
     loss: float | None
@@ -96,6 +116,7 @@ class RunResult(msgspec.Struct, frozen=True):
     samples: int
     comm_rate: float
     seconds: float
+    computing: float | None = None
 
 
 class Text(Gpt):
@@ -110,12 +131,14 @@ class CurveText(Text):
     num_validation_windows: ClassVar[int] = 128
 
 
-def make_task(settings: RunSettings, kind: type[Text] = Text) -> Text:
-    """Data and model."""
+def make_task(
+    settings: RunSettings, kind: type[Text] = Text, batch_size: int | None = None
+) -> Text:
+    """Data and model; batch_size: of a worker whose own is another than the size's."""
     size = settings.size
     options = BytesGptOptions(
         data=None,
-        batch_size=size.batch_size,
+        batch_size=batch_size or size.batch_size,
         context=size.context,
         width=size.width,
         depth=size.depth,
@@ -131,19 +154,56 @@ def num_parameters(size: Size) -> int:
     return sum(parameter.numel() for parameter in make_task(settings).make_model().parameters())
 
 
-def run(settings: RunSettings, on_poll: Callable[[], None] = lambda: None) -> RunResult:
-    """Train once and score it; ``on_poll`` is called now and then.
+@dataclass(frozen=True)
+class Network:
+    """Hosts as their workers know them: a namespace each, worker 0's address, their interface."""
+
+    namespaces: tuple[str, ...]
+    address: str
+    interface: str
+
+    @classmethod
+    def of(cls, hosts: Hosts) -> Network:
+        """As it is told to the workers."""
+        return cls(tuple(hosts.names), hosts.addresses[0], hosts.interface)
+
+    def enter(self, rank: int) -> None:
+        """Move a worker into its namespace, where it is a machine of its own."""
+        enter(self.namespaces[rank])
+        os.environ.update(
+            MASTER_ADDR=self.address,
+            MASTER_PORT=str(PORT_IN_NAMESPACE),
+            LOCAL_RANK="0",
+            LOCAL_WORLD_SIZE="1",
+            GLOO_SOCKET_IFNAME=self.interface,
+        )
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # the launcher's cannot be reached
+
+
+def run(
+    settings: RunSettings,
+    on_poll: Callable[[], None] = lambda: None,
+    hosts: Hosts | None = None,
+) -> RunResult:
+    """Train once and score it.
+
+    Args:
+        settings: what is trained, and how.
+        on_poll: called now and then.
+        hosts: where the workers run; None for this machine.
 
     Raises:
         WorkerFailedError: a worker failed, of something else than parameters that diverged.
     """
     started_s = time.monotonic()
+    network = None if hosts is None else Network.of(hosts)
     with tempfile.TemporaryDirectory() as folder:
+        Meeting.create(Path(folder) / MEETING, settings.workers)
         try:
             workers = gossipdp.launch(
                 train,
                 world_size=settings.workers,
-                args=(settings, folder),
+                args=(settings, folder, network),
                 environment={
                     "OMP_NUM_THREADS": "1",
                     "GOSSIPDP_LOG": os.environ.get("GOSSIPDP_LOG", "error"),
@@ -170,43 +230,54 @@ class Trained:
     """What a worker did; marks: seconds from its start at each share of the run."""
 
     steps: int
+    batch_size: int
     trained_s: float
+    computed_s: float | None
     ended_s: float
     sent_bytes: int
     exchanges: float
     marks_s: tuple[float, ...]
 
 
-def train(settings: RunSettings, folder: str) -> Trained:
+def train(settings: RunSettings, folder: str, network: Network | None) -> Trained:
     """Train, as one worker; its copies of the parameters and the average go to a file in folder."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
+    if network is not None:
+        network.enter(rank)
     name = RowName.parse(settings.row)
-    size, num_workers = settings.size, settings.workers
-    task = make_task(settings)
-    torch.manual_seed(settings.seed)
-    net = task.make_model()
-    options = name.gossip_options(settings.graph)
+    size, condition = settings.size, settings.condition
+    speeds = [1.0] * settings.workers if condition is None else condition.speeds(settings.workers)
+    options = settings.gossip_options
     plan = RowPlan(
-        name=settings.row,
-        num_workers=num_workers,
-        samples=size.steps * size.batch_size * num_workers,
+        rank=rank,
+        samples=size.steps * size.batch_size * settings.workers,
         seed=settings.seed,
-        batch_size=size.batch_size,
+        batch_sizes=name.batch_sizes(size.batch_size, speeds),
+        periods=name.periods(speeds),
         make_optimizer=partial(make_optimizer, beta2=settings.beta2),
         method=name.method,
-        options=options | {"network": NETWORK} if options else {},
-        period=name.period or 1,
+        options=options | {"network": GOSSIP_NETWORK} if options else {},
+        own_pace=condition is not None,
     )
+    task = make_task(settings, batch_size=plan.batch_size)
+    loader = task.train_loader(rank, settings.workers, settings.seed)
+    warm_up = task.train_loader(rank, settings.workers, settings.seed)
+    task.loss(task.make_model(), next(iter(warm_up))).backward()  # what torch makes at first
+    torch.manual_seed(settings.seed)
+    net = task.make_model()
+    compute = None
+    if condition is not None:
+        draw_s, part = condition.compute.begin(settings.seed), plan.batch_size / size.batch_size
+        compute = TimedCompute([*net.blocks, net], lambda: part * draw_s(rank))
+    count = tcp_bytes_sent if network is None else partial(bytes_sent, network.interface)
     row = name.make(net, plan)
     try:
-        sent_before = tcp_bytes_sent()
-        started_s = time.monotonic()
-        steps, marks = _loop(
-            row, task, task.train_loader(rank, num_workers, settings.seed), settings
-        )
+        Meeting(Path(folder) / MEETING, rank).meet()
+        sent_before, started_s = count(), time.monotonic()
+        marks = _loop(row, task, loader, settings.learning_rate, compute)
         trained_s = time.monotonic() - started_s
-        sent_bytes = tcp_bytes_sent() - sent_before
+        sent = count() - sent_before
         exchanges = row.account().get("exchanges", 0.0)
         row.finish()
         ended_s = time.monotonic() - started_s
@@ -214,15 +285,22 @@ def train(settings: RunSettings, folder: str) -> Trained:
         torch.save({"copies": copies, "average": _copy(net)}, Path(folder) / f"{rank}.pt")
     finally:
         row.close()
-    marks_s = tuple(at_s - started_s for at_s, _ in marks)
-    return Trained(steps, trained_s, ended_s, sent_bytes, exchanges, marks_s)
+    return Trained(
+        steps=row.steps,
+        batch_size=plan.batch_size,
+        trained_s=trained_s,
+        computed_s=None if compute is None else compute.computed_s,
+        ended_s=ended_s,
+        sent_bytes=sent,
+        exchanges=exchanges,
+        marks_s=tuple(at_s - started_s for at_s, _ in marks),
+    )
 
 
 def _loop(
-    row: Row, task: Text, loader: Any, settings: RunSettings
-) -> tuple[int, list[tuple[float, Tensor]]]:
+    row: Row, task: Text, loader: Any, peak_rate: float, compute: TimedCompute | None
+) -> list[tuple[float, Tensor]]:
     """Train until the run has used up its samples: the loop that every row runs."""
-    steps = 0
     marks: list[tuple[float, Tensor]] = []
     while True:
         for batch in loader:
@@ -230,10 +308,11 @@ def _loop(
             while len(marks) < NUM_MARKS and progress >= len(marks) / NUM_MARKS:
                 marks.append((time.monotonic(), _copy(row.net)))
             if progress >= 1:
-                return steps, marks
-            row.set_rate(settings.learning_rate * learning_rate_factor(progress))
+                return marks
+            row.set_rate(peak_rate * learning_rate_factor(progress))
+            if compute is not None:
+                compute.begin()
             row.step(task.loss(row.model, batch))
-            steps += 1
 
 
 @torch.no_grad()
@@ -263,14 +342,18 @@ def score(
         for mark, mean in enumerate(means)
     ]
     curve.append(Point(1.0, max(worker.ended_s for worker in workers), loss(few, average)))
-    size, steps = settings.size, sum(worker.steps for worker in workers)
+    steps = sum(worker.steps for worker in workers)
+    samples = sum(worker.steps * worker.batch_size for worker in workers)
+    full_steps = samples / settings.size.batch_size
     sent_bytes = sum(worker.sent_bytes for worker in workers)
+    computed_s = [worker.computed_s for worker in workers if worker.computed_s is not None]
     return RunResult(
         loss=loss(whole, average),
         curve=curve,
-        bytes_per_parameter_step=sent_bytes / (steps * means.shape[1]),
-        samples_per_s=sum(worker.steps * size.batch_size / worker.trained_s for worker in workers),
-        samples=steps * size.batch_size,
+        bytes_per_parameter_step=sent_bytes / (full_steps * means.shape[1]),
+        samples_per_s=sum(one.steps * one.batch_size / one.trained_s for one in workers),
+        samples=samples,
         comm_rate=sum(worker.exchanges for worker in workers) / steps,
         seconds=seconds,
+        computing=sum(computed_s) / sum(one.trained_s for one in workers) if computed_s else None,
     )

@@ -1,211 +1,287 @@
 """How soon is a model trained? gossipdp beside what a user would take instead, in one run.
 
-    python benchmarks/time_to_loss.py equal            four equal workers, one machine
-    python benchmarks/time_to_loss.py slow             one of them four times slower
-    python benchmarks/time_to_loss.py jitter           lognormal step times
-    python benchmarks/time_to_loss.py gigabit          1 Gbit/s links, a namespace a worker (root)
     python benchmarks/time_to_loss.py slow_link        100 Mbit/s and 20 ms (root)
-    python benchmarks/time_to_loss.py                  all of them
+    python benchmarks/time_to_loss.py slow speeds      one worker 4 times slower; speeds 8:4:2:1
+    python benchmarks/time_to_loss.py equal jitter gigabit
+    python benchmarks/time_to_loss.py --quick          all tables, tiny: 15 minutes on two cores
+
+The task, the worker and the rows are quality.py's, under a condition (benchmarks/conditions.py):
+what a gradient step takes at each worker, and what lies between the workers. The compute of a step
+is a timed wait in which this machine's cores compute real gradients; nothing stands for a network
+but a network.
 
 Rows take turns, in an order that rotates from round to round; a round's seed is that of all its
-rows. The compute of a step is a timed wait in which this machine's cores compute real gradients;
-nothing stands for a network but a network. Each table is printed and written, with every round's
-values and curves, to benchmarks/results/time_to_loss_TABLE.{json,md,png}. One round of all tables
-takes about 11 minutes; figures to be quoted want --rounds 5 and a machine that is quiet.
+rows. Each row trains on the same tokens. Where that takes it longer than it would without any wait,
+it trains once more, on as many tokens as it manages in that time, with the whole schedule of the
+learning rate: so the losses at equal time are of runs that were meant to end then. Each table is
+printed and written, with every round's values and curves, to
+benchmarks/results/time_to_loss_TABLE.{json,md,png}.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
 
-from networks.emulated import EmulatedHosts
+import tyro
+from conditions import CONDITIONS
 from networks.measure import measure
-from networks.namespaces import Hosts
-from networks.namespaces import missing as missing_namespaces
-from networks.shaped import ShapedHosts
-from support.report import Missing, Report, results_folder
-from time_to_loss_report import RoundRow, draw, measured_tables, score, settings_table, targets
-from time_to_loss_rows import ROWS, missing, row_plan
-from time_to_loss_worker import RunFailedError, RunPlan, prepare, run
+from networks.namespaces import Hosts, missing
+from quality import SIZES
+from quality_report import settings_facts
+from quality_rows import TORCHFT, RowName
+from quality_runs import Runs
+from quality_worker import DataName, RunResult, RunSettings, num_parameters, run
+from support.report import Missing, Report, Table, results_folder, run_script
+from time_to_loss_report import Round, draw, measured_table, rows_as_json, targets
 
-from gossipdp.simulate.scenario import ComputeTime, ConstantTime, LognormalTime, SlowedTime
+from gossipdp import WorkerFailedError
+from gossipdp.cli.option_checks import check_number, check_output
 
 NUM_WORKERS = 4
-STEP_S = 0.050
-SLOW_RANK, SLOW_FACTOR = 2, 4.0
-JITTER = 0.5
+QUICK_STEPS = 48
+SLACK = 1.05
+"""A run that takes no longer than so many times the ideal one counts for equal time too."""
+
+ROWS = {
+    "slow_link": (
+        "ddp_bf16,ddp_powersgd,local_sgd@16,diloco@16,diloco@64,decent_dp,gossip@4,a2cid2@4,"
+        "gossip_lattice8@4,a2cid2_lattice8@4,gossip_outer@16"
+    ),
+    "slow": (
+        "ddp,ddp_by_speed,local_sgd_by_speed@4,diloco@16,diloco_by_speed@16,gossip,a2cid2,"
+        "gossip_outer@16"
+    ),
+    "speeds": (
+        "ddp_by_speed,local_sgd_by_speed@8,diloco@16,diloco_by_speed@16,gossip,a2cid2,"
+        "gossip_outer@16"
+    ),
+    "equal": "ddp,local_sgd@4,diloco@16,decent_dp,gossip,a2cid2,none",
+    "gigabit": "ddp,ddp_bf16,local_sgd@4,diloco@16,decent_dp,gossip,a2cid2",
+    "jitter": "ddp,local_sgd@4,diloco@16,decent_dp,gossip,a2cid2",
+}
+"""By table: the strongest that a user would take."""
+
+# Tuned by quality.py --size small --steps 2048 --data common, with factors of two. A row that was
+# not takes the rate of the one that is like it: the longest of these that its name begins with.
+RATES = {
+    "ddp": 0.016,
+    "ddp_outer": 0.008,
+    "local_sgd": 0.016,
+    "local_sgd@16": 0.008,
+    "diloco": 0.004,
+    "diloco_moments": 0.016,
+    "diloco_torchft": 0.016,
+    "decent_dp": 0.016,
+    "none": 0.002,
+    "gossip": 0.016,
+    "gossip_outer": 0.008,
+    "a2cid2": 0.016,
+    "a2cid2_outer": 0.008,
+}
+"""Learning rates, where ``--rates`` gives none."""
 
 
 @dataclass(frozen=True)
-class Table:
-    """One condition. gossip: options of GossipDataParallel; period: of periodic averaging.
+class TimeToLossBenchmark:
+    """Measure how soon a model is trained: the rows of benchmarks/quality_rows.py on the clock.
 
-    samples: of the run, all workers together.
+    Tables: slow_link, slow, speeds, equal, gigabit, jitter; without any, all of them.
     """
 
-    condition: str
-    compute: ComputeTime = field(default_factory=lambda: ConstantTime(STEP_S))
-    hosts: Callable[[], Hosts] | None = None
-    gossip: Mapping[str, Any] = field(default_factory=lambda: {"graph": "ring", "comm_rate": 1.0})
-    period: int = 4
-    samples: int = 20_480
+    tables: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
 
+    rounds: int = 1
+    """How often each row runs; what is quoted wants 5."""
 
-TABLES = {
-    "equal": Table("equal workers on one machine"),
-    "slow": Table(
-        f"worker {SLOW_RANK} is {SLOW_FACTOR:g} times slower, one machine",
-        SlowedTime(ConstantTime(STEP_S), {SLOW_RANK: SLOW_FACTOR}),
-    ),
-    "jitter": Table(
-        f"step times lognormal, of the same mean, their logarithm's deviation {JITTER:g} (five "
-        "times what is typical); one machine",
-        LognormalTime(STEP_S, JITTER),
-    ),
-    "gigabit": Table(
-        "equal workers, each behind 1 Gbit/s (a namespace each, veth, the kernel's tbf)",
-        hosts=lambda: ShapedHosts(NUM_WORKERS, 1_000),
-    ),
-    "slow_link": Table(
-        "equal workers, each behind 100 Mbit/s, 20 ms one way from every other (a namespace each, "
-        "TUN devices, the kernel's TCP over a link emulator)",
-        hosts=lambda: EmulatedHosts(NUM_WORKERS, 100, 20),
-        gossip={"graph": "ring", "comm_rate": 0.3, "wire_format": "lattice8"},
-        period=8,
-    ),
-}
+    rows: str | None = None
+    """Which ways to train, with commas, instead of the tables' own."""
 
+    rates: str = ""
+    """Learning rates, instead of the written ones: diloco@64=0.004,gossip=0.032."""
 
-QUICK_SAMPLES = 1_280
+    steps: int = 512
+    """Gradient steps of each worker, if all are equally fast: more tokens than that no row gets."""
+
+    data: DataName = "common"
+    """common: all workers draw from the whole text; disjoint: each has a stretch of its own."""
+
+    graph: str = "ring"
+    """Who exchanges with whom in gossipdp's rows."""
+
+    runs: Path | None = None
+    """Keep finished runs in this file, and take those that it has: a long call may be stopped."""
+
+    json: Path | None = None
+    """Write the figures to this file alone; of one table."""
+
+    quick: bool = False
+    """A few steps, to see that all works."""
 
 
 def main() -> None:
-    """Run the tables asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("tables", nargs="*", metavar="TABLE", help=", ".join(TABLES))
-    parser.add_argument("--rounds", type=int, default=1, help="interleaved repetitions")
-    parser.add_argument("--rows", default=",".join(ROWS), help="which rows, with commas")
-    parser.add_argument("--samples", type=int, help="of a run, instead of the table's own")
-    parser.add_argument("--target-loss", type=float, default=0.05, help="validation loss timed")
-    parser.add_argument("--comm-rate", type=float, help="of gossipdp, instead of the table's own")
-    parser.add_argument("--wire-format", help="of gossipdp, instead of the table's own")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds a run may take")
-    parser.add_argument("--pin", action="store_true", help="give each worker one core, in turn")
-    parser.add_argument("--quick", action="store_true", help="a few steps, to see that all works")
-    options = parser.parse_args()
-    names = options.tables or list(TABLES)
-    rows = options.rows.split(",")
-    for kind, known, given in (("table", TABLES, names), ("row", ROWS, rows)):
-        for name in given:
-            if name not in known:
-                parser.error(f"there is no {kind} {name!r}; choose from {', '.join(known)}")
-    if options.rounds < 1:
-        parser.error(f"--rounds is {options.rounds}; it must be at least 1")
+    benchmark = tyro.cli(TimeToLossBenchmark, config=(tyro.conf.FlagCreatePairsOff,))
+    plan = check(benchmark)
     # A namespace has no names for addresses, of which torch would warn in every run.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    prepare()
-    failed = [name for name in names if not measure_table(name, rows, options)]
+    failed = [name for name, rows in plan.items() if not measure_table(name, rows, benchmark)]
     if failed:
         sys.exit(f"time_to_loss: a row failed in {', '.join(failed)}; see above")
 
 
-def measure_table(name: str, rows: list[str], options: argparse.Namespace) -> bool:
+def check(benchmark: TimeToLossBenchmark) -> dict[str, dict[str, float]]:
+    """Each table's rows and their learning rates; raises ValueError for what cannot be meant."""
+    given = given_rates(benchmark.rates)
+    plan = {}
+    for table in benchmark.tables or ROWS:
+        if table not in ROWS:
+            raise ValueError(f"there is no table {table!r}; choose from {', '.join(ROWS)}")
+        names = [RowName.parse(row.strip()) for row in (benchmark.rows or ROWS[table]).split(",")]
+        if CONDITIONS[table].mbits_per_s and any(name.needs(TORCHFT) for name in names):
+            raise ValueError(f"{table}: torchft's lighthouse is on this machine's loopback alone")
+        plan[table] = {name.text: learning_rate(name, given) for name in names}
+    for option, number, least in (
+        ("--rounds", benchmark.rounds, 1),
+        ("--steps", benchmark.steps, QUICK_STEPS),
+    ):
+        if number < least:
+            raise ValueError(f"{option} is {number}; it must be at least {least}")
+    if benchmark.json is not None and len(plan) > 1:
+        raise ValueError("--json takes the figures of one table: name that")
+    check_output("--json", benchmark.json)
+    return plan
+
+
+def given_rates(text: str) -> dict[str, float]:
+    """What ``--rates`` says."""
+    given = {}
+    for pair in filter(None, text.split(",")):
+        row, _, rate = pair.partition("=")
+        try:
+            name = RowName.parse(row.strip()).text
+            given[name] = check_number("the rate", float(rate), is_positive=True)
+        except ValueError as error:
+            raise ValueError(f"--rates has {pair!r}; write ROW=RATE: {error}") from None
+    return given
+
+
+def learning_rate(name: RowName, given: dict[str, float]) -> float:
+    """Of a row: what was given for it, or else what is written."""
+    written = max((row for row in RATES if name.text.startswith(row)), key=len)
+    return given.get(name.text, RATES[written])
+
+
+def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBenchmark) -> bool:
     """Measure, print and write one table; whether every row that can run here did."""
-    table = TABLES[name]
-    report = Report(f"time_to_loss_{name}", f"Time to loss: {table.condition}", options.quick)
-    reason = missing_namespaces("tc") if table.hosts is not None else None
-    if reason is not None:
-        report.missing.append(Missing("all rows", reason))
-        report.write([])
+    condition = CONDITIONS[table]
+    title = f"Time to loss: {condition.text}"
+    report = Report(f"time_to_loss_{table}", title, benchmark.quick)
+    why_not = missing("tc") if condition.mbits_per_s is not None else None
+    if why_not is not None:
+        report.missing.append(Missing("all rows", why_not))
+        report.write({}, benchmark.json)
         return True
-    reasons = {row: why for row in rows if (why := missing(row)) is not None}
-    failures: dict[str, str] = {}
-    results: dict[str, list[RoundRow]] = {row: [] for row in rows if row not in reasons}
-    network = None
+    names = [RowName.parse(row) for row in rows]
+    report.missing = [Missing(name.label, why) for name in names if (why := name.missing())]
+    here = [name.text for name in names if name.missing() is None]
+    size = replace(SIZES["small"], steps=QUICK_STEPS if benchmark.quick else benchmark.steps)
+    base = RunSettings(
+        row="none",
+        data=benchmark.data,
+        learning_rate=0.0,
+        seed=0,
+        size=size,
+        workers=NUM_WORKERS,
+        graph=benchmark.graph,
+        condition=condition,
+    )
+    runs, results, failures = Runs(benchmark.runs), {row: list[Round]() for row in here}, {}
     with contextlib.ExitStack() as stack:
-        hosts = stack.enter_context(table.hosts()) if table.hosts is not None else None
+        hosts = condition.hosts(NUM_WORKERS, num_parameters(size))
+        links = "one machine, all through sockets"
         if hosts is not None:
-            network = measure(hosts)
-        for number in range(options.rounds):
-            running = [row for row in results if row not in failures]
-            turn = number % max(1, len(running))
-            for row in running[turn:] + running[:turn]:
+            stack.enter_context(hosts)
+            seen = measure(hosts)
+            links = (
+                f"as for a model of a million parameters: {hosts.mbits_per_s:.3g} Mbit/s; measured "
+                f"by one TCP connection {seen.mbits_per_s:.3g} Mbit/s, round trip "
+                f"{seen.round_trip_ms:.2f} ms"
+            )
+        for number in range(benchmark.rounds):
+            left = [row for row in here if row not in failures]
+            turn = number % max(1, len(left))
+            for row in left[turn:] + left[:turn]:
+                settings = replace(base, row=row, learning_rate=rows[row], seed=number + 1)
                 try:
-                    scored = score(row, run(run_plan(table, row, number, options), hosts))
-                except RunFailedError as error:
-                    failures[row] = str(error).strip()
-                    print(f"{name}, round {number}, {row}: failed\n{error}", file=sys.stderr)
+                    results[row].append(measure_round(settings, runs, hosts))
+                except WorkerFailedError as error:
+                    failures[row] = str(error).strip().splitlines()[-1]
+                    print(f"{table}, round {number}, {row}: failed\n{error}", file=sys.stderr)
                     continue
-                results[row].append(scored)
-                print(f"{name}, round {number}, {scored.line(options.target_loss)}", flush=True)
+                print(f"{table}, round {number}, {row}: {results[row][-1].line()}", flush=True)
+    if hosts is not None and hosts.account:
+        links += f"; {hosts.account}"
     for row, why in failures.items():
         del results[row]
-        reasons[row] = f"it failed: {why.splitlines()[-1]}"
-    report.missing += [Missing(ROWS[row][0], why) for row, why in reasons.items()]
-    facts = settings(table, options)
-    if network is not None:
-        facts["network, measured"] = (
-            f"{network.mbits_per_s:.0f} Mbit/s by one TCP connection, round trip "
-            f"{network.round_trip_ms:.2f} ms; {hosts.account if hosts else ''}".rstrip("; ")
-        )
+        report.missing.append(Missing(RowName.parse(row).label, f"it failed: {why}"))
+    ideal_s = condition.ideal_s(NUM_WORKERS, size.steps)
     if any(results.values()):
-        report.tables += measured_tables(results, options.target_loss)
-        report.targets += targets(name, results, options.target_loss)
-        picture = results_folder(report.quick) / f"{report.name}.png"
-        draw(picture, table.condition, results, options.target_loss)
-    report.tables.append(settings_table(facts))
-    report.write([one.as_json(options.target_loss) for many in results.values() for one in many])
+        report.tables.append(measured_table(results, rows, ideal_s))
+        report.targets += targets(results)
+        path = benchmark.json or results_folder(benchmark.quick) / report.name
+        draw(path.with_suffix(".png"), condition.text, results)
+    facts = {"links": links, "rounds": f"{benchmark.rounds}, rows in turn"}
+    report.tables.append(settings_table(base, facts | {"source of the runs": runs.commits()}))
+    report.write(rows_as_json(results, rows, ideal_s), benchmark.json)
     return not failures
 
 
-def gossip_options(table: Table, options: argparse.Namespace) -> dict[str, Any]:
-    """What GossipDataParallel is told."""
-    given = {"comm_rate": options.comm_rate, "wire_format": options.wire_format}
-    return {**table.gossip} | {name: value for name, value in given.items() if value is not None}
+def measure_round(settings: RunSettings, runs: Runs, hosts: Hosts | None) -> Round:
+    """Train a row on the tokens of the table, and once more for its time where that took longer."""
+    assert settings.condition is not None
+
+    def result(one: RunSettings) -> RunResult:
+        found = runs.find(one)
+        if found is None:
+            found = run(one, hosts=hosts)
+            runs.add(one, found)
+        return found
+
+    tokens = result(settings)
+    steps = settings.size.steps
+    ideal_s = settings.condition.ideal_s(settings.workers, steps)
+    if tokens.loss is None or tokens.curve[-1].seconds <= SLACK * ideal_s:
+        return Round(tokens, tokens)
+    # The average at the end takes as long after a short run as after a long one.
+    trained_s = tokens.samples / tokens.samples_per_s
+    average_s = tokens.curve[-1].seconds - trained_s
+    fewer = max(1, round(steps * (ideal_s - average_s) / trained_s))
+    return Round(tokens, result(replace(settings, size=replace(settings.size, steps=fewer))))
 
 
-def num_samples(table: Table, options: argparse.Namespace) -> int:
-    """Of one run."""
-    return options.samples or (QUICK_SAMPLES if options.quick else table.samples)
-
-
-def settings(table: Table, options: argparse.Namespace) -> dict[str, str]:
-    """What the table was measured with, in words."""
-    gossip = gossip_options(table, options)
-    return {
-        "compute of a step": (
-            f"a stand-in for an accelerator: a timed wait of {1e3 * STEP_S:g} ms on average, in "
-            "which this machine's cores compute the real gradients; no wait stands for a network"
+def settings_table(base: RunSettings, more: dict[str, str]) -> Table:
+    """What the table was measured with."""
+    condition = base.condition
+    assert condition is not None
+    facts = settings_facts(base) | {
+        "condition": condition.text,
+        "a step": (
+            f"{1e3 * condition.step_s:g} ms at a worker of speed 1, for a full batch: a timed "
+            "wait in which this machine's cores compute the gradients"
         ),
-        "samples of a run": f"{num_samples(table, options):,}, {NUM_WORKERS} workers together",
-        "interleaved rounds": f"{options.rounds}",
-        "cores": "a worker to one core, in turn" if options.pin else "shared by all workers",
-        "gossipdp": ", ".join(f"{name} {value}" for name, value in gossip.items()),
-        "DDP": "torch's DistributedDataParallel, its defaults, gloo",
-        "periodic averaging": (
-            f"torch's PostLocalSGDOptimizer, gloo, every {table.period} steps, after 5% of the run "
-            "as DDP"
+        "by speed": (
+            "DDP: batches shared out by speed, as if a step took time in proportion to its batch; "
+            "local SGD and DiLoCo: H steps of the fastest, fewer of others, weighted by steps"
         ),
-        "Decent-DP": "topology ring, its other defaults, gloo",
-        "no exchange": "gossipdp, method none: one average at the end",
+        "data": base.data,
     }
-
-
-def run_plan(table: Table, row: str, number: int, options: argparse.Namespace) -> RunPlan:
-    """The ``number``-th run of a row."""
-    gossip = gossip_options(table, options)
-    samples = num_samples(table, options)
-    plan = row_plan(row, NUM_WORKERS, samples, seed=number, options=gossip, period=table.period)
-    return RunPlan(plan, table.compute, options.timeout, options.pin)
+    facts |= more
+    return Table("Settings", ("", ""), list(facts.items()))
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -1,280 +1,195 @@
-"""What time_to_loss makes of its runs: scores, a table, the comparisons that count, a picture."""
+"""What time_to_loss makes of its runs: a table, the comparisons that count, JSON and a chart."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from quality_report import EASY, LATE, reached
+from quality_rows import KINDS, RowName
+from quality_worker import RunResult
 from support.report import Spread, Table, Target
-from time_to_loss_rows import ROWS
-from time_to_loss_task import DESCRIPTION, NUM_CURVE, Clusters, evaluate, make_model
-from time_to_loss_worker import WorkerResult, averages_at_marks
-
-from gossipdp.report.simulation_figures import OKABE_ITO
-
-Rounds = Sequence["RoundRow"]
-Results = Mapping[str, Rounds]
-
-ACCURACY_POINTS = 0.5
-EASY_BELOW = 3.0
 
 
 @dataclass(frozen=True)
-class RoundRow:
-    """One run of one row.
+class Round:
+    """One row of one round. tokens: its run on the table's tokens. time: in the table's time.
 
-    samples_per_s: the sum of the workers' own speeds, each over its own training time.
-    curve: (seconds, validation loss of the workers' average), with the end of the run last.
-    accuracy, loss: of the average at the end; accuracy_before: of a worker before it, the mean.
-    comm_rate: exchanges (or all-reduces, or averages) per worker and gradient step.
-    consensus_distance: (1/n) Σ ‖x_i − mean‖² before averaging.
-    waiting: share of the training time that is not the device's: others, and everything else.
-    ended_s: with the averaging at the end. cpu: cores that the workers used, the mean.
-    sent_mb: by a worker's interface, the mean; None without a namespace.
+    Both are the same run where the first took no longer.
     """
 
-    row: str
-    samples: int
-    samples_per_s: float
-    curve: list[tuple[float, float]]
-    accuracy: float
-    loss: float
-    accuracy_before: float
-    comm_rate: float
-    consensus_distance: float
-    waiting: float
-    ended_s: float
-    cpu: float
-    sent_mb: float | None
+    tokens: RunResult
+    time: RunResult
 
-    def time_to(self, target_loss: float) -> float:
-        """When the loss was first at most ``target_loss``; infinity where it never was.
+    @property
+    def loss(self) -> float:
+        """At equal tokens, bits a byte; infinity where it diverged."""
+        return math.inf if self.tokens.loss is None else self.tokens.loss
 
-        Between two points of the curve the logarithm of the loss is taken for linear.
-        """
-        before: tuple[float, float] | None = None
-        for at_s, loss in self.curve:
-            if loss <= target_loss:
-                if before is None:
-                    return at_s
-                from_s, higher = before
-                share = math.log(higher / target_loss) / math.log(higher / max(loss, 1e-12))
-                return from_s + share * (at_s - from_s)
-            before = (at_s, loss)
-        return math.inf
+    @property
+    def loss_in_time(self) -> float:
+        """At equal time."""
+        return math.inf if self.time.loss is None else self.time.loss
 
-    def as_json(self, target_loss: float) -> dict[str, Any]:
-        """All values; a time that never came is null."""
-        reached_s = self.time_to(target_loss)
-        return asdict(self) | {"time_to_loss_s": reached_s if math.isfinite(reached_s) else None}
+    @property
+    def waiting(self) -> float:
+        """Share of the training time that is not compute: others, and everything else."""
+        return math.nan if self.tokens.computing is None else 1 - self.tokens.computing
 
-    def line(self, target_loss: float) -> str:
+    def seconds_to(self, loss: float) -> float:
+        """By the run that came there sooner; infinity where none did."""
+        return min(reached(one.curve, loss)[1] for one in (self.tokens, self.time))
+
+    def line(self) -> str:
         """For progress."""
         return (
-            f"{self.row}: {self.samples_per_s:.0f} samples/s, {_seconds(self.time_to(target_loss))}"
-            f" to loss {target_loss:g}, accuracy {100 * self.accuracy:.2f}%, comm rate "
-            f"{self.comm_rate:.2f}, ended at {self.ended_s:.1f} s, {self.cpu:.2f} cores"
+            f"{self.tokens.samples_per_s:.0f} samples/s, {self.loss:.3f} bits a byte after "
+            f"{self.tokens.curve[-1].seconds:.1f} s, {self.loss_in_time:.3f} at equal time, "
+            f"{100 * self.waiting:.0f}% not computing"
         )
 
 
-def score(row: str, results: Sequence[WorkerResult]) -> RoundRow:
-    """Evaluate what the workers of a run gave back."""
-    validation = Clusters(len(results)).validation
-    few = (validation[0][:NUM_CURVE], validation[1][:NUM_CURVE])
-    average = results[0].average
-    assert average is not None
-    final = evaluate(average, validation)
-    curve = [(at_s, evaluate(mean, few).loss) for at_s, mean in averages_at_marks(results)]
-    ended_s = max(result.ended_s for result in results)
-    curve.append((ended_s, evaluate(average, few).loss))
-    each = torch.stack([result.parameters for result in results])
-    distance = (each - each.mean(dim=0)).double().square().sum() / len(results)
-    steps = sum(result.steps for result in results)
-    trained_s = sum(result.trained_s for result in results)
-    sent = [result.sent_bytes for result in results if result.sent_bytes is not None]
-    exchanges = sum(result.account.get("exchanges", 0.0) for result in results)
-    if row in ("a2cid2", "gossip") and sent:
-        _check_link(exchanges, sum(sent), each.shape[1])
-    return RoundRow(
-        row=row,
-        samples=sum(result.samples for result in results),
-        samples_per_s=sum(result.samples_per_s for result in results),
-        curve=curve,
-        accuracy=final.accuracy,
-        loss=final.loss,
-        accuracy_before=statistics.mean(
-            evaluate(result.parameters, few).accuracy for result in results
-        ),
-        comm_rate=exchanges / steps,
-        consensus_distance=float(distance),
-        waiting=1 - sum(result.computed_s for result in results) / trained_s,
-        ended_s=ended_s,
-        cpu=sum(result.cpu_s for result in results) / max(r.trained_s for r in results),
-        sent_mb=statistics.mean(sent) / 1e6 if sent else None,
+Results = Mapping[str, Sequence[Round]]
+
+
+def timed_losses(results: Results) -> dict[str, float]:
+    """The easy and the late loss: over that of the row that is best at equal time."""
+    best = min(
+        statistics.median(one.loss_in_time for one in rounds)
+        for rounds in results.values()
+        if rounds
     )
+    return {"easy": EASY * best, "late": LATE * best}
 
 
-def _check_link(exchanges: float, sent_bytes: int, num_parameters: int) -> None:
-    """Raise where exchanges cannot have gone over the link: the narrowest wire has 8 bits."""
-    if sent_bytes < 0.9 * exchanges * num_parameters:
-        raise RuntimeError(
-            f"{exchanges:.0f} exchanges of {num_parameters} parameters, but the interfaces sent "
-            f"{sent_bytes} bytes: they went some other way than over the link, and the table "
-            "would be false"
-        )
+def figures(timed: Mapping[str, float]) -> dict[str, Callable[[Round], float]]:
+    """What is told of each round, by its name in JSON."""
+    return {
+        "samples_per_s": lambda one: one.tokens.samples_per_s,
+        "seconds_to_easy_loss": lambda one: one.seconds_to(timed["easy"]),
+        "seconds_to_late_loss": lambda one: one.seconds_to(timed["late"]),
+        "loss": lambda one: one.loss,
+        "loss_at_equal_time": lambda one: one.loss_in_time,
+        "bytes_per_parameter_step": lambda one: one.tokens.bytes_per_parameter_step,
+        "comm_rate": lambda one: one.tokens.comm_rate,
+        "not_computing": lambda one: one.waiting,
+    }
 
 
-def measured_tables(results: Results, target_loss: float) -> list[Table]:
+FORMS = (".0f", ".1f", ".1f", ".3f", ".3f", ".3g", ".3g", ".1%")
+
+
+def measured_table(results: Results, rates: Mapping[str, float], ideal_s: float) -> Table:
     """Medians over the rounds, with the least and the most; one line a row."""
-    ideal = results.get("none", [])
-
-    def of_ideal(row: str) -> str:
-        pairs = zip(results[row], ideal, strict=False)
-        ratios = [one.samples_per_s / free.samples_per_s for one, free in pairs]
-        return Spread.of(ratios).text() if ratios else "-"
-
-    speed = Table(
-        "Speed",
+    timed = timed_losses(results)
+    values = figures(timed).values()
+    lines = [
         (
-            "row",
-            "samples/s",
-            "of the ideal",
-            f"s to loss {target_loss:g}",
-            "end, s",
-            "not computing, %",
-            "cores used",
-        ),
-        [
-            (
-                ROWS[row][0],
-                _text(many, lambda one: one.samples_per_s, ".0f"),
-                of_ideal(row),
-                _text(many, lambda one: one.time_to(target_loss), ".1f"),
-                _text(many, lambda one: one.ended_s, ".1f"),
-                _text(many, lambda one: 100 * one.waiting, ".1f"),
-                _text(many, lambda one: one.cpu, ".2f"),
-            )
-            for row, many in results.items()
-        ],
-        "samples/s: the sum of the workers' own speeds; the ideal is that of the row without "
-        "exchange. Time to loss: of the workers' average, from copies taken at fixed times and "
-        "scored afterwards. Not computing: the share of the training time that is not the timed "
-        "compute of a step: waiting for others, and all else (which the row without exchange has "
-        "too).",
-    )
-    outcome = Table(
-        "Outcome",
-        (
-            "row",
-            "accuracy of the average, %",
-            "loss of the average",
-            "accuracy of a worker before, %",
-            "consensus distance before",
-            "comm rate",
-            "MB sent a worker",
-        ),
-        [
-            (
-                ROWS[row][0],
-                _text(many, lambda one: 100 * one.accuracy, ".2f"),
-                _text(many, lambda one: one.loss, ".3f"),
-                _text(many, lambda one: 100 * one.accuracy_before, ".2f"),
-                _text(many, lambda one: one.consensus_distance, ".2g"),
-                _text(many, lambda one: one.comm_rate, ".2f"),
-                "-"
-                if any(one.sent_mb is None for one in many)
-                else _text(many, lambda one: one.sent_mb or 0.0, ".0f"),
-            )
-            for row, many in results.items()
-        ],
-        "Comm rate: exchanges, all-reduces or averages per worker and gradient step. MB sent: by "
-        "a namespace's interface during training, all headers included.",
-    )
-    return [speed, outcome]
-
-
-def settings_table(facts: Mapping[str, str]) -> Table:
-    """What the figures were measured with."""
-    num_parameters = sum(parameter.numel() for parameter in make_model(0).parameters())
-    rows = [
-        ("task", DESCRIPTION),
-        ("parameters", f"{num_parameters:,} in float32"),
-        *facts.items(),
+            RowName.parse(row).label,
+            f"{rates[row]:g}",
+            *(_text(map(value, rounds), form) for value, form in zip(values, FORMS, strict=True)),
+        )
+        for row, rounds in results.items()
+        if rounds
     ]
-    return Table("Settings", ("", ""), rows)
+    return Table(
+        "Time to loss",
+        (
+            "row",
+            "learning rate",
+            "samples/s",
+            f"s to {timed['easy']:.3f}",
+            f"s to {timed['late']:.3f}",
+            "loss at equal tokens",
+            "loss at equal time",
+            "bytes/(parameter, step)",
+            "comm rate",
+            "not computing",
+        ),
+        lines,
+        "Losses: of the workers' average on held-out text, in bits a byte; the two that are timed "
+        f"are {EASY:g} and {LATE:g} times what the best row reaches at equal time. Equal time: "
+        f"{ideal_s:.1f} s, what the tokens take if nobody waits for anybody; a row that needs "
+        "longer trains once more, on fewer tokens, so that it ends then. Seconds: of the sooner of "
+        "both runs, from copies that are scored afterwards. samples/s: the sum of the workers' own "
+        "speeds. Bytes: sent by a worker's sockets, or, where it has a network, by its interface, "
+        "with headers; a step is a full batch. Comm rate: exchanges, all-reduces or averages per "
+        "worker and step of its own. Not computing: the rest of the training time.",
+    )
 
 
-def targets(table: str, results: Results, target_loss: float) -> list[Target]:
-    """What this table is to show; medians of ratios and differences within a round."""
-    gossip, ddp, none = (results.get(row, []) for row in ("a2cid2", "ddp", "none"))
-    found: list[Target] = []
+def _text(values: Any, form: str) -> str:
+    spread = Spread.of(values)
+    if math.isfinite(spread.greatest):
+        return spread.text(form)
+    there = sum(math.isfinite(value) for value in spread.values)
+    return f"in {there} of {len(spread.values)}" if there else "never"
 
-    def compare(text: str, values: list[float], limit: float, *, at_most: bool = False) -> None:
-        if values:
-            found.append(Target(text, Spread.of(values).median, limit, at_most))
 
-    def ratios(above: Rounds, below: Rounds, value: Callable[[RoundRow], float]) -> list[float]:
-        return [_ratio(value(a), value(b)) for a, b in zip(above, below, strict=False)]
+def rows_as_json(results: Results, rates: Mapping[str, float], ideal_s: float) -> dict[str, Any]:
+    """What ``--json`` writes: by row the medians, and every run; what never came is null."""
+    if not any(results.values()):
+        return {"rows": {}}
+    timed = timed_losses(results)
+    rows = {
+        row: {"learning_rate": rates[row]}
+        | {name: Spread.of(map(value, rounds)).median for name, value in figures(timed).items()}
+        | {"runs": [{"tokens": one.tokens, "time": one.time} for one in rounds]}
+        for row, rounds in results.items()
+        if rounds
+    }
+    return {"timed_losses": timed, "equal_time_s": ideal_s, "rows": rows}
 
-    least_speed = {"slow": 3.0, "slow_link": 5.0}.get(table)
-    if least_speed is not None:
-        speeds = ratios(gossip, ddp, lambda one: one.samples_per_s)
-        compare("samples/s, a2cid2 over DDP", speeds, least_speed)
-    if table == "slow":
-        speeds = ratios(gossip, none, lambda one: one.samples_per_s)
-        compare("samples/s, a2cid2 over the ideal", speeds, 0.95)
-    most_time = {"equal": 1.0, "slow_link": 0.5}.get(table)
-    if most_time is not None:
-        times = ratios(gossip, ddp, lambda one: one.time_to(target_loss))
-        compare(f"time to loss {target_loss:g}, a2cid2 over DDP", times, most_time, at_most=True)
-    points = [100 * (b.accuracy - a.accuracy) for a, b in zip(gossip, ddp, strict=False)]
-    compare("points of accuracy, DDP less a2cid2", points, ACCURACY_POINTS, at_most=True)
-    losses = ratios(none, gossip, lambda one: one.loss)
-    compare("final loss, no exchange over a2cid2 (else too easy a task)", losses, EASY_BELOW)
+
+def targets(results: Results) -> list[Target]:
+    """The best of gossipdp's rows beside the best of the others; NaN, not met, without either."""
+    timed = timed_losses(results)
+    found = []
+    for name in ("seconds_to_late_loss", "loss_at_equal_time"):
+        value = figures(timed)[name]
+        best = {True: math.inf, False: math.inf}
+        for row, rounds in results.items():
+            is_ours = KINDS[RowName.parse(row).kind].is_ours
+            best[is_ours] = min(best[is_ours], Spread.of(map(value, rounds)).median)
+        if math.isfinite(best[True]) or math.isfinite(best[False]):
+            ratio = best[True] / best[False]
+            text = f"{name.replace('_', ' ')}: the best of gossipdp over the best of the others"
+            found.append(Target(text, ratio, 1.0))
     return found
 
 
-def draw(path: Path, condition: str, results: Results, target_loss: float) -> None:
-    """Write a PNG: validation loss of the workers' average over time, a line a run."""
+def draw(path: Path, condition: str, results: Results) -> None:
+    """Write a PNG: loss over time, a colour a row, dashed where a run was made for equal time."""
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for (row, rounds), colour in zip(results.items(), OKABE_ITO, strict=False):
+    for (row, rounds), colour in zip(results.items(), colormaps["tab20"].colors, strict=False):
+        name = RowName.parse(row)
         for number, one in enumerate(rounds):
-            label = ROWS[row][0] if number == 0 else None
-            times, losses = zip(*one.curve, strict=True)
-            axes.plot(times, losses, color=colour, linewidth=1.4, alpha=0.8, label=label)
-    axes.axhline(target_loss, color="grey", linewidth=0.8, linestyle="--")
+            for run, style in ((one.tokens, "-"), (one.time, "--"))[: 1 + (one.time != one.tokens)]:
+                points = [point for point in run.curve if point.loss is not None]
+                axes.plot(
+                    [point.seconds for point in points],
+                    [point.loss for point in points],
+                    style,
+                    color=colour,
+                    linewidth=1.8 if KINDS[name.kind].is_ours else 1.0,
+                    label=name.label if number == 0 and style == "-" else None,
+                )
+    for loss in timed_losses(results).values():
+        axes.axhline(loss, color="grey", linewidth=0.8, linestyle=":")
     axes.set(xscale="log", yscale="log", xlabel="time (s)")
-    axes.set_ylabel("validation loss of the workers' average")
+    axes.set_ylabel("validation loss of the workers' average (bits a byte)")
     axes.set_title(condition, fontsize="medium", wrap=True)
     axes.grid(True, which="major", linewidth=0.4, alpha=0.6)
-    if axes.lines:
-        axes.legend(fontsize="small")
+    axes.legend(fontsize="x-small", title="solid: equal tokens; dashed: equal time")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-
-
-def _ratio(above: float, below: float) -> float:
-    """NaN, which meets no target, where either never came."""
-    return above / below if math.isfinite(above) and math.isfinite(below) else math.nan
-
-
-def _text(rounds: Rounds, value: Callable[[RoundRow], float], form: str) -> str:
-    spread = Spread.of(map(value, rounds))
-    if not math.isfinite(spread.greatest):
-        reached = sum(math.isfinite(one) for one in spread.values)
-        return f"reached in {reached} of {len(spread.values)}" if reached else "never"
-    return spread.text(form)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s" if math.isfinite(value) else "never came"

@@ -27,13 +27,14 @@ from collections.abc import Callable, Mapping
 TUNSETIFF = 0x400454CA
 IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
 
-# Jumbo frames: a sixth of the packets that 1,500 bytes would make, which Python can carry.
-MTU_BYTES = 9_000
+# What a link carries in a millisecond, between these. Jumbo frames on the faster ones are a sixth
+# of the packets that 1,500 bytes would make, which Python can carry.
+MTU_S, LEAST_MTU_BYTES, LARGEST_MTU_BYTES = 1e-3, 1_500, 9_000
 # Packets are taken from a host this long before they would be sent, so that being woken late by
 # as much costs no bandwidth.
 READ_AHEAD_S = 0.004
-# A host's kernel holds back what it cannot send; the switch drops what it cannot hold.
-QUEUE_BYTES = 512_000
+# A host's kernel holds back what it cannot send; the switch drops what would wait for longer.
+QUEUE_S = 0.041
 PACKETS_IN_DEVICE = 16
 
 
@@ -76,7 +77,7 @@ class Switch:
         self._delay_s = delay_s
         self._deliver = deliver
         self.up = [Line(bytes_per_s) for _ in hosts]
-        self._down = [Line(bytes_per_s, QUEUE_BYTES) for _ in hosts]
+        self._down = [Line(bytes_per_s, round(QUEUE_S * bytes_per_s)) for _ in hosts]
         # (when, order, host it is for, packet, whether it has yet to pass the switch)
         self._under_way: list[tuple[float, int, int, bytes, bool]] = []
         self._order = itertools.count()
@@ -129,18 +130,23 @@ def forward(descriptors: list[int], switch: Switch, stop: int) -> None:
             return
         now_s = time.monotonic()
         for descriptor in readable:
-            switch.take(descriptors.index(descriptor), os.read(descriptor, MTU_BYTES), now_s)
+            switch.take(
+                descriptors.index(descriptor), os.read(descriptor, LARGEST_MTU_BYTES), now_s
+            )
 
 
-def open_device(namespace: str, address: str, interface: str, made_as: str) -> int:
+def open_device(
+    namespace: str, address: str, interface: str, made_as: str, bytes_per_s: float
+) -> int:
     """A TUN device in ``namespace``; what its descriptor reads is what that host sends."""
+    mtu = round(min(LARGEST_MTU_BYTES, max(LEAST_MTU_BYTES, MTU_S * bytes_per_s)))
     descriptor = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(
         descriptor, TUNSETIFF, struct.pack("16sH22x", made_as.encode(), IFF_TUN | IFF_NO_PI)
     )
     device = ["ip", "link", "set", made_as, "netns", namespace, "name", interface]
     in_it = ["ip", "-n", namespace]
-    link = ["link", "set", interface, "mtu", str(MTU_BYTES), "txqueuelen", str(PACKETS_IN_DEVICE)]
+    link = ["link", "set", interface, "mtu", str(mtu), "txqueuelen", str(PACKETS_IN_DEVICE)]
     # The kernel's own queue before the device, in which a sender sees that it is held back.
     queue = ["tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root"]
     for command in (
@@ -162,14 +168,16 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=float, required=True)
     options = parser.parse_args()
     hosts = [host.split("=") for host in options.hosts]
+    bytes_per_s = options.mbits_per_s * 1e6 / 8
     descriptors = [
-        open_device(name, address, options.interface, f"b{os.getpid() % 100_000}t{number}")
+        open_device(
+            name, address, options.interface, f"b{os.getpid() % 100_000}t{number}", bytes_per_s
+        )
         for number, (name, address) in enumerate(hosts)
     ]
     numbers = {
         bytes(map(int, address.split("."))): number for number, (_, address) in enumerate(hosts)
     }
-    bytes_per_s = options.mbits_per_s * 1e6 / 8
 
     def deliver(host: int, packet: bytes) -> None:
         os.write(descriptors[host], packet)

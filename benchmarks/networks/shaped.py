@@ -6,14 +6,15 @@ import subprocess
 
 from networks.namespaces import Hosts, run
 
-# A bucket of 128 kB takes the largest packets that the kernel hands down (64 kB, cut later).
-BURST, LONGEST_WAIT = "128kb", "20ms"
+# What passes at once after a pause: a millisecond's bytes, but the kernel's largest frames at least
+# (it cuts what it handed down in larger pieces).
+BURST_S, LEAST_BURST_BYTES, LONGEST_WAIT = 1e-3, 9_000, "20ms"
 
 
 class ShapedHosts(Hosts):
     """Each host sends and receives at ``mbits_per_s`` at most, at the same time; no added delay."""
 
-    def __init__(self, num_hosts: int, mbits_per_s: int) -> None:
+    def __init__(self, num_hosts: int, mbits_per_s: float) -> None:
         super().__init__(num_hosts)
         self.mbits_per_s = mbits_per_s
         self.switch = f"{self.mark}s"
@@ -23,6 +24,7 @@ class ShapedHosts(Hosts):
         run("ip", "netns", "add", self.switch)
         run("ip", "-n", self.switch, "link", "add", "bridge0", "type", "bridge")
         run("ip", "-n", self.switch, "link", "set", "bridge0", "up")
+        burst = max(LEAST_BURST_BYTES, round(BURST_S * self.mbits_per_s * 1e6 / 8))
         for rank, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
             port = f"port{rank}"
             veth = ("type", "veth", "peer", "name", self.interface, "netns", name)
@@ -31,7 +33,7 @@ class ShapedHosts(Hosts):
             run("ip", "-n", name, "address", "add", f"{address}/24", "dev", self.interface)
             run("ip", "-n", name, "link", "set", self.interface, "up")
             for place, device in ((name, self.interface), (self.switch, port)):
-                shape = ("tbf", "rate", f"{self.mbits_per_s}mbit", "burst", BURST)
+                shape = ("tbf", "rate", f"{round(self.mbits_per_s * 1e6)}bit", "burst", f"{burst}b")
                 wait = ("latency", LONGEST_WAIT)
                 run("tc", "-n", place, "qdisc", "add", "dev", device, "root", *shape, *wait)
 

@@ -1,4 +1,4 @@
-"""Ways to train together, each as its own documentation says to use it: rows of several benchmarks.
+"""Ways to train together, each as its own documentation says to use it.
 
 A row owns model, optimizer and what travels; the loop, the data, the clock and the schedule are the
 benchmark's, the same for all its rows.
@@ -7,8 +7,9 @@ benchmark's, the same for all its rows.
 from __future__ import annotations
 
 import importlib.util
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,27 +17,59 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossipdp import GossipDataParallel
+from gossipdp import GossipDataParallel, OuterStep
 
 
 @dataclass(frozen=True)
 class RowPlan:
     """What a row is told.
 
-    samples: of the run, all workers together; batch_size: of one step of one worker.
+    samples: of the run, all workers together.
+    batch_sizes: samples of one step, by rank.
+    periods: steps from one average of all workers to the next, by rank.
     make_optimizer: given parameters, the optimizer that is the same for every row.
-    method, options: of GossipDataParallel; period: steps from one average to the next.
+    method, options: of GossipDataParallel.
+    own_pace: a row that can lets a fast worker take more steps, instead of equally many.
     """
 
-    name: str
-    num_workers: int
+    rank: int
     samples: int
     seed: int
-    batch_size: int
+    batch_sizes: Sequence[int]
+    periods: Sequence[int]
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     method: str = "a2cid2"
     options: Mapping[str, Any] = field(default_factory=dict)
-    period: int = 4
+    own_pace: bool = False
+
+    @property
+    def batch_size(self) -> int:
+        """Of this worker."""
+        return self.batch_sizes[self.rank]
+
+    @property
+    def period(self) -> int:
+        """Of this worker."""
+        return self.periods[self.rank]
+
+    @property
+    def _turn(self) -> list[int]:
+        """Steps in the least time in which all workers, by rank, take whole ones."""
+        return [period // math.gcd(*self.periods) for period in self.periods]
+
+    @property
+    def _turn_samples(self) -> list[int]:
+        return [size * steps for size, steps in zip(self.batch_sizes, self._turn, strict=True)]
+
+    @property
+    def share(self) -> float:
+        """Part of all samples that is this worker's, where workers wait for one another."""
+        return self._turn_samples[self.rank] / sum(self._turn_samples)
+
+    @property
+    def own_steps(self) -> int:
+        """Steps of this worker in the whole run, where workers wait for one another."""
+        return -(-self.samples // sum(self._turn_samples)) * self._turn[self.rank]
 
 
 class Row(ABC):
@@ -47,12 +80,10 @@ class Row(ABC):
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         self.net, self.plan = net, plan
         self.steps = 0
-        # Who waits for all others at each step takes its share of the samples and no more.
-        self.own_steps = -(-plan.samples // (plan.batch_size * plan.num_workers))
 
     def progress(self) -> float:
         """Of the whole run, 0 to 1; the run has used up its samples at 1."""
-        return self.steps / self.own_steps
+        return self.steps / self.plan.own_steps
 
     @abstractmethod
     def set_rate(self, rate: float) -> None:
@@ -96,10 +127,17 @@ class OneOptimizer(Row):
 
 
 class Gossip(OneOptimizer):
-    """GossipDataParallel: methods a2cid2, gossip, and none, which averages once, at the end."""
+    """GossipDataParallel: methods a2cid2, gossip, and none, which averages once, at the end.
+
+    Among the options an outer step is given as (momentum, lr).
+    """
 
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         super().__init__(net, plan)
+        options = dict(plan.options)
+        if "outer" in options:
+            momentum, rate = options["outer"]
+            options["outer"] = OuterStep(momentum=momentum, lr=rate)
         self.model = self.gossip = GossipDataParallel(
             net,
             self.optimizer,
@@ -107,11 +145,12 @@ class Gossip(OneOptimizer):
             budget_samples=plan.samples,
             samples_per_step=plan.batch_size,
             seed=plan.seed,
-            **plan.options,
+            **options,
         )
 
     def progress(self) -> float:
-        return self.gossip.progress()
+        # A budget of all workers together ends a little late, as steps are counted from afar.
+        return self.gossip.progress() if self.plan.own_pace else super().progress()
 
     def account(self) -> dict[str, float]:
         stats = self.gossip.stats()
@@ -152,7 +191,7 @@ class DecentDP(Row):
         self._optimizers: list[torch.optim.Optimizer] = []
         self._rate = 0.0
         self.model = DecentralizedDataParallel(
-            net, self._make_optimizer, topology="ring", _local_world_size=plan.num_workers
+            net, self._make_optimizer, topology="ring", _local_world_size=len(plan.periods)
         )
         self.model.train()
 
@@ -198,8 +237,8 @@ def missing_package(needs: Mapping[str, str]) -> str | None:
 
 
 @torch.no_grad()
-def average_parameters(net: nn.Module) -> None:
-    """Make all workers' parameters their average."""
-    flat = nn.utils.parameters_to_vector(net.parameters())
+def average_parameters(net: nn.Module, share: float) -> None:
+    """Make all workers' parameters their average, in which this worker's weigh ``share``."""
+    flat = nn.utils.parameters_to_vector(net.parameters()) * share
     dist.all_reduce(flat)
-    nn.utils.vector_to_parameters(flat / dist.get_world_size(), net.parameters())
+    nn.utils.vector_to_parameters(flat, net.parameters())

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from networks.emulated import EmulatedHosts
-from networks.emulator import QUEUE_BYTES, Line, Switch
+from networks.emulator import QUEUE_S, Line, Switch
 from networks.measure import measure
 from networks.namespaces import missing
 from networks.shaped import ShapedHosts
@@ -73,7 +73,7 @@ def test_the_switch_drops_what_its_queue_cannot_hold() -> None:
             net.switch.take(source, packet(source, 2, size), 0.0)
     net.run()
     # Twice the rate comes in, so half of it gathers, less what the queue holds.
-    assert net.switch.num_dropped == pytest.approx(count - QUEUE_BYTES / size, abs=2)
+    assert net.switch.num_dropped == pytest.approx(count - QUEUE_S * RATE / size, abs=2)
     assert len(net.arrived) + net.switch.num_dropped == 2 * count
 
 

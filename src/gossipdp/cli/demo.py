@@ -21,7 +21,7 @@ from gossipdp.cli.demo_watch import (
 )
 from gossipdp.tasks.options import RunOptions, check_numbers
 
-DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib": 6_000, "pystdlib-small": 48_000}
+DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib": 6_000, "pystdlib-small": 40_000}
 """Over all workers: about half a minute of training on two cores."""
 
 

@@ -107,7 +107,7 @@ def simulate(scenario: Scenario, method: str, on_progress: Progress | None = Non
 
 def check_method(scenario: Scenario, method: str) -> None:
     """Raise ValueError for a method that is not there, or cannot be run on this scenario."""
-    if method not in METHODS:
+    if method not in ASYNCHRONOUS and method not in ROUNDS:
         raise ValueError(f"there is no method {method!r}; choose among {', '.join(METHODS)}")
     if issubclass(ROUNDS.get(method, Rounds), LocalSteps) and not scenario.objective.has_gradients:
         raise ValueError(

@@ -1,0 +1,128 @@
+"""What a gradient step takes at each worker, and what lies between the workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from networks.emulated import EmulatedHosts
+from networks.namespaces import Hosts
+from networks.shaped import ShapedHosts
+from torch import Tensor, nn
+
+from gossipdp.simulate.scenario import ComputeTime, LognormalTime, SlowedTime
+
+MODEL_PARAMETERS = 1_000_000
+FORWARD_SHARE = 1 / 3
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a run is timed under.
+
+    step_s: what the gradients of a full batch take on a worker of ordinary speed, the mean.
+    slowness: by rank, how many times as long they take; of none: all are equal.
+    spread: standard deviation of the logarithm of step times.
+    mbits_per_s: of each worker's link, both ways at once, for a model of a million parameters: for
+        a smaller one the link is slower in proportion, so that a model takes as long to send. None:
+        all are on one machine.
+    delay_ms: from each worker to each other, one way.
+    """
+
+    text: str
+    step_s: float = 0.040
+    slowness: tuple[float, ...] = ()
+    spread: float = 0.0
+    mbits_per_s: float | None = None
+    delay_ms: float = 0.0
+
+    @property
+    def compute(self) -> ComputeTime:
+        """How long steps take, by rank."""
+        base = LognormalTime(self.step_s, self.spread)
+        return SlowedTime(base, dict(enumerate(self.slowness)))
+
+    def speeds(self, num_workers: int) -> list[float]:
+        """Of each worker, in full batches per ``step_s``."""
+        return [1 / factor for factor in self.slowness] or [1.0] * num_workers
+
+    def ideal_s(self, num_workers: int, steps: int) -> float:
+        """What ``steps`` of each worker, shared out by speed, take if nobody waits for anybody."""
+        return steps * num_workers * self.step_s / sum(self.speeds(num_workers))
+
+    def hosts(self, num_workers: int, num_parameters: int) -> Hosts | None:
+        """A network of namespaces, one a worker; None on one machine."""
+        if self.mbits_per_s is None:
+            return None
+        rate = self.mbits_per_s * num_parameters / MODEL_PARAMETERS
+        if self.delay_ms:
+            return EmulatedHosts(num_workers, rate, self.delay_ms)
+        return ShapedHosts(num_workers, rate)
+
+
+CONDITIONS = {
+    "slow_link": Condition(
+        "each worker behind 100 Mbit/s, 20 ms one way from every other (a namespace each, TUN "
+        "devices, the kernel's TCP over a link emulator)",
+        mbits_per_s=100,
+        delay_ms=20,
+    ),
+    "slow": Condition("one of four workers is 4 times slower", slowness=(1, 1, 4, 1)),
+    "speeds": Condition("four workers of speeds 8:4:2:1", step_s=0.020, slowness=(1, 2, 4, 8)),
+    "equal": Condition("four equal workers on one machine"),
+    "gigabit": Condition(
+        "each worker behind 1 Gbit/s (a namespace each, veth, the kernel's tbf)", mbits_per_s=1_000
+    ),
+    "jitter": Condition(
+        "step times lognormal, their logarithm's deviation 0.3 (three times what is typical)",
+        spread=0.3,
+    ),
+}
+"""By the name of the table, in the order in which they matter."""
+
+
+class TimedCompute:
+    """The stand-in for an accelerator: real gradients that are there when a device would have them.
+
+    A third of a step is forward and two thirds are backward, in equal parts a stage. This machine's
+    cores compute the values within that time; a wait makes up the rest. So each stage's gradient is
+    there at its time, and a method that sends it while the backward pass goes on gains what it
+    would gain on a device.
+
+    Args:
+        stages: modules of which each takes in what the one before gave out. A stage that holds
+            others, such as the whole model, takes the part of what comes after those.
+        draw_s: how long the next step takes.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], draw_s: Callable[[], float]) -> None:
+        self.computed_s = 0.0
+        self._draw_s = draw_s
+        self._began_s = self._duration_s = 0.0
+        for number, stage in enumerate(stages):
+            self._pace(stage, number / len(stages), (number + 1) / len(stages))
+
+    def _pace(self, stage: nn.Module, before: float, until: float) -> None:
+        """Let a stage last from one share of the model's depth to another, there and back."""
+
+        def forward(module: nn.Module, inputs: object, output: Tensor) -> None:
+            self.wait(FORWARD_SHARE * until)
+            if output.requires_grad:
+                output.register_hook(backward)
+
+        def backward(gradient: Tensor) -> None:
+            self.wait(FORWARD_SHARE + (1 - FORWARD_SHARE) * (1 - before))
+
+        stage.register_forward_hook(forward)
+
+    def begin(self) -> None:
+        """A step begins now."""
+        self._began_s, self._duration_s = time.monotonic(), self._draw_s()
+        self.computed_s += self._duration_s
+
+    def wait(self, share: float) -> None:
+        """Wait until this share of the step is over; return at once where it is already."""
+        left_s = self._began_s + share * self._duration_s - time.monotonic()
+        if left_s > 0:
+            time.sleep(left_s)
