@@ -147,6 +147,7 @@ def _both(every: int) -> dict[str, int]:
     return {"exp_avg": every, "exp_avg_sq": every}
 
 
+PLAIN_MEAN = OuterStep(momentum=0.0, lr=1.0)
 OUTER = OuterStep(momentum=0.7, lr=1.0)
 """The library's default. DiLoCo's paper has 0.9 and 0.7: a row of its own."""
 
@@ -180,9 +181,7 @@ ROWS["gossip, outer step of momentum 0.5, H = 8"] = _row(
     "gossip", 0.032, every=8, outer=OuterStep(momentum=0.5, lr=1.0)
 )
 ROWS["DiLoCo, H = 16, momentum 0.9, lr 0.7"] = _row("diloco", 0.016, sync_every=16)
-ROWS["local SGD, H = 16"] = _row(
-    "diloco", 0.032, sync_every=16, outer=OuterStep(momentum=0.0, lr=1.0)
-)
+ROWS["local SGD, H = 16"] = _row("diloco", 0.032, sync_every=16, outer=PLAIN_MEAN)
 ROWS["DiLoCo, H = 16, momentum 0.5"] = _row(
     "diloco", 0.016, sync_every=16, outer=OuterStep(momentum=0.5, lr=1.0)
 )
@@ -223,6 +222,12 @@ for _network, _links in _NETWORKS.items():
         for _every in (16, 32, 64, 128)
     }
     ROWS |= {
+        f"local SGD, H = {_every}, {_network}": _row(
+            "diloco", 0.032, sync_every=_every, outer=PLAIN_MEAN, **_timed
+        )
+        for _every in (16, 32, 64)
+    }
+    ROWS |= {
         f"gossip, outer step, H = {_every}, {_network}": _row(
             "gossip", 0.016, every=_every, outer=OUTER, **_timed
         )
@@ -243,7 +248,7 @@ ROWS |= {
 _AS_ONE: dict[str, Any] = {
     "sync_every": 1,
     "overlap_steps": 0,
-    "outer": OuterStep(momentum=0.0, lr=1.0),
+    "outer": PLAIN_MEAN,
 }
 for _betas, _named in (({}, ""), (_SLOWER, ", beta_2 0.95")):
     # Workers that never differ, and take the mean of their own steps: what is left is Adam's.
