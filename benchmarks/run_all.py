@@ -51,6 +51,8 @@ BENCHMARKS = (
     Benchmark("overlap", ("--rounds", "2", *(f"--only={name}" for name in OVERLAPS)), 140),
     Benchmark("memory", ("--rounds", "1"), 35),
     Benchmark("scale", ("--rounds", "1"), 50),
+    Benchmark("shards", ("--rounds", "1"), 90),
+    Benchmark("shard_partners", (), 100),
     Benchmark("wire_formats", (), 90),
     Benchmark("gpu", (), 5),  # without a card
     Benchmark("faults", ("--rounds", "2"), 90),

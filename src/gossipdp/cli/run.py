@@ -24,6 +24,9 @@ NOT_INHERITED = (
     "WORLD_SIZE",
     "LOCAL_WORLD_SIZE",
     "GROUP_RANK",
+    "GOSSIPDP_REPLICA",
+    "GOSSIPDP_REPLICAS",
+    "GOSSIPDP_STORE",
     "MASTER_ADDR",
     "MASTER_PORT",
     "GOSSIPDP_JOIN",
@@ -45,6 +48,10 @@ class RunArguments:
     workers: Annotated[int | None, tyro.conf.arg(aliases=("-n", "--nproc-per-node"))] = None
     """How many workers to start here; by default 1 with --join. Leave it out if torchrun, srun or
     an indexed Job of Kubernetes started this process: it then starts the worker of its rank."""
+
+    nproc_per_replica: int = 1
+    """How many of these processes hold one replica of the model, each a shard of it (FSDP2's
+    fully_shard). -n is a multiple of it. A replica lives and ends with all of its processes."""
 
     max_restarts: int = 0
     """How many times, in all, this call starts a worker again that has died."""
@@ -136,7 +143,14 @@ def run(arguments: RunArguments) -> int:
     """
     from gossipdp.launcher.environment import check_platform
     from gossipdp.launcher.local import ScriptWorker
-    from gossipdp.launcher.supervisor import Failure, Supervisor, describe, shown_rank
+    from gossipdp.launcher.replica import Replicas
+    from gossipdp.launcher.supervisor import (
+        Failure,
+        Supervisor,
+        WorkerProcess,
+        describe,
+        shown_rank,
+    )
 
     check_platform()
     # What can be wrong is told before a port is taken.
@@ -144,15 +158,23 @@ def run(arguments: RunArguments) -> int:
     script, tls = _script(arguments), _tls_variables(arguments)
     secret = read_secret(arguments.secret_file)
     given = {**os.environ, **_common_variables(arguments), **tls}
-    team = _team(arguments, num_workers, tls, secret)
-    others_may_join = not team.join and team.first_rank == 0 and bool(secret or tls)
+    team = _team(arguments, num_workers // arguments.nproc_per_replica, tls, secret)
+    # Nobody can join a run of replicas by one address: each shard has a network of its own.
+    is_sharded = arguments.nproc_per_replica > 1
+    others_may_join = team.first_rank == 0 and not is_sharded and bool(secret or tls)
     num_restarts = 0
     some_go_on = False
 
-    def start(local_rank: int, own: Mapping[str, str]) -> ScriptWorker:
-        label = own.get("RANK") or shown_rank(-1 - local_rank)
+    def start_process(own: Mapping[str, str], label: str) -> WorkerProcess:
         inherited = {name: value for name, value in given.items() if name not in NOT_INHERITED}
         return ScriptWorker([sys.executable, "-u", *script], {**inherited, **own}, label)
+
+    replicas = Replicas(arguments.nproc_per_replica, start_process)
+
+    def start(local_rank: int, own: Mapping[str, str]) -> WorkerProcess:
+        if is_sharded:
+            return replicas.start(own)
+        return start_process(own, own.get("RANK") or shown_rank(-1 - local_rank))
 
     def tell(failure: Failure, others_go_on: bool) -> None:
         nonlocal num_restarts, some_go_on
@@ -210,13 +232,26 @@ def _join_line(arguments: RunArguments, address: tuple[str, int]) -> str:
 def _num_workers(arguments: RunArguments) -> int:
     from gossipdp.launcher.environment import with_launcher
 
-    number = arguments.workers
+    number, num_shards = arguments.workers, arguments.nproc_per_replica
+    if num_shards < 1:
+        raise ValueError(f"--nproc-per-replica is {num_shards}; it must be at least 1")
+    if num_shards > 1 and (number is None or arguments.join is not None):
+        raise ValueError(
+            "--nproc-per-replica needs -n, and goes without --join. Under torchrun or srun shard "
+            "over one dimension of a device mesh and give the other: "
+            "GossipDataParallel(..., mesh=mesh['replicate'])"
+        )
     if number is None:
         if arguments.join is None and "RANK" not in with_launcher(os.environ):
             raise ValueError("-n (--workers) is missing; say how many workers to start")
         return 1
     if number < 1:
         raise ValueError(f"-n is {number}; start at least one worker")
+    if number % num_shards:
+        raise ValueError(
+            f"-n is {number}; it counts processes, and must be a multiple of --nproc-per-replica, "
+            f"here {num_shards}"
+        )
     return number
 
 

@@ -562,6 +562,7 @@ class Segment:
             kind = partial(MomentChunk, moment=moment)
         length = max(1, chunk_bytes // x.element_size())
         parts = [slice(start, start + length) for start in range(0, x.numel(), length)]
+        self._parts = parts
         self.chunks = [
             kind(role, x[part], self.pending[part], None if self.c is None else self.c[part])
             for part in parts
@@ -570,6 +571,16 @@ class Segment:
             rule, base, m = self.outer
             for chunk, part in zip(self.chunks, parts, strict=True):
                 chunk.outer = Outer(rule, base[part], m[part])
+
+    def lie_in(self, x: Tensor) -> None:
+        """Let x be these values from now on, which are those that it had.
+
+        While parameters lie elsewhere for a time; the main thread's.
+        """
+        self.x = x
+        for chunk, part in zip(self.chunks, self._parts, strict=True):
+            with chunk.lock:
+                chunk.x = x[part]
 
     def copy_momentum(self) -> list[Tensor | None]:
         """Copy pending (None: it is zero), c, g and m to host memory; see :class:`Chunk`."""

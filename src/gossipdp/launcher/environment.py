@@ -77,6 +77,10 @@ class Environment:
     it; else rank 0 hosts it. ``unique_run_id`` says that ``run_id`` belongs to one run only.
     ``local_world_size`` is None where nobody told.
 
+    Where a replica of the model takes several processes, each holds one shard of it, ``shard`` of
+    ``num_shards``. The processes of one shard make a network of their own, and in it ``rank`` is
+    the number of the replica and ``world_size`` the number of replicas.
+
     ``join`` holds (host, port) of workers of a run that goes on without this one: it meets nobody
     at the store but asks any of these who is there. A worker that died and is back
     (``num_restarts`` > 0) has its old rank; one beyond the first ones has ``UNKNOWN_RANK`` and
@@ -87,6 +91,8 @@ class Environment:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int | None = None
+    shard: int = 0
+    num_shards: int = 1
     store_host: str | None = None
     store_port: int = 0
     agent_store: bool = False
@@ -111,6 +117,11 @@ class Environment:
         ):
             if not 0 <= port < 65536:
                 raise ValueError(f"{name} is {port}; it must be in 0..65535")
+        if not 0 <= self.shard < self.num_shards:
+            raise ValueError(
+                f"this process is number {self.shard} (RANK) of a replica of {self.num_shards} "
+                "(WORLD_SIZE): start it with `gossipdp run --nproc-per-replica`"
+            )
         if self.is_joining:
             if not self.unique_run_id:
                 raise ValueError(
@@ -169,6 +180,10 @@ class Environment:
                 "`gossipdp run`, torchrun or srun, or set all four; set neither RANK nor "
                 "WORLD_SIZE to train with one worker"
             )
+        shard, num_shards = 0, 1
+        if given.get("GOSSIPDP_REPLICAS"):
+            shard, num_shards = _number(given, "RANK", 0), _number(given, "WORLD_SIZE", 1)
+            given |= _of_network(given)
         local_rank = _number(given, "LOCAL_RANK", 0)
         first_port = _number(given, "GOSSIPDP_PORT", 0)
         run_id = given.get("GOSSIPDP_RUN_ID") or ""
@@ -176,7 +191,9 @@ class Environment:
             rank=_number(given, "RANK", 0) if is_ranked else UNKNOWN_RANK,
             world_size=_number(given, "WORLD_SIZE", UNKNOWN_WORLD_SIZE if join else 1),
             local_rank=local_rank,
-            local_world_size=_number(given, "LOCAL_WORLD_SIZE", 0) or None,
+            local_world_size=_number(given, "LOCAL_WORLD_SIZE", 0) // num_shards or None,
+            shard=shard,
+            num_shards=num_shards,
             store_host=given.get("MASTER_ADDR") or None if is_ranked else None,
             store_port=_number(given, "MASTER_PORT", 0) if is_ranked else 0,
             agent_store=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -334,6 +351,48 @@ def join_variables(addresses: Iterable[tuple[str, int]], num_restarts: int) -> d
     """The variables by which a worker joins a run that goes on, besides those of its identity."""
     shown = [show_address(*address) for address in itertools.islice(addresses, MAX_JOIN_ADDRESSES)]
     return {"GOSSIPDP_JOIN": ",".join(shown), "GOSSIPDP_RESTARTS": str(num_restarts)}
+
+
+def replica_variables(
+    own: Mapping[str, str], shard: int, num_shards: int, store: tuple[str, int]
+) -> dict[str, str]:
+    """The variables of one process of a replica, where ``own`` are those of the replica.
+
+    To ``torch.distributed`` the replica is a world of its own, which meets at ``store``: RANK is
+    the shard. What ``own`` says of the replica among the others goes by other names.
+
+    Args:
+        own: as for a worker of one process; LOCAL_RANK is the replica's number on this host.
+        shard, num_shards: of this process.
+        store: (host, port) of a store that the launcher hosts for this replica alone.
+    """
+    return {
+        **own,
+        "GOSSIPDP_REPLICA": own["RANK"],
+        "GOSSIPDP_REPLICAS": own["WORLD_SIZE"],
+        "GOSSIPDP_STORE": show_address(own["MASTER_ADDR"], int(own["MASTER_PORT"])),
+        "RANK": str(shard),
+        "WORLD_SIZE": str(num_shards),
+        "LOCAL_RANK": str(int(own["LOCAL_RANK"]) * num_shards + shard),
+        "LOCAL_WORLD_SIZE": str(int(own["LOCAL_WORLD_SIZE"]) * num_shards),
+        "MASTER_ADDR": store[0],
+        "MASTER_PORT": str(store[1]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _of_network(given: Mapping[str, str]) -> dict[str, str]:
+    """The variables of :func:`replica_variables`, as seen in the network of one shard."""
+    ((host, port),) = read_addresses("GOSSIPDP_STORE", given.get("GOSSIPDP_STORE") or "") or (
+        ("", 0),
+    )
+    return {
+        "RANK": given.get("GOSSIPDP_REPLICA", ""),
+        "WORLD_SIZE": given["GOSSIPDP_REPLICAS"],
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port or ""),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:

@@ -29,6 +29,7 @@ from typing import IO, Any, BinaryIO, final
 from gossipdp import logs
 from gossipdp.errors import WorkerFailedError
 from gossipdp.launcher.environment import check_platform
+from gossipdp.launcher.replica import ReplicaProcess, Replicas
 from gossipdp.launcher.supervisor import (
     Ending,
     Failure,
@@ -74,6 +75,7 @@ def launch(
     on_poll: Callable[[], None] | None = None,
     max_restarts: int = 0,
     on_failure: Callable[[Failure], None] | None = None,
+    nproc_per_replica: int = 1,
 ) -> list[Any]:
     """Call ``function(*args)`` on ``world_size`` new local processes; their results by rank.
 
@@ -92,6 +94,8 @@ def launch(
         max_restarts: how often workers that died after all had begun to train are started again,
             all workers together. They call the function anew and join those that go on.
         on_failure: called for each failure, with how soon its worker is started again.
+        nproc_per_replica: how many of the processes hold one replica of the model, each a shard of
+            it: a world of their own to ``torch.distributed``, and one worker to the others.
 
     Raises:
         WorkerFailedError: a worker raised, ended early or was killed, and was not started again;
@@ -108,6 +112,11 @@ def launch(
         raise ValueError(f"world_size is {world_size}; launch at least one")
     if max_restarts < 0:
         raise ValueError(f"max_restarts is {max_restarts}; it must be 0 or more")
+    if nproc_per_replica < 1 or world_size % nproc_per_replica:
+        raise ValueError(
+            f"world_size is {world_size}; it counts processes, and must be a multiple of "
+            f"nproc_per_replica, here {nproc_per_replica}"
+        )
     try:
         payload = pickled((function, tuple(args)))
     except Exception as error:
@@ -117,13 +126,20 @@ def launch(
         ) from error
     start_fork_server()
 
-    def start(rank: int, own: Mapping[str, str]) -> ForkedWorker:
+    def start_process(own: Mapping[str, str], _: str = "") -> ForkedWorker:
+        number = int(own["LOCAL_RANK"])
         variables = {**os.environ, **own, **(environment or {})}
-        cores = _cores(rank, world_size) if pin else None
-        return ForkedWorker(rank, payload, variables, cores, num_threads(world_size))
+        cores = _cores(number, world_size) if pin else None
+        return ForkedWorker(number, payload, variables, cores, num_threads(world_size))
 
+    replicas = Replicas(nproc_per_replica, start_process)
+
+    def start(_: int, own: Mapping[str, str]) -> WorkerProcess:
+        return start_process(own) if nproc_per_replica == 1 else replicas.start(own)
+
+    num_replicas = world_size // nproc_per_replica
     supervisor = Supervisor(
-        Team.on_one_host(world_size),
+        Team.on_one_host(num_replicas),
         start,
         max_restarts=max_restarts,
         on_failure=lambda failure, others_go_on: on_failure(failure) if on_failure else None,
@@ -147,8 +163,11 @@ def launch(
         raise SystemExit(128 + ended_by)
     if supervisor.failures:
         raise WorkerFailedError(describe(supervisor.failures))
-    workers = [supervisor.workers[rank] for rank in range(world_size)]
-    return [worker.result for worker in workers if isinstance(worker, ForkedWorker)]
+    processes: list[WorkerProcess] = []
+    for rank in range(num_replicas):
+        worker = supervisor.workers[rank]
+        processes += worker.processes if isinstance(worker, ReplicaProcess) else [worker]
+    return [process.result for process in processes if isinstance(process, ForkedWorker)]
 
 
 def start_fork_server(also: Sequence[str] = ()) -> None:

@@ -177,6 +177,8 @@ class Rendezvous:
         self._environment, self._store = environment, store
         self._timeout_s, self._number = timeout_s, number
         self._prefix = f"{environment.key_prefix}{number}/"
+        if environment.num_shards > 1:  # the processes of each shard meet apart
+            self._prefix += f"shard-{environment.shard}/"
         self._clock, self._sleep = clock, sleep
         self._closing = threading.Event()
         self._closer: threading.Thread | None = None
@@ -317,6 +319,8 @@ class Rendezvous:
             run_id = f"{run_id}-{secrets.token_hex(4)}"
         if environment.restart_count or self._number:
             run_id = f"{run_id}-{environment.restart_count}-{self._number}"
+        if environment.num_shards > 1:
+            run_id = f"{run_id}-shard-{environment.shard}"
         made = None
         if secret is None and environment.tls is None:  # with TLS, its key is membership
             made = secrets.token_hex(16)

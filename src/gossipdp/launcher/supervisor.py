@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from gossipdp.launcher.environment import identity_variables, join_variables
-from gossipdp.launcher.team import NOTICE_S, ReportChannel, Team
+from gossipdp.launcher.team import NOTICE_S, Report, ReportChannel, Team
 
 logger = logging.getLogger("gossipdp")
 
@@ -78,6 +78,10 @@ class WorkerProcess(abc.ABC):
 
     def show_rank(self, rank: int) -> None:  # noqa: B027 (only some show it)
         """Name it by this rank from now on."""
+
+    def take_reports(self) -> list[Report]:
+        """What it has reported since the last call. Never blocks."""
+        return self.reports.take()
 
     def close(self) -> None:
         """Let go of a process that has ended."""
@@ -312,7 +316,7 @@ class Supervisor:
         """Note what the workers say: who trains, where all are, which rank a joiner was given."""
         for local_rank, worker in self.workers.items():
             lives = self._lives[local_rank]
-            for report in worker.reports.take():
+            for report in worker.take_reports():
                 lives.has_begun |= bool(report.begins)
                 if report.rank is not None:
                     lives.rank = report.rank

@@ -28,6 +28,7 @@ from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import NO_TLS, Options
+from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.protocol.clock import MEDIAN_WINDOW, SKIPPED_STEPS
 from gossipdp.protocol.members import Progress
@@ -55,12 +56,20 @@ class AllReduceEngine(Engine):
         module: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         options: Options,
+        replica: Replica,
+        *,
         resumption: Resumption | None = None,
         page: StatusPage | None = None,
     ) -> None:
         super().__init__(module, Counts() if resumption is None else resumption.counts)
         check_platform()
-        environment = Environment.read()
+        environment = replica.environment
+        if replica.is_sharded:
+            raise ValueError(
+                "method='allreduce' is DistributedDataParallel, and this model is sharded: to "
+                "compare with HSDP, call fully_shard(module, mesh=mesh) with both dimensions of "
+                "the mesh, and leave the wrapper out"
+            )
         if environment.tls is not None:
             raise ValueError(NO_TLS)
         self.rank = environment.rank
@@ -163,10 +172,10 @@ class AllReduceEngine(Engine):
         averaged: torch.futures.Future[Tensor] = work.get_future().then(arrived)
         return averaged
 
-    def boundary(self, optimizer_index: int, samples: int) -> None:
+    def boundary(self, optimizer_index: int, samples: int) -> int:
         """See :class:`Engine`."""
         if optimizer_index != 0:
-            return
+            return samples
         self._gradient_steps += 1
         self._samples += samples
         self._lives.add(samples)
@@ -177,11 +186,12 @@ class AllReduceEngine(Engine):
         self._collect_total()
         if self.world_size == 1:
             self._total = self._counts()
-            return
+            return samples
         counts = self._counts().to(self._device)
         work = dist.all_reduce(counts, async_op=True)
         assert work is not None
         self._in_flight = (work, counts)
+        return samples
 
     def _counts(self) -> Tensor:
         """Samples and steps: this worker's, and those that it carries over from a checkpoint.

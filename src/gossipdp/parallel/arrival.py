@@ -66,10 +66,12 @@ class Arrival:
         flat: FlatParameters,
         optimizers: Sequence[torch.optim.Optimizer],
         options: Options,
+        environment: Environment,
+        *,
         resumption: Resumption | None,
         page: StatusPage | None,
     ) -> None:
-        environment, network = Environment.read(), options.network
+        network = options.network
         files = tls_files(network.tls_cert, network.tls_key, network.tls_ca) or environment.tls
         self._tls = Tls(files) if files is not None else None
         self._environment = replace(environment, tls=files)

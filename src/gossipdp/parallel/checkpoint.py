@@ -298,6 +298,7 @@ def find_resumption(
     method: str,
     layout: Layout,
     outer: str = "",
+    newest_step: float = math.inf,
 ) -> Resumption | None:
     """Return what a run starts from; None for a fresh start.
 
@@ -307,6 +308,7 @@ def find_resumption(
         rank, world_size: of this worker, and of the run that starts now.
         method, layout: of the run that starts now, and of this worker's model.
         outer: the outer step of the run that starts now, in words; empty without one.
+        newest_step: of this worker's own files those of later steps are left alone.
 
     Raises:
         ValueError: there is nothing where there should be, ``directory`` holds another run's
@@ -325,6 +327,14 @@ def find_resumption(
     if source is None:
         return None
     by_rank = saved_in(source, warns=True)
+    own = [saved for saved in by_rank.get(rank, ()) if saved.facts.step <= newest_step]
+    if own:
+        by_rank[rank] = own
+    elif rank in by_rank:
+        raise ValueError(
+            f"worker {rank} has no checkpoint in {source} of step {newest_step:g} or before, where "
+            "another process of its replica has its newest: start afresh in another directory"
+        )
     if by_rank:
         is_synchronous = method == "allreduce"
         return _resume(

@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from gossipdp.parallel.shards import as_dtensor
 from gossipdp.parallel.skeleton import DTYPE_NAMES
 
 TEMPORARY_SUFFIX = ".unfinished"
@@ -175,12 +176,21 @@ def check_name(path: str | os.PathLike[str]) -> None:
         )
 
 
-def copied_state(module: nn.Module) -> dict[str, Any]:
-    """Copy a module's ``state_dict`` to host memory; tied parameters stay one tensor."""
+def copied_state(module: nn.Module, *, is_kept: bool = True) -> dict[str, Any]:
+    """Copy a module's ``state_dict`` to host memory; tied parameters stay one tensor.
+
+    What is sharded is gathered, by all processes of the replica together and one tensor at a time;
+    with ``is_kept=False`` this process only takes part in that.
+    """
     copies: dict[tuple[Any, ...], Tensor] = {}
     state: dict[str, Any] = {}
     for name, value in module.state_dict().items():
-        if isinstance(value, Tensor):
+        sharded = as_dtensor(value) if isinstance(value, Tensor) else None
+        if sharded is not None:
+            # Also where they are tied: a process without a part of them could not tell.
+            whole = sharded.full_tensor().detach().cpu()
+            value = whole if is_kept else None
+        elif isinstance(value, Tensor):
             key = (value.data_ptr() or name, value.shape, value.stride(), value.dtype)
             if key not in copies:
                 copies[key] = value.detach().to("cpu", copy=True)

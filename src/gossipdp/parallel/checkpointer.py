@@ -104,7 +104,7 @@ class Checkpointer:
     it. Later occasions may come between the forward passes of one step (accumulation, a closure):
     what that step has done so far would be lost. After SIGTERM too such a step goes on to its end,
     for as long as :class:`Termination` waits. One that comes due while the last is still being
-    written is taken when that is done.
+    written is taken when that is done; with shards that one is waited for.
 
     One that comes into a run that goes on (``is_joining``) finds in its directory that run's own
     files, of its own earlier life among them, or what the run was resumed from.
@@ -122,9 +122,11 @@ class Checkpointer:
         resumption: Resumption | None = None,
         *,
         is_joining: bool = False,
+        is_sharded: bool = False,
     ) -> None:
         saving = options.checkpoints
         self.is_due = False
+        self._is_sharded = is_sharded
         self._num_saved = self._num_failed = 0
         self._pause_s = 0.0
         self._engine = engine
@@ -144,7 +146,10 @@ class Checkpointer:
         self._has_resumed = resumption is not None
         self._writer = type(self).make_writer(engine.rank)
         self._written: Future[Path] | None = None
-        self._termination = None if self._directory is None else Termination()
+        self._termination = None
+        if self._directory is not None:
+            self._termination = termination = Termination()
+            engine.is_end_asked = lambda: termination.is_asked
         if is_joining and self._directory is not None:
             # If nobody has saved since the run was resumed, what it went on from tells.
             by_rank = saved_in(self._directory)
@@ -238,8 +243,10 @@ class Checkpointer:
         if self._has_looked:
             return
         self._has_looked = True
-        if self._termination is not None and self._termination.is_asked:
+        if self._termination is not None and self._engine.is_ending:
             self._save_and_end(self._termination)
+        if self.is_due and self._is_sharded:  # all processes of a replica save the same steps
+            self._wait_for_writer()
         if self.is_due and (self._written is None or self._written.done()):
             self._take(states)
 

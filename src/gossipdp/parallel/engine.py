@@ -3,6 +3,7 @@
 import abc
 import contextlib
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,6 +29,7 @@ class Engine(abc.ABC):
         run_id, graph: of the run; the graph's name.
         forward_module: what computes the forward pass: the user's module, or a wrapper of it.
         is_consolidating: ``consolidate()`` was called.
+        is_end_asked: says whether this process was asked to end (SIGTERM).
     """
 
     rank: int
@@ -39,6 +41,7 @@ class Engine(abc.ABC):
     def __init__(self, module: nn.Module, before: Counts) -> None:
         self.forward_module = module
         self.is_consolidating = False
+        self.is_end_asked: Callable[[], bool] = lambda: False
         self._before = before
         self._gradient_steps = self._samples = 0
         self._waited_s = 0.0
@@ -58,8 +61,12 @@ class Engine(abc.ABC):
         )
 
     @abc.abstractmethod
-    def boundary(self, optimizer_index: int, samples: int) -> None:
-        """The optimizer of that index has just stepped, on ``samples`` samples."""
+    def boundary(self, optimizer_index: int, samples: int) -> int:
+        """The optimizer of that index has just stepped, on ``samples`` samples.
+
+        Returns:
+            On how many all processes of this worker did.
+        """
 
     @abc.abstractmethod
     def total_samples(self) -> int:
@@ -73,6 +80,11 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def is_stopped(self) -> bool:
         """Whether a worker has done that, as far as this one knows."""
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether this worker is to save and end, between two steps."""
+        return self.is_end_asked()
 
     @abc.abstractmethod
     def check(self) -> None:

@@ -16,6 +16,7 @@ from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import ModelChangedError
 from gossipdp.parallel.moments import Periods, Place, decay_of
+from gossipdp.parallel.shards import as_sharded, local, reshard
 
 logger = logging.getLogger("gossipdp")
 
@@ -48,9 +49,14 @@ def chunk_bytes_for(model_bytes: int) -> int:
 
 @dataclass(slots=True)
 class _View:
-    """One parameter or buffer and its place in a flat tensor."""
+    """One parameter or buffer and its place in a flat tensor.
+
+    ``held`` is what the module holds, and ``tensor`` where its values are: the same, or of a
+    DTensor the part that this process has.
+    """
 
     name: str
+    held: Tensor
     tensor: Tensor
     owners: list[tuple[dict[str, Tensor | None], str]]
     role: Role
@@ -65,7 +71,11 @@ class _View:
 
     @property
     def is_parameter(self) -> bool:
-        return isinstance(self.tensor, nn.Parameter)
+        return isinstance(self.held, nn.Parameter)
+
+    @property
+    def is_shard(self) -> bool:
+        return self.tensor is not self.held
 
     def of(self, flat: Tensor) -> Tensor:
         """Return the view of a flat tensor at this place, with the parameter's own strides."""
@@ -92,6 +102,9 @@ class FlatParameters:
     becomes a 64-byte aligned piece of a segment, with a storage of its own over it. Tied
     parameters are moved once. Non-persistent buffers are caches that the module makes itself; they
     stay where they are. Optimizers' parameter groups say which boundary covers which parameter.
+
+    A shard of a DTensor is not moved: FSDP gathers parameters from memory of its own, so that
+    memory becomes a segment. There is one for each parameter, if need be of no value.
 
     Args:
         module, optimizers: the user's.
@@ -161,31 +174,38 @@ class FlatParameters:
 
         Parameters of no optimizer are apart from those of the first: they have no moments.
         """
-        groups: dict[tuple[Role, int, bool, torch.dtype, torch.device], list[_View]] = {}
+        groups: dict[tuple[Any, ...], list[_View]] = {}
         for view in self._views:
             tensor = view.tensor
             holder = view.optimizer_index, view.is_optimized
-            key = (view.role, *holder, tensor.dtype, tensor.device)
+            shard = view.name if view.is_shard else ""
+            key = (view.role, *holder, tensor.dtype, tensor.device, shard)
             groups.setdefault(key, []).append(view)
-        for index, ((role, optimizer_index, _, dtype, device), views) in enumerate(groups.items()):
-            alignment = max(1, ALIGNMENT_BYTES // dtype.itemsize)
-            length = 0
-            for view in views:
-                view.segment, view.offset = index, length
-                length += -(-view.tensor.numel() // alignment) * alignment
-            flat = zeros(length, dtype, device)
-            for view in views:
-                with torch.no_grad():
-                    view.of(flat).copy_(view.tensor)
-                self._bind(view, flat)
+        for index, views in enumerate(groups.values()):
+            first = views[0]
             yield Segment(
-                flat,
-                role,
+                _in_place(first, index) if first.is_shard else self._moved(views, index),
+                first.role,
                 momentum=momentum,
                 outer=outer,
-                optimizer_index=optimizer_index,
+                optimizer_index=first.optimizer_index,
                 chunk_bytes=chunk_bytes,
             )
+
+    def _moved(self, views: Sequence[_View], index: int) -> Tensor:
+        """Move tensors of one type and device to one flat tensor, that of segment ``index``."""
+        dtype, device = views[0].tensor.dtype, views[0].tensor.device
+        alignment = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+        length = 0
+        for view in views:
+            view.segment, view.offset = index, length
+            length += -(-view.tensor.numel() // alignment) * alignment
+        flat = zeros(length, dtype, device)
+        for view in views:
+            with torch.no_grad():
+                view.of(flat).copy_(view.tensor)
+            self._bind(view, flat)
+        return flat
 
     def _lay_out(self, index: int, trained: Segment, moment: Moment, chunk_bytes: int) -> None:
         """Make a segment for what the optimizer keeps of a segment of trained parameters."""
@@ -199,7 +219,7 @@ class FlatParameters:
             moment=moment,
         )
         views = [view for view in self._views if view.segment == index]
-        places = [Place(view.name, view.tensor, view.alone(flat)) for view in views]
+        places = [Place(view.name, view.held, view.alone(flat)) for view in views]
         self.moment_places.append((segment, places))
 
     @staticmethod
@@ -233,13 +253,15 @@ class FlatParameters:
                 objects (``assign=True``), unfrozen, or added to an optimizer after wrapping.
         """
         for view in self._views:
-            if view.tensor.data_ptr() != view.data_ptr:
+            if view.is_shard:
+                _check_shard(view)
+            elif view.tensor.data_ptr() != view.data_ptr:
                 self._adopt_storage(view)
         for view, owner, key in self._held:
-            if owner.get(key) is not view.tensor:
+            if owner.get(key) is not view.held:
                 self._adopt_replacement(view, owner, key)
         for view in self._frozen:
-            if view.tensor.requires_grad:
+            if view.held.requires_grad:
                 raise ModelChangedError(
                     f"parameter {view.name!r} was frozen when the module was wrapped and is "
                     "trainable now; workers would not average it. Wrap with "
@@ -276,6 +298,8 @@ class FlatParameters:
 
     def _adopt_replacement(self, view: _View, owner: dict[str, Tensor | None], key: str) -> None:
         new = owner.get(key)
+        if view.is_shard and type(new) is nn.Parameter:
+            return  # FSDP has gathered it, for a forward pass without a backward pass
         if view.is_parameter or new is None or _kind(new) != _kind(view.tensor):
             raise ModelChangedError(
                 f"{'parameter' if view.is_parameter else 'buffer'} {view.name!r} was replaced "
@@ -299,14 +323,30 @@ class FlatParameters:
         self._bind(view, flat)
 
     def bind_to(self, flats: Sequence[Tensor]) -> None:
-        """Make the module use other flat tensors, of the same layout; see :meth:`bind_back`."""
+        """Make the module use other flat tensors, of the same layout; see :meth:`bind_back`.
+
+        Where FSDP gathers from, those values are copied to, and exchanges go on from a copy of what
+        was there.
+        """
         for view in self._views:
-            view.tensor.data = view.alone(flats[view.segment])
+            if view.is_shard:
+                segment = self.state.segments[view.segment]
+                segment.lie_in(segment.x.clone())
+                view.tensor.copy_(flats[view.segment].view(view.shape))
+            else:
+                view.tensor.data = view.alone(flats[view.segment])
+        reshard(self._module)
 
     def bind_back(self) -> None:
         """Make the module use its own storage again."""
         for view in self._views:
-            view.tensor.data = view.alone(self._flats[view.segment])
+            if view.is_shard:
+                segment = self.state.segments[view.segment]
+                view.tensor.copy_(segment.x.view(view.shape))
+                segment.lie_in(self._flats[view.segment])
+            else:
+                view.tensor.data = view.alone(self._flats[view.segment])
+        reshard(self._module)
 
     def named(self, flats: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Map each name to its view of ``flats``, which are of the same layout or None."""
@@ -331,10 +371,12 @@ class FlatParameters:
         for name, value in values.items():
             if not isinstance(value, Tensor) or value.layout is not torch.strided:
                 continue
+            here = local(value)
             # Every parameter has a storage of its own, which begins where it does.
-            other = others.get(value.untyped_storage().data_ptr())
-            if other is not None and other.dtype == value.dtype:
-                values[name] = other.as_strided(value.shape, value.stride(), value.storage_offset())
+            other = others.get(here.untyped_storage().data_ptr())
+            if other is not None and other.dtype == here.dtype:
+                other = other.as_strided(here.shape, here.stride(), here.storage_offset())
+                values[name] = as_sharded(value, other)
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -344,6 +386,23 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _num_parameters(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _in_place(view: _View, index: int) -> Tensor:
+    """The memory of a shard, flat, as segment ``index``."""
+    view.segment = index
+    view.data_ptr = view.tensor.data_ptr()
+    return view.tensor.view(-1)
+
+
+def _check_shard(view: _View) -> None:
+    now = local(view.held)
+    if now.data_ptr() != view.data_ptr or now.shape != view.shape:
+        raise ModelChangedError(
+            f"the shard of {view.name!r} lies elsewhere than when the module was wrapped, so "
+            "exchanges do not see it. Call .to(), load with assign=True and shard before wrapping, "
+            "or wrap again"
+        )
 
 
 def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
@@ -387,29 +446,31 @@ def _views(
     """Yield every distinct parameter and persistent buffer, in the module's own order."""
     views: dict[int, _View] = {}
     for prefix, submodule in module.named_modules():
-        held = [(submodule._parameters, key) for key in submodule._parameters]
-        held += [
+        places = [(submodule._parameters, key) for key in submodule._parameters]
+        places += [
             (submodule._buffers, key)
             for key in submodule._buffers
             if key not in submodule._non_persistent_buffers_set
         ]
-        for owner, key in held:
-            tensor = owner[key]
-            if tensor is None:
+        for owner, key in places:
+            held = owner[key]
+            if held is None:
                 continue
-            if id(tensor) in views:
-                views[id(tensor)].owners.append((owner, key))
+            if id(held) in views:
+                views[id(held)].owners.append((owner, key))
                 continue
             name = f"{prefix}.{key}" if prefix else key
-            index = optimizer_of.get(id(tensor))
-            views[id(tensor)] = _View(
+            index = optimizer_of.get(id(held))
+            tensor = local(held)
+            views[id(held)] = _View(
                 name=name,
+                held=held,
                 tensor=tensor,
                 owners=[(owner, key)],
-                role=_role(name, tensor, index is not None, exchange_frozen),
+                role=_role(name, held, index is not None, exchange_frozen),
                 optimizer_index=index or 0,
                 is_optimized=index is not None,
-                requires_grad=tensor.requires_grad,
+                requires_grad=held.requires_grad,
                 shape=tensor.shape,
                 # The strides of a dense copy: the tensor's own, unless it overlaps itself.
                 stride=torch.empty_like(tensor, device="meta").stride(),
@@ -452,7 +513,7 @@ def _check_device(views: Sequence[_View]) -> None:
 def _role(name: str, tensor: Tensor, is_optimized: bool, exchange_frozen: bool) -> Role:
     if not isinstance(tensor, nn.Parameter):
         # A mask of infinities, say, is a constant: its average would be none.
-        is_averaged = tensor.is_floating_point() and is_finite(tensor)
+        is_averaged = tensor.is_floating_point() and is_finite(local(tensor))
         return Role.BUFFER if is_averaged else Role.COPIED
     if not (exchange_frozen or (tensor.requires_grad and is_optimized)):
         return Role.FROZEN

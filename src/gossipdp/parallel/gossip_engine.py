@@ -30,6 +30,7 @@ from gossipdp.parallel.flat_parameters import FlatParameters, MasterWeights
 from gossipdp.parallel.moments import Moments, chosen_moments, cost
 from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
+from gossipdp.parallel.shards import Agreed, Replica, reshard
 from gossipdp.parallel.state_transfers import sum_over_live
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.protocol.members import Status
@@ -72,12 +73,14 @@ class GossipEngine(Engine):
         module: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         options: Options,
+        replica: Replica,
+        *,
         resumption: Resumption | None = None,
         page: StatusPage | None = None,
     ) -> None:
         super().__init__(module, Counts())
         check_platform()
-        self._options = options
+        self._options, self._replica = options, replica
         choice = options.exchange_moments if options.method != "none" else False
         self._flat = FlatParameters(
             module,
@@ -99,13 +102,19 @@ class GossipEngine(Engine):
         self._first_link_due_s: float | None = None
         self._rate_warning_due = True
         self._is_averaged = self._has_stopped = False
-        self._arrival = Arrival(self._flat, optimizers, options, resumption, page)
+        self._agreed = Agreed()
+        environment = replica.environment
+        self._arrival = Arrival(
+            self._flat, optimizers, options, environment, resumption=resumption, page=page
+        )
         try:
             self._arrival.start()
+            self._has_arrived()
+            reshard(module)
+            self._agree(0)
         except BaseException:
             self.close()
             raise
-        self._has_arrived()
         line = cost(self._state, self._loop.codec, optimizers)
         if line is not None and self.rank == 0:
             logger.info(line)
@@ -129,14 +138,14 @@ class GossipEngine(Engine):
 
     # Training.
 
-    def boundary(self, optimizer_index: int, samples: int) -> None:
+    def boundary(self, optimizer_index: int, samples: int) -> int:
         """See :class:`Engine`: x += pending, and the step is counted."""
         try:
             self._thread.check()
         except SupersededError as error:
             self._come_anew(error)
-        if self._loop.poisoned is not None:
-            self._deal_with_poison(self._loop.poisoned)
+        if (poison := self._agreed_poison()) is not None:
+            self._deal_with_poison(poison)
         if self._is_averaged:
             raise RuntimeError(
                 "optimizer.step() within model.averaged(): the module holds the average there, "
@@ -148,6 +157,7 @@ class GossipEngine(Engine):
         self._state.boundary(self._theta(), optimizer_index)
         self._master_weights.bounded(optimizer_index)
         if optimizer_index == 0:
+            samples = self._agree(samples)
             self._gradient_steps += 1
             self._samples += samples
             self._thread.step(samples)
@@ -155,6 +165,24 @@ class GossipEngine(Engine):
                 self._keep_pace()
             elif self._rate_warning_due:
                 self._warn_of_low_rate()
+        return samples
+
+    def _agree(self, samples: int) -> int:
+        """Return the samples of this step of all processes of the replica.
+
+        It is where they learn alike whether to go on; see :mod:`gossipdp.parallel.shards`.
+        """
+        published = self._loop.published
+        self._agreed = self._replica.agree(
+            Agreed(
+                samples=samples,
+                others_samples=published.others_samples,
+                is_stopped=self._has_stopped or published.is_stopped,
+                is_poisoned=self._loop.poisoned is not None,
+                is_ending=self.is_end_asked(),
+            )
+        )
+        return self._agreed.samples
 
     def _theta(self) -> float:
         return self._arrival.phase.at(since_boot_s())
@@ -200,6 +228,8 @@ class GossipEngine(Engine):
 
     def total_samples(self) -> int:
         """See :class:`Engine`: own samples as of now, the others' as last heard."""
+        if self._replica.is_sharded:
+            return self._samples + self._agreed.others_samples
         return self._samples + self._loop.published.others_samples
 
     def stop(self) -> None:
@@ -211,7 +241,14 @@ class GossipEngine(Engine):
     @property
     def is_stopped(self) -> bool:
         """See :class:`Engine`."""
+        if self._replica.is_sharded:
+            return self._agreed.is_stopped
         return self._has_stopped or self._loop.published.is_stopped
+
+    @property
+    def is_ending(self) -> bool:
+        """See :class:`Engine`: all processes of a replica save at the same step."""
+        return self._agreed.is_ending if self._replica.is_sharded else self.is_end_asked()
 
     def check(self) -> None:
         """See :class:`Engine`.
@@ -235,18 +272,35 @@ class GossipEngine(Engine):
 
     # Poison.
 
+    def _agreed_poison(self) -> PoisonedError | None:
+        """The poison of this process, or with shards of one of the replica's, once all know it.
+
+        So all of them raise at the same step, and none waits for another in a collective.
+        """
+        own = self._loop.poisoned
+        if not self._replica.is_sharded:
+            return own
+        return (own or self._mates_poison()) if self._agreed.is_poisoned else None
+
+    def _mates_poison(self) -> PoisonedError:
+        return PoisonedError(
+            f"the parameters of another shard of replica {self.rank} hold NaN or infinity: look at "
+            "the output of its other processes"
+        )
+
     def _refuse_poison(self, outcome: str, *, is_end: bool = False) -> None:
         """Raise rather than let NaN into an average.
 
         At the end the others wait for this worker, so with ``stop`` too it leaves the run.
         """
         poison = self._loop.poisoned
-        if poison is None:
-            if self._is_finite():
-                return
+        if poison is None and not self._is_finite():
             poison = PoisonedError(
                 f"the parameters or buffers of worker {self.rank} hold NaN or infinity: {outcome}"
             )
+        if not self._replica.is_any(poison is not None):
+            return
+        poison = poison or self._mates_poison()
         if self._options.on_nonfinite == "exit":
             self._thread.call(lambda: self._loop.poison(poison)).result()
         elif is_end:
@@ -361,6 +415,9 @@ class GossipEngine(Engine):
         except SupersededError as error:
             self._come_anew(error)
             outcome = self._wait_for_average(timeout_s)
+        # Each shard was averaged over the replicas that its own network had: after a death in the
+        # middle of it these may differ.
+        distances, counts = self._replica.gather(outcome.consensus_distance, outcome.num_workers)
         if outcome.num_workers < self.world_size:
             cause = "died, still train, or went on without this one"
             if outcome.left_out:
@@ -379,8 +436,8 @@ class GossipEngine(Engine):
         )
         samples, steps, by_rank = total.result()
         return Consolidated(
-            consensus_distance=outcome.consensus_distance,
-            world_size=outcome.num_workers,
+            consensus_distance=math.fsum(distances),
+            world_size=int(min(counts)),
             samples=samples,
             gradient_steps=steps,
             gradient_steps_by_rank={rank: by_rank[rank][1] for rank in sorted(by_rank)},

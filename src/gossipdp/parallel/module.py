@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gossipdp import logs
 from gossipdp.dynamics.outer import OuterStep
@@ -78,6 +79,10 @@ class GossipDataParallel(nn.Module):
             sends: ``stop`` exchanges no more and makes each ``optimizer.step()`` raise
             PoisonedError; ``exit`` leaves the run and raises PoisonedError.
         neighbour_policy: ``fresh`` (the default), ``poisson``, ``available`` or ``scheduled``.
+        mesh: for a model that ``fully_shard`` has sharded over one dimension of a device mesh: the
+            other one, along which the replicas lie. Without it, or where it has size 1, all
+            processes of ``torch.distributed`` are one replica, as ``gossipdp run
+            --nproc-per-replica`` starts them. See docs/shards.md.
         network: addresses, secret, time-outs, TLS: see :class:`~gossipdp.Network`.
         checkpoints: where and when to save, what to go on from: see :class:`~gossipdp.Checkpoints`.
         monitor: log and status port: see :class:`~gossipdp.Monitor`.
@@ -122,6 +127,7 @@ class GossipDataParallel(nn.Module):
         wire_format: Literal["full", "bfloat16", "lattice8"] = "full",
         on_nonfinite: Literal["stop", "exit"] = "stop",
         neighbour_policy: str = "fresh",
+        mesh: DeviceMesh | None = None,
         network: Network | None = None,
         checkpoints: Checkpoints | None = None,
         monitor: Monitor | None = None,
@@ -143,6 +149,7 @@ class GossipDataParallel(nn.Module):
             wire_format=wire_format,
             on_nonfinite=on_nonfinite,
             neighbour_policy=neighbour_policy,
+            mesh=mesh,
             network=network or Network(),
             checkpoints=checkpoints or Checkpoints(),
             monitor=monitor or Monitor(),
@@ -164,21 +171,23 @@ class GossipDataParallel(nn.Module):
 
     @property
     def rank(self) -> int:
-        """The rank of this worker, 0 to ``world_size`` - 1."""
+        """The rank of this worker, 0 to ``world_size`` - 1; with shards, of its replica."""
         return self._engine.rank
 
     @property
     def world_size(self) -> int:
-        """Workers in the run."""
+        """Workers in the run; with shards, replicas."""
         return self._engine.world_size
 
     @property
     def worker_seed(self) -> int:
         """A seed for this worker's data order, below 2**32.
 
-        Distinct for each worker and each of its first 4,096 lives.
+        Distinct for each worker, or process of a replica, and each of its first 4,096 lives.
         """
-        life = (self.rank << 12) + self._engine.incarnation % (1 << 12)
+        environment = self._worker.replica.environment
+        process = self.rank * environment.num_shards + environment.shard
+        life = (process << 12) + self._engine.incarnation % (1 << 12)
         return (self._options.seed * 2_654_435_761 + life) % (1 << 32)
 
     @property
@@ -434,7 +443,8 @@ class GossipDataParallel(nn.Module):
         loads; one in ``.safetensors`` what ``safetensors.torch.load_file`` does, with a tied
         parameter under each of its names. The file appears whole or not at all. Before
         :meth:`consolidate` the other workers go on training, as in :meth:`averaged`; after it, and
-        within :meth:`averaged`, the module holds the average and is saved as it is.
+        within :meth:`averaged`, the module holds the average and is saved as it is. With shards all
+        processes of the replica call it, and the first gathers the whole model and writes it.
 
         Raises:
             ValueError: another name, or a state that the format cannot hold.
@@ -442,9 +452,11 @@ class GossipDataParallel(nn.Module):
             OSError: it could not be written.
         """
         check_name(path)
+        is_writer = self._worker.replica.environment.shard == 0
         with contextlib.nullcontext() if self._is_consolidated else self.averaged():
-            state = copied_state(self.module)
-        write_state(path, state)
+            state = copied_state(self.module, is_kept=is_writer)
+        if is_writer:
+            write_state(path, state)
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gossipdp.dynamics.chunks import Moment, Segment, State
 from gossipdp.gossip.codec import Codec
+from gossipdp.parallel.shards import as_sharded, local
 
 logger = logging.getLogger("gossipdp")
 
@@ -279,7 +280,7 @@ class _Kept:
         return tensor is None or self._is_at(index, tensor)
 
     def _is_at(self, index: int, tensor: Any) -> bool:
-        return isinstance(tensor, Tensor) and tensor.data_ptr() == self._addresses[index]
+        return isinstance(tensor, Tensor) and local(tensor).data_ptr() == self._addresses[index]
 
     def _state_of(self, place: Place) -> Mapping[str, Any]:
         # Without making an entry: the state is a defaultdict.
@@ -309,8 +310,8 @@ class _Kept:
                 continue
             self._check(place, tensor)
             self._hold_back()
-            place.view.copy_(tensor)
-            self._optimizer.state[place.parameter][name] = place.view
+            place.view.copy_(local(tensor))
+            self._optimizer.state[place.parameter][name] = as_sharded(tensor, place.view)
             was_there = was_there or self._addresses[index] != 0
             self._addresses[index] = place.view.data_ptr()
         if is_any:
@@ -338,6 +339,7 @@ class _Kept:
 
     def _check(self, place: Place, tensor: Any) -> None:
         view = place.view
+        tensor = local(tensor) if isinstance(tensor, Tensor) else tensor
         if type(tensor) is not Tensor or tensor.shape != view.shape:
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             problem = f"{shape}, not a tensor of its shape {tuple(view.shape)}"

@@ -67,13 +67,16 @@ HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
 class Monitoring:
     """One worker's log and status port, as far as options, or else variables, ask for them."""
 
-    def __init__(self, options: Options, environment: Environment) -> None:
+    def __init__(
+        self, options: Options, environment: Environment, *, is_shown: bool = True
+    ) -> None:
         wanted = options.monitor
+        self._is_shown = is_shown
         self._options = options
         self._log: RunLogging | None = None
         self.page: StatusPage | None = None
         port = environment.status_port if wanted.status_port is None else wanted.status_port
-        if port is not None:
+        if port is not None and is_shown:
             host = wanted.status_host or environment.status_host or "127.0.0.1"
             self.page = StatusPage(host, port)
 
@@ -98,7 +101,7 @@ class Monitoring:
             self.page.show(engine, stats, self._options)
         asked = os.environ.get("GOSSIPDP_LOG_DIR") or None
         directory = self._options.monitor.log_dir or asked
-        if directory is None:
+        if directory is None or not self._is_shown:
             return
         if asked and Path(directory).absolute() != Path(asked).absolute():
             logger.warning(

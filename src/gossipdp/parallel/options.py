@@ -156,6 +156,7 @@ class Options:
     wire_format: str = "full"
     on_nonfinite: str = "stop"
     neighbour_policy: str = "fresh"
+    mesh: Any = None
     network: Network = field(default_factory=Network)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     monitor: Monitor = field(default_factory=Monitor)

@@ -10,14 +10,48 @@ from torch import Tensor
 from gossipdp.dynamics.update import is_finite
 from gossipdp.gossip.transfer import Offer
 from gossipdp.parallel import skeleton
+from gossipdp.parallel.shards import as_sharded, local
 
+# Where a process holds a part of a tensor, that part stands under this name.
+SHARD = "shard"
 # Of tensors up to this size the bytes travel in the skeleton, such as Adam's step counts.
 INLINE_BYTES = 256
 
 
 def capture(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the optimizers' states as they are now, not copied."""
-    return {"optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+    """Return the optimizers' states as they are now, not copied; of a DTensor the own part."""
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    return {"optimizers": [each | {"state": _own_parts(each["state"])} for each in states]}
+
+
+def _own_parts(value: Any) -> Any:
+    """The same nested value with ``{SHARD: part}`` for each DTensor; :func:`_sharded` undoes it."""
+    if isinstance(value, Tensor):
+        part = local(value)
+        return value if part is value else {SHARD: part}
+    if isinstance(value, dict):
+        return {key: _own_parts(held) for key, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_own_parts, value))
+    return value
+
+
+def _sharded(value: Any, parameter: Tensor) -> Any:
+    """The state of a parameter with its parts of tensors as DTensors, sharded as the parameter is.
+
+    Raises:
+        ValueError: a part has not the shape of the parameter's.
+    """
+    if isinstance(value, dict):
+        if value.keys() == {SHARD}:
+            part, shape = value[SHARD], local(parameter).shape
+            if part.shape != shape:
+                raise ValueError(f"a shard has shape {tuple(part.shape)}, not {tuple(shape)}")
+            return as_sharded(parameter, part)
+        return {key: _sharded(held, parameter) for key, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_sharded(held, parameter) for held in value)
+    return value
 
 
 class BetweenSteps:
@@ -184,18 +218,21 @@ def restore_groups(state: Any, optimizers: Sequence[torch.optim.Optimizer]) -> N
 
 
 def _load(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    names = [name for group in values["param_groups"] for name in group["params"]]
+    by_name = dict(zip(names, parameters, strict=False))
+    state = {name: _sharded(held, by_name[name]) for name, held in values["state"].items()}
+    values = {**values, "state": state}
     before = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(values)
     for group, old in zip(optimizer.param_groups, before, strict=True):
         for key, value in group.items():
             if isinstance(value, Tensor) and isinstance(old.get(key), Tensor):
                 group[key] = value.to(old[key].device)
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    names = [name for group in values["param_groups"] for name in group["params"]]
     for name, parameter in zip(names, parameters, strict=True):
-        if name in values["state"]:
+        if name in state:
             loaded = optimizer.state[parameter]
-            optimizer.state[parameter] = _as_saved(values["state"][name], loaded)
+            optimizer.state[parameter] = _as_saved(state[name], loaded)
 
 
 def _as_saved(saved: Any, loaded: Any) -> Any:

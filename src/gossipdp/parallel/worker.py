@@ -1,6 +1,8 @@
 """What takes part in the run for one wrapper, and how it is put together and taken apart."""
 
 import contextlib
+import dataclasses
+import math
 import os
 import threading
 import weakref
@@ -15,7 +17,7 @@ from torch import nn
 from gossipdp.launcher.environment import Environment
 from gossipdp.parallel import training_state
 from gossipdp.parallel.allreduce_engine import AllReduceEngine
-from gossipdp.parallel.checkpoint import find_resumption, layout_of
+from gossipdp.parallel.checkpoint import Resumption, find_resumption, layout_of
 from gossipdp.parallel.checkpointer import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, Checkpointer
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.feed import DataPosition, Feed
@@ -24,6 +26,7 @@ from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.hooks import Hooks, warn_of_step_counters
 from gossipdp.parallel.monitoring import Monitoring, describe
 from gossipdp.parallel.options import Options
+from gossipdp.parallel.shards import Replica
 
 
 class Worker:
@@ -35,23 +38,18 @@ class Worker:
     def __init__(
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: Options
     ) -> None:
-        environment = Environment.read()
-        saving, joins = options.checkpoints, environment.is_joining
-        resumption = None
+        self.replica = replica = Replica.of(module, options.mesh, Environment.read())
+        environment = replica.environment
+        own_files = replica.own_files(options.checkpoints)
+        if own_files is not options.checkpoints:
+            options = dataclasses.replace(options, checkpoints=own_files)
+        joins = environment.is_joining
         # One that comes into a run that goes on takes a live worker's state, and writes beside it.
-        if not joins:
-            resumption = find_resumption(
-                saving.resume,
-                None if saving.directory is None else Path(saving.directory),
-                rank=environment.rank,
-                world_size=environment.world_size,
-                method=options.method,
-                outer=str(options.outer or ""),
-                layout=layout_of(named_tensors(module)),
-            )
+        resumption = None if joins else _resumption(module, options, replica)
         if resumption is not None:
             training_state.restore(resumption.training, optimizers)
-        self.monitoring = Monitoring(options, environment)
+        # What is shown of a replica is what its first process sees.
+        self.monitoring = Monitoring(options, environment, is_shown=environment.shard == 0)
         self._optimizers = optimizers
         self._process_id = os.getpid()
         self.num_steps = 0
@@ -61,11 +59,22 @@ class Worker:
             opened.callback(self.monitoring.close)
             make_engine = AllReduceEngine if options.method == "allreduce" else GossipEngine
             self.engine: Engine = make_engine(
-                module, optimizers, options, resumption, self.monitoring.page
+                module,
+                optimizers,
+                options,
+                replica,
+                resumption=resumption,
+                page=self.monitoring.page,
             )
             opened.callback(self.engine.close)
             self.checkpointer = Checkpointer(
-                self.engine, optimizers, position, options, resumption, is_joining=joins
+                self.engine,
+                optimizers,
+                position,
+                options,
+                resumption,
+                is_joining=joins,
+                is_sharded=replica.is_sharded,
             )
             opened.callback(self.checkpointer.close)
             self.monitoring.begin(
@@ -97,8 +106,7 @@ class Worker:
         if optimizer_index != 0:
             self.engine.boundary(optimizer_index, 0)
             return
-        samples = self.feed.take_counted()
-        self.engine.boundary(0, samples)
+        samples = self.engine.boundary(0, self.feed.take_counted())
         self.checkpointer.stepped()
         self.monitoring.stepped(samples)
         self.num_steps += 1
@@ -127,6 +135,30 @@ class Worker:
             threading.Thread(target=close, name="closing a dropped model", daemon=True).start()
         else:
             close()
+
+
+def _resumption(module: nn.Module, options: Options, replica: Replica) -> Resumption | None:
+    """What the run goes on from; all processes of a replica from the same step.
+
+    One that was killed may have written one checkpoint more, or less, than the others.
+    """
+    saving, environment = options.checkpoints, replica.environment
+    newest_step = math.inf
+    while True:
+        resumption = find_resumption(
+            saving.resume,
+            None if saving.directory is None else Path(saving.directory),
+            rank=environment.rank,
+            world_size=environment.world_size,
+            method=options.method,
+            outer=str(options.outer or ""),
+            layout=layout_of(named_tensors(module)),
+            newest_step=newest_step,
+        )
+        (steps,) = replica.gather(-1 if resumption is None else resumption.counts.step)
+        if len(set(steps)) == 1:
+            return resumption
+        newest_step = min(steps)
 
 
 def close_at_exit(finalizer: "weakref.finalize[Any, Any]") -> None:

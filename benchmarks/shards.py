@@ -1,0 +1,210 @@
+"""How fast do sharded replicas train over gossip, and beside HSDP?
+
+    python benchmarks/shards.py [--rounds 3] [--quick]
+
+Two replicas of two processes each train a small GPT over gloo on this machine. HSDP is torch's own:
+``fully_shard`` with both dimensions of the mesh, which averages gradients over the replicas at each
+step. Computing is a timed wait before each forward pass, SLOW_FACTOR times as long on the processes
+of the slow replica, where there is one. It is long beside the work of the model, so that it is as
+on a machine with a core for every process. Rows take turns, each in processes of its own. Memory is
+what a process takes beyond its imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.report import Report, Spread, Table, Target, interleaved, run_script
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from gossipdp import GossipDataParallel, launch
+
+NUM_REPLICAS, NUM_SHARDS, BATCH, LENGTH = 2, 2, 8, 32
+SLOW_FACTOR, WANTED = 4.0, 1.5
+METHODS = ("HSDP", "gossip")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row."""
+
+    method: str
+    is_one_slow: bool
+
+    def __str__(self) -> str:
+        """As tables show it."""
+        return f"{self.method}, {'one replica 4 times slower' if self.is_one_slow else 'equal'}"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every process does."""
+
+    case: Case
+    wait_s: float
+    num_steps: int
+    width: int
+    num_layers: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one process: its samples, the time from the first step to the last, and its memory."""
+
+    samples: int
+    began_s: float
+    ended_s: float
+    memory_mb: float
+    exchanges: int
+
+
+class Gpt(nn.Module):
+    """Transformer layers over bytes."""
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
+            for _ in range(num_layers)
+        )
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """Map (batch, length) to logits of shape (batch * length, 256)."""
+        x = self.embed(text)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.flatten(0, 1))
+
+
+def peak_mb() -> float:
+    """The most memory that this process has had at once."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        lines = dict(line.split(":", 1) for line in status)
+    return int(lines["VmHWM"].split()[0]) / 1024
+
+
+def train(task: Task) -> Measured:
+    """One process of one row."""
+    torch.set_num_threads(1)
+    before_mb = peak_mb()
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh(
+        "cpu", (NUM_REPLICAS, NUM_SHARDS), mesh_dim_names=("replicate", "shard")
+    )
+    is_slow = task.case.is_one_slow and mesh.get_local_rank("replicate") == 1
+    wait_s = task.wait_s * (SLOW_FACTOR if is_slow else 1.0)
+    torch.manual_seed(0)
+    net = Gpt(task.width, task.num_layers)
+    texts = [torch.randint(256, (BATCH, LENGTH + 1)) for _ in range(16)]
+    of: DeviceMesh = mesh if task.case.method == "HSDP" else mesh["shard"]
+    for layer in net.layers:
+        fully_shard(layer, mesh=of)
+    fully_shard(net, mesh=of)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    samples = 0
+
+    def step(text: torch.Tensor) -> None:
+        nonlocal samples
+        time.sleep(wait_s)
+        nn.functional.cross_entropy(net(text[:, :-1]), text[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        samples += BATCH
+
+    step(texts[0])  # FSDP makes its buffers
+    samples, exchanges = 0, 0
+    num_samples = task.num_steps * BATCH * NUM_REPLICAS * NUM_SHARDS
+    dist.barrier()
+    if task.case.method == "HSDP":
+        began_s = time.monotonic()
+        for number in range(task.num_steps):
+            step(texts[number % len(texts)])
+        ended_s = time.monotonic()
+    else:
+        model = GossipDataParallel(
+            net, optimizer, mesh=mesh["replicate"], budget_samples=num_samples
+        )
+        dist.barrier()
+        began_s = time.monotonic()
+        for text in model.batches(texts):
+            step(text)
+        ended_s = time.monotonic()
+        exchanges = model.stats().exchanges
+        model.consolidate()
+    memory_mb = peak_mb() - before_mb
+    dist.barrier()
+    dist.destroy_process_group()
+    return Measured(samples, began_s, ended_s, memory_mb, exchanges)
+
+
+def measure(case: Case, task: dict[str, Any]) -> dict[str, Any]:
+    """Run one row; samples/s over all processes, from the first's first step to the last's end."""
+    processes = launch(train, NUM_REPLICAS * NUM_SHARDS, (Task(case, **task),), timeout_s=600)
+    seconds = max(one.ended_s for one in processes) - min(one.began_s for one in processes)
+    return {
+        "samples_per_s": sum(one.samples for one in processes) / seconds,
+        "memory_mb": [one.memory_mb for one in processes],
+        "exchanges": [one.exchanges for one in processes],
+        "processes": [asdict(one) for one in processes],
+    }
+
+
+def main() -> None:
+    """Run all rows in turn and write them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=15, help="of each process, under HSDP")
+    parser.add_argument("--wait", type=float, default=0.4, help="seconds a step computes")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--only-slow", action="store_true", help="leave out the equal replicas")
+    parser.add_argument("--quick", action="store_true", help="to see that it works")
+    options = parser.parse_args()
+    report = Report("shards", __doc__.split("\n", 1)[0], options.quick)
+    task = {
+        "wait_s": options.wait,
+        "num_steps": options.steps,
+        "width": options.width,
+        "num_layers": options.layers,
+    }
+    num_rounds = options.rounds
+    if options.quick:
+        task, num_rounds = task | {"num_steps": 5, "width": 32, "wait_s": 0.01}, 1
+    speeds = (True,) if options.only_slow else (True, False)
+    cases = [Case(method, is_one_slow) for is_one_slow in speeds for method in METHODS]
+    found = interleaved(cases, num_rounds, lambda case: measure(case, task))
+    rows = [
+        (
+            str(case),
+            Spread.of(each["samples_per_s"] for each in found[case]).text(".0f"),
+            Spread.of(mb for each in found[case] for mb in each["memory_mb"]).text(".0f"),
+            Spread.of(n for each in found[case] for n in each["exchanges"]).text(".0f"),
+        )
+        for case in cases
+    ]
+    head = ("method and replicas", "samples/s", "MB a process", "exchanges a process")
+    note = (
+        f"Rounds: {num_rounds}. Each process under HSDP: {task['num_steps']} steps of "
+        f"{task['wait_s']:g} s, batch {BATCH}. Width {task['width']}, layers {task['num_layers']}."
+    )
+    report.tables.append(Table("Two replicas of two processes", head, rows, note))
+    rates = {
+        method: [each["samples_per_s"] for each in found[Case(method, True)]] for method in METHODS
+    }
+    ratios = [mine / hsdp for mine, hsdp in zip(rates["gossip"], rates["HSDP"], strict=True)]
+    name = "samples/s over HSDP's, one replica 4 times slower (median of rounds)"
+    report.targets.append(Target(name, Spread.of(ratios).median, WANTED, at_most=False))
+    report.write({str(case): found[case] for case in cases} | {"ratios": ratios, "task": task})
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,318 @@
+"""Replicas larger than one process: where a shard lies, and what a replica's processes agree on.
+
+FSDP2 (``torch.distributed.fsdp.fully_shard``) gives each process of a replica one part of every
+parameter. The processes of all replicas that hold the same part make a gossip network of their own:
+its rank is the replica's number, its world size the number of replicas. So a replica is a worker to
+every count, rate and graph, and each shard is exchanged alone, with the same shard of another
+replica. Networks need not agree on partners or moments: the mean of x + c/2 is conserved value by
+value, and each value mixes at the rate of the graph (docs/shards.md has the measurement).
+
+What they must agree on is where a loop ends, since FSDP's collectives wait for every process of the
+replica. So after each gradient step they add up a few numbers (:meth:`Replica.agree`), and all that
+a script can ask (progress, budget, ``stop()``) is answered from those: the same on all of them, at
+the same step. A process that is gone fails this sum at once, which ends the rest of its replica.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gossipdp.errors import PeerLostError
+from gossipdp.launcher.environment import Environment
+from gossipdp.parallel.options import Checkpoints, PathLike
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+REPLICAS_ARE_UNKNOWN = (
+    "the model is sharded over {} processes, and nothing says which of them make a replica: start "
+    "with `gossipdp run -n N --nproc-per-replica {} train.py`, or shard over one dimension of a "
+    "device mesh and give the other, as in mesh=mesh['replicate']"
+)
+
+
+def as_dtensor(tensor: Tensor) -> "DTensor | None":
+    """The tensor, if it is a DTensor; that module is imported only where one might be."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return None
+    from torch.distributed.tensor import DTensor
+
+    return tensor if isinstance(tensor, DTensor) else None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Where a tensor's values are in this process: itself, or a DTensor's own part in its memory.
+
+    Example:
+        >>> tensor = torch.ones(2)
+        >>> local(tensor) is tensor
+        True
+    """
+    sharded = as_dtensor(tensor)
+    if sharded is None:
+        return tensor
+    with torch.no_grad():  # with gradients it would be a node of the graph
+        return sharded.to_local()
+
+
+def as_sharded(like: Tensor, values: Tensor) -> Tensor:
+    """``values``, this process's part, as a tensor of the kind of ``like``; in the same memory."""
+    sharded = as_dtensor(like)
+    if sharded is None:
+        return values
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        return DTensor.from_local(
+            values,
+            sharded.device_mesh,
+            sharded.placements,
+            run_check=False,
+            shape=sharded.shape,
+            stride=sharded.stride(),
+        )
+
+
+def reshard(module: nn.Module) -> None:
+    """Let go of gathered parameters, which FSDP would use again though the shards have changed."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return  # so it is not sharded by it
+    from torch.distributed.fsdp import FSDPModule
+
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
+
+
+class Agreed(NamedTuple):
+    """What all processes of a replica know alike since its last gradient step.
+
+    Attributes:
+        samples: of that step, all processes together.
+        others_samples: of the other replicas, as the first shard had heard.
+        is_stopped: a worker has called ``stop()``.
+        is_poisoned: a process of this replica holds NaN or infinity.
+        is_ending: a process of this replica was asked to end (SIGTERM).
+    """
+
+    samples: int = 0
+    others_samples: int = 0
+    is_stopped: bool = False
+    is_poisoned: bool = False
+    is_ending: bool = False
+
+
+class Replica:
+    """The replica of this process: that process, or the processes that hold its shards.
+
+    Main thread only. All processes of a replica make the same calls in the same order.
+
+    Attributes:
+        environment: who this process is in the network of its shard: ``rank`` is the replica's
+            number, ``world_size`` the number of replicas.
+    """
+
+    def __init__(self, environment: Environment, group: dist.ProcessGroup | None = None) -> None:
+        self.environment = environment
+        self._group = group
+
+    @classmethod
+    def of(cls, module: nn.Module, mesh: DeviceMesh | None, environment: Environment) -> "Replica":
+        """The replica to which this process belongs.
+
+        Args:
+            module: sharded already, if at all.
+            mesh: the dimension of replicas, where one ``torch.distributed`` world holds them all;
+                None, or of size 1, where that world is one replica, or there is none.
+            environment: of this process.
+
+        Raises:
+            ValueError: the module, the mesh and the environment do not fit together.
+        """
+        reshard(module)
+        ranks = _ranks_of(module)
+        if not ranks:
+            if mesh is not None or environment.num_shards > 1:
+                what = "mesh=" if mesh is not None else "--nproc-per-replica"
+                raise ValueError(
+                    f"{what} is for a model whose parameters are sharded over processes, and no "
+                    "parameter of this one is: call fully_shard(module) before you wrap it"
+                )
+            return cls(environment)
+        is_own_world = environment.num_shards > 1 and (mesh is None or mesh.size() == 1)
+        if mesh is None or is_own_world:
+            return cls._of_own_world(ranks, environment)
+        return cls._of_mesh(ranks, mesh, environment)
+
+    @classmethod
+    def _of_own_world(cls, ranks: list[int], environment: Environment) -> "Replica":
+        if len(ranks) == 1 and environment.num_shards == 1:
+            return cls(environment)
+        if environment.num_shards == 1:
+            raise ValueError(REPLICAS_ARE_UNKNOWN.format(len(ranks), len(ranks)))
+        if len(ranks) != environment.num_shards:
+            raise ValueError(
+                f"the model is sharded over {len(ranks)} processes, and a replica has "
+                f"{environment.num_shards} (--nproc-per-replica): give both the same number"
+            )
+        return cls(environment, _group(ranks))
+
+    @classmethod
+    def _of_mesh(cls, ranks: list[int], mesh: DeviceMesh, environment: Environment) -> "Replica":
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+            raise ValueError(
+                f"mesh is {mesh!r}: give the one dimension of a device mesh along which the "
+                "replicas lie, as in mesh['replicate']"
+            )
+        if environment.num_shards > 1 or environment.is_joining:
+            raise ValueError(
+                "with --nproc-per-replica, or when a worker is started again, torch.distributed "
+                "holds one replica only: shard over all of its processes and leave out mesh="
+            )
+        if set(ranks) & set(mesh.mesh.flatten().tolist()) != {dist.get_rank()}:
+            raise ValueError(
+                "the model is sharded over the dimension that mesh= gives, or over no dimension of "
+                "the same mesh: shard it over the other one, as in "
+                "fully_shard(module, mesh=mesh['shard']) with mesh=mesh['replicate']"
+            )
+        environment = dataclasses.replace(
+            environment,
+            rank=mesh.get_local_rank(),
+            world_size=mesh.size(),
+            shard=ranks.index(dist.get_rank()),
+            num_shards=len(ranks),
+            agent_store=True,  # whoever made the mesh's world has begun to host one
+        )
+        return cls(environment, _group(ranks) if len(ranks) > 1 else None)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it has several processes."""
+        return self._group is not None
+
+    def own_files(self, saving: Checkpoints) -> Checkpoints:
+        """Where this process saves, and resumes: with shards in a directory for its own.
+
+        Raises:
+            ValueError: the directory holds checkpoints of another number of shards.
+        """
+        shard, num_shards = self.environment.shard, self.environment.num_shards
+        name = f"shard-{shard}-of-{num_shards}"
+
+        def own_place(path: PathLike | None) -> Path | None:
+            if path is None:
+                return None
+            self._check_size(Path(path))
+            return Path(path) / name
+
+        directory = own_place(saving.directory)
+        is_auto = saving.resume == "auto"
+        resume = saving.resume if is_auto else own_place(saving.resume)
+        if num_shards == 1:
+            return saving
+        return dataclasses.replace(saving, directory=directory, resume=resume)
+
+    def _check_size(self, place: Path) -> None:
+        num_shards = self.environment.num_shards
+        sizes = (each.name.rpartition("-")[2] for each in place.glob("shard-*-of-*"))
+        others = {int(size) for size in sizes if size.isdecimal()}
+        if num_shards > 1 and any(place.glob("worker-*")):
+            others.add(1)
+        if others - {num_shards}:
+            raise ValueError(
+                f"{str(place)!r} holds checkpoints of replicas of {min(others - {num_shards})} "
+                f"processes, and here a replica has {num_shards}: choose another directory. To go "
+                "on with another number of shards, load what torch.distributed.checkpoint saved "
+                "(docs/shards.md)"
+            )
+
+    def agree(self, own: Agreed) -> Agreed:
+        """Add up what each process of the replica tells; ``own`` where there is only this one.
+
+        Raises:
+            PeerLostError: another process of the replica is gone.
+        """
+        if self._group is None:
+            return own
+        if self.environment.shard:
+            own = own._replace(others_samples=0)
+        samples, others, *flags = self._sum([int(each) for each in own])
+        return Agreed(samples, others, *map(bool, flags))
+
+    def is_any(self, value: bool) -> bool:
+        """Whether it is so on any process of the replica; raises as :meth:`agree`."""
+        return bool(self._sum([int(value)])[0])
+
+    def gather(self, *values: float) -> Iterator[tuple[float, ...]]:
+        """Each value as all processes of the replica tell it, by shard; raises as :meth:`agree`."""
+        size = self.environment.num_shards if self._group is not None else 1
+        rows = torch.zeros(size, len(values), dtype=torch.float64)
+        rows[self.environment.shard if size > 1 else 0] = torch.tensor(values, dtype=torch.float64)
+        self._add_up(rows)
+        return (tuple(column) for column in rows.T.tolist())
+
+    def _sum(self, values: list[int]) -> list[int]:
+        numbers = torch.tensor(values)
+        self._add_up(numbers)
+        return [int(each) for each in numbers.tolist()]
+
+    def _add_up(self, numbers: Tensor) -> None:
+        if self._group is None:
+            return
+        try:
+            dist.all_reduce(numbers, group=self._group)
+        except RuntimeError as error:
+            self._lost(error)
+
+    def _lost(self, error: RuntimeError) -> NoReturn:
+        raise PeerLostError(
+            f"another process of replica {self.environment.rank} has ended, so this one, which "
+            f"holds shard {self.environment.shard}, cannot go on: look at the other's output "
+            f"({str(error).splitlines()[0][:200]})"
+        ) from error
+
+
+def _group(ranks: list[int]) -> dist.ProcessGroup:
+    """A group on the CPU for a replica's few numbers: gloo sees at once that a process is gone."""
+    group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return group
+
+
+def _ranks_of(module: nn.Module) -> list[int]:
+    """The processes over which the module is sharded, this one among them; none: it is not.
+
+    Raises:
+        ValueError: a trained parameter is held by several of them: each exchanges what it holds
+            alone, so the copies would drift apart.
+    """
+    ranks: set[int] = set()
+    for parameter in module.parameters():
+        if (sharded := as_dtensor(parameter)) is not None:
+            ranks.update(sharded.device_mesh.mesh.flatten().tolist())
+    for name, parameter in module.named_parameters() if len(ranks) > 1 else ():
+        if parameter.requires_grad and not _is_split(parameter, len(ranks)):
+            raise ValueError(
+                f"parameter {name!r} is not split over all {len(ranks)} processes of the replica. "
+                "Each process exchanges its own part alone, so copies would drift apart: shard the "
+                "whole module with fully_shard, and give a dimension that only copies to mesh="
+            )
+    return sorted(ranks)
+
+
+def _is_split(parameter: Tensor, num_processes: int) -> bool:
+    sharded = as_dtensor(parameter)
+    if sharded is None:
+        return False
+    mesh = sharded.device_mesh
+    sizes: Iterable[tuple[int, Any]] = zip(mesh.mesh.shape, sharded.placements, strict=True)
+    return mesh.size() == num_processes and all(
+        size == 1 or not (placement.is_replicate() or placement.is_partial())
+        for size, placement in sizes
+    )

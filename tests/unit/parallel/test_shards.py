@@ -1,0 +1,216 @@
+"""Sharded modules in one process: a world of one, or a world of four that is only pretended."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from gossipdp import Checkpoints, GossipDataParallel, ModelChangedError
+from gossipdp.launcher.environment import Environment
+from gossipdp.parallel import training_state
+from gossipdp.parallel.flat_parameters import FlatParameters
+from gossipdp.parallel.shards import Agreed, Replica, as_sharded, local
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def four() -> Iterator[None]:
+    """Rank 0 of four processes that are not there; nothing may be said to them."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.1)
+
+
+def take_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net(torch.ones(4, 3)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_sharded_model_of_one_process_trains_as_the_plain_one(alone: None) -> None:
+    results = []
+    for is_sharded in (False, True):
+        net = make_net()
+        if is_sharded:
+            fully_shard(net[0])
+            fully_shard(net)
+        optimizer = adamw(net)
+        model = GossipDataParallel(net, optimizer, budget_samples=40)
+        inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+        for batch in model.batches([inputs]):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        assert model.consolidate().samples == 40
+        results.append(torch.cat([local(each).detach().flatten() for each in net.parameters()]))
+    assert torch.equal(*results)
+
+
+def test_parameters_stay_where_fsdp_put_them(alone: None) -> None:
+    net = fully_shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))
+    before = [local(parameter).data_ptr() for parameter in net.parameters()]
+    flat = FlatParameters(net, [adamw(net)], momentum=True)
+    assert [local(parameter).data_ptr() for parameter in net.parameters()] == before
+    with torch.no_grad():
+        for segment in flat.state.segments:
+            segment.x.fill_(2)
+        # What FSDP gathers is what was written there.
+        assert (net(torch.ones(1, 3)) == 2 * 4 * 8 + 2).all()
+    flat.check()
+
+
+def test_a_shard_that_was_laid_elsewhere_is_seen(alone: None) -> None:
+    net = fully_shard(make_net())
+    flat = FlatParameters(net, [adamw(net)], momentum=True)
+    net.double()
+    with pytest.raises(ModelChangedError, match="lies elsewhere"):
+        flat.check()
+
+
+def test_gathered_parameters_are_no_replacement(alone: None) -> None:
+    net = fully_shard(make_net())
+    flat = FlatParameters(net, [adamw(net)], momentum=True)
+    with torch.no_grad():
+        net(torch.ones(4, 3))
+    assert not isinstance(net[0].weight, DTensor)
+    flat.check()
+
+
+def test_a_state_dict_has_what_exchanges_brought(alone: None) -> None:
+    net = fully_shard(make_net())
+    flat = FlatParameters(net, [adamw(net)], momentum=True)
+    values = net.state_dict()
+    flat.export(values, [torch.full_like(segment.x, 3) for segment in flat.state.segments])
+    assert isinstance(values["0.weight"], DTensor)
+    assert (values["0.weight"].full_tensor() == 3).all()
+    assert (values["1.running_mean"] == 3).all()
+    assert not (local(net[0].weight) == 3).any()
+
+
+def test_an_optimizers_state_comes_back_as_it_was(alone: None) -> None:
+    nets = [fully_shard(make_net()) for _ in range(2)]
+    first, second = map(adamw, nets)
+    take_step(nets[0], first)
+    captured = training_state.capture([first])
+    kept = captured["optimizers"][0]["state"][0]["exp_avg_sq"]
+    assert not any(isinstance(each, DTensor) for each in kept.values())
+    training_state.restore(captured, [second])
+    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert isinstance(second.state[other][name], DTensor)
+            assert torch.equal(local(second.state[other][name]), local(first.state[one][name]))
+    take_step(nets[1], second)
+
+
+def test_a_part_that_does_not_fit_is_refused(alone: None) -> None:
+    nets = [fully_shard(make_net()) for _ in range(2)]
+    first, second = map(adamw, nets)
+    take_step(nets[0], first)
+    captured = training_state.capture([first])
+    captured["optimizers"][0]["state"][0]["exp_avg"][training_state.SHARD] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"a shard has shape \(3,\), not \(4, 3\)"):
+        training_state.restore(captured, [second])
+
+
+def test_parts_are_the_memory_itself(alone: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    tensor = distribute_tensor(torch.zeros(3, 2), mesh)
+    part = torch.ones(3, 2)
+    again = as_sharded(tensor, part)
+    assert local(again).data_ptr() == part.data_ptr()
+    assert as_sharded(torch.zeros(3, 2), part) is part
+
+
+# Who is whose replica.
+
+
+def of_mesh(net: nn.Module, dimension: str = "replicate", **fields: int) -> Replica:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for layer in (net[0], net[2]):
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(net, mesh=mesh["shard"])
+    return Replica.of(net, mesh[dimension], Environment(**fields))
+
+
+def test_a_model_that_is_not_sharded_has_no_replicas(four: None) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    with pytest.raises(ValueError, match=r"mesh= is for a model whose parameters are sharded"):
+        Replica.of(make_net(), mesh, Environment())
+    with pytest.raises(ValueError, match=r"--nproc-per-replica is for a model"):
+        Replica.of(make_net(), None, Environment(num_shards=2))
+
+
+def test_the_number_of_replicas_must_be_said(four: None) -> None:
+    with pytest.raises(ValueError, match=r"sharded over 4 processes, and nothing says"):
+        Replica.of(fully_shard(make_net()), None, Environment())
+    with pytest.raises(ValueError, match=r"over 4 processes, and a replica has 2"):
+        Replica.of(fully_shard(make_net()), None, Environment(num_shards=2))
+
+
+def test_the_dimension_of_shards_is_not_that_of_replicas(four: None) -> None:
+    with pytest.raises(ValueError, match=r"sharded over the dimension that mesh= gives"):
+        of_mesh(make_net(), "shard")
+    with pytest.raises(ValueError, match=r"holds one replica only"):
+        of_mesh(make_net(), num_shards=2)
+
+
+def test_a_parameter_that_several_processes_hold_is_refused(four: None) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    net = make_net()
+    fully_shard(net[0], mesh=mesh["shard"])
+    with pytest.raises(ValueError, match=r"parameter '1.weight' is not split over all 2"):
+        Replica.of(net, mesh["replicate"], Environment())
+    hsdp = fully_shard(make_net(), mesh=mesh)
+    with pytest.raises(ValueError, match=r"is not split over all 4"):
+        Replica.of(hsdp, None, Environment(num_shards=4))
+    copied = nn.ParameterDict(
+        {"alike": nn.Parameter(distribute_tensor(torch.ones(4), mesh["shard"], [Replicate()]))}
+    )
+    with pytest.raises(ValueError, match=r"'alike' is not split over all 2"):
+        Replica.of(copied, mesh["replicate"], Environment())
+
+
+def test_one_process_agrees_with_itself() -> None:
+    replica = Replica.of(make_net(), None, Environment(rank=2, world_size=4))
+    own = Agreed(samples=3, others_samples=5, is_stopped=True)
+    assert replica.agree(own) == own
+    assert replica.is_any(True)
+    assert not replica.is_any(False)
+    assert list(replica.gather(2.0, math.inf)) == [(2.0,), (math.inf,)]
+    assert not replica.is_sharded
+
+
+def test_each_shard_has_files_of_its_own(tmp_path: Path) -> None:
+    replica = Replica(Environment(shard=1, num_shards=2))
+    saving = replica.own_files(Checkpoints(tmp_path, resume="auto"))
+    assert (saving.directory, saving.resume) == (tmp_path / "shard-1-of-2", "auto")
+    assert replica.own_files(Checkpoints()) == Checkpoints()
+    (tmp_path / "shard-0-of-2").mkdir()
+    other = Replica(Environment(shard=3, num_shards=4))
+    with pytest.raises(ValueError, match=r"replicas of 2 processes, and here a replica has 4"):
+        other.own_files(Checkpoints(resume=tmp_path))
+    with pytest.raises(ValueError, match=r"replicas of 2 processes, and here a replica has 1"):
+        Replica(Environment()).own_files(Checkpoints(tmp_path))
