@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test lint types fuzz chaos browser-test cluster-test bench docs docs-serve dist clean
 
-# All-reduce and gossip side by side, in a minute and a half; ARGS="--workers 6" for another demo.
+# All-reduce and gossip side by side, in a little over a minute; ARGS="--workers 6" for another demo.
 demo: $(VENV)/base.installed
 	$(BIN)/gossipdp demo $(or $(ARGS),--compare)
 

@@ -21,7 +21,7 @@ from gossipdp.cli.demo_watch import (
 )
 from gossipdp.tasks.options import RunOptions, check_numbers
 
-DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib": 6_000, "pystdlib-small": 40_000}
+DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib": 6_000, "pystdlib-small": 28_000}
 """Over all workers: about half a minute of training on two cores."""
 
 
@@ -31,7 +31,7 @@ class DemoArguments(RunOptions):
 
     compare: bool = False
     """Train twice, by all-reduce and by --method, with one worker four times slower, and draw both
-    in one picture. It takes a minute and a half. The workload is pystdlib-small."""
+    in one picture. It takes a little over a minute. The workload is pystdlib-small."""
 
     workload: Literal["digits", "pystdlib", "pystdlib-small"] | None = None
     """digits (the default): handwritten digits, a small convolutional network; pystdlib: the source
