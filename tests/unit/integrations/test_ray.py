@@ -20,6 +20,7 @@ def all_begin(first: Environment) -> None:
     store = connect(first, 10)
     for rank in range(3):
         store.set(ready_key(first.key_prefix, rank), "1")
+    store.get(ready_key(first.key_prefix, 2))  # set() does not wait until the store has it
 
 
 def test_first_starts_meet_at_the_store(meeting: Meeting) -> None:
