@@ -22,7 +22,7 @@ from gossipdp.cli.demo_watch import (
 from gossipdp.tasks.options import RunOptions, check_numbers
 
 DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib": 6_000, "pystdlib-small": 28_000}
-"""Over all workers: about half a minute of training on two cores."""
+"""Over all workers: 15 to 30 seconds of training by gossip on two cores."""
 
 
 @dataclass(frozen=True)
