@@ -4,6 +4,10 @@ The processes of a replica meet at a store of their own, made anew with each lif
 process group survives the death of a member. Those that hold the same shard in different replicas
 meet as the workers of a run do, so each process reports the addresses of its own shard's network,
 and a replica that is started again joins one network for each of its processes.
+
+A new replica that joins a run (``gossipdp run --join``) does the same, with an address of each
+network that its user gives. Its rank must be the same in all networks: the first process asks for
+one in its own, as any joining worker does, and tells the others once it has it.
 """
 
 import dataclasses
@@ -13,51 +17,32 @@ from typing import final
 
 import msgspec
 
-from gossipdp.launcher.environment import identity_variables, join_variables, replica_variables
+from gossipdp.launcher.environment import UNKNOWN_RANK, replica_variables
 from gossipdp.launcher.store import HostedStore
-from gossipdp.launcher.supervisor import Ending, WorkerProcess
-from gossipdp.launcher.team import Report
-
-
-@dataclasses.dataclass
-class Network:
-    """What the processes of one shard have told: by which addresses, id and secret it is joined."""
-
-    addresses: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
-    run_id: str | None = None
-    secret: str | None = dataclasses.field(default=None, repr=False)
-
-    def take(self, report: Report) -> None:
-        """Note what a process says; the latest addresses come last."""
-        for replica, address in (report.addresses or {}).items():
-            self.addresses.pop(replica, None)
-            self.addresses[replica] = address
-        self.run_id = report.run_id or self.run_id
-        self.secret = report.secret or self.secret
-
-    def join_variables(self, replica: int, num_restarts: int) -> dict[str, str]:
-        """The variables by which a process of that replica joins this network."""
-        others = [self.addresses[each] for each in reversed(self.addresses) if each != replica]
-        joins = join_variables(others, num_restarts)
-        return identity_variables(self.run_id, self.secret) | joins
+from gossipdp.launcher.supervisor import Ending, WorkerProcess, shown_rank
+from gossipdp.launcher.team import Network, Report
 
 
 class Replicas:
-    """Starts replicas of ``num_shards`` processes each.
+    """Starts workers: processes, or replicas of one process for each of several ``networks``.
 
     Args:
-        num_shards: processes of a replica.
+        networks: of the run, by shard.
         start_process: starts one, with these variables and a label for its output.
     """
 
     def __init__(
-        self, num_shards: int, start_process: Callable[[Mapping[str, str], str], WorkerProcess]
+        self,
+        networks: Sequence[Network],
+        start_process: Callable[[Mapping[str, str], str], WorkerProcess],
     ) -> None:
-        self._start_process = start_process
-        self._networks = [Network() for _ in range(num_shards)]
+        self._networks, self._start_process = networks, start_process
 
-    def start(self, own: Mapping[str, str]) -> "ReplicaProcess":
-        """Start the replica whose variables, as for a worker of one process, are ``own``."""
+    def start(self, local_rank: int, own: Mapping[str, str]) -> WorkerProcess:
+        """Start the worker whose variables, as for one of a single process, are ``own``."""
+        label = own.get("RANK") or shown_rank(-1 - local_rank)
+        if len(self._networks) == 1:
+            return self._start_process(own, label)
         store = HostedStore()
         num_shards, processes = len(self._networks), list[WorkerProcess]()
         with ExitStack() as started:
@@ -65,9 +50,9 @@ class Replicas:
             for shard, network in enumerate(self._networks):
                 variables = replica_variables(own, shard, num_shards, (store.host, store.port))
                 if own.get("GOSSIPDP_JOIN"):
-                    num_restarts = int(own["GOSSIPDP_RESTARTS"])
-                    variables |= network.join_variables(int(own["RANK"]), num_restarts)
-                process = self._start_process(variables, f"{own['RANK']}.{shard}")
+                    rank, num_restarts = own.get("RANK", UNKNOWN_RANK), own["GOSSIPDP_RESTARTS"]
+                    variables |= network.join_variables(int(rank), int(num_restarts))
+                process = self._start_process(variables, f"{label}.{shard}")
                 started.callback(process.close)
                 started.callback(process.kill_group)
                 processes.append(process)
@@ -100,11 +85,12 @@ class ReplicaProcess(WorkerProcess):
         passed_on = []
         for shard, process in enumerate(self.processes):
             for report in process.take_reports():
-                self._networks[shard].take(report)
                 if report.begins:
                     self._begun.add(shard)
-                if shard == 0:
+                if shard == 0:  # of its network the supervisor takes note
                     passed_on.append(msgspec.structs.replace(report, begins=None))
+                else:
+                    self._networks[shard].take(report)
         if len(self._begun) == len(self.processes):
             self._begun.clear()
             passed_on.append(Report(begins=True))
@@ -122,6 +108,10 @@ class ReplicaProcess(WorkerProcess):
                 for other in self._running.values():
                     other.kill_group()
         return None if self._running else self._failure or Ending()
+
+    def show_label(self, label: str) -> None:
+        for shard, process in enumerate(self.processes):
+            process.show_label(f"{label}.{shard}")
 
     def send(self, number: int) -> None:
         for process in self._running.values():

@@ -8,6 +8,7 @@ waits: a report that does not fit the socket's queue is dropped, a later one fol
 
 import dataclasses
 import os
+import re
 import secrets
 import socket
 import stat
@@ -20,6 +21,7 @@ import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import (
+    UNKNOWN_RANK,
     Environment,
     identity_variables,
     join_variables,
@@ -68,7 +70,7 @@ NOBODY = Identity(0, 0, 0, "", "", "", "", "", "")
 class Team:
     """The workers of one supervisor, and the run they belong to.
 
-    For workers that join a run make it directly, with ``join`` and without a store.
+    For workers that join a run make it directly, with ``networks`` and without a store.
 
     Attributes:
         num_local: workers here.
@@ -77,7 +79,7 @@ class Team:
         store: (host, port) where the workers meet; None for workers that join.
         hosted: that store, where this supervisor hosts it.
         run_id, secret: None while only the workers know.
-        join: addresses of live workers, where these join a run.
+        networks: that of the workers; where each is a replica of several processes, one a shard.
         told: the variables of the one worker here, where another launcher started us.
         num_rounds: how often all workers of the run have died and met anew.
     """
@@ -89,21 +91,28 @@ class Team:
     hosted: HostedStore | None = None
     run_id: str | None = None
     secret: str | None = dataclasses.field(default=None, repr=False)
-    join: tuple[tuple[str, int], ...] = ()
+    networks: Sequence["Network"] = dataclasses.field(default_factory=lambda: [Network()])
     told: Mapping[str, str] = dataclasses.field(default_factory=dict)
     num_rounds: int = 0
     _notice: threading.Thread | None = None
 
     @classmethod
     def on_one_host(
-        cls, num_workers: int, host: str = "127.0.0.1", port: int = 0, secret: str | None = None
+        cls,
+        num_workers: int,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        secret: str | None = None,
+        *,
+        num_shards: int = 1,
     ) -> "Team":
         """A run of its own; its id, and its secret if none is given, are chosen here.
 
         Raises:
             RendezvousError: the port is in use, or the address is not of this machine.
         """
-        team = cls.on_several_hosts(num_workers, 1, 0, (host, port), secret)
+        store = host, port
+        team = cls.on_several_hosts(num_workers, 1, 0, store, secret, num_shards=num_shards)
         team.run_id, team.secret = secrets.token_hex(8), secret or secrets.token_hex(16)
         return team
 
@@ -115,6 +124,8 @@ class Team:
         host_rank: int,
         store: tuple[str, int],
         secret: str | None,
+        *,
+        num_shards: int = 1,
     ) -> "Team":
         """The same number of workers on each host; the first host has the store.
 
@@ -137,6 +148,7 @@ class Team:
             store=(hosted.host, hosted.port) if hosted else store,
             hosted=hosted,
             secret=secret,
+            networks=[Network() for _ in range(num_shards)],
         )
 
     @classmethod
@@ -178,8 +190,8 @@ class Team:
         """The variables of the worker of this local rank: what :meth:`Environment.read` reads."""
         own = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.num_local)}
         own |= identity_variables(self.run_id, self.secret)
-        if self.join:
-            return own | join_variables(self.join, 0)
+        if self.networks[0].join:
+            return own | self.networks[0].join_variables()
         if self.told:
             own = {**self.told, **identity_variables(self.run_id, self.secret)}
         else:
@@ -335,6 +347,36 @@ def report_variables(sender: socket.socket) -> dict[str, str]:
     return {REPORT_VARIABLE: f"{number}:{os.fstat(number).st_ino}"}
 
 
+@dataclasses.dataclass
+class Network:
+    """How one joins the workers of a run; with shards, the processes that hold the same one.
+
+    Attributes:
+        run_id, secret: as the workers have told; None: as the launcher says.
+        join: (host, port) of workers that the user has named.
+        addresses: of the live workers, as they have told: (host, port) by rank, the latest last.
+    """
+
+    run_id: str | None = None
+    secret: str | None = dataclasses.field(default=None, repr=False)
+    join: tuple[tuple[str, int], ...] = ()
+    addresses: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
+
+    def take(self, report: Report) -> None:
+        """Note what a worker tells."""
+        for rank, address in (report.addresses or {}).items():
+            self.addresses.pop(rank, None)  # the latest come last
+            self.addresses[rank] = address
+        self.run_id = report.run_id or self.run_id
+        self.secret = report.secret or self.secret
+
+    def join_variables(self, rank: int = UNKNOWN_RANK, num_restarts: int = 0) -> dict[str, str]:
+        """The variables by which the worker of that rank joins the others."""
+        others = [self.addresses[each] for each in reversed(self.addresses) if each != rank]
+        joins = join_variables(others or self.join, num_restarts)
+        return identity_variables(self.run_id, self.secret) | joins
+
+
 class ReportChannel:
     """The receiving end, and the sending one until the worker has it."""
 
@@ -359,6 +401,47 @@ class ReportChannel:
         """Close both ends here; the worker's stays open."""
         self.receiver.close()
         self.sender.close()
+
+
+def shard_run_id(run_id: str, shard: int, num_shards: int) -> str:
+    """The id of the network of one shard, in the run of that id."""
+    return f"{run_id}-shard-{shard}-of-{num_shards}"
+
+
+def networks_at(
+    addresses: Sequence[tuple[str, int]], num_shards: int, tls: Tls | None = None
+) -> list[Network]:
+    """The networks to which the workers at these addresses belong, by shard.
+
+    Each process of a replica says by its run id (:func:`shard_run_id`) which shard it holds. All
+    are asked; where workers are single processes, any one that answers will do.
+
+    Raises:
+        RefusedError, RendezvousError: see :func:`ask_run_id`.
+        ValueError: the run's replicas have another number of processes, or the addresses are not
+            one at least for each shard of one run.
+    """
+    networks, runs = [Network() for _ in range(num_shards)], set()
+    for some in [addresses] if num_shards == 1 else [[each] for each in addresses]:
+        run_id = ask_run_id(some, tls)
+        match = re.fullmatch("(.*)-shard-([0-9]+)-of-([0-9]+)", run_id)
+        run, shard, size = (match[1], int(match[2]), int(match[3])) if match else (run_id, 0, 1)
+        if size != num_shards or shard >= size:
+            raise ValueError(
+                f"--nproc-per-replica is {num_shards}, and the run's replicas have {size} "
+                f"processes: give {size}, and to --join the address of a process of each shard"
+            )
+        runs.add(run)
+        networks[shard].run_id = run_id
+        networks[shard].join += tuple(some)
+    missing = [str(shard) for shard, network in enumerate(networks) if not network.join]
+    if missing or len(runs) > 1:
+        reason = f"none is of shard {', '.join(missing)}" if missing else "they are of two runs"
+        raise ValueError(
+            "--join needs the address of a process of each shard of one replica, or of several, "
+            f"and of those given {reason}: the run's first gossipdp run has shown them"
+        )
+    return networks
 
 
 def ask_run_id(

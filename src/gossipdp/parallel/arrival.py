@@ -23,7 +23,6 @@ from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.thread import GossipThread
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph, graph_name
-from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.rendezvous import Rendezvous, Settings
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.handshake import Identity
@@ -35,6 +34,7 @@ from gossipdp.parallel.checkpoint import Counts, Resumption, saved_by
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
+from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.state_transfers import fetch_parameters, take_state
 from gossipdp.parallel.training_state import BetweenSteps
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
@@ -66,15 +66,16 @@ class Arrival:
         flat: FlatParameters,
         optimizers: Sequence[torch.optim.Optimizer],
         options: Options,
-        environment: Environment,
+        replica: Replica,
         *,
         resumption: Resumption | None,
         page: StatusPage | None,
     ) -> None:
-        network = options.network
+        network, environment = options.network, replica.environment
         files = tls_files(network.tls_cert, network.tls_key, network.tls_ca) or environment.tls
         self._tls = Tls(files) if files is not None else None
         self._environment = replace(environment, tls=files)
+        self._replica = replica
         self._flat = flat
         self._state = flat.state
         self._optimizers = optimizers
@@ -98,12 +99,10 @@ class Arrival:
     def start(self) -> None:
         """Come into the run: with all others at its start, or into one that goes on."""
         environment = self._environment
-        if self._rendezvous.joins:
-            try:
-                self._join()
-            except SupersededError as error:
-                self.come_anew(error)
-                return
+        if self._rendezvous.joins and environment.needs_rank and self._replica.is_sharded:
+            self._join_as_replica()
+        elif self._rendezvous.joins:
+            self._join()
         else:
             self._take_place(environment.rank, environment.world_size, incarnation=0)
             if self._resumption is not None:
@@ -119,21 +118,19 @@ class Arrival:
 
         Raises ``superseded`` where the rank was given to this worker, for then it is not wanted.
         """
-        while self._rendezvous.joins and self._environment.needs_rank:
-            logger.warning(
-                "worker %d takes another rank: one that joined at the same time has this one",
-                self.rank,
-            )
-            assert self.thread is not None
-            self.thread.close()
-            try:
-                self._join()
-            except SupersededError as error:
-                superseded = error
-                continue
-            self._rendezvous.mark_ready(self.rank)
-            return
-        raise superseded
+        self._give_up_rank(superseded)
+        self._join()
+        self._rendezvous.mark_ready(self.rank)
+
+    def _give_up_rank(self, superseded: SupersededError) -> None:
+        if not (self._rendezvous.joins and self._environment.needs_rank):
+            raise superseded
+        logger.warning(
+            "worker %d takes another rank: one that joined at the same time has this one",
+            self.rank,
+        )
+        assert self.thread is not None
+        self.thread.close()
 
     def close(self) -> None:
         """End the thread, if there is one, and what reads the optimizers' state."""
@@ -266,7 +263,36 @@ class Arrival:
             host=host,
         )
 
+    def _join_as_replica(self) -> None:
+        """Join with all processes of the replica, under a rank that the first of them is given.
+
+        In the network of the first shard two replicas that join at the same time get a rank each,
+        as two workers do. Only who has its rank there tells it to its others, so these find it
+        free in the networks of theirs, or held by a replica that has ended. They wait for it in a
+        collective: at most for gloo's time-out, of 30 minutes.
+
+        From here on the rank is given. A replica that hears of another one of its rank only now
+        ends: its processes could not take another at the same step.
+        """
+        environment = self._environment
+        is_first = environment.shard == 0
+        if is_first:
+            self._join()
+        rank = self._replica.first_says(self.rank if is_first else 0)
+        self._environment = replace(environment, rank=rank)
+        if not is_first:
+            self._join()
+
     def _join(self) -> None:
+        """Join, anew with another rank as often as this one turns out to be another's."""
+        while True:
+            try:
+                self._join_once()
+                return
+            except SupersededError as error:
+                self._give_up_rank(error)
+
+    def _join_once(self) -> None:
         """Ask who is there, take a place, take the state of a live worker, and take part.
 
         At most ``start_timeout_s`` pass without progress before this fails.

@@ -103,9 +103,8 @@ class GossipEngine(Engine):
         self._rate_warning_due = True
         self._is_averaged = self._has_stopped = False
         self._agreed = Agreed()
-        environment = replica.environment
         self._arrival = Arrival(
-            self._flat, optimizers, options, environment, resumption=resumption, page=page
+            self._flat, optimizers, options, replica, resumption=resumption, page=page
         )
         try:
             self._arrival.start()

@@ -203,21 +203,20 @@ class Replica:
         Raises:
             ValueError: the directory holds checkpoints of another number of shards.
         """
+        directory, resume = saving.directory, saving.resume
+        is_auto = resume == "auto"
+        for place in (directory, None if is_auto else resume):
+            if place is not None:
+                self._check_size(Path(place))
         shard, num_shards = self.environment.shard, self.environment.num_shards
-        name = f"shard-{shard}-of-{num_shards}"
-
-        def own_place(path: PathLike | None) -> Path | None:
-            if path is None:
-                return None
-            self._check_size(Path(path))
-            return Path(path) / name
-
-        directory = own_place(saving.directory)
-        is_auto = saving.resume == "auto"
-        resume = saving.resume if is_auto else own_place(saving.resume)
         if num_shards == 1:
             return saving
-        return dataclasses.replace(saving, directory=directory, resume=resume)
+
+        def own_place(path: PathLike | None) -> Path | None:
+            return None if path is None else Path(path) / f"shard-{shard}-of-{num_shards}"
+
+        own_resume = resume if is_auto else own_place(resume)
+        return dataclasses.replace(saving, directory=own_place(directory), resume=own_resume)
 
     def _check_size(self, place: Path) -> None:
         num_shards = self.environment.num_shards
@@ -246,6 +245,10 @@ class Replica:
         samples, others, *flags = self._sum([int(each) for each in own])
         return Agreed(samples, others, *map(bool, flags))
 
+    def first_says(self, number: int) -> int:
+        """The number of the replica's first process, to all of them; raises as :meth:`agree`."""
+        return self._sum([0 if self.environment.shard else number])[0]
+
     def is_any(self, value: bool) -> bool:
         """Whether it is so on any process of the replica; raises as :meth:`agree`."""
         return bool(self._sum([int(value)])[0])
@@ -273,8 +276,8 @@ class Replica:
 
     def _lost(self, error: RuntimeError) -> NoReturn:
         raise PeerLostError(
-            f"another process of replica {self.environment.rank} has ended, so this one, which "
-            f"holds shard {self.environment.shard}, cannot go on: look at the other's output "
+            f"another process of this replica has ended, so this one, which holds shard "
+            f"{self.environment.shard}, cannot go on: look at the other's output "
             f"({str(error).splitlines()[0][:200]})"
         ) from error
 

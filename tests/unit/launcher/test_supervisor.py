@@ -21,7 +21,7 @@ from gossipdp.launcher.supervisor import (
     describe,
     exit_reason,
 )
-from gossipdp.launcher.team import Report, Team, report_variables, send_report
+from gossipdp.launcher.team import Network, Report, Team, report_variables, send_report
 
 
 class Scripted(WorkerProcess):
@@ -267,7 +267,7 @@ def test_with_workers_elsewhere_the_last_one_here_joins_them(make: Make) -> None
 
 
 def test_a_joiner_keeps_the_rank_that_it_was_given(make: Make) -> None:
-    team = Team(3, run_id="run", secret="s" * 16, join=(("10.0.0.1", 4),))
+    team = Team(3, secret="s" * 16, networks=[Network("run", join=(("10.0.0.1", 4),))])
     setting = make(max_restarts=6, team=team)
     assert Environment.read(setting.workers[0].variables).needs_rank
     for rank, worker in setting.workers.items():

@@ -21,10 +21,12 @@ from gossipdp.launcher.store import HostedStore, connect, notice_key, ready_key
 from gossipdp.launcher.team import (
     MAX_ADDRESSES,
     REPORT_VARIABLE,
+    Network,
     Report,
     ReportChannel,
     Team,
     ask_run_id,
+    networks_at,
     report_variables,
     send_report,
 )
@@ -304,6 +306,19 @@ def nobody() -> tuple[str, int]:
 def test_a_worker_says_to_which_run_it_belongs() -> None:
     with listening(answer_as_a_worker) as address:
         assert ask_run_id([nobody(), address]) == "the run"
+
+
+def test_the_networks_to_join_are_told_by_their_run_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = (("10.0.0.1", port) for port in (1, 2, 3))
+    run_ids = {first: "r-shard-1-of-2", second: "r-shard-0-of-2", third: "r-shard-1-of-2"}
+    monkeypatch.setattr("gossipdp.launcher.team._ask", lambda address, *_: run_ids[address])
+    assert networks_at([first, second, third], 2) == [
+        Network("r-shard-0-of-2", join=(second,)),
+        Network("r-shard-1-of-2", join=(first, third)),
+    ]
+    # Where workers are single processes, any that answers says it for all.
+    monkeypatch.setattr("gossipdp.launcher.team._ask", lambda *_: "r")
+    assert networks_at([first, second], 1) == [Network("r", join=(first, second))]
 
 
 @pytest.mark.parametrize(
