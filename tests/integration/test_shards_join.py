@@ -12,7 +12,9 @@ import torch.distributed as dist
 from sharded_runs import Seen, loader, make_net, shard, step, values
 
 from gossipdp import GossipDataParallel
-from gossipdp.launcher.team import networks_at
+from gossipdp.launcher.networks import networks_at
+from gossipdp.parallel import gossip_engine
+from gossipdp.parallel.arrival import Arrival
 
 pytestmark = pytest.mark.processes
 NUM_SHARDS = 2
@@ -37,6 +39,14 @@ def joining_variables(directory: Path) -> dict[str, str]:
     return network.join_variables() | no_rank
 
 
+class Lagging(Arrival):
+    """Hears of different numbers of steps in different networks."""
+
+    def _join(self) -> None:
+        super()._join()
+        self.before = self.before._replace(step=10 + self._environment.shard)
+
+
 def join_at_once(directory: Path) -> Seen:
     """Of three replicas the first is the run, and the others join it at the same time.
 
@@ -47,6 +57,7 @@ def join_at_once(directory: Path) -> Seen:
     os.environ["GOSSIPDP_REPLICAS"] = "1"
     if not is_run:
         os.environ.update(joining_variables(directory))
+        gossip_engine.Arrival = Lagging  # type: ignore[misc]
     dist.init_process_group("gloo")
     net = shard(make_net(0 if is_run else 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)
@@ -54,6 +65,7 @@ def join_at_once(directory: Path) -> Seen:
     seen = Seen(model.rank, model.world_size, 0, model.worker_seed)
     counted = [int(each["step"]) for each in optimizer.state_dict()["state"].values()]
     seen.facts |= {"at first": values(net), "steps taken over": counted}
+    seen.facts["step number"] = model._engine.step_number
     for batch in model.batches(loader(model.worker_seed)):
         step(model, optimizer, batch)
         seen.steps += 1
@@ -80,6 +92,7 @@ def test_two_replicas_that_join_at_once_get_a_rank_each(workers: Callable, tmp_p
         # Each shard is that of the run, and so are the optimizer's.
         assert torch.equal(seen.facts["at first"], all_seen[0].facts["at first"])
         assert all(steps > 0 for steps in seen.facts["steps taken over"])
+        assert seen.facts["step number"] == 11  # the newest that one of its networks had heard of
     for seen in all_seen:
         assert (seen.num_replicas, seen.num_averaged) == (1, 3)
         assert seen.samples == all_seen[0].samples

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from gossipdp.cli.option_checks import read_text
+
 if TYPE_CHECKING:
     from gossipdp.launcher.team import Team
 
@@ -282,8 +284,9 @@ def _team(
 ) -> "Team":
     """Whom the workers meet: one another here, those on other hosts, or a run that goes on."""
     from gossipdp.launcher.environment import read_addresses, tls_from
+    from gossipdp.launcher.networks import networks_at
     from gossipdp.launcher.rendezvous import is_loopback
-    from gossipdp.launcher.team import Team, networks_at
+    from gossipdp.launcher.team import Team
     from gossipdp.links.tls import Tls
 
     num_shards = arguments.nproc_per_replica
@@ -358,14 +361,7 @@ def read_secret(path: Path | None) -> str | None:
         secret, name = os.environ.get("GOSSIPDP_SECRET") or None, "GOSSIPDP_SECRET"
     else:
         name = f"--secret-file {path}"
-        try:
-            secret = path.read_text("utf-8").strip()
-        except OSError as error:
-            raise ValueError(
-                f"{name} cannot be read: {error.strerror}; name a file with a long random text"
-            ) from None
-        except UnicodeDecodeError:
-            raise ValueError(f"{name} is not UTF-8 text; write text into it") from None
+        secret = read_text("--secret-file", path, "a long random text").strip()
         check_private("--secret-file", path)
     if secret is not None:
         check_secret(secret.encode(), name)

@@ -264,15 +264,20 @@ class Environment:
         return host
 
 
+def routed_address(host: str) -> str:
+    """The numeric address of this machine that leads to a host; OSError: none does."""
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing; picks the route
+        return str(probe.getsockname()[0])
+
+
 def _look_up(name: str, host: str, *, route: bool = False) -> str:
     """The numeric address of a host, or with ``route`` the one of ours that leads there."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        if not route:
-            return str(address[0])
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing; picks the route
-            return str(probe.getsockname()[0])
+        if route:
+            return routed_address(host)
+        return str(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][4][0])
     except OSError as error:
         raise RendezvousError(
             f"cannot reach {name} {host!r} ({error}); check the name and the network"

@@ -28,6 +28,7 @@ import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import Environment, check_secret
+from gossipdp.launcher.networks import shard_run_id
 from gossipdp.launcher.store import (
     CHECK_EVERY_S,
     CLOSE_AFTER_S,
@@ -40,7 +41,7 @@ from gossipdp.launcher.store import (
     read_unproved,
     ready_key,
 )
-from gossipdp.launcher.team import Report, send_report, shard_run_id
+from gossipdp.launcher.team import Report, send_report
 from gossipdp.logs import printable
 
 if TYPE_CHECKING:

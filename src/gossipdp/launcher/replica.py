@@ -18,9 +18,10 @@ from typing import final
 import msgspec
 
 from gossipdp.launcher.environment import UNKNOWN_RANK, replica_variables
+from gossipdp.launcher.networks import Network
 from gossipdp.launcher.store import HostedStore
 from gossipdp.launcher.supervisor import Ending, WorkerProcess, shown_rank
-from gossipdp.launcher.team import Network, Report
+from gossipdp.launcher.team import Report
 
 
 class Replicas:

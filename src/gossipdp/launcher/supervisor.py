@@ -366,7 +366,8 @@ class Supervisor:
         if anew and due:
             due = waiting
             self.begun = False
-            self._network.addresses.clear()
+            for network in self._team.networks:
+                network.addresses.clear()
             for lives in self._lives:
                 lives.has_begun = False
             self._team.begin_anew()

@@ -99,10 +99,14 @@ class Arrival:
     def start(self) -> None:
         """Come into the run: with all others at its start, or into one that goes on."""
         environment = self._environment
-        if self._rendezvous.joins and environment.needs_rank and self._replica.is_sharded:
-            self._join_as_replica()
-        elif self._rendezvous.joins:
-            self._join()
+        if self._rendezvous.joins:
+            if environment.needs_rank and self._replica.is_sharded:
+                self._join_with_one_rank()
+            else:
+                self._join()
+            # The networks of a replica may have heard of its last steps or not: its processes
+            # count on from one number, and so save at the same steps.
+            self.before = Counts(*(int(max(each)) for each in self._replica.gather(*self.before)))
         else:
             self._take_place(environment.rank, environment.world_size, incarnation=0)
             if self._resumption is not None:
@@ -263,12 +267,12 @@ class Arrival:
             host=host,
         )
 
-    def _join_as_replica(self) -> None:
-        """Join with all processes of the replica, under a rank that the first of them is given.
+    def _join_with_one_rank(self) -> None:
+        """Join with all processes of a replica, under the rank that the first of them is given.
 
         In the network of the first shard two replicas that join at the same time get a rank each,
-        as two workers do. Only who has its rank there tells it to its others, so these find it
-        free in the networks of theirs, or held by a replica that has ended. They wait for it in a
+        as two workers do. Who has its rank there tells it to its others, so these find it free in
+        the networks of theirs, or held by a replica that has ended. They wait for it in a
         collective: at most for gloo's time-out, of 30 minutes.
 
         From here on the rank is given. A replica that hears of another one of its rank only now

@@ -6,9 +6,10 @@ from typing import cast
 import pytest
 
 from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.networks import Network
 from gossipdp.launcher.replica import ReplicaProcess, Replicas
 from gossipdp.launcher.supervisor import Ending, WorkerProcess
-from gossipdp.launcher.team import Network, Report, Team, report_variables, send_report
+from gossipdp.launcher.team import Report, Team, report_variables, send_report
 
 NUM_SHARDS = 2
 

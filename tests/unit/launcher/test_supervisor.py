@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 
 from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.networks import Network
 from gossipdp.launcher.supervisor import (
     GRACE_S,
     LONG_LIFE_S,
@@ -21,7 +22,7 @@ from gossipdp.launcher.supervisor import (
     describe,
     exit_reason,
 )
-from gossipdp.launcher.team import Network, Report, Team, report_variables, send_report
+from gossipdp.launcher.team import Report, Team, report_variables, send_report
 
 
 class Scripted(WorkerProcess):
