@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from sharded_runs import Seen, loader, make_net, shard, step, values
 
-from gossipdp import GossipDataParallel
+from gossipdp import GossipDataParallel, Network
 from gossipdp.launcher.networks import networks_at
 from gossipdp.parallel import gossip_engine
 from gossipdp.parallel.arrival import Arrival
@@ -61,7 +61,13 @@ def join_at_once(directory: Path) -> Seen:
     dist.init_process_group("gloo")
     net = shard(make_net(0 if is_run else 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)
-    model = GossipDataParallel(net, optimizer, graph="complete", budget_samples=10**9)
+    model = GossipDataParallel(
+        net,
+        optimizer,
+        graph="complete",
+        budget_samples=10**9,
+        network=Network(timeout_s=2.0),  # a joining replica waits as long for others of its rank
+    )
     seen = Seen(model.rank, model.world_size, 0, model.worker_seed)
     counted = [int(each["step"]) for each in optimizer.state_dict()["state"].values()]
     seen.facts |= {"at first": values(net), "steps taken over": counted}

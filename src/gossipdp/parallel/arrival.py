@@ -43,6 +43,7 @@ from gossipdp.protocol.worker import WorkerProtocol
 logger = logging.getLogger("gossipdp")
 
 LOOK_AT_PROGRESS_EVERY_S = 1.0
+LOOK_AT_RANK_EVERY_S = 0.05
 
 
 class Arrival:
@@ -271,9 +272,10 @@ class Arrival:
         """Join with all processes of a replica, under the rank that the first of them is given.
 
         In the network of the first shard two replicas that join at the same time get a rank each,
-        as two workers do. Who has its rank there tells it to its others, so these find it free in
-        the networks of theirs, or held by a replica that has ended. They wait for it in a
-        collective: at most for gloo's time-out, of 30 minutes.
+        as two workers do. Both may take part before they hear of each other, so the first process
+        tells its others the rank only when nobody has disputed it for a time-out. These then find
+        it free in the networks of theirs, or held by a replica that has ended. They wait for it in
+        a collective: at most for gloo's time-out, of 30 minutes.
 
         From here on the rank is given. A replica that hears of another one of its rank only now
         ends: its processes could not take another at the same step.
@@ -282,10 +284,24 @@ class Arrival:
         is_first = environment.shard == 0
         if is_first:
             self._join()
+            self._await_disputes()
         rank = self._replica.first_says(self.rank if is_first else 0)
         self._environment = replace(environment, rank=rank)
         if not is_first:
             self._join()
+
+    def _await_disputes(self) -> None:
+        """Return when this worker has had its rank for a time-out, and no other claims it."""
+        assert self.thread is not None
+        since_s = time.monotonic()
+        while time.monotonic() < since_s + self._network.timeout_s:
+            try:
+                self.thread.check()
+            except SupersededError as error:
+                self._give_up_rank(error)
+                self._join()
+                since_s = time.monotonic()
+            time.sleep(LOOK_AT_RANK_EVERY_S)
 
     def _join(self) -> None:
         """Join, anew with another rank as often as this one turns out to be another's."""
