@@ -1,7 +1,7 @@
 """How fast do sharded replicas train over gossip, and beside HSDP?
 
     python benchmarks/shards.py [--rounds 3] [--quick]
-    python benchmarks/shards.py --link              each replica behind 100 Mbit/s (root)
+    python benchmarks/shards.py link                each replica behind 100 Mbit/s (root)
 
 Two replicas of two processes each train a small GPT over gloo on this machine. HSDP is torch's own:
 ``fully_shard`` with both dimensions of the mesh, which averages gradients over the replicas at each
@@ -10,7 +10,7 @@ of the slow replica, where there is one. It is long beside the work of the model
 on a machine with a core for every process. Rows take turns, each in processes of its own. Memory is
 what a process takes beyond its imports.
 
-With ``--link`` each replica is a host (a network namespace, on a switch by a cable of that rate, no
+With ``link`` each replica is a host (a network namespace, on a switch by a cable of that rate, no
 delay added), with both of its processes. Bytes are what leaves the host, headers included. The
 model has a million parameters there, so that it takes a third of a second to send.
 """
@@ -276,20 +276,21 @@ def note(num_rounds: int, task: dict[str, Any]) -> str:
 def main() -> None:
     """Run all rows of a table in turn and write it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--link", action="store_true", help="each replica behind 100 Mbit/s (root)")
+    parser.add_argument("where", nargs="?", choices=("here", "link"), default="here")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15, help="of each process, under HSDP")
     parser.add_argument("--wait", type=float, default=0.4, help="seconds a step computes")
     parser.add_argument("--quick", action="store_true", help="to see that it works")
     options = parser.parse_args()
-    name = "shards_link" if options.link else "shards"
+    is_link = options.where == "link"
+    name = "shards_link" if is_link else "shards"
     report = Report(name, __doc__.split("\n", 1)[0], options.quick)
-    width = LINK_WIDTH if options.link else 64
+    width = LINK_WIDTH if is_link else 64
     task = {"wait_s": options.wait, "num_steps": options.steps, "width": width, "num_layers": 1}
     num_rounds = options.rounds
     if options.quick:
         task, num_rounds = task | {"num_steps": 5, "width": 32, "wait_s": 0.01}, 1
-    if not options.link:
+    if not is_link:
         data = on_one_machine(report, num_rounds, task | {"network": None})
     elif (why_not := missing("tc")) is not None:
         report.missing.append(Missing("all rows", why_not))
