@@ -190,13 +190,7 @@ def train(task: Task) -> Measured:
 
 def measure(case: Case, task: dict[str, Any]) -> dict[str, Any]:
     """Run one row; samples/s over all processes, from the first's first step to the last's end."""
-    processes = launch(
-        train,
-        NUM_REPLICAS * NUM_SHARDS,
-        (Task(case, **task),),
-        timeout_s=600,
-        environment={"TORCH_CPP_LOG_LEVEL": "ERROR"},
-    )
+    processes = launch(train, NUM_REPLICAS * NUM_SHARDS, (Task(case, **task),), timeout_s=600)
     seconds = max(one.ended_s for one in processes) - min(one.began_s for one in processes)
     return {
         "samples_per_s": sum(one.samples for one in processes) / seconds,
@@ -283,6 +277,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="to see that it works")
     options = parser.parse_args()
     is_link = options.where == "link"
+    # A namespace has no names for addresses, of which torch would warn in every run.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     name = "shards_link" if is_link else "shards"
     report = Report(name, __doc__.split("\n", 1)[0], options.quick)
     width = LINK_WIDTH if is_link else 64
