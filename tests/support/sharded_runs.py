@@ -334,7 +334,7 @@ def poisoned(mesh: DeviceMesh) -> dict[str, Any]:
         net,
         optimizer,
         mesh=mesh["replicate"],
-        budget_samples=BUDGET,
+        budget_samples=BUDGET // 2,
         pace="strict",
         comm_rate=2.0,
         on_nonfinite="exit",
