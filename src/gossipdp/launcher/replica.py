@@ -11,6 +11,7 @@ one in its own, as any joining worker does, and tells the others once it has it.
 """
 
 import dataclasses
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import final
@@ -66,7 +67,9 @@ class Replicas:
 class ReplicaProcess(WorkerProcess):
     """The processes of one replica; when one of them fails, the others are killed.
 
-    They could not go on: FSDP's collectives wait for all of them. ``processes`` are by shard.
+    They could not go on: FSDP's collectives wait for all of them. Once a signal was passed on, all
+    of them end by themselves, and the first that has is no reason to kill another that may still be
+    writing its checkpoint: the supervisor's patience ends that. ``processes`` are by shard.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class ReplicaProcess(WorkerProcess):
         self._running = dict(enumerate(processes))
         self.processes, self._networks, self._store = processes, networks, store
         self._failure: Ending | None = None
+        self._is_ending = False
         self._begun: set[int] = set()
 
     def waits_for(self) -> list[object]:
@@ -106,15 +110,21 @@ class ReplicaProcess(WorkerProcess):
             if ending.reason and self._failure is None:
                 reason = f"lost its process {shard}, which {ending.reason}"
                 self._failure = dataclasses.replace(ending, reason=reason)
-                for other in self._running.values():
-                    other.kill_group()
+                if not self._is_ending:
+                    self._kill_others()
         return None if self._running else self._failure or Ending()
 
     def show_label(self, label: str) -> None:
         for shard, process in enumerate(self.processes):
             process.show_label(f"{label}.{shard}")
 
+    def _kill_others(self) -> None:
+        for process in self._running.values():
+            process.kill_group()
+            process.send(signal.SIGKILL)  # it may not yet have made its group
+
     def send(self, number: int) -> None:
+        self._is_ending = True
         for process in self._running.values():
             process.send(number)
 

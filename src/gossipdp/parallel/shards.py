@@ -36,6 +36,12 @@ REPLICAS_ARE_UNKNOWN = (
     "with `gossipdp run -n N --nproc-per-replica {} train.py`, or shard over one dimension of a "
     "device mesh and give the other, as in mesh=mesh['replicate']"
 )
+TENSOR_PARALLEL = (
+    "the model's parameters are split by something else than fully_shard, such as tensor "
+    "parallelism (parallelize_module): its processes train on the same samples and copy some "
+    "parameters, and gossip between such replicas is not supported. Shard with fully_shard over "
+    "one dimension of a device mesh, and leave out the other"
+)
 
 
 def as_dtensor(tensor: Tensor) -> "DTensor | None":
@@ -293,12 +299,14 @@ def _ranks_of(module: nn.Module) -> list[int]:
 
     Raises:
         ValueError: a trained parameter is held by several of them: each exchanges what it holds
-            alone, so the copies would drift apart.
+            alone, so the copies would drift apart. Or others than FSDP have split it.
     """
     ranks: set[int] = set()
     for parameter in module.parameters():
         if (sharded := as_dtensor(parameter)) is not None:
             ranks.update(sharded.device_mesh.mesh.flatten().tolist())
+    if len(ranks) > 1 and not _is_of_fsdp(module):
+        raise ValueError(TENSOR_PARALLEL)
     for name, parameter in module.named_parameters() if len(ranks) > 1 else ():
         if parameter.requires_grad and not _is_split(parameter, len(ranks)):
             raise ValueError(
@@ -309,13 +317,30 @@ def _ranks_of(module: nn.Module) -> list[int]:
     return sorted(ranks)
 
 
+def _is_of_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP has split it, and tensor parallelism has not split it once more."""
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = (as_dtensor(parameter) for parameter in module.parameters())
+    splits = (
+        [size for size, placement in _dimensions(each) if size > 1 and not placement.is_replicate()]
+        for each in sharded
+        if each is not None
+    )
+    has_fsdp = any(isinstance(each, FSDPModule) for each in module.modules())
+    return has_fsdp and all(len(each) <= 1 for each in splits)
+
+
+def _dimensions(sharded: "DTensor") -> Iterable[tuple[int, Any]]:
+    """The size of each dimension of a DTensor's mesh, and what becomes of the tensor along it."""
+    return zip(sharded.device_mesh.mesh.shape, sharded.placements, strict=True)
+
+
 def _is_split(parameter: Tensor, num_processes: int) -> bool:
     sharded = as_dtensor(parameter)
     if sharded is None:
         return False
-    mesh = sharded.device_mesh
-    sizes: Iterable[tuple[int, Any]] = zip(mesh.mesh.shape, sharded.placements, strict=True)
-    return mesh.size() == num_processes and all(
+    return sharded.device_mesh.size() == num_processes and all(
         size == 1 or not (placement.is_replicate() or placement.is_partial())
-        for size, placement in sizes
+        for size, placement in _dimensions(sharded)
     )

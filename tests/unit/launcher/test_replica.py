@@ -120,6 +120,17 @@ def test_the_death_of_one_process_ends_the_others(made: Made) -> None:
     assert ending == Ending("lost its process 1, which died of signal 9 (SIGKILL)")
 
 
+def test_who_was_asked_to_end_is_not_killed_for_it(made: Made) -> None:
+    """The first to end leaves the others the time to save."""
+    replica = made.start(0)
+    replica.send(15)
+    made.processes["0.0"].how = Ending("ended with exit code 143")
+    assert replica.poll() is None
+    assert not made.processes["0.1"].is_killed
+    made.processes["0.1"].how = Ending("ended with exit code 143")
+    assert replica.poll() == Ending("lost its process 0, which ended with exit code 143")
+
+
 def test_a_signal_reaches_those_that_run(made: Made) -> None:
     replica = made.start(0)
     made.processes["0.1"].how = Ending()
