@@ -272,7 +272,7 @@ def test_the_timeline_of_the_docs_is_what_its_command_draws(elsewhere: Path) -> 
 
 
 def test_consensus_on_a_ring(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--workers 16 --json results.json --timeline") == 0
+    assert simulate("--workers 16 --json results.json --timeline --processes 1") == 0
     written = strict(elsewhere / "results.json")
     assert set(written["methods"]) == {"a2cid2", "gossip"}
     # The design's table, with Poisson edges.
