@@ -198,7 +198,7 @@ class Training:
             self._parameters.append(parameter)
         self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-6, fused=fused)
         shared = x, torch.empty(num_values), random()
-        self.plain, self.outer = Worker(*shared, None), Worker(*shared, OuterStep())
+        self.plain, self.outer = Worker(*shared, None), Worker(*shared, OuterStep(every=1))
 
     def step(self) -> float:
         """Seconds of a step with nothing after it."""

@@ -18,7 +18,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,8 @@ def _both(every: int) -> dict[str, int]:
 
 PLAIN_MEAN = OuterStep(momentum=0.0, lr=1.0)
 OUTER = OuterStep(momentum=0.7, lr=1.0)
-"""The library's default. DiLoCo's paper has 0.9 and 0.7: a row of its own."""
+"""The library's default: in gossip's rows every second exchange begins with one. DiLoCo's paper has
+0.9 and 0.7: a row of its own."""
 
 ROWS: dict[str, Row] = {
     "all-reduce": _row("allreduce", 0.032),
@@ -164,6 +165,12 @@ ROWS: dict[str, Row] = {
     "gossip, ring, v every 16th": _row("gossip", 0.064, "ring", exchange_moments=_v(16)),
     "a2cid2, ring": _row("a2cid2", 0.064, "ring"),
     "a2cid2, ring, v every 16th": _row("a2cid2", 0.064, "ring", exchange_moments=_v(16)),
+    "gossip, exponential, v every 16th": _row(
+        "gossip", 0.064, "exponential", exchange_moments=_v(16)
+    ),
+    "a2cid2, exponential, v every 16th": _row(
+        "a2cid2", 0.064, "exponential", exchange_moments=_v(16)
+    ),
 }
 for _every in (8, 16, 32):
     _apart = f"H = {_every}"
@@ -178,7 +185,10 @@ for _every in (8, 16, 32):
         ),
     }
 ROWS["gossip, outer step of momentum 0.5, H = 8"] = _row(
-    "gossip", 0.032, every=8, outer=OuterStep(momentum=0.5, lr=1.0)
+    "gossip", 0.032, every=8, outer=replace(OUTER, momentum=0.5)
+)
+ROWS["gossip, outer step in each exchange, H = 8"] = _row(
+    "gossip", 0.016, every=8, outer=replace(OUTER, every=1)
 )
 ROWS["DiLoCo, H = 16, momentum 0.9, lr 0.7"] = _row("diloco", 0.016, sync_every=16)
 ROWS["local SGD, H = 16"] = _row("diloco", 0.032, sync_every=16, outer=PLAIN_MEAN)
@@ -189,6 +199,7 @@ ROWS["gossip, H = 8"] = _row("gossip", 0.032, every=8)
 ROWS["gossip, H = 8, v every 2nd"] = _row("gossip", 0.032, every=8, exchange_moments=_v(2))
 ROWS["a2cid2, ring, H = 8"] = _row("a2cid2", 0.032, "ring", every=8)
 ROWS["gossip, ring, H = 8"] = _row("gossip", 0.032, "ring", every=8)
+ROWS["gossip, exponential, H = 8"] = _row("gossip", 0.032, "exponential", every=8)
 ROWS["gossip, H = 4"] = _row("gossip", 0.064, every=4)
 for _method in ("gossip", "a2cid2"):
     ROWS[f"{_method}, ring, outer step, H = 8"] = _row(_method, 0.016, "ring", every=8, outer=OUTER)

@@ -1,9 +1,12 @@
-"""``examples/clusters/slurm.sbatch`` on a Slurm of one node, which these tests start by themselves.
+"""``examples/clusters/slurm.sbatch``, and the replicas of docs/shards.md, on a Slurm of one node.
+
+The tests start it by themselves.
 
 ``make cluster-test``, as root, with Debian's packages slurm-wlm and munge.
 """
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -217,3 +220,27 @@ def test_a_job_that_was_cancelled_is_not_requeued(slurm: Slurm, tmp_path: Path) 
     wait_for(lambda: slurm.state(job) == "CANCELLED", output.read_text)
     wait_for(lambda: "idle" in slurm.call("sinfo", "-h", "-o", "%t"), output.read_text)
     assert slurm.state(job) == "CANCELLED"
+
+
+def test_replicas_of_two_processes(slurm: Slurm, tmp_path: Path) -> None:
+    """The command of docs/shards.md: one supervisor a node."""
+    page = (SBATCH.parents[2] / "docs" / "shards.md").read_text()
+    (command,) = re.findall(r"^    (srun (?:.*\\\n)*.*)$", page, re.M)
+    command = re.sub(r"\\\n\s*", "", command)
+    changes = {
+        "-n 8 --nproc-per-replica 8": "-n 4 --nproc-per-replica 2",
+        "head:29500": f"127.0.0.1:{free_port()}",
+        "~/.gossipdp-tls": str(slurm.directory / "tls"),
+        "train.py": f"{SBATCH.parents[1] / 'fsdp2_gpt.py'} --samples 2000",
+    }
+    for shown, used in changes.items():
+        assert shown in command
+        command = command.replace(shown, used)
+    job = tmp_path / "job.sh"
+    job.write_text(f"#!/bin/bash\n{command}\n")
+    output = tmp_path / "output"
+    number = slurm.call("sbatch", "--nodes=1", f"--output={output}", "--parsable", str(job))
+    wait_for(lambda: slurm.state(number.strip()) not in ("PENDING", "RUNNING"), output.read_text)
+    said = output.read_text()
+    assert slurm.state(number.strip()) == "COMPLETED", said
+    assert said.count("average of 2 replicas") == 2, said

@@ -113,7 +113,7 @@ def test_a_resumed_run_goes_on_with_its_outer_momentum(
     starts = []
     for rank in range(n):
         (saved,) = saved_by(tmp_path, rank)
-        assert saved.facts.outer == "OuterStep(momentum=0.5, lr=1.0)"
+        assert saved.facts.outer == "OuterStep(momentum=0.5, lr=1.0, every=2)"
         tensors, _ = read_tensors(saved.path)
         x, pending, g, m = (
             tensors.get(f"{kind}/weight", torch.zeros(NUM_VALUES)).double()
@@ -145,4 +145,4 @@ def test_all_workers_have_the_same_outer_step(
     workers: Callable[..., Any], other: OuterStep | None
 ) -> None:
     said = workers(wrap, 2, ([OuterStep(), other], "RANK"))
-    assert any("a2cid2 with OuterStep(momentum=0.7, lr=1.0)" in text for text in said)
+    assert any("a2cid2 with OuterStep(momentum=0.7, lr=1.0, every=2)" in text for text in said)

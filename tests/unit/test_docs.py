@@ -5,8 +5,9 @@ both sides of the README's ``diff`` do; ``py`` is compared with the object of th
 and ``yaml`` can be read.
 Indented calls of our command are checked for their options; with a prompt, ``$ gossipdp plan`` and
 ``$ gossipdp simulate`` are run, and print what follows them. A line of three dots stands for any
-number of lines. The cells of the notebooks run in tests/integration/test_notebooks.py, the changes
-(``diff``) of your_script.md in tests/integration/test_your_script.py.
+number of lines. Indented Python that wraps a model runs with a small one; in tests/integration
+run that of shards.md (test_shards.py), the cells of the notebooks (test_notebooks.py) and the
+changes (``diff``) of your_script.md (test_your_script.py).
 """
 
 import ast
@@ -18,6 +19,7 @@ import math
 import re
 import runpy
 import socket
+import textwrap
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -191,6 +193,35 @@ def run_program(
 @pytest.mark.parametrize(("name", "block"), PROGRAMS, ids=[name for name, _ in PROGRAMS])
 def test_programs_run(name: str, block: str, run_program: Callable[[str], dict[str, Any]]):
     run_program(block)
+
+
+FRAGMENTS = [
+    (name, textwrap.dedent(block))
+    for name, page in zip(NAMES, PAGES, strict=True)
+    for outside in [re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)]
+    for block in re.findall(r"(?<=\n\n)(?: {4}.*\n)+", outside)
+    if "GossipDataParallel(" in block and page.name != "shards.md"
+]
+
+
+@pytest.mark.parametrize(("name", "block"), FRAGMENTS, ids=[name for name, _ in FRAGMENTS])
+def test_fragments_run(name: str, block: str, run_program: Callable[[str], dict[str, Any]]):
+    net = torch.nn.Linear(8, 2)
+    names: dict[str, Any] = {
+        "gossipdp": gossipdp,
+        "GossipDataParallel": gossipdp.GossipDataParallel,
+        "ProgressLR": gossipdp.ProgressLR,
+        "cross_entropy": torch.nn.functional.cross_entropy,
+        "net": net,
+        "optimizer": torch.optim.AdamW(net.parameters()),
+        "loader": [(torch.randn(10_000, 8), torch.randint(2, (10_000,)))],
+    }
+    exec(block, names)
+    names["model"].close()
+
+
+def test_there_are_fragments():
+    assert len(FRAGMENTS) >= 4
 
 
 def test_both_sides_of_the_readme_s_diff_run(

@@ -109,13 +109,14 @@ class Chunk:
         pending: what exchanges and flow brought and the next boundary adds.
         c: the momentum as it was at ``theta_c``; None under plain averaging.
         outer: the outer step; None without one.
+        num_exchanges: that this worker began, counted for the outer step alone.
         theta: the phase this chunk has been flowed to.
         theta_c: the phase at which c was written; minus infinity where there is no momentum,
             whatever c holds.
         has_pending: whether the next boundary has anything to add. Known zeros are not added: with
             no exchange, training is bitwise that of the plain loop.
         is_compiled: whether numba's loops compute here.
-        lock: guards pending, c, base, m, the phases and the flags; see the module.
+        lock: guards pending, c, base, m, the count, the phases and the flags; see the module.
     """
 
     def __init__(self, role: Role, x: Tensor, pending: Tensor, c: Tensor | None) -> None:
@@ -125,6 +126,7 @@ class Chunk:
         self.pending = pending
         self.c = c
         self.outer: Outer | None = None
+        self.num_exchanges = 0
         self.theta = 0.0
         self.theta_c = -math.inf
         self.has_pending = False
@@ -219,7 +221,7 @@ class Chunk:
     # The gossip thread's part. Snapshots are in host memory.
 
     def outer_step(self) -> None:
-        """Take the outer step, if there is one, before the snapshot of an exchange: once in each.
+        """Take the outer step, if one is due, before the snapshot of an exchange: once in each.
 
         Between the two a boundary may move pending into x, and the optimizer may step: both ends of
         the exchange use the snapshot, and what it holds of that step counts in the next outer step.
@@ -228,6 +230,9 @@ class Chunk:
             return
         with self.lock:
             (rule, base, m), compiled = self.outer, self.is_compiled
+            self.num_exchanges += 1
+            if self.num_exchanges % rule.every:
+                return
             numbers = rule.momentum, rule.lr
             update.outer_step(self.x, self.pending, base, m, *numbers, compiled=compiled)
             self.has_pending = True
@@ -347,6 +352,7 @@ class Chunk:
         if self.outer is not None:
             self.outer.base.copy_(self.x)
             self.outer.m.zero_()
+        self.num_exchanges = 0
         self.has_pending = False
         # A worker that takes its place anew has a phase that begins anew.
         self.theta, self.theta_c = 0.0, -math.inf

@@ -1,8 +1,8 @@
-r"""The outer step: a Nesterov step on what the optimizer did since a worker's last exchange.
+r"""The outer step: a Nesterov step on what the optimizer did since a worker's last one.
 
 Where exchanges are rare, many optimizer steps lie between two of them. DiLoCo (arXiv 2311.08105)
 treats their sum as one large gradient and takes an outer step with momentum on it. Here each worker
-does so by itself, chunk by chunk, at the start of each of its exchanges:
+does so by itself, chunk by chunk, at the start of every second of its exchanges:
 
 .. math::
     g = x - \text{base}, \qquad m \leftarrow \mu m + g, \qquad u = \gamma (g + \mu m) - g, \qquad
@@ -14,7 +14,10 @@ adds to x. So :math:`g` is the sum of those steps alone, whatever exchanges and 
 meanwhile, and neither of them touches base or m. The step is local, so an exchange that fails after
 it harms nothing, and the mean of x + c/2 over workers moves by optimizer and outer steps alone.
 
-Two workers in lock-step, with an exchange every H steps, take exactly DiLoCo's steps. The optimizer
+Two workers in lock-step, with an exchange and an outer step every H steps, take exactly DiLoCo's
+steps. Where workers exchange at their own times, each is asked for an exchange as often as it asks
+for one. An outer step in both made the outer momentum's memory half as long, counted in optimizer
+steps, and the loss worse (docs/quality.md): hence every second exchange. The optimizer
 may write x while the gossip thread takes the step: each value of x is read once, and what was read
 is the new base, so that no part of an optimizer's step is lost or counted twice.
 """
@@ -27,10 +30,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OuterStep:
-    r"""An outer step at each exchange; ``GossipDataParallel(..., outer=OuterStep())``.
+    r"""An outer step with exchanges; ``GossipDataParallel(..., outer=OuterStep())``.
 
     For rare exchanges (``comm_rate`` of 1/8 and less), as on slow links. With :math:`g` the sum of
-    the optimizer's steps since this worker's last exchange, :math:`\mu` → ``momentum`` and
+    the optimizer's steps since this worker's last outer step, :math:`\mu` → ``momentum`` and
     :math:`\gamma` → ``lr``, the sum is replaced by a Nesterov step:
 
     .. math:: m \leftarrow \mu m + g, \qquad g \leftarrow \gamma (g + \mu m)
@@ -43,13 +46,15 @@ class OuterStep:
     Args:
         momentum: how much of the last outer steps goes on, from 0 to below 1.
         lr: the outer learning rate, above 0.
+        every: one exchange in how many, asked for or answered, begins with an outer step. With 2 a
+            worker takes one outer step for each exchange that it asks for, in the mean.
 
     Raises:
         ValueError: a value is out of range.
 
     Example:
         >>> OuterStep(momentum=0.9, lr=0.7)
-        OuterStep(momentum=0.9, lr=0.7)
+        OuterStep(momentum=0.9, lr=0.7, every=2)
 
     Departures from DiLoCo: workers exchange in pairs and at their own times, and each holds an
     outer momentum of its own.
@@ -57,9 +62,10 @@ class OuterStep:
 
     momentum: float = 0.7
     lr: float = 1.0
+    every: int = 2
 
     def __post_init__(self) -> None:
-        """Keep both as Python's floats; raise ValueError for one that cannot be meant."""
+        """Keep them as Python's numbers; raise ValueError for one that cannot be meant."""
         for name in ("momentum", "lr"):
             value = getattr(self, name)
             try:
@@ -73,3 +79,7 @@ class OuterStep:
             )
         if not (math.isfinite(self.lr) and self.lr > 0.0):
             raise ValueError(f"the outer step's lr is {self.lr:g}; it must be a positive number")
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(
+                f"the outer step's every is {self.every!r}; it must be a whole number of exchanges"
+            )

@@ -109,6 +109,13 @@ class Stream(abc.ABC):
         Raises BlockingIOError where nothing has come yet, OSError where the connection is lost.
         """
 
+    def batch(self, num_bytes: int) -> bool:
+        """Let no event come before ``num_bytes`` have, at least 1, or the connection's end.
+
+        True: it was more until now. TLS does not: what it has taken of a record does not count.
+        """
+        return False
+
     @abc.abstractmethod
     def send(self, parts: Sequence[bytes | memoryview]) -> int:
         """Hand ``parts`` to the kernel, one after the other; how many bytes it took.
@@ -123,9 +130,16 @@ class PlainStream(Stream):
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
+        self._batch_bytes = 1
 
     def receive_into(self, rooms: Sequence[memoryview]) -> int:
         return self.connection.recvmsg_into(rooms)[0]
+
+    def batch(self, num_bytes: int) -> bool:
+        before, self._batch_bytes = self._batch_bytes, num_bytes
+        if num_bytes != before:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+        return num_bytes < before
 
     def send(self, parts: Sequence[bytes | memoryview]) -> int:
         return self.connection.sendmsg(parts)

@@ -47,6 +47,11 @@ TURN_BYTES = 4 << 20
 CONTROL_BATCH_BYTES = 64 << 10
 # Read behind a header that comes first: what is small arrives in one call.
 READ_AHEAD_BYTES = 1024
+# Within a payload, packets that follow one another sooner than this are read several at once: each
+# time the thread wakes it takes the interpreter's lock, and a core, from training. At most so many
+# bytes gather; on a slow link none do, so that the peer is heard as often as it sends.
+QUICK_S = 1e-3
+MAX_BATCH_BYTES = 64 << 10
 # A peer that reads nothing for this long a list of messages is as good as gone.
 MAX_QUEUED_CONTROL_BYTES = 4 << 20
 # The handler hears that a link is writable while fewer chunks than this are queued.
@@ -131,6 +136,7 @@ class TcpLink(Link):
         self._landing: memoryview | None = None
         self._payload_rest = 0
         self._next_received = 0
+        self._batch_bytes = 1
         self._segments = PeerSegments()
         self._num_read = self._num_said = 0  # of the peer's chunks, in place; and what it was told
 
@@ -283,7 +289,7 @@ class TcpLink(Link):
         try:
             count = self.stream.receive_into(rooms)
         except BlockingIOError:
-            self.can_read = False
+            self.can_read = self._gather()
             return 0
         except OSError as error:
             self.end(f"connection lost: {error.strerror}")
@@ -291,14 +297,30 @@ class TcpLink(Link):
         if count == 0:
             self.end(self._write_error or "closed by the peer")
             return 0
-        self.last_heard_s = self._owner.clock()
+        now_s = self._owner.clock()
+        gap_s, self.last_heard_s = now_s - self.last_heard_s, now_s
         self.bytes_received += count
         # A short read has emptied the socket; only an end is then still to be read.
         is_short = count < sum(map(len, rooms))
         self.can_read = not is_short or self.hung_up or self.stream.has_more
         self._payload_rest -= min(count, rest)
         self._ahead = self._inbox[: num_ahead + max(0, count - rest)]
+        if not self.can_read:
+            if gap_s < QUICK_S:
+                self._batch_bytes = min(2 * max(self._batch_bytes, count), MAX_BATCH_BYTES)
+            elif gap_s > 10 * QUICK_S:
+                self._batch_bytes = 1
+            self.can_read = self._gather()
         return count
+
+    def _gather(self) -> bool:
+        """Sleep until a batch of the payload is there, or a frame begins; True: look once more.
+
+        No wait is for bytes that do not come: the peer sends its payload to the end, whatever we
+        do. What comes between a short read and a smaller batch than before made no event, so it is
+        looked for.
+        """
+        return self.stream.batch(max(1, min(self._payload_rest, self._batch_bytes)))
 
     def _start_frame(self, data: memoryview) -> None:
         """Look at a whole header; raises FrameError where no worker would send it."""

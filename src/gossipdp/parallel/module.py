@@ -54,7 +54,7 @@ class GossipDataParallel(nn.Module):
         comm_rate: exchanges per worker per gradient step, in expectation.
         method: ``a2cid2``; ``gossip`` (plain pairwise averaging); ``allreduce`` (the synchronous
             baseline, through DistributedDataParallel); ``none`` (workers train apart: the control).
-        outer: an outer step at each exchange, for rare ones: see :class:`~gossipdp.OuterStep`. The
+        outer: an outer step with exchanges, for rare ones: see :class:`~gossipdp.OuterStep`. The
             same on all workers; None: none.
         budget_samples: how many samples all workers together train on; ends :meth:`batches` and
             scales :meth:`progress`. None: no budget, or that of :meth:`epochs`.

@@ -37,6 +37,8 @@ class Population:
         self.outer = outer
         self.base = self.trained.clone() if outer is not None else None
         self.outer_momentum = torch.zeros_like(self.trained) if outer is not None else None
+        self.num_exchanges = np.zeros(len(start), dtype=np.int64)
+        """That each worker began, counted for the outer step alone."""
         self.theta = np.zeros(len(start))
         """The phase to which each row has been flowed."""
         # Where the sum of x + c/2 would be if gradient and outer steps alone moved it.
@@ -80,8 +82,14 @@ class Population:
         self.expected_sum[trained] += after - before
 
     def outer_step(self, rank: int) -> None:
-        """Nesterov's step on what the optimizer of ``rank`` did since the last one, if any."""
+        """Nesterov's step on what the optimizer of ``rank`` did since the last one, if it is due.
+
+        Once at the start of each of its exchanges.
+        """
         if self.outer is None:
+            return
+        self.num_exchanges[rank] += 1
+        if self.num_exchanges[rank] % self.outer.every:
             return
         assert self.base is not None
         assert self.outer_momentum is not None

@@ -247,8 +247,8 @@ class Scenario:
         stop_below: end once the consensus distance is below this share of its first value.
         eta_factor: multiplies eta.
         alpha_tilde_factor: multiplies the excess alpha_tilde - 1/2.
-        outer: the outer step. With a2cid2 and gossip each worker takes it at the start of each of
-            its exchanges; None: none. For diloco, streaming-diloco and noloco: None: as its paper.
+        outer: the outer step. With a2cid2 and gossip each worker takes it at the start of its
+            exchanges; None: none. For diloco, streaming-diloco and noloco: None: as its paper.
         exchange_moments: which of the optimizer's tensors, such as ``exp_avg_sq``, are averaged
             too, and at every how many of the exchanges that a worker asks for.
         sync_every: H, gradient steps from one average to the next, of diloco, streaming-diloco and

@@ -102,8 +102,8 @@ class TrainOptions(RunOptions):
     """cpu or cuda. With cuda the workers of a machine take its devices in turn."""
 
     outer_momentum: float | None = None
-    """Momentum of an outer step at each exchange, for low comm rates. There is one if this or
-    --outer-lr is given; the other is then 0.7 or 1."""
+    """Momentum of an outer step at every second exchange, for low comm rates. There is one if this
+    or --outer-lr is given; the other is then 0.7 or 1."""
 
     outer_lr: float | None = None
     """Learning rate of the outer step."""

@@ -52,8 +52,11 @@ def gradient(x: Tensor, worker: int, step: int) -> Tensor:
 
 
 def diloco(start: Tensor, rule: OuterStep, rounds: int, inner_steps: int) -> Tensor:
-    """Two workers under DiLoCo with SGD within and Nesterov's momentum without, as published."""
-    x, velocity = start.clone(), torch.zeros_like(start)
+    """Two workers under DiLoCo with SGD within and Nesterov's momentum without, as published.
+
+    Where outer steps are rarer than exchanges, the workers' mean is all that these are.
+    """
+    x, anchor, velocity = start.clone(), start, torch.zeros_like(start)
     for number in range(rounds):
         ends = []
         for worker in range(2):
@@ -61,14 +64,18 @@ def diloco(start: Tensor, rule: OuterStep, rounds: int, inner_steps: int) -> Ten
             for step in range(inner_steps):
                 end -= 0.1 * gradient(end, worker, number * inner_steps + step)
             ends.append(end)
-        outer_gradient = x - (ends[0] + ends[1]) / 2
-        velocity = rule.momentum * velocity + outer_gradient
-        x = x - rule.lr * (outer_gradient + rule.momentum * velocity)
+        x = (ends[0] + ends[1]) / 2
+        if (number + 1) % rule.every == 0:
+            outer_gradient = anchor - x
+            velocity = rule.momentum * velocity + outer_gradient
+            x = anchor = anchor - rule.lr * (outer_gradient + rule.momentum * velocity)
     return x
 
 
 @pytest.mark.parametrize("momentum", [False, True])
-@pytest.mark.parametrize("rule", [OuterStep(), OuterStep(0.9, 0.7), OuterStep(0.0, 1.3)])
+@pytest.mark.parametrize(
+    "rule", [OuterStep(every=1), OuterStep(0.9, 0.7, 1), OuterStep(0.0, 1.3, 1), OuterStep()]
+)
 def test_two_workers_in_lock_step_are_diloco(rule: OuterStep, momentum: bool) -> None:
     """On a complete graph alpha_tilde is 1/2, so that c, where it is held, stays zero."""
     generator = torch.Generator().manual_seed(0)
@@ -85,7 +92,7 @@ def test_two_workers_in_lock_step_are_diloco(rule: OuterStep, momentum: bool) ->
         for state in states:
             state.boundary(float(number))
     expected = diloco(start, rule, rounds, inner_steps)
-    assert not torch.allclose(expected, diloco(start, OuterStep(0.0, 1.0), rounds, inner_steps))
+    assert not torch.allclose(expected, diloco(start, OuterStep(0.0, 1.0, 1), rounds, inner_steps))
     for state in states:
         torch.testing.assert_close(state.segments[0].x, expected, rtol=0, atol=1e-12)
 
@@ -96,7 +103,7 @@ def test_without_momentum_at_rate_1_the_bits_are_those_without(
     dtype: torch.dtype, momentum: bool
 ) -> None:
     ends = []
-    for rule in (None, OuterStep(momentum=0.0, lr=1.0)):
+    for rule in (None, OuterStep(0.0, 1.0, 1)):
         torch.manual_seed(3)
         states = [
             state_of(torch.randn(NUM_VALUES).to(dtype), rule, momentum=momentum) for _ in range(2)
@@ -116,7 +123,7 @@ def test_without_momentum_at_rate_1_the_bits_are_those_without(
 
 def test_the_mean_of_z_moves_by_optimizer_and_outer_steps_alone() -> None:
     torch.manual_seed(5)
-    rule = OuterStep()
+    rule = OuterStep(every=1)
     starts = [torch.randn(NUM_VALUES, dtype=torch.float64) for _ in range(4)]
     states = [state_of(x.clone(), rule, momentum=True) for x in starts]
     expected = sum(starts)
@@ -153,7 +160,7 @@ def test_the_mean_of_z_moves_by_optimizer_and_outer_steps_alone() -> None:
 
 def test_what_exchanges_and_flows_bring_is_no_step_of_the_optimizer() -> None:
     torch.manual_seed(6)
-    one, other = (state_of(torch.randn(8), OuterStep(), momentum=True) for _ in range(2))
+    one, other = (state_of(torch.randn(8), OuterStep(every=1), momentum=True) for _ in range(2))
     meet(one, other, 0.0, ALPHA_TILDE)
     theta = 0.0
     for flow in (one.flow, one.boundary, one.boundary, one.flow, one.boundary):
@@ -165,9 +172,24 @@ def test_what_exchanges_and_flows_bring_is_no_step_of_the_optimizer() -> None:
     assert not m.any()
 
 
+def test_every_so_many_exchanges_begin_with_one() -> None:
+    """And what it is taken on are all steps of the optimizer since the last one."""
+    state = state_of(torch.zeros(3, dtype=torch.float64), OuterStep(0.5, 1.0, 3))
+    (chunk,) = state.chunks
+    found = []
+    for _ in range(7):
+        chunk.x += 1.0
+        chunk.outer_step()
+        found.append(outer_of(chunk).m[0].item())
+    assert found == [0, 0, 3, 3, 3, 4.5, 4.5]
+    state.reset()
+    chunk.outer_step()
+    assert not outer_of(chunk).m.any()
+
+
 def test_an_outer_step_may_be_followed_by_no_exchange() -> None:
     """The exchange failed: the step stays, and is not taken again with the same g."""
-    state = state_of(torch.zeros(3, dtype=torch.float64), OuterStep(momentum=0.0, lr=3.0))
+    state = state_of(torch.zeros(3, dtype=torch.float64), OuterStep(0.0, 3.0, 1))
     (chunk,) = state.chunks
     chunk.x += 1.0
     for _ in range(3):
@@ -177,7 +199,7 @@ def test_an_outer_step_may_be_followed_by_no_exchange() -> None:
 
 
 def test_what_takes_another_state_begins_anew() -> None:
-    state = state_of(torch.zeros(3), OuterStep())
+    state = state_of(torch.zeros(3), OuterStep(every=1))
     (chunk,) = state.chunks
     _, base, m = outer_of(chunk)
     for begins_anew in (
@@ -195,7 +217,7 @@ def test_what_takes_another_state_begins_anew() -> None:
 
 def test_only_trained_values_have_one() -> None:
     roles = [role for role in Role if role is not Role.TRAINED]
-    state = State([Segment(torch.ones(3), role, outer=OuterStep()) for role in roles])
+    state = State([Segment(torch.ones(3), role, outer=OuterStep(every=1)) for role in roles])
     assert all(chunk.outer is None for chunk in state.all_chunks)
     for chunk in state.chunks:
         chunk.outer_step()
@@ -209,7 +231,7 @@ def test_a_boundary_may_come_between_an_outer_step_and_its_exchange() -> None:
     x_of = {}
     for between in ("nothing", "boundary", "step", "step and boundary"):
         one, other = (
-            state_of(torch.full((4,), value, dtype=torch.float64), OuterStep(0.5, 1.5))
+            state_of(torch.full((4,), value, dtype=torch.float64), OuterStep(0.5, 1.5, 1))
             for value in (1.0, 3.0)
         )
         one.segments[0].x += 2.0
@@ -242,7 +264,7 @@ def test_no_part_of_a_step_is_lost_or_counted_twice(kernels: str, dtype: torch.d
     step adds its g once more: in the end all steps count twice, but for those not yet seen by one.
     """
     length, num_steps = 300_000, 60
-    segment = Segment(torch.zeros(length, dtype=dtype), Role.TRAINED, outer=OuterStep(0.0, 2.0))
+    segment = Segment(torch.zeros(length, dtype=dtype), Role.TRAINED, outer=OuterStep(0.0, 2.0, 1))
     state = State([segment])
     state.compile(kernels)
     ends, num_outer_steps = threading.Event(), 0
@@ -288,3 +310,9 @@ def test_a_momentum_that_cannot_be_meant_is_refused(momentum: object) -> None:
 def test_a_rate_that_cannot_be_meant_is_refused(lr: object) -> None:
     with pytest.raises(ValueError, match="the outer step's lr is"):
         OuterStep(lr=lr)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
+def test_a_number_of_exchanges_that_cannot_be_meant_is_refused(every: object) -> None:
+    with pytest.raises(ValueError, match="the outer step's every is"):
+        OuterStep(every=every)  # type: ignore[arg-type]

@@ -215,7 +215,9 @@ def assert_outer_close(chunk: Chunk, expected: OuterState) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rule", [OuterStep(), OuterStep(0.9, 0.3), OuterStep(0.0, 2.0)])
+@pytest.mark.parametrize(
+    "rule", [OuterStep(every=1), OuterStep(0.9, 0.3, 1), OuterStep(0.0, 2.0, 1)]
+)
 def test_an_outer_step_is_the_reference_s(
     computes: Computes, dtype: torch.dtype, rule: OuterStep
 ) -> None:
@@ -239,7 +241,7 @@ def test_a_boundary_adds_to_base_what_it_adds_to_x(
     computes: Computes, dtype: torch.dtype, momentum: bool, decay: float
 ) -> None:
     for length in LENGTHS:
-        chunk = with_outer_step(random_chunk(length, length, dtype, momentum), OuterStep())
+        chunk = with_outer_step(random_chunk(length, length, dtype, momentum), OuterStep(every=1))
         assert chunk.outer is not None
         base = chunk.outer.base
         base[::2] = chunk.x[::2].float()  # values that no optimizer has stepped since
@@ -257,7 +259,7 @@ def test_a_boundary_adds_to_base_what_it_adds_to_x(
 def test_without_momentum_at_rate_1_an_outer_step_adds_nothing(
     computes: Computes, dtype: torch.dtype
 ) -> None:
-    chunk = with_outer_step(random_chunk(MOST, 3, dtype), OuterStep(0.0, 1.0))
+    chunk = with_outer_step(random_chunk(MOST, 3, dtype), OuterStep(0.0, 1.0, 1))
     before = copy_of(chunk)
     computes.outer_step(chunk)
     assert same_bits(chunk, before)
@@ -265,7 +267,7 @@ def test_without_momentum_at_rate_1_an_outer_step_adds_nothing(
 
 @pytest.mark.parametrize("value", POISON)
 def test_the_snapshot_after_an_outer_step_finds_poison(computes: Computes, value: float) -> None:
-    chunk = with_outer_step(random_chunk(MOST, 3, torch.float32), OuterStep())
+    chunk = with_outer_step(random_chunk(MOST, 3, torch.float32), OuterStep(every=1))
     chunk.x[500] = value
     computes.outer_step(chunk)
     assert not computes.snapshot(chunk, torch.empty(MOST), 1.0)

@@ -15,7 +15,7 @@ import pytest
 from gossipdp.errors import RendezvousError
 from gossipdp.links import sockets
 from gossipdp.links.frames import ChunkKey, FrameType, pack_header, run_tag
-from gossipdp.links.sockets import listen
+from gossipdp.links.sockets import PlainStream, listen
 from gossipdp.links.tcp import TcpTransport
 
 
@@ -502,6 +502,67 @@ def test_what_a_peer_said_before_it_went_is_heard_although_writing_failed(world:
     there.send_chunk(FrameType.EXCHANGE_CHUNK, ChunkKey(0, 0, 0, 0), memoryview(bytes(1 << 20)))
     world.until(lambda: first.handler.of("link_down"))
     assert first.handler.of("control") == [(there, b"last words")]
+
+
+class Tape(PlainStream):
+    """Keeps what is to be sent, and counts reads."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection)
+        self.taken = bytearray()
+        self.num_reads = 0
+
+    def send(self, parts: Any) -> int:
+        self.taken += b"".join(parts)
+        return sum(map(len, parts))
+
+    def receive_into(self, rooms: Any) -> int:
+        self.num_reads += 1
+        return super().receive_into(rooms)
+
+
+@pytest.mark.parametrize(("gap_s", "least", "most"), [(1e-4, 5, 25), (0.1, 200, 410)])
+def test_quick_packets_are_read_several_at_once(
+    world: Any, gap_s: float, least: int, most: int
+) -> None:
+    """Of 207, at full speed about one wake-up in ten reads; on a slow link each is heard."""
+    clock = Clock()
+    first, second = world.tcp(0, clock=clock), world.tcp(1)
+    here, there = world.join(first, second)
+    world.settle()
+    here.stream, there.stream = tapes = Tape(here.connection), Tape(there.connection)
+    payload = random.Random(0).randbytes(300_000)
+    for number in range(2):
+        key = ChunkKey(0, 0, number, 0)
+        there.send_chunk(FrameType.EXCHANGE_CHUNK, key, memoryview(payload))
+        there.send_control(b"behind it")
+    world.settle(second)
+    taken, tapes[0].num_reads = bytes(tapes[1].taken), 0
+    for start in range(0, len(taken), 1448):
+        there.connection.send(taken[start : start + 1448])
+        clock.now_s += gap_s
+        first.transport.poll(0.0)
+    assert [event[3] for event in first.handler.of("chunk")] == [payload] * 2
+    assert [event[1] for event in first.handler.of("control")] == [b"behind it"] * 2
+    assert 2 * least <= tapes[0].num_reads <= 2 * most
+
+
+def test_a_connection_that_ends_within_a_batch_is_noticed(world: Any) -> None:
+    first, second = world.tcp(0, clock=Clock()), world.tcp(1)
+    here, there = world.join(first, second)
+    world.settle()
+    there.stream = tape = Tape(there.connection)
+    key = ChunkKey(0, 0, 1, 0)
+    there.send_chunk(FrameType.EXCHANGE_CHUNK, key, memoryview(bytes(300_000)))
+    world.settle(second)
+    for start in range(0, 100_000, 1448):
+        there.connection.send(tape.taken[start : start + 1448])
+        first.transport.poll(0.0)
+    assert here.connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) > 10_000
+    there.connection.send(bytes(10))
+    world.settle(first)
+    there.connection.shutdown(socket.SHUT_RDWR)
+    world.until(lambda: first.handler.of("link_down"), first)
 
 
 def test_one_busy_link_does_not_starve_another(world: Any) -> None:

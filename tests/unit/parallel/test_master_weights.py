@@ -52,7 +52,7 @@ def test_an_optimizer_that_steps_the_parameters_is_not(optimizer):
 
 @pytest.mark.parametrize(
     ("outer", "num_steps"),
-    [(OuterStep(0.0, 0.5), 2), (OuterStep(0.0, 0.7), 3), (OuterStep(0.5, 0.3), 2)],
+    [(OuterStep(0.0, 0.5, 1), 2), (OuterStep(0.0, 0.7, 1), 3), (OuterStep(0.5, 0.3, 1), 2)],
 )
 def test_nor_is_an_outer_step_that_slows_down(outer: OuterStep, num_steps: int) -> None:
     """It takes back a share of the last steps, and so resembles the opposite of the next."""

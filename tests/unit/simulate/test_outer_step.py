@@ -20,7 +20,7 @@ from gossipdp.simulate.scenario import ConstantTime, Fidelity, Link, LinkModel, 
 from gossipdp.simulate.study import simulate
 
 NOISY = Quadratic(dimension=6, mu=0.5, smoothness=2.0, noise_variance=1.0, heterogeneity=4.0)
-OUTER = OuterStep(momentum=0.7, lr=0.9)
+OUTER = OuterStep(0.7, 0.9, 1)
 
 
 def begin(num_workers: int, *, momentum: bool = False, outer: OuterStep | None = OUTER) -> Training:
@@ -132,7 +132,7 @@ def test_with_momentum_0_and_lr_1_there_is_none(fidelity: Fidelity, method: str)
         links=LinkModel(Link(0.05, 1000.0)),
     )
     plain = simulate(scenario, method)
-    same = simulate(replace(scenario, outer=OuterStep(0.0, 1.0)), method)
+    same = simulate(replace(scenario, outer=OuterStep(0.0, 1.0, 1)), method)
     for name in ("loss", "consensus_distance"):
         np.testing.assert_allclose(same.column(name), plain.column(name), rtol=1e-8, atol=1e-10)
     other = simulate(replace(scenario, outer=OUTER), method)
