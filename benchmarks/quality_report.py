@@ -21,6 +21,7 @@ from quality_runs import TUNING_SEED, Measured
 from quality_worker import DataName, Point, RunSettings, Size, num_parameters
 from support.report import Table, Target
 
+from gossipdp import OuterStep
 from gossipdp.report.simulation_figures import OKABE_ITO
 
 Results = Mapping[DataName, Mapping[str, Measured]]
@@ -224,7 +225,9 @@ def settings_facts(base: RunSettings) -> dict[str, str]:
             "torch's bf16 hook under gloo by its name, so it is wrapped. Decent-DP has one "
             "optimizer a bucket."
         ),
-        "outer steps": f"Nesterov, momentum {OUTER_MOMENTUM:g}, rate {OUTER_RATE:g}, in all rows",
+        "outer steps": (
+            f"Nesterov, momentum {OUTER_MOMENTUM:g}, rate {OUTER_RATE:g}; gossipdp: {OuterStep()}"
+        ),
         "gossipdp": f"graph {base.graph}, no shared memory: all goes through sockets",
     }
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 BETA1, WEIGHT_DECAY = 0.9, 0.1
 OUTER_MOMENTUM, OUTER_RATE = 0.7, 1.0
+"""Of the synchronous rows; gossipdp's have its own default."""
 POWER_SGD_RANK, POWER_SGD_AFTER = 4, 0.05
 LIGHTHOUSE_JOIN_MS, TORCHFT_TIMEOUT_S = 60_000, 120.0
 
@@ -247,7 +248,7 @@ class TorchftDiLoCo(OneOptimizer):
 class RowKind:
     """One way to train together.
 
-    method and options are GossipDataParallel's; its outer step is given as (momentum, lr).
+    method and options are GossipDataParallel's; ``outer`` stands for its default outer step.
     period: whether its name has one; it may where that sets how often pairs exchange.
     by_speed: what a slow worker has less of, where workers are not equally fast.
     """
@@ -272,7 +273,7 @@ def _ours(method: str) -> dict[str, RowKind]:
     With a period each worker exchanges once in H steps; with an outer step there must be one.
     """
     name, without = f"gossipdp, {method}", {"exchange_moments": False}
-    outer, codes = {"outer": (OUTER_MOMENTUM, OUTER_RATE)}, {"wire_format": "lattice8"}
+    outer, codes = {"outer": True}, {"wire_format": "lattice8"}
     rows = {
         method: ("", {}),
         f"{method}_no_moments": (", no moments", without),
@@ -379,7 +380,7 @@ class RowName:
         return [max(1, round(period * speed / max(speeds))) for speed in speeds]
 
     def gossip_options(self, graph: str, pace: str = "strict") -> dict[str, Any]:
-        """What GossipDataParallel is told, beside the method; an outer step as (momentum, lr)."""
+        """What GossipDataParallel is told, beside the method."""
         kind = KINDS[self.kind]
         if not kind.is_ours:
             return {}

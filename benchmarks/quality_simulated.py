@@ -149,8 +149,8 @@ def _both(every: int) -> dict[str, int]:
 
 PLAIN_MEAN = OuterStep(momentum=0.0, lr=1.0)
 OUTER = OuterStep(momentum=0.7, lr=1.0)
-"""The library's default: in gossip's rows every second exchange begins with one. DiLoCo's paper has
-0.9 and 0.7: a row of its own."""
+"""In gossip's rows every second exchange begins with one, which is the library's default. DiLoCo's
+paper has momentum 0.9 and lr 0.7: a row of its own."""
 
 ROWS: dict[str, Row] = {
     "all-reduce": _row("allreduce", 0.032),

@@ -129,15 +129,14 @@ class OneOptimizer(Row):
 class Gossip(OneOptimizer):
     """GossipDataParallel: methods a2cid2, gossip, and none, which averages once, at the end.
 
-    Among the options an outer step is given as (momentum, lr).
+    Among the options ``outer`` stands for the default outer step.
     """
 
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         super().__init__(net, plan)
         options = dict(plan.options)
         if "outer" in options:
-            momentum, rate = options["outer"]
-            options["outer"] = OuterStep(momentum=momentum, lr=rate)
+            options["outer"] = OuterStep()
         self.model = self.gossip = GossipDataParallel(
             net,
             self.optimizer,

@@ -145,4 +145,4 @@ def test_all_workers_have_the_same_outer_step(
     workers: Callable[..., Any], other: OuterStep | None
 ) -> None:
     said = workers(wrap, 2, ([OuterStep(), other], "RANK"))
-    assert any("a2cid2 with OuterStep(momentum=0.7, lr=1.0, every=2)" in text for text in said)
+    assert any("a2cid2 with OuterStep(momentum=0.5, lr=1.0, every=2)" in text for text in said)

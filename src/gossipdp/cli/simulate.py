@@ -110,7 +110,7 @@ class SimulateArguments:
 
     outer_momentum: float | None = None
     """Momentum of the outer step. With a2cid2 and gossip there is one if this or --outer-lr is
-    given; the other is then 0.7 or 1. diloco, streaming-diloco and noloco always have one, by
+    given; the other is then 0.5 or 1. diloco, streaming-diloco and noloco always have one, by
     default as in their papers."""
 
     outer_lr: float | None = None

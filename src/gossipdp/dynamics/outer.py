@@ -39,7 +39,7 @@ class OuterStep:
     .. math:: m \leftarrow \mu m + g, \qquad g \leftarrow \gamma (g + \mu m)
 
     ``momentum=0, lr=1`` changes nothing. In the long run the outer step multiplies what optimizers
-    do by lr / (1 - momentum), 3.3 as it is set here, so the best learning rate of the optimizer may
+    do by lr / (1 - momentum), 2 as it is set here, so the best learning rate of the optimizer may
     be a smaller one. It takes two more floats a parameter, as many bytes as AdamW's state; they are
     float32 where parameters have 16 bits.
 
@@ -57,10 +57,11 @@ class OuterStep:
         OuterStep(momentum=0.9, lr=0.7, every=2)
 
     Departures from DiLoCo: workers exchange in pairs and at their own times, and each holds an
-    outer momentum of its own.
+    outer momentum of its own. That sees one worker's noise, where DiLoCo's sees the mean of all: so
+    the momentum is a smaller one here (docs/quality.md).
     """
 
-    momentum: float = 0.7
+    momentum: float = 0.5
     lr: float = 1.0
     every: int = 2
 

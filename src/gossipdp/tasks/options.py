@@ -103,7 +103,7 @@ class TrainOptions(RunOptions):
 
     outer_momentum: float | None = None
     """Momentum of an outer step at every second exchange, for low comm rates. There is one if this
-    or --outer-lr is given; the other is then 0.7 or 1."""
+    or --outer-lr is given; the other is then 0.5 or 1."""
 
     outer_lr: float | None = None
     """Learning rate of the outer step."""

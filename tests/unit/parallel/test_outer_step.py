@@ -121,7 +121,7 @@ def test_a_checkpoint_carries_it_on(make: Make, tmp_path: Path, dtype: torch.dty
         (None, None, ""),
         (None, EACH, "saved without an outer step: OuterStep.* begins without momentum"),
         (EACH, None, "ends here: to go on with it, wrap with outer=OuterStep"),
-        (EACH, OuterStep(0.9, every=1), r"saved with OuterStep\(momentum=0.7.* goes on in .*0.9"),
+        (EACH, OuterStep(0.9, every=1), r"saved with OuterStep\(momentum=0.5.* goes on in .*0.9"),
     ],
 )
 def test_a_resumed_run_says_what_becomes_of_it(

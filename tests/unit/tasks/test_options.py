@@ -28,8 +28,8 @@ def test_the_papers_trainings_are_the_defaults():
 def test_what_exchanges_bring_besides():
     options = BytesGptOptions()
     assert (options.outer, options.moments) == (None, True)
-    options = BytesGptOptions(outer_momentum=0.5, exchange_moments="none")
-    assert (options.outer, options.moments) == (OuterStep(momentum=0.5), False)
+    options = BytesGptOptions(outer_momentum=0.3, exchange_moments="none")
+    assert (options.outer, options.moments) == (OuterStep(momentum=0.3), False)
     options = BytesGptOptions(outer_lr=0.9, exchange_moments="exp_avg:2, exp_avg_sq:16")
     assert options.outer == OuterStep(lr=0.9)
     assert options.moments == {"exp_avg": 2, "exp_avg_sq": 16}

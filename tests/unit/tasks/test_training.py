@@ -192,8 +192,8 @@ def test_the_wrapper_is_given_the_outer_step_and_the_moments(
 
     monkeypatch.setattr("gossipdp.tasks.training.GossipDataParallel", wrap)
     with pytest.raises(WrappedError):
-        train(replace(options, outer_momentum=0.5, exchange_moments="exp_avg:2"))
-    assert given["outer"] == OuterStep(momentum=0.5)
+        train(replace(options, outer_momentum=0.3, exchange_moments="exp_avg:2"))
+    assert given["outer"] == OuterStep(momentum=0.3)
     assert given["exchange_moments"] == {"exp_avg": 2}
 
 
