@@ -34,7 +34,7 @@ chaos: $(VENV)/dev.installed
 	GOSSIPDP_EXPLORE=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/property tests/simulation
 	$(BIN)/python tests/chaos/simulated.py
 	$(BIN)/python tests/chaos/processes.py
-	$(BIN)/python -m pytest -s $(addprefix tests/chaos/,partition.py demo.py rejoining.py exits.py shards.py)
+	$(BIN)/python -m pytest -s $(addprefix tests/chaos/,partition.py demo.py rejoining.py exits.py shards.py shards_join.py)
 
 # The examples of docs/clusters.md on a Ray of this machine, and, as root where Debian's slurm-wlm
 # and munge are installed, on a Slurm of one node.

@@ -52,6 +52,7 @@ BENCHMARKS = (
     Benchmark("memory", ("--rounds", "1"), 35),
     Benchmark("scale", ("--rounds", "1"), 50),
     Benchmark("shards", ("--rounds", "1"), 90),
+    Benchmark("shards", ("link", "--rounds", "1"), 90),
     Benchmark("shard_partners", (), 100),
     Benchmark("wire_formats", (), 90),
     Benchmark("gpu", (), 5),  # without a card

@@ -1,19 +1,41 @@
 """Replicas of two processes, sharded by FSDP2, that train over gossip."""
 
+import re
+import signal
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sharded_runs import BATCH, BUDGET, dying_replica, on_one_mesh
+from sharded_runs import (
+    BATCH,
+    BUDGET,
+    all_train,
+    check_saved,
+    dying_replica,
+    on_one_mesh,
+    until_asked,
+)
+
+from gossipdp.launcher import supervisor
 
 pytestmark = pytest.mark.processes
+PAGE = Path(__file__).parents[2] / "docs" / "shards.md"
+
+
+def program(call: str) -> str:
+    """The indented block of docs/shards.md in which ``call`` is."""
+    blocks = re.findall(r"(?:^(?: {4}.*)?\n)+", PAGE.read_text(), re.M)
+    (found,) = [textwrap.dedent(block) for block in blocks if call in block]
+    return found
 
 
 @pytest.fixture(scope="module")
 def one_mesh(workers: Callable, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return workers(on_one_mesh, 4, (tmp_path_factory.mktemp("shards"),), timeout_s=100)
+    what = tmp_path_factory.mktemp("shards"), program("dcp.save("), program("dcp.load(")
+    return workers(on_one_mesh, 4, what, timeout_s=100)
 
 
 def test_two_by_two_ends_as_two_workers_that_are_not_sharded(one_mesh: list[Any]) -> None:
@@ -47,9 +69,36 @@ def test_the_average_is_there_for_a_while(one_mesh: list[Any]) -> None:
         assert seen.facts["own are back"]
 
 
-def test_what_one_replica_saved_goes_on_over_four_processes(one_mesh: list[Any]) -> None:
+def test_the_average_is_the_mean_of_the_replicas(one_mesh: list[Any]) -> None:
     for *_, more in one_mesh:
-        torch.testing.assert_close(more["resharded"], one_mesh[0][2].facts["saved"])
+        assert (more["own"] - more["mean"]).norm() > 0.01
+        torch.testing.assert_close(more["averaged"], more["mean"])
+        torch.testing.assert_close(more["averaged file"], more["mean"])
+
+
+def test_one_process_stops_the_run_for_all(one_mesh: list[Any]) -> None:
+    steps = [more["steps"] for *_, more in one_mesh]
+    assert steps[0] == steps[1]
+    assert steps[2:] == [7, 7]  # the one that it had stopped after, and one more
+    assert [more["stopped and averaged"] for *_, more in one_mesh] == [2] * 4
+
+
+def test_a_poisoned_replica_leaves_with_all_its_processes(one_mesh: list[Any]) -> None:
+    healthy, ill = [each[-1] for each in one_mesh[:2]], [each[-1] for each in one_mesh[2:]]
+    assert [each["healthy ones"] for each in healthy] == [1, 1]
+    assert healthy[0]["healthy values"].isfinite().all()
+    assert torch.equal(healthy[0]["healthy values"], healthy[1]["healthy values"])
+    assert ill[0]["poisoned at"] == ill[1]["poisoned at"] > 5
+
+
+def test_what_one_replica_saved_goes_on_over_four_processes(one_mesh: list[Any]) -> None:
+    """By the page's own programs; model and optimizer."""
+    saved = one_mesh[0][2].facts["saved"]
+    for *_, more in one_mesh:
+        everything, parameters = more["loaded"]
+        torch.testing.assert_close(everything, saved)
+        # Two moments and the number of steps for each parameter, besides the model.
+        assert saved.numel() == 3 * parameters.numel() + 4
 
 
 def test_all_processes_of_a_replica_resume_from_the_same_step(one_mesh: list[Any]) -> None:
@@ -59,13 +108,16 @@ def test_all_processes_of_a_replica_resume_from_the_same_step(one_mesh: list[Any
     assert all(more["moments"] == {"DTensor"} for *_, more in one_mesh)
 
 
-def test_a_replica_that_lost_a_process_comes_back(workers: Callable, tmp_path: Path) -> None:
-    """Kill -9 of one process of replica 1: its other ends too, and both join again."""
+def test_a_replica_that_lost_a_process_comes_back(workers: Callable) -> None:
+    """Kill -9 of one process of replica 1: its other ends too, and both join again.
+
+    They stop the run in the end.
+    """
     failures: list[str] = []
     all_seen = workers(
         dying_replica,
         4,
-        (tmp_path, 1),
+        (1,),
         timeout_s=120,
         max_restarts=1,
         nproc_per_replica=2,
@@ -76,6 +128,27 @@ def test_a_replica_that_lost_a_process_comes_back(workers: Callable, tmp_path: P
     assert [seen.num_averaged for seen in all_seen] == [2] * 4
     assert all(torch.equal(seen.values, all_seen[0].values) for seen in all_seen)
     assert all(seen.exchanges > 0 for seen in all_seen)
-    assert all_seen[0].samples >= 2 * BUDGET
+    assert all_seen[0].steps == all_seen[1].steps
+    assert [seen.steps for seen in all_seen[2:]] == [21, 21]
+    assert all_seen[2].facts["began after"] == all_seen[3].facts["began after"] > 0
     for seen in all_seen[:2]:
         assert "dead" in seen.facts["noticed"]
+
+
+def test_all_processes_save_the_same_step_when_asked_to_end(
+    workers: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is done with it ends no other that is still saving."""
+    sent: list[int] = []
+
+    def ask_once_all_train() -> None:
+        if not sent and all_train(tmp_path):
+            sent.append(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(supervisor, "PATIENCE_S", 60)
+    what = tmp_path, True
+    with pytest.raises(SystemExit) as ended:
+        workers(until_asked, 4, what, nproc_per_replica=2, on_poll=ask_once_all_train)
+    assert ended.value.code == 128 + signal.SIGTERM
+    check_saved(tmp_path)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import select
 import signal
 import time
 from dataclasses import dataclass, field
@@ -11,20 +14,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from gossipdp import Checkpoints, GossipDataParallel
+from gossipdp import Checkpoints, GossipDataParallel, PoisonedError
+from gossipdp.parallel.checkpointer import Termination
 from gossipdp.parallel.flat_parameters import FlatParameters
 
 NUM_STEPS = 12
 ALPHA_TILDE = 0.8
 BUDGET = 400
 BATCH = 4
+ENDLESS = 10**9
 
 
 def make_net(seed: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -136,8 +140,13 @@ def step(model: GossipDataParallel, optimizer: torch.optim.Optimizer, batch: Any
     optimizer.zero_grad()
 
 
-def train(mesh: DeviceMesh | None = None, directory: Path | None = None, **options: Any) -> Seen:
-    """A run over gossip, from the wrapper to the consolidated model."""
+def train(
+    mesh: DeviceMesh | None = None,
+    directory: Path | None = None,
+    save: str = "",
+    **options: Any,
+) -> Seen:
+    """A run over gossip, from the wrapper to the consolidated model; ``save`` is a program."""
     replica_mesh, shard_mesh = (None, None) if mesh is None else (mesh["replicate"], mesh["shard"])
     net = shard(make_net(dist.get_rank()), shard_mesh)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
@@ -160,12 +169,10 @@ def train(mesh: DeviceMesh | None = None, directory: Path | None = None, **optio
         if seen.steps == 6:
             seen.facts |= look_at_average(model, net)
     seen.exchanges = model.stats().exchanges
-    if directory is not None:
-        group = None if shard_mesh is None else shard_mesh.get_group()
-        state = {"model": model.state_dict()}
-        place = directory / f"replica-{model.rank}"
-        dcp.save(state, checkpoint_id=place, process_group=group)
-        seen.facts["saved"] = torch.cat([whole(each).flatten() for each in state["model"].values()])
+    if save:
+        names = {"model": model, "net": net, "optimizer": optimizer, "mesh": mesh}
+        exec(save, names)
+        seen.facts["saved"] = tensors_of(names["state"])
     end = model.consolidate()
     seen.samples, seen.num_averaged = end.samples, end.world_size
     seen.values = values(net)
@@ -199,27 +206,59 @@ def look_at_average(model: GossipDataParallel, net: nn.Sequential) -> dict[str, 
     }
 
 
-def on_one_mesh(directory: Path) -> tuple[Tensor, Tensor, Seen, dict[str, Any]]:
-    """Two replicas of two processes in one world; see the test."""
+def tensors_of(state: Any) -> Tensor:
+    """All tensors of a nested state, gathered, one after the other by the names of their places."""
+    if isinstance(state, Tensor):
+        return whole(state).flatten().float()
+    if not isinstance(state, dict):
+        return torch.empty(0)
+    return torch.cat([torch.empty(0), *(tensors_of(state[name]) for name in sorted(state))])
+
+
+def on_one_mesh(
+    directory: Path, save: str, load: str
+) -> tuple[Tensor, Tensor, Seen, dict[str, Any]]:
+    """Two replicas of two processes in one world; see the test.
+
+    ``save`` and ``load`` are the programs of docs/shards.md.
+    """
     torch.set_num_threads(1)
+    os.chdir(directory)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     sharded = exchanged_by_hand(mesh, is_sharded=True)
     plain = exchanged_by_hand(mesh, is_sharded=False)
-    seen = train(mesh, directory)
-    more = {"resharded": resharded(directory), **resumed(mesh, directory)}
+    seen = train(mesh, directory, save)
+    more = {
+        "loaded": loaded(load),
+        **resumed(mesh, directory),
+        **averaged_and_stopped(mesh),
+        **poisoned(mesh),
+    }
     dist.barrier()
     dist.destroy_process_group()
     return sharded, plain, seen, more
 
 
-def resharded(directory: Path) -> Tensor:
-    """What replica 0 saved, loaded into shards over four processes."""
-    net = shard(make_net(99), init_device_mesh("cpu", (4,)))
-    state = {"model": net.state_dict()}
-    dcp.load(state, checkpoint_id=directory / "replica-0")
-    net.load_state_dict(state["model"])
-    return values(net)
+def loaded(load: str) -> tuple[Tensor, Tensor]:
+    """What a replica had saved, loaded into shards over four processes: all, and the parameters.
+
+    Then that one replica trains on.
+    """
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+    net = shard(make_net(99), mesh["shard"])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
+    names: dict[str, Any] = {"net": net, "optimizer": optimizer, "mesh": mesh}
+    exec(load, names)
+    state, held = optimizer.state_dict()["state"], dict(net.named_parameters())
+    by_name = dict(zip(held, (state[index] for index in sorted(state)), strict=True))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02]
+    everything = tensors_of({"model": net.state_dict(), "optimizer": {"state": by_name}})
+    parameters = values(net)
+    model = GossipDataParallel(net, optimizer, mesh=mesh["replicate"])
+    step(model, optimizer, next(iter(loader(model.worker_seed))))
+    model.close()
+    return everything, parameters
 
 
 def resumed(mesh: DeviceMesh, directory: Path) -> dict[str, Any]:
@@ -243,29 +282,158 @@ def resumed(mesh: DeviceMesh, directory: Path) -> dict[str, Any]:
     return {"resumed from": steps, "moments": kinds}
 
 
+def averaged_and_stopped(mesh: DeviceMesh) -> dict[str, Any]:
+    """Replicas that do not exchange, so their average is known; then one process stops the run."""
+    rank = dist.get_rank()
+    net = shard(make_net(rank), mesh["shard"])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
+    model = GossipDataParallel(
+        net, optimizer, mesh=mesh["replicate"], budget_samples=ENDLESS, comm_rate=1e-6
+    )
+    facts: dict[str, Any] = {"steps": 0}
+    for batch in model.batches(loader(model.worker_seed)):
+        step(model, optimizer, batch)
+        facts["steps"] += 1
+        if facts["steps"] == 4:
+            facts |= averages(model, net, mesh["replicate"].get_group())
+        if (rank, facts["steps"]) == (3, 6):
+            model.stop()
+    facts["stopped and averaged"] = model.consolidate().world_size
+    return facts
+
+
+def averages(
+    model: GossipDataParallel, net: nn.Module, partners: dist.ProcessGroup
+) -> dict[str, Tensor]:
+    """The replica's own parameters, the mean over replicas, and what the wrapper says it is."""
+    own = values(net)
+    mean = own.clone()
+    dist.all_reduce(mean, group=partners)
+    with model.averaged():
+        within = values(net)
+    dist.barrier()  # nobody steps while another averages
+    path = Path(f"averaged-{model.rank}.pt")
+    model.save_averaged(path)
+    dist.barrier()
+    saved = torch.load(path, weights_only=True)
+    parameters = [saved[name].flatten() for name, _ in net.named_parameters()]
+    return {
+        "own": own,
+        "mean": mean / 2,
+        "averaged": within,
+        "averaged file": torch.cat(parameters),
+    }
+
+
+def poisoned(mesh: DeviceMesh) -> dict[str, Any]:
+    """A batch of one process of replica 1 holds NaN, and so does what its replica trains then."""
+    rank, num_steps = dist.get_rank(), 0
+    net = shard(make_net(rank), mesh["shard"])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
+    model = GossipDataParallel(
+        net,
+        optimizer,
+        mesh=mesh["replicate"],
+        budget_samples=BUDGET // 2,
+        pace="strict",
+        comm_rate=2.0,
+        on_nonfinite="exit",
+    )
+    try:
+        for inputs, targets in model.batches(loader(model.worker_seed)):
+            factor = math.nan if (rank, num_steps) == (3, 5) else 1.0
+            step(model, optimizer, (factor * inputs, targets))
+            num_steps += 1
+        num_averaged = model.consolidate().world_size
+    except PoisonedError:
+        return {"poisoned at": num_steps}
+    return {"healthy ones": num_averaged, "healthy values": values(net)}
+
+
+def until_asked(directory: Path, is_one_slow: bool) -> None:
+    """Two replicas of two processes, each a world of its own, train until SIGTERM comes.
+
+    If one is slow, the second process of replica 0 is not done with its checkpoint before the first
+    has ended, and nobody is in a hurry.
+    """
+    torch.set_num_threads(1)
+    if is_one_slow:
+        Termination.LONGEST_WAIT_S = 60.0
+    dist.init_process_group("gloo")
+    shard_number = dist.get_rank()
+    net = shard(make_net(shard_number))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
+    model = GossipDataParallel(
+        net, optimizer, budget_samples=ENDLESS, checkpoints=Checkpoints(directory / "run")
+    )
+    if is_one_slow and (model.rank, shard_number) == (0, 1):
+        model.also_checkpoint(slow=SlowToSave(directory / "0.0"))
+    for number, batch in enumerate(model.batches(loader(model.worker_seed))):
+        step(model, optimizer, batch)
+        if number == 3:
+            unfinished = directory / f"{model.rank}.{shard_number}.unfinished"
+            unfinished.write_text(str(os.getpid()))
+            unfinished.rename(directory / f"{model.rank}.{shard_number}")
+
+
+def all_train(directory: Path) -> bool:
+    """Whether all processes of :func:`until_asked` do."""
+    return len(list(directory.glob("[01].[01]"))) == 4
+
+
+def check_saved(directory: Path) -> None:
+    """Each process has one checkpoint, those of a replica of the same step."""
+    for replica in (0, 1):
+        places = [directory / f"run/shard-{each}-of-2/worker-{replica}" for each in (0, 1)]
+        first, second = ([path.name for path in place.iterdir()] for place in places)
+        assert len(first) == 1
+        assert first == second
+
+
+@dataclass
+class SlowToSave:
+    """Is saved when a process has ended, whose number is in a file."""
+
+    path: Path
+
+    def state_dict(self) -> dict[str, Any]:
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            select.select([os.pidfd_open(int(self.path.read_text()))], [], [])
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
 # Deaths.
 
 
-def dying_replica(directory: Path, num_deaths: int, results: Path | None = None) -> Seen:
+def dying_replica(num_deaths: int, results: Path | None = None) -> Seen:
     """Two replicas of two processes, each a world of its own; a process of replica 1 is killed.
 
-    As often as ``num_deaths``; into ``results`` goes what each process ended with.
+    As often as ``num_deaths``, once the other replica trains; then one that has come back stops the
+    run after 20 steps. If it never does, the other one goes on to its budget. Into ``results`` goes
+    what each process ended with.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     net = shard(make_net(dist.get_rank()))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
-    model = GossipDataParallel(net, optimizer, budget_samples=2 * BUDGET)
+    budget = ENDLESS if results is None else 2 * BUDGET
+    model = GossipDataParallel(net, optimizer, budget_samples=budget)
     seen = Seen(model.rank, model.world_size, 0, model.worker_seed)
     life = int(os.environ.get("GOSSIPDP_RESTARTS", "0"))
-    seen.facts["life"] = life
+    seen.facts |= {"life": life, "began after": model._engine.step_number}
     for batch in model.batches(loader(model.worker_seed)):
         step(model, optimizer, batch)
         seen.steps += 1
-        if (model.rank, dist.get_rank(), seen.steps) == (1, 1, 10) and life < num_deaths:
-            (directory / "killed").write_text(str(time.monotonic()))
-            os.kill(os.getpid(), signal.SIGKILL)
-        # The other replica trains slowly, so that the run lasts.
+        if (model.rank, dist.get_rank()) == (1, 1):
+            do_others_train = model._engine.total_samples() > model.stats().samples
+            if life < num_deaths and seen.steps >= 10 and do_others_train:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if life == num_deaths and seen.steps == 20:
+                model.stop()
+        # They train slowly, so that the run lasts.
         time.sleep(0.02)
     seen.exchanges = model.stats().exchanges
     seen.facts["noticed"] = [notice.kind for notice in model.stats().noticed]

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -327,17 +328,11 @@ def judge_address(
     return Finding("address", "ok", found, advice, figures)
 
 
-def routed_address(target: str) -> str | None:
-    """The address of this machine from which ``target`` is reached; None: no route leads there."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing; picks the route
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
-
-
 def outward_address() -> str | None:
     """The address from which other machines are reached, IPv4 before IPv6; None: there is none."""
-    return next((own for target in ANYWHERE if (own := routed_address(target))), None)
+    from gossipdp.launcher import environment
+
+    for target in ANYWHERE:
+        with suppress(OSError):
+            return environment.routed_address(target)
+    return None

@@ -1,4 +1,4 @@
-"""What options of several commands have in common: numbers, and files that are written."""
+"""What options of several commands have in common: numbers, and files read or written."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ def check_number(option: str, value: float, *, is_positive: bool = False) -> flo
         kind = "a positive number" if is_positive else "a number of at least 0"
         raise ValueError(f"{option} is {value:g}; it must be {kind}")
     return value
+
+
+def read_text(option: str, path: Path, holds: str) -> str:
+    """The text of the file that ``option`` names; raises ValueError where it holds none."""
+    try:
+        return path.read_text("utf-8-sig")
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+    except UnicodeDecodeError:
+        reason = "is not UTF-8 text"
+    raise ValueError(f"{option} {path} {reason}; name a file with {holds}")
 
 
 def check_output(option: str, path: Path | None) -> None:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from gossipdp.cli.option_checks import read_text
+
 if TYPE_CHECKING:
     from gossipdp.launcher.team import Team
 
@@ -46,7 +48,7 @@ class RunArguments:
     """
 
     workers: Annotated[int | None, tyro.conf.arg(aliases=("-n", "--nproc-per-node"))] = None
-    """How many workers to start here; by default 1 with --join. Leave it out if torchrun, srun or
+    """How many workers to start here; with --join one by default. Leave it out if torchrun, srun or
     an indexed Job of Kubernetes started this process: it then starts the worker of its rank."""
 
     nproc_per_replica: int = 1
@@ -74,7 +76,7 @@ class RunArguments:
 
     join: str | None = None
     """HOST:PORT of a worker of a running job, or of several, with commas between them. The workers
-    started here join that job."""
+    started here join that job. With --nproc-per-replica: of a process of each shard."""
 
     secret_file: Path | None = None
     """File with the workers' common secret, of at least 16 bytes; by default the variable
@@ -157,24 +159,15 @@ def run(arguments: RunArguments) -> int:
     num_workers = _num_workers(arguments)
     script, tls = _script(arguments), _tls_variables(arguments)
     secret = read_secret(arguments.secret_file)
-    given = {**os.environ, **_common_variables(arguments), **tls}
+    given = {**os.environ, **_common_variables(arguments, num_workers), **tls}
     team = _team(arguments, num_workers // arguments.nproc_per_replica, tls, secret)
-    # Nobody can join a run of replicas by one address: each shard has a network of its own.
-    is_sharded = arguments.nproc_per_replica > 1
-    others_may_join = team.first_rank == 0 and not is_sharded and bool(secret or tls)
+    others_may_join = team.first_rank == 0 and bool(secret or tls)
     num_restarts = 0
     some_go_on = False
 
     def start_process(own: Mapping[str, str], label: str) -> WorkerProcess:
         inherited = {name: value for name, value in given.items() if name not in NOT_INHERITED}
         return ScriptWorker([sys.executable, "-u", *script], {**inherited, **own}, label)
-
-    replicas = Replicas(arguments.nproc_per_replica, start_process)
-
-    def start(local_rank: int, own: Mapping[str, str]) -> WorkerProcess:
-        if is_sharded:
-            return replicas.start(own)
-        return start_process(own, own.get("RANK") or shown_rank(-1 - local_rank))
 
     def tell(failure: Failure, others_go_on: bool) -> None:
         nonlocal num_restarts, some_go_on
@@ -188,10 +181,12 @@ def run(arguments: RunArguments) -> int:
 
     def look() -> None:
         nonlocal others_may_join
-        if others_may_join and supervisor.addresses:
+        if others_may_join and all(network.addresses for network in team.networks):
             others_may_join = False
-            _tell(_join_line(arguments, supervisor.addresses[min(supervisor.addresses)]))
+            known = [network.addresses for network in team.networks]
+            _tell(_join_line(arguments, [each[min(each)] for each in known]))
 
+    start = Replicas(team.networks, start_process).start
     supervisor = Supervisor(team, start, max_restarts=arguments.max_restarts, on_failure=tell)
     if not team.told:
         noun = "worker" if num_workers == 1 else "workers"
@@ -206,7 +201,7 @@ def run(arguments: RunArguments) -> int:
         wait = team.under_torchrun and code == 1 and some_go_on
         if wait:
             _tell("staying until the other workers have ended: torchrun would end them with this")
-        if lost := team.leave(supervisor.addresses, wait=wait):
+        if lost := team.leave(team.networks[0].addresses, wait=wait):
             ranks = ", ".join(map(str, lost))
             _tell(f"not waiting for the end of workers {ranks}: nothing is heard of them")
     for stream in (sys.stdout, sys.stderr):
@@ -218,11 +213,14 @@ def run(arguments: RunArguments) -> int:
     return code
 
 
-def _join_line(arguments: RunArguments, address: tuple[str, int]) -> str:
-    """How to add a worker to the run, by the address of one that takes part."""
+def _join_line(arguments: RunArguments, addresses: Sequence[tuple[str, int]]) -> str:
+    """How to add a worker to the run, by the address of one; a replica by one of each shard."""
     from gossipdp.launcher.environment import show_address
 
-    words = ["to add a worker: gossipdp run --join", show_address(*address)]
+    shown = ",".join(show_address(*each) for each in addresses)
+    noun = "worker" if len(addresses) == 1 else "replica"
+    words = [f"to add a {noun}: gossipdp run --join {shown}"]
+    words += [f"--nproc-per-replica {len(addresses)}"] if len(addresses) > 1 else []
     for option in ("secret_file", "tls", "tls_cert", "tls_key", "tls_ca", "log_dir"):
         value = getattr(arguments, option)
         words += [] if value is None else [f"--{option.replace('_', '-')} {value}"]
@@ -235,14 +233,15 @@ def _num_workers(arguments: RunArguments) -> int:
     number, num_shards = arguments.workers, arguments.nproc_per_replica
     if num_shards < 1:
         raise ValueError(f"--nproc-per-replica is {num_shards}; it must be at least 1")
-    if num_shards > 1 and (number is None or arguments.join is not None):
+    if number is None and arguments.join is not None:
+        return num_shards
+    if number is None and num_shards > 1:
         raise ValueError(
-            "--nproc-per-replica needs -n, and goes without --join. Under torchrun or srun shard "
-            "over one dimension of a device mesh and give the other: "
-            "GossipDataParallel(..., mesh=mesh['replicate'])"
+            "--nproc-per-replica needs -n. Under torchrun or srun shard over one dimension of a "
+            "device mesh and give the other: GossipDataParallel(..., mesh=mesh['replicate'])"
         )
     if number is None:
-        if arguments.join is None and "RANK" not in with_launcher(os.environ):
+        if "RANK" not in with_launcher(os.environ):
             raise ValueError("-n (--workers) is missing; say how many workers to start")
         return 1
     if number < 1:
@@ -255,14 +254,14 @@ def _num_workers(arguments: RunArguments) -> int:
     return number
 
 
-def _common_variables(arguments: RunArguments) -> dict[str, str]:
+def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, str]:
     """What is the same for all workers here: their share of the cores, and where they listen."""
     from gossipdp.launcher.environment import Environment
     from gossipdp.launcher.local import num_threads
 
     if arguments.max_restarts < 0:
         raise ValueError(f"--max-restarts is {arguments.max_restarts}; it must be 0 or more")
-    num_local = arguments.workers or 1
+    num_local = num_workers
     if arguments.workers is None and arguments.join is None:  # the launcher has others here
         num_local = Environment.read().local_world_size or 1
     variables = {"OMP_NUM_THREADS": str(num_threads(num_local))}
@@ -285,10 +284,12 @@ def _team(
 ) -> "Team":
     """Whom the workers meet: one another here, those on other hosts, or a run that goes on."""
     from gossipdp.launcher.environment import read_addresses, tls_from
+    from gossipdp.launcher.networks import networks_at
     from gossipdp.launcher.rendezvous import is_loopback
-    from gossipdp.launcher.team import Team, ask_run_id
+    from gossipdp.launcher.team import Team
     from gossipdp.links.tls import Tls
 
+    num_shards = arguments.nproc_per_replica
     several = arguments.nnodes != 1 or arguments.rendezvous is not None
     if arguments.join is not None:
         if several or arguments.port:
@@ -303,8 +304,8 @@ def _team(
                 "--join needs the run's secret: give --secret-file (or GOSSIPDP_SECRET), as the "
                 "run was given it, or --tls"
             )
-        run_id = ask_run_id(addresses, Tls(files) if files else None)
-        return Team(num_local, run_id=run_id, secret=secret, join=addresses)
+        networks = networks_at(addresses, num_shards, Tls(files) if files else None)
+        return Team(num_local, secret=secret, networks=networks)
     if arguments.workers is None:
         if several or arguments.node_rank or arguments.port:
             raise ValueError(
@@ -315,8 +316,8 @@ def _team(
     if not several:
         if arguments.node_rank:
             raise ValueError("--node-rank without --nnodes; say how many hosts there are")
-        host = arguments.host or "127.0.0.1"
-        return Team.on_one_host(num_local, host, arguments.port, secret)
+        host, port = arguments.host or "127.0.0.1", arguments.port
+        return Team.on_one_host(num_local, host, port, secret, num_shards=num_shards)
     addresses = read_addresses("--rendezvous", arguments.rendezvous or "")
     if len(addresses) != 1 or arguments.port:
         raise ValueError(
@@ -330,8 +331,9 @@ def _team(
             "run. Give the same --secret-file on all hosts (openssl rand -hex 16 > FILE; chmod "
             "600 FILE), or --tls with what gossipdp tls-init makes"
         )
+    nnodes, node_rank = arguments.nnodes, arguments.node_rank
     return Team.on_several_hosts(
-        num_local, arguments.nnodes, arguments.node_rank, (host, port), secret
+        num_local, nnodes, node_rank, (host, port), secret, num_shards=num_shards
     )
 
 
@@ -359,14 +361,7 @@ def read_secret(path: Path | None) -> str | None:
         secret, name = os.environ.get("GOSSIPDP_SECRET") or None, "GOSSIPDP_SECRET"
     else:
         name = f"--secret-file {path}"
-        try:
-            secret = path.read_text("utf-8").strip()
-        except OSError as error:
-            raise ValueError(
-                f"{name} cannot be read: {error.strerror}; name a file with a long random text"
-            ) from None
-        except UnicodeDecodeError:
-            raise ValueError(f"{name} is not UTF-8 text; write text into it") from None
+        secret = read_text("--secret-file", path, "a long random text").strip()
         check_private("--secret-file", path)
     if secret is not None:
         check_secret(secret.encode(), name)

@@ -10,8 +10,6 @@ from typing import Literal
 
 from tyro.conf import UseAppendAction
 
-from gossipdp.cli.option_checks import check_output
-
 FILE_WIDTH = 140
 """Of the table where it does not go to a terminal, so that its cells stay whole."""
 
@@ -182,7 +180,7 @@ def run(arguments: SimulateArguments) -> int:
     from gossipdp.cli.simulate_study import make_study
 
     study = make_study(arguments)
-    figure = _check_files(arguments)
+    figure = _figure_of(arguments)
 
     from rich.console import Console
 
@@ -223,13 +221,11 @@ def run(arguments: SimulateArguments) -> int:
     return 0
 
 
-def _check_files(arguments: SimulateArguments) -> Path:
-    """The figure; raises ValueError where a file cannot be written, and makes nothing."""
+def _figure_of(arguments: SimulateArguments) -> Path:
+    """The figure; raises ValueError where it cannot be written, and makes nothing."""
     parts = [arguments.workload, arguments.graph, str(arguments.workers)]
     name = "-".join("".join(c if c.isalnum() else "-" for c in part) for part in parts)
     figure = arguments.figure or Path("runs", f"simulate-{name}", "figure.png")
-    check_output("--json", arguments.json)
-    check_output("--figure", arguments.figure)
     if figure.suffix != ".png":
         raise ValueError(f"--figure {figure}: it is a PNG; let its name end in .png")
     there = next(parent for parent in figure.absolute().parents if parent.exists())

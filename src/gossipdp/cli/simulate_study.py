@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from gossipdp.cli.option_checks import check_number
+from gossipdp.cli.option_checks import check_number, read_text
 from gossipdp.graph.network_plan import LATENCY_S, check_step_spread
 from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
 from gossipdp.simulate.module_objective import digits_objective
@@ -313,17 +313,7 @@ def _compute_time(arguments: SimulateArguments) -> ComputeTime:
 
 def read_step_times(path: Path) -> tuple[float, ...]:
     """The numbers of a file, one a line; what follows a '#' is a comment."""
-    try:
-        lines = path.read_text("utf-8-sig").splitlines()
-    except OSError as error:
-        raise ValueError(
-            f"--step-times {path} cannot be read: {error.strerror}; name a file with one time in "
-            "seconds a line"
-        ) from None
-    except UnicodeDecodeError:
-        raise ValueError(
-            f"--step-times {path} is not UTF-8 text: write one time in seconds a line"
-        ) from None
+    lines = read_text("--step-times", path, "one time in seconds a line").splitlines()
     texts = [line.partition("#")[0].strip() for line in lines]
     times_s = tuple(
         _number(f"{path}, line {number}", text, is_positive=True)

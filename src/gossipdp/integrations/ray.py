@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gossipdp.errors import RendezvousError, WorkerFailedError
-from gossipdp.launcher.environment import identity_variables, join_variables
 from gossipdp.launcher.team import ReportChannel, Team, report_variables
 
 
@@ -119,7 +118,6 @@ class Meeting:
         self._team = Team.on_one_host(num_workers, host)
         self._team.open()
         self._num_starts = [0] * num_workers
-        self._addresses: dict[int, tuple[str, int]] = {}
 
     def variables(self, rank: int) -> dict[str, str]:
         """What the worker must know that starts now; from its second start on, to join the others.
@@ -139,9 +137,7 @@ class Meeting:
             raise RendezvousError(
                 f"worker {rank} died before all workers had begun to train; look at its output"
             )
-        others = [address for other, address in self._addresses.items() if other != rank]
-        identity = identity_variables(self._team.run_id, self._team.secret)
-        return own | identity | join_variables(others, num_restarts)
+        return own | self._team.networks[0].join_variables(rank, num_restarts)
 
     def has_begun(self) -> bool:
         """Whether all workers have met and train."""
@@ -150,7 +146,7 @@ class Meeting:
 
     def note_addresses(self, addresses: Mapping[int, tuple[str, int]]) -> None:
         """Where a worker says that the live ones are."""
-        self._addresses = dict(addresses)
+        self._team.networks[0].addresses = dict(addresses)
 
     def close(self) -> None:
         """End the store."""

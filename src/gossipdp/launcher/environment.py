@@ -165,6 +165,10 @@ class Environment:
         """
         if variables is None:
             variables = visible_and_hidden()
+        shard, num_shards = 0, 1
+        if variables.get("GOSSIPDP_REPLICAS"):
+            shard, num_shards = _number(variables, "RANK", 0), _number(variables, "WORLD_SIZE", 1)
+            variables = {**variables, **_of_network(variables)}
         secret = variables.get("GOSSIPDP_SECRET")
         status_port = variables.get("GOSSIPDP_STATUS_PORT")
         join = read_addresses("GOSSIPDP_JOIN", variables.get("GOSSIPDP_JOIN") or "")
@@ -180,10 +184,6 @@ class Environment:
                 "`gossipdp run`, torchrun or srun, or set all four; set neither RANK nor "
                 "WORLD_SIZE to train with one worker"
             )
-        shard, num_shards = 0, 1
-        if given.get("GOSSIPDP_REPLICAS"):
-            shard, num_shards = _number(given, "RANK", 0), _number(given, "WORLD_SIZE", 1)
-            given |= _of_network(given)
         local_rank = _number(given, "LOCAL_RANK", 0)
         first_port = _number(given, "GOSSIPDP_PORT", 0)
         run_id = given.get("GOSSIPDP_RUN_ID") or ""
@@ -264,15 +264,20 @@ class Environment:
         return host
 
 
+def routed_address(host: str) -> str:
+    """The numeric address of this machine that leads to a host; OSError: none does."""
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing; picks the route
+        return str(probe.getsockname()[0])
+
+
 def _look_up(name: str, host: str, *, route: bool = False) -> str:
     """The numeric address of a host, or with ``route`` the one of ours that leads there."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        if not route:
-            return str(address[0])
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing; picks the route
-            return str(probe.getsockname()[0])
+        if route:
+            return routed_address(host)
+        return str(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][4][0])
     except OSError as error:
         raise RendezvousError(
             f"cannot reach {name} {host!r} ({error}); check the name and the network"
@@ -366,11 +371,13 @@ def replica_variables(
         shard, num_shards: of this process.
         store: (host, port) of a store that the launcher hosts for this replica alone.
     """
+    meets = "MASTER_ADDR" in own  # else it joins a run
+    there = show_address(own["MASTER_ADDR"], int(own["MASTER_PORT"])) if meets else ""
     return {
         **own,
-        "GOSSIPDP_REPLICA": own["RANK"],
-        "GOSSIPDP_REPLICAS": own["WORLD_SIZE"],
-        "GOSSIPDP_STORE": show_address(own["MASTER_ADDR"], int(own["MASTER_PORT"])),
+        "GOSSIPDP_REPLICA": own.get("RANK", ""),
+        "GOSSIPDP_REPLICAS": own.get("WORLD_SIZE", str(UNKNOWN_WORLD_SIZE)),
+        "GOSSIPDP_STORE": there,
         "RANK": str(shard),
         "WORLD_SIZE": str(num_shards),
         "LOCAL_RANK": str(int(own["LOCAL_RANK"]) * num_shards + shard),
@@ -383,15 +390,14 @@ def replica_variables(
 
 def _of_network(given: Mapping[str, str]) -> dict[str, str]:
     """The variables of :func:`replica_variables`, as seen in the network of one shard."""
-    ((host, port),) = read_addresses("GOSSIPDP_STORE", given.get("GOSSIPDP_STORE") or "") or (
-        ("", 0),
-    )
+    stores = read_addresses("GOSSIPDP_STORE", given.get("GOSSIPDP_STORE") or "")
+    host, port = stores[0] if stores else ("", "")
     return {
         "RANK": given.get("GOSSIPDP_REPLICA", ""),
         "WORLD_SIZE": given["GOSSIPDP_REPLICAS"],
         "MASTER_ADDR": host,
-        "MASTER_PORT": str(port or ""),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(bool(stores)),
     }
 
 

@@ -126,21 +126,17 @@ def launch(
         ) from error
     start_fork_server()
 
-    def start_process(own: Mapping[str, str], _: str = "") -> ForkedWorker:
+    def start_process(own: Mapping[str, str], _: str) -> ForkedWorker:
         number = int(own["LOCAL_RANK"])
         variables = {**os.environ, **own, **(environment or {})}
         cores = _cores(number, world_size) if pin else None
         return ForkedWorker(number, payload, variables, cores, num_threads(world_size))
 
-    replicas = Replicas(nproc_per_replica, start_process)
-
-    def start(_: int, own: Mapping[str, str]) -> WorkerProcess:
-        return start_process(own) if nproc_per_replica == 1 else replicas.start(own)
-
     num_replicas = world_size // nproc_per_replica
+    team = Team.on_one_host(num_replicas, num_shards=nproc_per_replica)
     supervisor = Supervisor(
-        Team.on_one_host(num_replicas),
-        start,
+        team,
+        Replicas(team.networks, start_process).start,
         max_restarts=max_restarts,
         on_failure=lambda failure, others_go_on: on_failure(failure) if on_failure else None,
     )
@@ -401,9 +397,9 @@ class ScriptWorker(WorkerProcess):
     def waits_for(self) -> list[object]:
         return [relay.pipe for relay in self._relays if relay.is_open] + [self.reports.receiver]
 
-    def show_rank(self, rank: int) -> None:
+    def show_label(self, label: str) -> None:
         for relay in self._relays:
-            relay.label = str(rank)
+            relay.label = label
 
     def poll(self) -> Ending | None:
         code = self._process.poll()

@@ -28,6 +28,7 @@ import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import Environment, check_secret
+from gossipdp.launcher.networks import shard_run_id
 from gossipdp.launcher.store import (
     CHECK_EVERY_S,
     CLOSE_AFTER_S,
@@ -316,11 +317,11 @@ class Rendezvous:
         environment = self._environment
         run_id = environment.run_id
         if not environment.unique_run_id:
-            run_id = f"{run_id}-{secrets.token_hex(4)}"
+            run_id = f"{run_id}-{self._token()}"
         if environment.restart_count or self._number:
             run_id = f"{run_id}-{environment.restart_count}-{self._number}"
         if environment.num_shards > 1:
-            run_id = f"{run_id}-shard-{environment.shard}"
+            run_id = shard_run_id(run_id, environment.shard, environment.num_shards)
         made = None
         if secret is None and environment.tls is None:  # with TLS, its key is membership
             made = secrets.token_hex(16)
@@ -341,6 +342,14 @@ class Rendezvous:
             secret=made,
             proof=None if secret is None else proof_of(secret, run_id),
         )
+
+    def _token(self) -> str:
+        """What tells this run from others of its id; with shards the same in all networks of it."""
+        token, environment = secrets.token_hex(4), self._environment
+        if self._store is None or environment.num_shards == 1:
+            return token
+        key = f"{environment.key_prefix}{self._number}/token"
+        return printable(self._store.compare_set(key, "", token).decode(errors="replace"), 8)
 
     def _terms(self, secret: bytes | None) -> dict[str, str]:
         return {

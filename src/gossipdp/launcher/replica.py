@@ -4,60 +4,47 @@ The processes of a replica meet at a store of their own, made anew with each lif
 process group survives the death of a member. Those that hold the same shard in different replicas
 meet as the workers of a run do, so each process reports the addresses of its own shard's network,
 and a replica that is started again joins one network for each of its processes.
+
+A new replica that joins a run (``gossipdp run --join``) does the same, with an address of each
+network that its user gives. Its rank must be the same in all networks: the first process asks for
+one in its own, as any joining worker does, and tells the others once it has it.
 """
 
 import dataclasses
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import final
 
 import msgspec
 
-from gossipdp.launcher.environment import identity_variables, join_variables, replica_variables
+from gossipdp.launcher.environment import UNKNOWN_RANK, replica_variables
+from gossipdp.launcher.networks import Network
 from gossipdp.launcher.store import HostedStore
-from gossipdp.launcher.supervisor import Ending, WorkerProcess
+from gossipdp.launcher.supervisor import Ending, WorkerProcess, shown_rank
 from gossipdp.launcher.team import Report
 
 
-@dataclasses.dataclass
-class Network:
-    """What the processes of one shard have told: by which addresses, id and secret it is joined."""
-
-    addresses: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
-    run_id: str | None = None
-    secret: str | None = dataclasses.field(default=None, repr=False)
-
-    def take(self, report: Report) -> None:
-        """Note what a process says; the latest addresses come last."""
-        for replica, address in (report.addresses or {}).items():
-            self.addresses.pop(replica, None)
-            self.addresses[replica] = address
-        self.run_id = report.run_id or self.run_id
-        self.secret = report.secret or self.secret
-
-    def join_variables(self, replica: int, num_restarts: int) -> dict[str, str]:
-        """The variables by which a process of that replica joins this network."""
-        others = [self.addresses[each] for each in reversed(self.addresses) if each != replica]
-        joins = join_variables(others, num_restarts)
-        return identity_variables(self.run_id, self.secret) | joins
-
-
 class Replicas:
-    """Starts replicas of ``num_shards`` processes each.
+    """Starts workers: processes, or replicas of one process for each of several ``networks``.
 
     Args:
-        num_shards: processes of a replica.
+        networks: of the run, by shard.
         start_process: starts one, with these variables and a label for its output.
     """
 
     def __init__(
-        self, num_shards: int, start_process: Callable[[Mapping[str, str], str], WorkerProcess]
+        self,
+        networks: Sequence[Network],
+        start_process: Callable[[Mapping[str, str], str], WorkerProcess],
     ) -> None:
-        self._start_process = start_process
-        self._networks = [Network() for _ in range(num_shards)]
+        self._networks, self._start_process = networks, start_process
 
-    def start(self, own: Mapping[str, str]) -> "ReplicaProcess":
-        """Start the replica whose variables, as for a worker of one process, are ``own``."""
+    def start(self, local_rank: int, own: Mapping[str, str]) -> WorkerProcess:
+        """Start the worker whose variables, as for one of a single process, are ``own``."""
+        label = own.get("RANK") or shown_rank(-1 - local_rank)
+        if len(self._networks) == 1:
+            return self._start_process(own, label)
         store = HostedStore()
         num_shards, processes = len(self._networks), list[WorkerProcess]()
         with ExitStack() as started:
@@ -65,9 +52,9 @@ class Replicas:
             for shard, network in enumerate(self._networks):
                 variables = replica_variables(own, shard, num_shards, (store.host, store.port))
                 if own.get("GOSSIPDP_JOIN"):
-                    num_restarts = int(own["GOSSIPDP_RESTARTS"])
-                    variables |= network.join_variables(int(own["RANK"]), num_restarts)
-                process = self._start_process(variables, f"{own['RANK']}.{shard}")
+                    rank, num_restarts = own.get("RANK", UNKNOWN_RANK), own["GOSSIPDP_RESTARTS"]
+                    variables |= network.join_variables(int(rank), int(num_restarts))
+                process = self._start_process(variables, f"{label}.{shard}")
                 started.callback(process.close)
                 started.callback(process.kill_group)
                 processes.append(process)
@@ -80,7 +67,9 @@ class Replicas:
 class ReplicaProcess(WorkerProcess):
     """The processes of one replica; when one of them fails, the others are killed.
 
-    They could not go on: FSDP's collectives wait for all of them. ``processes`` are by shard.
+    They could not go on: FSDP's collectives wait for all of them. Once a signal was passed on, all
+    of them end by themselves, and the first that has is no reason to kill another that may still be
+    writing its checkpoint: the supervisor's patience ends that. ``processes`` are by shard.
     """
 
     def __init__(
@@ -90,6 +79,7 @@ class ReplicaProcess(WorkerProcess):
         self._running = dict(enumerate(processes))
         self.processes, self._networks, self._store = processes, networks, store
         self._failure: Ending | None = None
+        self._is_ending = False
         self._begun: set[int] = set()
 
     def waits_for(self) -> list[object]:
@@ -100,11 +90,12 @@ class ReplicaProcess(WorkerProcess):
         passed_on = []
         for shard, process in enumerate(self.processes):
             for report in process.take_reports():
-                self._networks[shard].take(report)
                 if report.begins:
                     self._begun.add(shard)
-                if shard == 0:
+                if shard == 0:  # of its network the supervisor takes note
                     passed_on.append(msgspec.structs.replace(report, begins=None))
+                else:
+                    self._networks[shard].take(report)
         if len(self._begun) == len(self.processes):
             self._begun.clear()
             passed_on.append(Report(begins=True))
@@ -119,11 +110,21 @@ class ReplicaProcess(WorkerProcess):
             if ending.reason and self._failure is None:
                 reason = f"lost its process {shard}, which {ending.reason}"
                 self._failure = dataclasses.replace(ending, reason=reason)
-                for other in self._running.values():
-                    other.kill_group()
+                if not self._is_ending:
+                    self._kill_others()
         return None if self._running else self._failure or Ending()
 
+    def show_label(self, label: str) -> None:
+        for shard, process in enumerate(self.processes):
+            process.show_label(f"{label}.{shard}")
+
+    def _kill_others(self) -> None:
+        for process in self._running.values():
+            process.kill_group()
+            process.send(signal.SIGKILL)  # it may not yet have made its group
+
     def send(self, number: int) -> None:
+        self._is_ending = True
         for process in self._running.values():
             process.send(number)
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from gossipdp.launcher.environment import identity_variables, join_variables
 from gossipdp.launcher.team import NOTICE_S, Report, ReportChannel, Team
 
 logger = logging.getLogger("gossipdp")
@@ -76,8 +75,8 @@ class WorkerProcess(abc.ABC):
     def poll(self) -> Ending | None:
         """Take in what has arrived, and say how it ended; None while it runs. Never blocks."""
 
-    def show_rank(self, rank: int) -> None:  # noqa: B027 (only some show it)
-        """Name it by this rank from now on."""
+    def show_label(self, label: str) -> None:  # noqa: B027 (only some show it)
+        """Name it by this from now on: the rank that it was given."""
 
     def take_reports(self) -> list[Report]:
         """What it has reported since the last call. Never blocks."""
@@ -169,7 +168,6 @@ class Supervisor:
         running: the workers that run, by local rank.
         workers: the last life of each.
         failures: of those who were not started again after it.
-        addresses: of the live workers, as they told; (host, port) by rank, the latest last.
         begun: whether all workers here train, as far as anyone had to ask.
     """
 
@@ -187,9 +185,8 @@ class Supervisor:
         self.running: dict[int, WorkerProcess] = {}
         self.workers: dict[int, WorkerProcess] = {}
         self.failures: list[Failure] = []
-        self.addresses: dict[int, tuple[str, int]] = {}
         self.begun = False
-        self._identity = (team.run_id, team.secret)
+        self._network = team.networks[0]  # each worker's own, or that of its first process
         first = team.first_rank
         self._lives = [
             _Lives(-1 - local_rank if first is None else first + local_rank)
@@ -320,12 +317,8 @@ class Supervisor:
                 lives.has_begun |= bool(report.begins)
                 if report.rank is not None:
                     lives.rank = report.rank
-                    worker.show_rank(report.rank)
-                if report.run_id is not None:
-                    self._identity = (report.run_id, report.secret or self._identity[1])
-                for rank, address in (report.addresses or {}).items():
-                    self.addresses.pop(rank, None)  # the latest come last
-                    self.addresses[rank] = address
+                    worker.show_label(str(report.rank))
+                self._network.take(report)
 
     def _have_all_begun(self) -> bool:
         self._take_reports()
@@ -373,7 +366,8 @@ class Supervisor:
         if anew and due:
             due = waiting
             self.begun = False
-            self.addresses.clear()
+            for network in self._team.networks:
+                network.addresses.clear()
             for lives in self._lives:
                 lives.has_begun = False
             self._team.begin_anew()
@@ -394,9 +388,7 @@ class Supervisor:
             return {**own, "GOSSIPDP_RESTARTS": str(lives.num_restarts)}
         if lives.rank >= 0:
             own["RANK"] = str(lives.rank)
-        others = [self.addresses[each] for each in reversed(self.addresses) if each != lives.rank]
-        joins = join_variables(others or self._team.join, lives.num_restarts)
-        return own | identity_variables(*self._identity) | joins
+        return own | self._network.join_variables(lives.rank, lives.num_restarts)
 
     def _give_up_waiting(self) -> None:
         for lives in self._lives:

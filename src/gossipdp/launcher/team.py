@@ -18,26 +18,20 @@ from contextlib import suppress
 
 import msgspec
 
-from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import (
     Environment,
     identity_variables,
-    join_variables,
     key_prefix,
-    show_address,
     with_launcher,
 )
+from gossipdp.launcher.networks import Network
 from gossipdp.launcher.store import (
     CHECK_EVERY_S,
     CONNECT_S,
-    MAX_RUN_ID,
     HostedStore,
     put_notice,
     reach,
 )
-from gossipdp.links.handshake import Handshake, HandshakeError, Identity
-from gossipdp.links.tls import Tls
-from gossipdp.logs import printable
 
 # How long the end of a run that failed before it began waits until the others are told: host 0 may
 # not have started yet, and on a busy machine the import of torch takes long, here and there.
@@ -60,15 +54,13 @@ REPORT_VARIABLE = "GOSSIPDP_REPORT"
 MAX_REPORT_BYTES = 1 << 16
 # A joiner needs one live address, and these fit one datagram.
 MAX_ADDRESSES = 256
-# Belongs to no run, so that whoever it greets says which one is meant.
-NOBODY = Identity(0, 0, 0, "", "", "", "", "", "")
 
 
 @dataclasses.dataclass
 class Team:
     """The workers of one supervisor, and the run they belong to.
 
-    For workers that join a run make it directly, with ``join`` and without a store.
+    For workers that join a run make it directly, with ``networks`` and without a store.
 
     Attributes:
         num_local: workers here.
@@ -77,7 +69,7 @@ class Team:
         store: (host, port) where the workers meet; None for workers that join.
         hosted: that store, where this supervisor hosts it.
         run_id, secret: None while only the workers know.
-        join: addresses of live workers, where these join a run.
+        networks: that of the workers; where each is a replica of several processes, one a shard.
         told: the variables of the one worker here, where another launcher started us.
         num_rounds: how often all workers of the run have died and met anew.
     """
@@ -89,21 +81,28 @@ class Team:
     hosted: HostedStore | None = None
     run_id: str | None = None
     secret: str | None = dataclasses.field(default=None, repr=False)
-    join: tuple[tuple[str, int], ...] = ()
+    networks: Sequence[Network] = dataclasses.field(default_factory=lambda: [Network()])
     told: Mapping[str, str] = dataclasses.field(default_factory=dict)
     num_rounds: int = 0
     _notice: threading.Thread | None = None
 
     @classmethod
     def on_one_host(
-        cls, num_workers: int, host: str = "127.0.0.1", port: int = 0, secret: str | None = None
+        cls,
+        num_workers: int,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        secret: str | None = None,
+        *,
+        num_shards: int = 1,
     ) -> "Team":
         """A run of its own; its id, and its secret if none is given, are chosen here.
 
         Raises:
             RendezvousError: the port is in use, or the address is not of this machine.
         """
-        team = cls.on_several_hosts(num_workers, 1, 0, (host, port), secret)
+        store = host, port
+        team = cls.on_several_hosts(num_workers, 1, 0, store, secret, num_shards=num_shards)
         team.run_id, team.secret = secrets.token_hex(8), secret or secrets.token_hex(16)
         return team
 
@@ -115,6 +114,8 @@ class Team:
         host_rank: int,
         store: tuple[str, int],
         secret: str | None,
+        *,
+        num_shards: int = 1,
     ) -> "Team":
         """The same number of workers on each host; the first host has the store.
 
@@ -137,6 +138,7 @@ class Team:
             store=(hosted.host, hosted.port) if hosted else store,
             hosted=hosted,
             secret=secret,
+            networks=[Network() for _ in range(num_shards)],
         )
 
     @classmethod
@@ -178,8 +180,8 @@ class Team:
         """The variables of the worker of this local rank: what :meth:`Environment.read` reads."""
         own = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.num_local)}
         own |= identity_variables(self.run_id, self.secret)
-        if self.join:
-            return own | join_variables(self.join, 0)
+        if self.networks[0].join:
+            return own | self.networks[0].join_variables()
         if self.told:
             own = {**self.told, **identity_variables(self.run_id, self.secret)}
         else:
@@ -359,70 +361,3 @@ class ReportChannel:
         """Close both ends here; the worker's stays open."""
         self.receiver.close()
         self.sender.close()
-
-
-def ask_run_id(
-    addresses: Sequence[tuple[str, int]], tls: Tls | None = None, timeout_s: float = 5.0
-) -> str:
-    """The id of the run to which the worker at the first address that answers belongs.
-
-    The id is no secret: a worker says it to any caller whose id differs. So it is trusted no
-    further than that: the handshake that follows proves to both sides that they are of one run.
-
-    Args:
-        addresses: (host, port) of workers, tried one after the other.
-        tls: needed if the run uses it.
-        timeout_s: for each of them, from the dial to the answer.
-
-    Raises:
-        RefusedError: a worker answers, but with TLS where we have none, or in another version.
-        RendezvousError: nobody answers.
-    """
-    failures = []
-    for address in addresses:
-        try:
-            return _ask(address, tls, time.monotonic() + timeout_s)
-        except (OSError, HandshakeError, EOFError) as error:
-            text = printable(str(error)) or "closed the connection"
-            failures.append(f"{show_address(*address)}: {text}")
-    raise RendezvousError(
-        f"no worker to join answers ({'; '.join(failures)}); check that the run still goes on and "
-        "that the address is one of its workers'"
-    )
-
-
-def _ask(address: tuple[str, int], tls: Tls | None, deadline: float) -> str:
-    def left_s() -> float:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("did not answer in time")
-        return left
-
-    # The secret is never used: no proof is made before the answer.
-    handshake = Handshake(NOBODY, b"unused", dialler=True)
-    connection: socket.socket = socket.create_connection(address, left_s())
-    try:
-        if tls is not None:
-            stream = tls.wrap(connection, server_side=False)
-            connection = stream.connection  # it owns the descriptor from here on
-            connection.settimeout(left_s())
-            stream.do_handshake()
-        connection.settimeout(left_s())
-        connection.sendall(handshake.take_output())
-        while handshake.num_wanted and handshake.refusal is None:
-            connection.settimeout(left_s())
-            data = connection.recv(handshake.num_wanted)
-            if not data:
-                raise EOFError
-            handshake.receive(data)
-    finally:
-        connection.close()
-    refusal = handshake.refusal
-    if refusal is None:
-        raise HandshakeError("it did not say which run it belongs to")
-    if refusal.field != "run_id":
-        who = show_address(*address)
-        raise RefusedError(f"the worker at {who} refuses: {printable(str(refusal))}")
-    if not refusal.ours.isprintable() or len(refusal.ours) > MAX_RUN_ID:
-        raise HandshakeError("it gave no usable run id")
-    return refusal.ours

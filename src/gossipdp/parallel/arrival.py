@@ -23,7 +23,6 @@ from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.thread import GossipThread
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph, graph_name
-from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.rendezvous import Rendezvous, Settings
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.handshake import Identity
@@ -35,6 +34,7 @@ from gossipdp.parallel.checkpoint import Counts, Resumption, saved_by
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
+from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.state_transfers import fetch_parameters, take_state
 from gossipdp.parallel.training_state import BetweenSteps
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
@@ -43,6 +43,7 @@ from gossipdp.protocol.worker import WorkerProtocol
 logger = logging.getLogger("gossipdp")
 
 LOOK_AT_PROGRESS_EVERY_S = 1.0
+LOOK_AT_RANK_EVERY_S = 0.05
 
 
 class Arrival:
@@ -66,15 +67,16 @@ class Arrival:
         flat: FlatParameters,
         optimizers: Sequence[torch.optim.Optimizer],
         options: Options,
-        environment: Environment,
+        replica: Replica,
         *,
         resumption: Resumption | None,
         page: StatusPage | None,
     ) -> None:
-        network = options.network
+        network, environment = options.network, replica.environment
         files = tls_files(network.tls_cert, network.tls_key, network.tls_ca) or environment.tls
         self._tls = Tls(files) if files is not None else None
         self._environment = replace(environment, tls=files)
+        self._replica = replica
         self._flat = flat
         self._state = flat.state
         self._optimizers = optimizers
@@ -99,11 +101,13 @@ class Arrival:
         """Come into the run: with all others at its start, or into one that goes on."""
         environment = self._environment
         if self._rendezvous.joins:
-            try:
+            if environment.needs_rank and self._replica.is_sharded:
+                self._join_with_one_rank()
+            else:
                 self._join()
-            except SupersededError as error:
-                self.come_anew(error)
-                return
+            # The networks of a replica may have heard of its last steps or not: its processes
+            # count on from one number, and so save at the same steps.
+            self.before = Counts(*(int(max(each)) for each in self._replica.gather(*self.before)))
         else:
             self._take_place(environment.rank, environment.world_size, incarnation=0)
             if self._resumption is not None:
@@ -119,21 +123,19 @@ class Arrival:
 
         Raises ``superseded`` where the rank was given to this worker, for then it is not wanted.
         """
-        while self._rendezvous.joins and self._environment.needs_rank:
-            logger.warning(
-                "worker %d takes another rank: one that joined at the same time has this one",
-                self.rank,
-            )
-            assert self.thread is not None
-            self.thread.close()
-            try:
-                self._join()
-            except SupersededError as error:
-                superseded = error
-                continue
-            self._rendezvous.mark_ready(self.rank)
-            return
-        raise superseded
+        self._give_up_rank(superseded)
+        self._join()
+        self._rendezvous.mark_ready(self.rank)
+
+    def _give_up_rank(self, superseded: SupersededError) -> None:
+        if not (self._rendezvous.joins and self._environment.needs_rank):
+            raise superseded
+        logger.warning(
+            "worker %d takes another rank: one that joined at the same time has this one",
+            self.rank,
+        )
+        assert self.thread is not None
+        self.thread.close()
 
     def close(self) -> None:
         """End the thread, if there is one, and what reads the optimizers' state."""
@@ -266,7 +268,51 @@ class Arrival:
             host=host,
         )
 
+    def _join_with_one_rank(self) -> None:
+        """Join with all processes of a replica, under the rank that the first of them is given.
+
+        In the network of the first shard two replicas that join at the same time get a rank each,
+        as two workers do. Both may take part before they hear of each other, so the first process
+        tells its others the rank only when nobody has disputed it for a time-out. These then find
+        it free in the networks of theirs, or held by a replica that has ended. They wait for it in
+        a collective: at most for gloo's time-out, of 30 minutes.
+
+        From here on the rank is given. A replica that hears of another one of its rank only now
+        ends: its processes could not take another at the same step.
+        """
+        environment = self._environment
+        is_first = environment.shard == 0
+        if is_first:
+            self._join()
+            self._await_disputes()
+        rank = self._replica.first_says(self.rank if is_first else 0)
+        self._environment = replace(environment, rank=rank)
+        if not is_first:
+            self._join()
+
+    def _await_disputes(self) -> None:
+        """Return when this worker has had its rank for a time-out, and no other claims it."""
+        assert self.thread is not None
+        since_s = time.monotonic()
+        while time.monotonic() < since_s + self._network.timeout_s:
+            try:
+                self.thread.check()
+            except SupersededError as error:
+                self._give_up_rank(error)
+                self._join()
+                since_s = time.monotonic()
+            time.sleep(LOOK_AT_RANK_EVERY_S)
+
     def _join(self) -> None:
+        """Join, anew with another rank as often as this one turns out to be another's."""
+        while True:
+            try:
+                self._join_once()
+                return
+            except SupersededError as error:
+                self._give_up_rank(error)
+
+    def _join_once(self) -> None:
         """Ask who is there, take a place, take the state of a live worker, and take part.
 
         At most ``start_timeout_s`` pass without progress before this fails.

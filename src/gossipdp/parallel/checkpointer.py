@@ -415,7 +415,11 @@ class Termination:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def begin(self) -> None:
-        """The loop got there: neither the checkpoint nor what unwinds the stack is broken into."""
+        """The loop got there: neither the checkpoint nor what unwinds the stack is broken into.
+
+        With shards another process may have been asked first; this one's own signal then comes now.
+        """
+        self.is_asked = True
         again, self._again = self._again, None
         if again is not None:
             again.cancel()

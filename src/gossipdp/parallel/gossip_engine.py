@@ -103,14 +103,16 @@ class GossipEngine(Engine):
         self._rate_warning_due = True
         self._is_averaged = self._has_stopped = False
         self._agreed = Agreed()
-        environment = replica.environment
         self._arrival = Arrival(
-            self._flat, optimizers, options, environment, resumption=resumption, page=page
+            self._flat, optimizers, options, replica, resumption=resumption, page=page
         )
         try:
             self._arrival.start()
             self._has_arrived()
             reshard(module)
+            # Of a replica that comes back, each network knows how many steps it had made, but for
+            # news that were on their way. Checkpoints are due by this number.
+            self._before = Counts(*(int(max(each)) for each in replica.gather(*self._before)))
             self._agree(0)
         except BaseException:
             self.close()

@@ -318,8 +318,9 @@ class GossipDataParallel(nn.Module):
 
         :meth:`batches` and :meth:`epochs` yield no more, here at once and elsewhere a fraction of a
         second later, when the news is there; :attr:`finished` is true. Call :meth:`consolidate` as
-        ever. With ``allreduce`` all workers end together, two steps later. A checkpoint does not
-        keep it: a run that is resumed trains on.
+        ever. With ``allreduce`` all workers end together, two steps later; with shards the
+        processes of a replica do, after one more step. A checkpoint does not keep it: a run that is
+        resumed trains on.
 
         Example:
             >>> net = nn.Linear(4, 2)

@@ -36,6 +36,12 @@ REPLICAS_ARE_UNKNOWN = (
     "with `gossipdp run -n N --nproc-per-replica {} train.py`, or shard over one dimension of a "
     "device mesh and give the other, as in mesh=mesh['replicate']"
 )
+TENSOR_PARALLEL = (
+    "the model's parameters are split by something else than fully_shard, such as tensor "
+    "parallelism (parallelize_module): its processes train on the same samples and copy some "
+    "parameters, and gossip between such replicas is not supported. Shard with fully_shard over "
+    "one dimension of a device mesh, and leave out the other"
+)
 
 
 def as_dtensor(tensor: Tensor) -> "DTensor | None":
@@ -203,21 +209,20 @@ class Replica:
         Raises:
             ValueError: the directory holds checkpoints of another number of shards.
         """
+        directory, resume = saving.directory, saving.resume
+        is_auto = resume == "auto"
+        for place in (directory, None if is_auto else resume):
+            if place is not None:
+                self._check_size(Path(place))
         shard, num_shards = self.environment.shard, self.environment.num_shards
-        name = f"shard-{shard}-of-{num_shards}"
-
-        def own_place(path: PathLike | None) -> Path | None:
-            if path is None:
-                return None
-            self._check_size(Path(path))
-            return Path(path) / name
-
-        directory = own_place(saving.directory)
-        is_auto = saving.resume == "auto"
-        resume = saving.resume if is_auto else own_place(saving.resume)
         if num_shards == 1:
             return saving
-        return dataclasses.replace(saving, directory=directory, resume=resume)
+
+        def own_place(path: PathLike | None) -> Path | None:
+            return None if path is None else Path(path) / f"shard-{shard}-of-{num_shards}"
+
+        own_resume = resume if is_auto else own_place(resume)
+        return dataclasses.replace(saving, directory=own_place(directory), resume=own_resume)
 
     def _check_size(self, place: Path) -> None:
         num_shards = self.environment.num_shards
@@ -246,6 +251,10 @@ class Replica:
         samples, others, *flags = self._sum([int(each) for each in own])
         return Agreed(samples, others, *map(bool, flags))
 
+    def first_says(self, number: int) -> int:
+        """The number of the replica's first process, to all of them; raises as :meth:`agree`."""
+        return self._sum([0 if self.environment.shard else number])[0]
+
     def is_any(self, value: bool) -> bool:
         """Whether it is so on any process of the replica; raises as :meth:`agree`."""
         return bool(self._sum([int(value)])[0])
@@ -273,8 +282,8 @@ class Replica:
 
     def _lost(self, error: RuntimeError) -> NoReturn:
         raise PeerLostError(
-            f"another process of replica {self.environment.rank} has ended, so this one, which "
-            f"holds shard {self.environment.shard}, cannot go on: look at the other's output "
+            f"another process of this replica has ended, so this one, which holds shard "
+            f"{self.environment.shard}, cannot go on: look at the other's output "
             f"({str(error).splitlines()[0][:200]})"
         ) from error
 
@@ -290,12 +299,14 @@ def _ranks_of(module: nn.Module) -> list[int]:
 
     Raises:
         ValueError: a trained parameter is held by several of them: each exchanges what it holds
-            alone, so the copies would drift apart.
+            alone, so the copies would drift apart. Or others than FSDP have split it.
     """
     ranks: set[int] = set()
     for parameter in module.parameters():
         if (sharded := as_dtensor(parameter)) is not None:
             ranks.update(sharded.device_mesh.mesh.flatten().tolist())
+    if len(ranks) > 1 and not _is_of_fsdp(module):
+        raise ValueError(TENSOR_PARALLEL)
     for name, parameter in module.named_parameters() if len(ranks) > 1 else ():
         if parameter.requires_grad and not _is_split(parameter, len(ranks)):
             raise ValueError(
@@ -306,13 +317,30 @@ def _ranks_of(module: nn.Module) -> list[int]:
     return sorted(ranks)
 
 
+def _is_of_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP has split it, and tensor parallelism has not split it once more."""
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = (as_dtensor(parameter) for parameter in module.parameters())
+    splits = (
+        [size for size, placement in _dimensions(each) if size > 1 and not placement.is_replicate()]
+        for each in sharded
+        if each is not None
+    )
+    has_fsdp = any(isinstance(each, FSDPModule) for each in module.modules())
+    return has_fsdp and all(len(each) <= 1 for each in splits)
+
+
+def _dimensions(sharded: "DTensor") -> Iterable[tuple[int, Any]]:
+    """The size of each dimension of a DTensor's mesh, and what becomes of the tensor along it."""
+    return zip(sharded.device_mesh.mesh.shape, sharded.placements, strict=True)
+
+
 def _is_split(parameter: Tensor, num_processes: int) -> bool:
     sharded = as_dtensor(parameter)
     if sharded is None:
         return False
-    mesh = sharded.device_mesh
-    sizes: Iterable[tuple[int, Any]] = zip(mesh.mesh.shape, sharded.placements, strict=True)
-    return mesh.size() == num_processes and all(
+    return sharded.device_mesh.size() == num_processes and all(
         size == 1 or not (placement.is_replicate() or placement.is_partial())
-        for size, placement in sizes
+        for size, placement in _dimensions(sharded)
     )

@@ -40,9 +40,7 @@ class Worker:
     ) -> None:
         self.replica = replica = Replica.of(module, options.mesh, Environment.read())
         environment = replica.environment
-        own_files = replica.own_files(options.checkpoints)
-        if own_files is not options.checkpoints:
-            options = dataclasses.replace(options, checkpoints=own_files)
+        options = dataclasses.replace(options, checkpoints=replica.own_files(options.checkpoints))
         joins = environment.is_joining
         # One that comes into a run that goes on takes a live worker's state, and writes beside it.
         resumption = None if joins else _resumption(module, options, replica)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from gossipdp import OuterStep
 
@@ -36,7 +36,7 @@ def outer_step(momentum: float | None, lr: float | None) -> OuterStep | None:
         ValueError: one of them is out of range.
     """
     asked = {"momentum": momentum, "lr": lr}
-    given = {name: value for name, value in asked.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     return OuterStep(**given) if given else None
 
 

@@ -37,10 +37,7 @@ MISTAKES = [
     ("run -n 2 --host 203.0.113.1 train.py", "cannot listen on 203.0.113.1 port 0"),
     ("run -n 3 --nproc-per-replica 2 train.py", "-n is 3; it counts processes"),
     ("run -n 2 --nproc-per-replica 0 train.py", "--nproc-per-replica is 0"),
-    (
-        "run -n 2 --nproc-per-replica 2 --join 127.0.0.1:1 train.py",
-        "--nproc-per-replica needs -n, and goes without --join",
-    ),
+    ("run --nproc-per-replica 2 train.py", "--nproc-per-replica needs -n"),
     ("run -n 2 --nnodes 2 train.py", "several hosts need one --rendezvous HOST:PORT"),
     ("run -n 2 --nnodes 2 --rendezvous here train.py", "--rendezvous is 'here'; write HOST:PORT"),
     ("run -n 2 --nnodes 2 --rendezvous a:1 --port 5 train.py", "--port is for one host"),

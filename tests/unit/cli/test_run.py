@@ -6,7 +6,7 @@ import pytest
 
 from gossipdp.cli.main import main
 from gossipdp.cli.run import RunArguments, _common_variables, _join_line
-from gossipdp.launcher import team
+from gossipdp.launcher import networks
 
 TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -31,7 +31,7 @@ def test_nobody_to_join_is_one_line(
     def ask(address: tuple[str, int], *others: object) -> str:
         raise ConnectionRefusedError(111, "Connection refused")
 
-    monkeypatch.setattr(team, "_ask", ask)
+    monkeypatch.setattr(networks, "_ask", ask)
     secret = str(Path(script).parent / "secret")
     words = ["--join", "10.0.0.1:1,[::1]:2", "--secret-file", secret]
     assert main(["run", *words, script]) == 2
@@ -47,10 +47,40 @@ def test_the_line_on_joining_names_all_that_a_joiner_needs() -> None:
     arguments = RunArguments(
         workers=2, secret_file=Path("secret"), log_dir=Path("runs/mine"), **tls
     )
-    assert _join_line(arguments, ("10.0.0.1", 4)) == (
+    assert _join_line(arguments, [("10.0.0.1", 4)]) == (
         "to add a worker: gossipdp run --join 10.0.0.1:4 --secret-file secret "
         "--tls-cert cert.pem --tls-key key.pem --tls-ca ca.pem --log-dir runs/mine SCRIPT"
     )
+    assert _join_line(RunArguments(workers=4), [("10.0.0.1", 4), ("::1", 5)]) == (
+        "to add a replica: gossipdp run --join 10.0.0.1:4,[::1]:5 --nproc-per-replica 2 SCRIPT"
+    )
+
+
+@pytest.mark.parametrize(
+    ("run_ids", "num_shards", "message"),
+    [
+        (["r-shard-0-of-2"], 2, "of those given none is of shard 1: the run's first"),
+        (["r-shard-0-of-2", "other-shard-1-of-2"], 2, "of those given they are of two runs"),
+        (["r-shard-0-of-4"], 2, "is 2, and the run's replicas have 4 processes: give 4, and to"),
+        (["r-shard-0-of-2"], 1, "is 1, and the run's replicas have 2 processes: give 2, and to"),
+        (["r"], 2, "is 2, and the run's replicas have 1 processes: give 1, and to"),
+    ],
+)
+def test_a_replica_needs_a_process_of_each_shard_to_join(
+    script: str,
+    run_ids: list[str],
+    num_shards: int,
+    message: str,
+    *,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(networks, "_ask", lambda address, *_: run_ids[address[1] - 1])
+    shown = ",".join(f"10.0.0.1:{port}" for port in range(1, len(run_ids) + 1))
+    secret = str(Path(script).parent / "secret")
+    words = ["--join", shown, "--nproc-per-replica", str(num_shards), "--secret-file", secret]
+    assert main(["run", *words, script]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--nnodes", "--node-rank", "--port"])
@@ -72,4 +102,4 @@ def test_the_cores_are_shared_with_the_launchers_other_workers(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, value in (TOLD | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "100000"}).items():
         monkeypatch.setenv(name, value)
-    assert _common_variables(RunArguments()) == {"OMP_NUM_THREADS": "1"}
+    assert _common_variables(RunArguments(), 1) == {"OMP_NUM_THREADS": "1"}

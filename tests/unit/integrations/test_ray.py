@@ -39,7 +39,7 @@ def test_a_second_start_joins_the_others_by_their_latest_addresses(meeting: Meet
     meeting.note_addresses({0: ("10.0.0.1", 1), 1: ("10.0.0.2", 2), 2: ("10.0.0.3", 3)})
     again = Environment.read(meeting.variables(1))
     assert (again.rank, again.num_restarts) == (1, 1)
-    assert again.join == (("10.0.0.1", 1), ("10.0.0.3", 3))
+    assert set(again.join) == {("10.0.0.1", 1), ("10.0.0.3", 3)}
     assert (again.run_id, again.secret) == (first[1].run_id, first[1].secret)
     assert Environment.read(meeting.variables(1)).num_restarts == 2
 

@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -57,6 +58,18 @@ def meet(
 
     with ThreadPoolExecutor(len(environments)) as pool:
         return list(pool.map(one, environments))
+
+
+def test_the_networks_of_all_shards_are_of_one_run() -> None:
+    store, found = HashStore(), set()
+    for shard in range(2):
+        both = [environment(rank, 2, shard=shard, num_shards=2) for rank in range(2)]
+        first, second = meet(both, store=store)
+        assert isinstance(first, Meeting)
+        assert second == first
+        found.add(first.run_id.removesuffix(f"-shard-{shard}-of-2"))
+    (run_id,) = found
+    assert re.fullmatch("default-[0-9a-f]{8}", run_id)
 
 
 def test_all_learn_all_addresses_one_run_id_and_one_secret() -> None:

@@ -1,10 +1,12 @@
 """Replicas of several processes, to their supervisor one worker each: without real processes."""
 
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 import pytest
 
 from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.networks import Network
 from gossipdp.launcher.replica import ReplicaProcess, Replicas
 from gossipdp.launcher.supervisor import Ending, WorkerProcess
 from gossipdp.launcher.team import Report, Team, report_variables, send_report
@@ -21,6 +23,9 @@ class Scripted(WorkerProcess):
         self.how: Ending | None = None
         self.signals: list[int] = []
         self.is_killed = False
+
+    def show_label(self, label: str) -> None:
+        self.label = label
 
     def waits_for(self) -> list[object]:
         return [self]
@@ -42,17 +47,26 @@ class Made:
     """Two replicas of two processes."""
 
     def __init__(self) -> None:
-        self.team = Team(2, 2, 0, store=("127.0.0.1", 9), run_id="run", secret="s" * 16)
+        self.team = Team(
+            2,
+            2,
+            0,
+            store=("127.0.0.1", 9),
+            run_id="run",
+            secret="s" * 16,
+            networks=[Network() for _ in range(NUM_SHARDS)],
+        )
         self.processes: dict[str, Scripted] = {}
         self.all: list[ReplicaProcess] = []
-        self.replicas = Replicas(NUM_SHARDS, self._start_process)
 
     def _start_process(self, variables: Mapping[str, str], label: str) -> Scripted:
         self.processes[label] = Scripted(variables, label)
         return self.processes[label]
 
     def start(self, rank: int, **more: str) -> ReplicaProcess:
-        self.all.append(self.replicas.start(self.team.variables(rank) | more))
+        replicas = Replicas(self.team.networks, self._start_process)
+        worker = replicas.start(rank, self.team.variables(rank) | more)
+        self.all.append(cast(ReplicaProcess, worker))
         return self.all[-1]
 
 
@@ -106,6 +120,17 @@ def test_the_death_of_one_process_ends_the_others(made: Made) -> None:
     assert ending == Ending("lost its process 1, which died of signal 9 (SIGKILL)")
 
 
+def test_who_was_asked_to_end_is_not_killed_for_it(made: Made) -> None:
+    """The first to end leaves the others the time to save."""
+    replica = made.start(0)
+    replica.send(15)
+    made.processes["0.0"].how = Ending("ended with exit code 143")
+    assert replica.poll() is None
+    assert not made.processes["0.1"].is_killed
+    made.processes["0.1"].how = Ending("ended with exit code 143")
+    assert replica.poll() == Ending("lost its process 0, which ended with exit code 143")
+
+
 def test_a_signal_reaches_those_that_run(made: Made) -> None:
     replica = made.start(0)
     made.processes["0.1"].how = Ending()
@@ -132,7 +157,8 @@ def test_who_comes_back_joins_the_network_of_its_own_shard(made: Made) -> None:
         addresses = {rank: ("10.0.0.1", 100 * (shard + 1) + rank) for rank in range(2)}
         told = Report(addresses=addresses, run_id=f"run-shard-{shard}", secret=f"{shard}" * 16)
         made.processes[f"1.{shard}"].report(told)
-    first.take_reports()
+    for report in first.take_reports():
+        made.team.networks[0].take(report)  # as their supervisor does
     made.start(1, GOSSIPDP_JOIN="10.0.0.9:9", GOSSIPDP_RESTARTS="1")
     for shard in range(NUM_SHARDS):
         environment = Environment.read(made.processes[f"1.{shard}"].variables)
@@ -140,6 +166,50 @@ def test_who_comes_back_joins_the_network_of_its_own_shard(made: Made) -> None:
         assert environment.run_id == f"run-shard-{shard}"
         assert environment.secret == f"{shard}".encode() * 16
         assert (environment.rank, environment.shard, environment.num_restarts) == (1, shard, 1)
+
+
+def test_a_new_replica_joins_the_networks_that_its_user_names(made: Made) -> None:
+    made.team = Team(
+        2,
+        secret="s" * 16,
+        networks=[
+            Network(f"run-shard-{shard}-of-2", join=(("10.0.0.1", 100 + shard),))
+            for shard in range(NUM_SHARDS)
+        ],
+    )
+    replica = made.start(1)
+    for shard in range(NUM_SHARDS):
+        process = made.processes[f"+1.{shard}"]
+        environment = Environment.read(process.variables)
+        assert (environment.needs_rank, environment.is_joining) == (True, True)
+        assert (environment.shard, environment.num_shards, environment.local_rank) == (
+            shard,
+            2,
+            2 + shard,
+        )
+        assert environment.join == (("10.0.0.1", 100 + shard),)
+        assert environment.run_id == f"run-shard-{shard}-of-2"
+        assert environment.secret == b"s" * 16
+        # The network has no store; the replica's own world has one.
+        assert environment.store_host is None
+        assert process.variables["MASTER_ADDR"] == "127.0.0.1"
+        assert process.variables["RANK"] == str(shard)
+        process.report(Report(begins=True, rank=5))
+    assert [report.rank for report in replica.take_reports()] == [5, None]
+    replica.show_label("5")
+    assert [process.label for process in made.processes.values()] == ["5.0", "5.1"]
+    # It dies, and comes back under that rank.
+    made.start(1, RANK="5", GOSSIPDP_JOIN="10.0.0.9:9", GOSSIPDP_RESTARTS="1")
+    again = Environment.read(made.processes["5.1"].variables)
+    assert (again.rank, again.num_restarts, again.join) == (5, 1, (("10.0.0.1", 101),))
+
+
+def test_a_replica_of_one_process_is_that_process() -> None:
+    team = Team(1, 1, 0, store=("127.0.0.1", 9), run_id="run", secret="s" * 16)
+    process = Replicas(team.networks, Scripted).start(0, team.variables(0))
+    assert isinstance(process, Scripted)
+    assert (process.label, process.variables) == ("0", team.variables(0))
+    process.close()
 
 
 def test_where_one_process_cannot_be_started_none_is_left(
@@ -152,7 +222,7 @@ def test_where_one_process_cannot_be_started_none_is_left(
             raise OSError("no process left")
         return start(variables, label)
 
-    replicas = Replicas(NUM_SHARDS, fails)
+    replicas = Replicas(made.team.networks, fails)
     with pytest.raises(OSError, match="no process left"):
-        replicas.start(made.team.variables(0))
+        replicas.start(0, made.team.variables(0))
     assert made.processes["0.0"].is_killed

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 
 from gossipdp.launcher.environment import Environment
+from gossipdp.launcher.networks import Network
 from gossipdp.launcher.supervisor import (
     GRACE_S,
     LONG_LIFE_S,
@@ -267,7 +268,7 @@ def test_with_workers_elsewhere_the_last_one_here_joins_them(make: Make) -> None
 
 
 def test_a_joiner_keeps_the_rank_that_it_was_given(make: Make) -> None:
-    team = Team(3, run_id="run", secret="s" * 16, join=(("10.0.0.1", 4),))
+    team = Team(3, secret="s" * 16, networks=[Network("run", join=(("10.0.0.1", 4),))])
     setting = make(max_restarts=6, team=team)
     assert Environment.read(setting.workers[0].variables).needs_rank
     for rank, worker in setting.workers.items():

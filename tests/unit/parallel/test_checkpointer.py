@@ -355,6 +355,15 @@ def test_a_loop_that_does_not_get_there_is_ended_all_the_same(
     assert not saved_by(tmp_path, 0)
 
 
+def test_a_signal_that_comes_after_another_process_s_breaks_into_no_save(terminable):
+    """As with shards, which end together though only one of them was asked yet."""
+    model, _ = terminable
+    termination = model._checkpointer._termination
+    termination.begin()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert termination._again is None
+
+
 def test_a_forked_child_ends_by_sigterm_at_once(terminable):
     """A loader's process is ended so, and waited for."""
     ready, tell = os.pipe()

@@ -11,6 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gossipdp import Checkpoints, GossipDataParallel, ModelChangedError
@@ -186,17 +191,31 @@ def test_a_parameter_that_several_processes_hold_is_refused(four: None) -> None:
     hsdp = fully_shard(make_net(), mesh=mesh)
     with pytest.raises(ValueError, match=r"is not split over all 4"):
         Replica.of(hsdp, None, Environment(num_shards=4))
-    copied = nn.ParameterDict(
-        {"alike": nn.Parameter(distribute_tensor(torch.ones(4), mesh["shard"], [Replicate()]))}
-    )
+    copied = fully_shard(make_net()[0], mesh=mesh["shard"])
+    alike = nn.Parameter(distribute_tensor(torch.ones(4), mesh["shard"], [Replicate()]))
+    copied.register_parameter("alike", alike)
     with pytest.raises(ValueError, match=r"'alike' is not split over all 2"):
         Replica.of(copied, mesh["replicate"], Environment())
+
+
+@pytest.mark.parametrize("is_sharded_too", [False, True])
+def test_tensor_parallelism_is_refused(four: None, is_sharded_too: bool) -> None:
+    """Also where it copies no parameter: its processes train on the same samples."""
+    dims = (1, 2, 2) if is_sharded_too else (2, 1, 2)
+    mesh = init_device_mesh("cpu", dims, mesh_dim_names=("replicate", "shard", "tp"))
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4, bias=False))
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if is_sharded_too:
+        fully_shard(net, mesh=mesh["shard"])
+    with pytest.raises(ValueError, match=r"tensor parallelism .* is not supported"):
+        Replica.of(net, mesh["replicate"], Environment())
 
 
 def test_one_process_agrees_with_itself() -> None:
     replica = Replica.of(make_net(), None, Environment(rank=2, world_size=4))
     own = Agreed(samples=3, others_samples=5, is_stopped=True)
     assert replica.agree(own) == own
+    assert replica.first_says(7) == 7
     assert replica.is_any(True)
     assert not replica.is_any(False)
     assert list(replica.gather(2.0, math.inf)) == [(2.0,), (math.inf,)]

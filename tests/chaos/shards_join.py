@@ -1,0 +1,110 @@
+"""``make chaos``: a replica joins by the line that the run prints, dies, and comes back.
+
+.venv/bin/python -m pytest -s tests/chaos/shards_join.py
+"""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from run_processes import VARIABLES
+
+pytestmark = pytest.mark.processes
+
+# Each process writes down who it is when it has come into the run, and what it ended with.
+SCRIPT = """
+import os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from gossipdp import GossipDataParallel
+
+directory = Path(sys.argv[1])
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+fully_shard(net)
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+model = GossipDataParallel(net, optimizer, graph="complete", budget_samples=10**9)
+name = f"{model.rank}.{dist.get_rank()}"
+directory.joinpath(f"{name} {os.getpid()}").touch()
+for (inputs,) in model.batches([[torch.randn(4, 6)]]):
+    net(inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if (directory / "end").exists():
+        model.stop()
+print("ended", name, "over", model.consolidate().world_size)
+dist.destroy_process_group()
+"""
+# Importing FSDP2 warns.
+ENVIRONMENT = VARIABLES | {"PYTHONWARNINGS": "default"}
+COMMAND = [sys.executable, "-m", "gossipdp.cli.main", "run"]
+
+
+class Call:
+    """One ``gossipdp run``."""
+
+    def __init__(self, directory: Path, name: str, words: list[str]) -> None:
+        self.output = directory / f"{name}.output"
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*COMMAND, *words], stdout=output, stderr=output, env=ENVIRONMENT
+            )
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert self.process.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def calls() -> Iterator[list[Call]]:
+    started: list[Call] = []
+    yield started
+    for call in started:
+        if call.process.poll() is None:
+            call.process.send_signal(signal.SIGTERM)
+            call.process.wait(20)
+
+
+def test_a_replica_joins_by_the_line_that_the_run_prints(tmp_path: Path, calls: list[Call]) -> None:
+    script, secret, came = tmp_path / "train.py", tmp_path / "secret", tmp_path / "came"
+    script.write_text(SCRIPT)
+    secret.write_text("a secret of this test")
+    secret.chmod(0o600)
+    came.mkdir()
+
+    def processes(replica: int) -> list[int]:
+        """Of this replica's lives that came into the run, those of the second shard."""
+        return [int(path.name.split()[1]) for path in came.glob(f"{replica}.1 *")]
+
+    common = ["--nproc-per-replica", "2", "--secret-file", str(secret)]
+    run = Call(tmp_path, "run", ["-n", "2", *common, str(script), str(came)])
+    calls.append(run)
+    line = re.compile("to add a replica: gossipdp run (.*) SCRIPT")
+    run.wait_for(lambda: processes(0) and line.search(run.output.read_text()))
+    (shown,) = line.findall(run.output.read_text())
+    words = [*shlex.split(shown), "--max-restarts", "1", str(script), str(came)]
+    joiner = Call(tmp_path, "joiner", words)
+    calls.append(joiner)
+    joiner.wait_for(lambda: processes(1))
+    os.kill(processes(1)[0], signal.SIGKILL)
+    joiner.wait_for(lambda: len(processes(1)) == 2)
+    (came / "end").touch()
+    for call in calls:
+        assert call.process.wait(60) == 0, call.output.read_text()
+    printed = [each for call in calls for each in call.output.read_text().splitlines()]
+    ends = sorted(each for each in printed if "ended" in each)
+    assert ends == [f"[{name}] ended {name} over 2" for name in ("0.0", "0.1", "1.0", "1.1")]
