@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 demo: $(VENV)/base.installed
 	$(BIN)/gossipdp demo $(or $(ARGS),--compare)
 
-# In two processes, a file whole in one of them; ARGS="-k pairing" for some tests, ARGS="-n 0" for
-# one process. The slowest tests are named at the end.
+# In two processes, a file whole in one of them, in the order of tests/conftest.py; ARGS="-k pairing"
+# for some tests, ARGS="-n 0" for one process. The slowest tests are named at the end.
 test: $(VENV)/dev.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 15 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15 $(ARGS)
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -321,8 +322,8 @@ def test_workers_of_different_speed_follow_one_schedule(workers: Callable) -> No
             assert rate == pytest.approx(expected, abs=0.1)
 
 
-def drop_or_stay() -> Any:
-    """Worker 1 drops its model without close() and goes on living."""
+def drop_or_stay(ended: Path) -> Any:
+    """Worker 1 drops its model without close() and lives on until worker 0 has ended."""
     net = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     model = GossipDataParallel(net, optimizer)
@@ -332,14 +333,19 @@ def drop_or_stay() -> Any:
     if model.rank == 1:
         del model
         gc.collect()
-        time.sleep(8.0)
+        deadline_s = time.monotonic() + 8.0
+        while not ended.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
         return None
     started_s = time.monotonic()
-    return model.consolidate().world_size, time.monotonic() - started_s
+    world_size = model.consolidate().world_size
+    took_s = time.monotonic() - started_s
+    ended.touch()
+    return world_size, took_s
 
 
-def test_a_dropped_model_does_not_hold_up_the_others(workers: Callable) -> None:
-    (world_size, took_s), _ = workers(drop_or_stay, 2)
+def test_a_dropped_model_does_not_hold_up_the_others(workers: Callable, tmp_path: Path) -> None:
+    (world_size, took_s), _ = workers(drop_or_stay, 2, (tmp_path / "ended",))
     assert world_size == 1
     assert took_s < 6.0
 

@@ -1,16 +1,12 @@
-"""``gossipdp run`` and torchrun, the real command lines: who meets, what is shown, what is left."""
+"""``gossipdp run``, the real command line: what is shown, and what is left."""
 
-import inspect
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from run_processes import VARIABLES
 
 pytestmark = pytest.mark.processes
 
@@ -31,63 +27,14 @@ print("went on")
 """
 
 
-def command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        env=VARIABLES | variables,
-        check=False,
-    )
-
-
-def meet_and_sum() -> tuple[float, tuple[str, int], int]:
-    import torch
-    import torch.distributed as dist
-
-    from gossipdp.launcher.environment import Environment
-    from gossipdp.launcher.rendezvous import Rendezvous, Settings
-
-    environment = Environment.read()
-    rendezvous = Rendezvous.open(environment, timeout_s=60)
-    settings = Settings((("weight", (2,)),), "a2cid2", "ring", "1", "float32")
-    meeting = rendezvous.meet((environment.choose_host(), 1000 + environment.rank), settings)
-    dist.init_process_group("gloo")
-    total = torch.tensor([float(environment.rank)])
-    dist.all_reduce(total)
-    dist.destroy_process_group()
-    rendezvous.mark_ready()
-    return total.item(), meeting.addresses[1], len(meeting.secret)
-
-
-def test_a_process_group_of_the_user_s_own_meets_at_the_same_store(
-    workers: Callable[..., list[Any]],
-) -> None:
-    assert workers(meet_and_sum, 2) == [(1.0, ("127.0.0.1", 1001), 32)] * 2
-
-
-def test_so_it_does_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    # One write a line: the workers share one standard output.
-    script.write_text(
-        inspect.getsource(meet_and_sum)
-        + "print('found {} {} {}\\n'.format(*meet_and_sum()), end='')"
-    )
-    done = command(
-        "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("found 1.0 ('127.0.0.1', 1001) 32\n") == 2
-
-
 def test_after_the_start_a_failure_ends_no_other_and_is_shown_at_the_end(
     tmp_path: Path, without_torch: dict[str, str]
 ) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
-    done = command(
-        *("-m", "gossipdp.cli.main", "run", "-n", "2", str(script), str(tmp_path / "begun")),
-        **without_torch,
+    words = ["-m", "gossipdp.cli.main", "run", "-n", "2", str(script), str(tmp_path / "begun")]
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=without_torch, check=False
     )
     assert done.stderr.startswith("gossipdp: starting 2 workers; importing torch takes")
     assert done.returncode == 1

@@ -40,9 +40,26 @@ def test_the_complete_example_under_our_launcher(tmp_path: Path):
     assert all((tmp_path / f"worker-{rank}.jsonl").stat().st_size for rank in range(2))
 
 
-def test_under_torchrun_an_example_ends_with_equal_parameters_on_all_workers(tmp_path: Path):
-    done = run([*TORCHRUN, str(EXAMPLES / "tied_transformer.py"), str(tmp_path)])
+BESIDE = """
+import runpy, sys
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+runpy.run_path(sys.argv[2])
+ranks = [None, None]
+dist.all_gather_object(ranks, dist.get_rank())
+dist.destroy_process_group()
+print(f"met {ranks}\\n", end="")  # one write a line: the workers share one standard output
+"""
+
+
+def test_under_torchrun_an_example_trains_beside_a_process_group_of_the_script_s(tmp_path: Path):
+    """Both meet at torchrun's own store."""
+    script = tmp_path / "beside.py"
+    script.write_text(BESIDE)
+    done = run([*TORCHRUN, str(script), str(tmp_path), str(EXAMPLES / "tied_transformer.py")])
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("met [0, 1]\n") == 2
     lines = [(tmp_path / f"worker-{rank}.txt").read_text() for rank in range(2)]
     hashes = {line.split()[0] for line in lines}
     assert len(hashes) == 1, lines

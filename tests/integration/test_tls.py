@@ -1,6 +1,7 @@
 """TLS in whole runs: ``gossipdp run --tls-...`` and the arguments of ``GossipDataParallel``."""
 
 import dataclasses
+import logging
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from gossipdp.cli.main import main
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import read_addresses
 from gossipdp.launcher.networks import ask_run_id
+from gossipdp.links import tls
 from gossipdp.links.tls import Tls, TlsFiles, TlsStream, make_tls_files
 
 SCRIPT = """
@@ -46,10 +48,11 @@ def options(files: TlsFiles) -> list[str]:
     return words if files.ca == files.cert else [*words, "--tls-ca", f"{files.ca}"]
 
 
-def run_two(script: Path, text: str, files: TlsFiles) -> list[str]:
-    """What the two workers of a run print at their end."""
-    script.write_text(text)
-    words = ["run", "-n", "2", *options(files), str(script)]
+@pytest.mark.processes
+def test_a_run_over_tls(run_tls: TlsFiles, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    words = ["run", "-n", "2", *options(run_tls), str(script)]
     done = subprocess.run(
         [sys.executable, "-m", "gossipdp.cli.main", *words],
         capture_output=True,
@@ -58,54 +61,56 @@ def run_two(script: Path, text: str, files: TlsFiles) -> list[str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [line.partition("] ")[2] for line in done.stdout.splitlines()]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("own_authority", [False, True])
-def test_a_run_over_tls(
-    own_authority: bool, run_tls: TlsFiles, authority: Any, tmp_path: Path
-) -> None:
-    files = authority.issue() if own_authority else run_tls
-    ends = set(run_two(tmp_path / "train.py", SCRIPT, files))
+    ends = {line.partition("] ")[2] for line in done.stdout.splitlines()}
     assert len(ends) == 1, ends  # the same bits on all
     assert next(iter(ends)).startswith("links True secured True workers 2 total ")
 
 
-RENEWING = """
-import logging, torch
-from gossipdp import GossipDataParallel, Network
-from gossipdp.links import tls
+def train_while_keys_are_renewed(files: TlsFiles) -> tuple[list[bool], int, int, int, list[Any]]:
+    """Whether links are secured, deaths noticed, workers averaged, keys renewed, and the end."""
+    tls.MAX_RECORDS = 300
+    said: list[str] = []
+    logging.getLogger("gossipdp").setLevel("INFO")
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gossipdp").addHandler(handler)
+    net = torch.nn.Linear(50, 20)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    paths = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.ca}
+    network = Network(start_timeout_s=60, shared_memory="off", **paths)
+    model = GossipDataParallel(net, optimizer, graph="complete", network=network)
 
-tls.MAX_RECORDS = 300
-said = []
-logging.getLogger("gossipdp").setLevel("INFO")
-handler = logging.Handler()
-handler.emit = lambda record: said.append(record.getMessage())
-logging.getLogger("gossipdp").addHandler(handler)
-net = torch.nn.Linear(50, 20)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-network = Network(start_timeout_s=60, shared_memory="off")
-model = GossipDataParallel(net, optimizer, graph="complete", network=network)
-def ended():
-    # One end closes and says why. The other finds the end by reading, by writing or as a reset.
-    return [text for text in said if ": link to worker" in text]
-while model.stats().exchanges < 300 or len(ended()) < 3:
-    optimizer.zero_grad()
-    model(torch.randn(8, 50)).square().mean().backward()
-    optimizer.step()
-num_deaths = sum(notice.kind == "died" for notice in model.stats().noticed)
-result = model.consolidate()
-num_renewed = sum("its TLS key" in text for text in ended())
-print(f"deaths {num_deaths} workers {result.world_size} renewed {num_renewed}")
-"""
+    def ended() -> list[str]:
+        # One end closes and says why. The other finds the end by reading, by writing or as a reset.
+        return [text for text in said if ": link to worker" in text]
+
+    while model.stats().exchanges < 300 or len(ended()) < 3:
+        optimizer.zero_grad()
+        model(torch.randn(8, 50)).square().mean().backward()
+        optimizer.step()
+    num_deaths = sum(notice.kind == "dead" for notice in model.stats().noticed)
+    secured = are_secured(model)
+    num_workers = model.consolidate().world_size
+    num_renewed = sum("its TLS key" in text for text in ended())
+    return secured, num_deaths, num_workers, num_renewed, [p.tolist() for p in net.parameters()]
+
+
+def are_secured(model: GossipDataParallel) -> list[bool]:
+    """Of each link that is up."""
+    links = list(model._engine._loop.transport.links.values())
+    return [isinstance(link.stream, TlsStream) and link.stream.is_secured for link in links]
 
 
 @pytest.mark.processes
-def test_training_goes_on_while_links_get_new_keys(run_tls: TlsFiles, tmp_path: Path) -> None:
-    ends = run_two(tmp_path / "train.py", RENEWING, run_tls)
-    assert [end.startswith("deaths 0 workers 2 renewed ") for end in ends] == [True, True], ends
-    assert sum(int(end.split()[-1]) for end in ends) >= 3, ends
+def test_under_an_own_authority_training_goes_on_while_links_get_new_keys(
+    workers: Callable[..., Any], authority: Any
+) -> None:
+    found = workers(train_while_keys_are_renewed, 2, args=(authority.issue(),))
+    for secured, num_deaths, num_workers, _, end in found:
+        assert all(secured)
+        assert (num_deaths, num_workers) == (0, 2)
+        assert end == found[0][-1]
+    assert sum(num_renewed for _, _, _, num_renewed, _ in found) >= 3, found
 
 
 def test_one_clear_error_before_any_worker_starts(
@@ -210,8 +215,7 @@ def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
     wait_until(lambda: joins or "joined" in [n.kind for n in model.stats().noticed], step)
     wanted = model.stats().exchanges + 3
     wait_until(lambda: model.stats().exchanges >= wanted, step)
-    links = list(transport.links.values())
-    secured = [isinstance(link.stream, TlsStream) and link.stream.is_secured for link in links]
+    secured = are_secured(model)
     num_workers = model.consolidate().world_size
     return f"{secured} of {num_workers}: {[value.tolist() for value in net.parameters()]}"
 

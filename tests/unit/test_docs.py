@@ -15,6 +15,7 @@ import contextlib
 import inspect
 import io
 import json
+import math
 import re
 import runpy
 import socket
@@ -30,6 +31,7 @@ import yaml
 
 import gossipdp
 from gossipdp.cli.main import COMMANDS, main
+from gossipdp.simulate import study
 from gossipdp.tasks import RECIPES
 
 ROOT = Path(__file__).parents[2]
@@ -303,6 +305,7 @@ def test_commands_print_what_the_page_shows(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(study, "WORTH_PROCESSES_S", math.inf)  # those would import torch anew
     assert main(words) == 0
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     progress = re.compile(r"\s*\d+ s  simulating:")  # only where the machine is slow

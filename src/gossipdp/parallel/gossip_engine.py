@@ -110,9 +110,6 @@ class GossipEngine(Engine):
             self._arrival.start()
             self._has_arrived()
             reshard(module)
-            # Of a replica that comes back, each network knows how many steps it had made, but for
-            # news that were on their way. Checkpoints are due by this number.
-            self._before = Counts(*(int(max(each)) for each in replica.gather(*self._before)))
             self._agree(0)
         except BaseException:
             self.close()

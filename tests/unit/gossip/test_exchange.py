@@ -136,7 +136,7 @@ def test_every_chunk_takes_its_outer_step_once_and_before_its_snapshot(name):
         states = []
         for end in range(2):
             x = make_state(end).segments[0].x
-            segment = Segment(x, Role.TRAINED, outer=OuterStep(0.5, 2.0), chunk_bytes=256)
+            segment = Segment(x, Role.TRAINED, outer=OuterStep(0.5, 2.0, every=1), chunk_bytes=256)
             segment.x += 1.0 + end
             states.append(State([segment]))
         codecs = [make_codec(name, state) for state in states]
