@@ -175,7 +175,8 @@ def draw(path: Path, condition: str, results: Results) -> None:
         name = RowName.parse(row)
         for number, one in enumerate(rounds):
             for run, style in ((one.tokens, "-"), (one.time, "--"))[: 1 + (one.time != one.tokens)]:
-                points = [point for point in run.curve if point.loss is not None]
+                # Not the untrained model, which would take most of both axes.
+                points = [point for point in run.curve if point.loss is not None and point.share]
                 axes.plot(
                     [point.seconds for point in points],
                     [point.loss for point in points],
@@ -186,7 +187,8 @@ def draw(path: Path, condition: str, results: Results) -> None:
                 )
     for loss in timed_losses(results).values():
         axes.axhline(loss, color="grey", linewidth=0.8, linestyle=":")
-    axes.set(xscale="log", yscale="log", xlabel="time (s)")
+    axes.set(xscale="log", xlabel="time (s)")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("validation loss of the workers' average (bits a byte)")
     axes.set_title(condition, fontsize="medium", wrap=True)
     axes.grid(True, which="major", linewidth=0.4, alpha=0.6)
