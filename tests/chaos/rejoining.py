@@ -6,15 +6,13 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from run_processes import VARIABLES
+from run_processes import RunCommand
 
 from gossipdp.gossip.loop import REPORT_INTERVAL_S
 
@@ -51,32 +49,17 @@ result = model.consolidate()
 print("consolidated", since_boot_s(), result.world_size, file=log)
 """
 
-COMMAND = [sys.executable, "-m", "gossipdp.cli.main", "run"]
 
-
-class Host:
+class Host(RunCommand):
     """One ``gossipdp run`` of the script."""
 
     def __init__(self, directory: Path, name: str, *options: str) -> None:
-        self.errors = directory / f"{name}.errors"
         script = directory / "script.py"
         script.write_text(SCRIPT)
         self.logs = directory / "logs"
         self.logs.mkdir(exist_ok=True)
-        with self.errors.open("wb") as errors:
-            self.process = subprocess.Popen(
-                [*COMMAND, *options, str(script), str(self.logs)],
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                env=VARIABLES,
-            )
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert self.process.poll() is None, self.errors.read_text()
-            assert time.monotonic() < deadline, self.errors.read_text()
-            time.sleep(0.01)
+        words = [*options, str(script), str(self.logs)]
+        super().__init__(directory / f"{name}.output", words, timeout_s=60)
 
     def events(self, pid: int) -> dict[str, list[str]]:
         lines = (self.logs / str(pid)).read_text().splitlines()
@@ -108,15 +91,13 @@ def hosts() -> Iterator[list[Host]]:
     started: list[Host] = []
     yield started
     for host in started:
-        if host.process.poll() is None:
-            host.process.send_signal(signal.SIGTERM)
-            host.process.wait(20)
+        host.stop()
 
 
 def end(*runs: Host) -> None:
     (runs[0].logs / "end").touch()
     for host in runs:
-        assert host.process.wait(30) == 0, host.errors.read_text()
+        assert host.process.wait(30) == 0, host.output.read_text()
 
 
 def test_a_killed_worker_exchanges_again_within_15_seconds(
@@ -148,7 +129,7 @@ def test_restarts_and_joins_without_the_host_of_the_store(
     first, second = hosts
     second.wait_for(lambda: len(second.lives()) == 2)
     # A third comes by the word that the first host gave.
-    line = next(line for line in first.errors.read_text().splitlines() if "--join" in line)
+    line = next(line for line in first.output.read_text().splitlines() if "--join" in line)
     assert f"--secret-file {secret}" in line
     first.process.send_signal(signal.SIGKILL)
     first.process.wait()

@@ -7,14 +7,11 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_processes import VARIABLES
+from run_processes import VARIABLES, RunCommand
 
 pytestmark = pytest.mark.processes
 
@@ -48,38 +45,19 @@ dist.destroy_process_group()
 """
 # Importing FSDP2 warns.
 ENVIRONMENT = VARIABLES | {"PYTHONWARNINGS": "default"}
-COMMAND = [sys.executable, "-m", "gossipdp.cli.main", "run"]
-
-
-class Call:
-    """One ``gossipdp run``."""
-
-    def __init__(self, directory: Path, name: str, words: list[str]) -> None:
-        self.output = directory / f"{name}.output"
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [*COMMAND, *words], stdout=output, stderr=output, env=ENVIRONMENT
-            )
-
-    def wait_for(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 120
-        while not condition():
-            assert self.process.poll() is None, self.output.read_text()
-            assert time.monotonic() < deadline, self.output.read_text()
-            time.sleep(0.01)
 
 
 @pytest.fixture
-def calls() -> Iterator[list[Call]]:
-    started: list[Call] = []
+def calls() -> Iterator[list[RunCommand]]:
+    started: list[RunCommand] = []
     yield started
     for call in started:
-        if call.process.poll() is None:
-            call.process.send_signal(signal.SIGTERM)
-            call.process.wait(20)
+        call.stop()
 
 
-def test_a_replica_joins_by_the_line_that_the_run_prints(tmp_path: Path, calls: list[Call]) -> None:
+def test_a_replica_joins_by_the_line_that_the_run_prints(
+    tmp_path: Path, calls: list[RunCommand]
+) -> None:
     script, secret, came = tmp_path / "train.py", tmp_path / "secret", tmp_path / "came"
     script.write_text(SCRIPT)
     secret.write_text("a secret of this test")
@@ -90,15 +68,18 @@ def test_a_replica_joins_by_the_line_that_the_run_prints(tmp_path: Path, calls: 
         """Of this replica's lives that came into the run, those of the second shard."""
         return [int(path.name.split()[1]) for path in came.glob(f"{replica}.1 *")]
 
+    def start(name: str, *words: str) -> RunCommand:
+        output = tmp_path / f"{name}.output"
+        calls.append(RunCommand(output, words, timeout_s=120, environment=ENVIRONMENT))
+        return calls[-1]
+
     common = ["--nproc-per-replica", "2", "--secret-file", str(secret)]
-    run = Call(tmp_path, "run", ["-n", "2", *common, str(script), str(came)])
-    calls.append(run)
+    run = start("run", "-n", "2", *common, str(script), str(came))
     line = re.compile("to add a replica: gossipdp run (.*) SCRIPT")
     run.wait_for(lambda: processes(0) and line.search(run.output.read_text()))
     (shown,) = line.findall(run.output.read_text())
     words = [*shlex.split(shown), "--max-restarts", "1", str(script), str(came)]
-    joiner = Call(tmp_path, "joiner", words)
-    calls.append(joiner)
+    joiner = start("joiner", *words)
     joiner.wait_for(lambda: processes(1))
     os.kill(processes(1)[0], signal.SIGKILL)
     joiner.wait_for(lambda: len(processes(1)) == 2)
