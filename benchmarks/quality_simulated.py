@@ -149,8 +149,8 @@ def _both(every: int) -> dict[str, int]:
 
 PLAIN_MEAN = OuterStep(momentum=0.0, lr=1.0)
 OUTER = OuterStep(momentum=0.7, lr=1.0)
-"""In gossip's rows every second exchange begins with one, which is the library's default. DiLoCo's
-paper has momentum 0.9 and lr 0.7: a row of its own."""
+"""Of DiLoCo, whose paper has momentum 0.9 and lr 0.7: a row of its own. Gossip's rows name the
+momentum where it is not the library's default."""
 
 ROWS: dict[str, Row] = {
     "all-reduce": _row("allreduce", 0.032),
@@ -165,12 +165,6 @@ ROWS: dict[str, Row] = {
     "gossip, ring, v every 16th": _row("gossip", 0.064, "ring", exchange_moments=_v(16)),
     "a2cid2, ring": _row("a2cid2", 0.064, "ring"),
     "a2cid2, ring, v every 16th": _row("a2cid2", 0.064, "ring", exchange_moments=_v(16)),
-    "gossip, exponential, v every 16th": _row(
-        "gossip", 0.064, "exponential", exchange_moments=_v(16)
-    ),
-    "a2cid2, exponential, v every 16th": _row(
-        "a2cid2", 0.064, "exponential", exchange_moments=_v(16)
-    ),
 }
 for _every in (8, 16, 32):
     _apart = f"H = {_every}"
@@ -179,15 +173,15 @@ for _every in (8, 16, 32):
         f"DiLoCo, {_apart}, v every time": _row(
             "diloco", 0.016, sync_every=_every, outer=OUTER, exchange_moments=_v(1)
         ),
-        f"gossip, outer step, {_apart}": _row("gossip", 0.016, every=_every, outer=OUTER),
-        f"gossip, outer step, {_apart}, v every time": _row(
+        f"gossip, outer step of momentum 0.7, {_apart}": _row(
+            "gossip", 0.016, every=_every, outer=OUTER
+        ),
+        f"gossip, outer step of momentum 0.7, {_apart}, v every time": _row(
             "gossip", 0.016, every=_every, outer=OUTER, exchange_moments=_v(1)
         ),
     }
-ROWS["gossip, outer step of momentum 0.5, H = 8"] = _row(
-    "gossip", 0.032, every=8, outer=replace(OUTER, momentum=0.5)
-)
-ROWS["gossip, outer step in each exchange, H = 8"] = _row(
+ROWS["gossip, outer step, H = 8"] = _row("gossip", 0.032, every=8, outer=OuterStep())
+ROWS["gossip, outer step of momentum 0.7 in each exchange, H = 8"] = _row(
     "gossip", 0.016, every=8, outer=replace(OUTER, every=1)
 )
 ROWS["DiLoCo, H = 16, momentum 0.9, lr 0.7"] = _row("diloco", 0.016, sync_every=16)
@@ -199,17 +193,18 @@ ROWS["gossip, H = 8"] = _row("gossip", 0.032, every=8)
 ROWS["gossip, H = 8, v every 2nd"] = _row("gossip", 0.032, every=8, exchange_moments=_v(2))
 ROWS["a2cid2, ring, H = 8"] = _row("a2cid2", 0.032, "ring", every=8)
 ROWS["gossip, ring, H = 8"] = _row("gossip", 0.032, "ring", every=8)
-ROWS["gossip, exponential, H = 8"] = _row("gossip", 0.032, "exponential", every=8)
 ROWS["gossip, H = 4"] = _row("gossip", 0.064, every=4)
 for _method in ("gossip", "a2cid2"):
-    ROWS[f"{_method}, ring, outer step, H = 8"] = _row(_method, 0.016, "ring", every=8, outer=OUTER)
+    ROWS[f"{_method}, ring, outer step of momentum 0.7, H = 8"] = _row(
+        _method, 0.016, "ring", every=8, outer=OUTER
+    )
 _UNEVEN = {"compute_time": SlowedTime(ConstantTime(), {n: slowness(n) for n in range(1024)})}
 ROWS |= {  # at equal time: a slow worker takes fewer steps, and whoever waits for it too
     "DiLoCo, H = 16, speeds 1:2:4:8": _row("diloco", 0.016, sync_every=16, outer=OUTER, **_UNEVEN),
     "DiLoCo, H = 16, steps by speed 1:2:4:8": _row(
         "diloco, steps by speed", 0.016, sync_every=16, outer=OUTER
     ),
-    "gossip, outer step, H = 8, speeds 1:2:4:8": _row(
+    "gossip, outer step of momentum 0.7, H = 8, speeds 1:2:4:8": _row(
         "gossip", 0.016, every=8, outer=OUTER, **_UNEVEN
     ),
     "gossip, H = 4, speeds 1:2:4:8": _row("gossip", 0.064, every=4, **_UNEVEN),
@@ -239,7 +234,7 @@ for _network, _links in _NETWORKS.items():
         for _every in (16, 32, 64)
     }
     ROWS |= {
-        f"gossip, outer step, H = {_every}, {_network}": _row(
+        f"gossip, outer step of momentum 0.7, H = {_every}, {_network}": _row(
             "gossip", 0.016, every=_every, outer=OUTER, **_timed
         )
         for _every in (8, 16)

@@ -17,9 +17,10 @@ it harms nothing, and the mean of x + c/2 over workers moves by optimizer and ou
 Two workers in lock-step, with an exchange and an outer step every H steps, take exactly DiLoCo's
 steps. Where workers exchange at their own times, each is asked for an exchange as often as it asks
 for one. An outer step in both made the outer momentum's memory half as long, counted in optimizer
-steps, and the loss worse (docs/quality.md): hence every second exchange. The optimizer
-may write x while the gossip thread takes the step: each value of x is read once, and what was read
-is the new base, so that no part of an optimizer's step is lost or counted twice.
+steps, and the loss worse (docs/quality.md): hence every second exchange.
+
+The optimizer may write x while the gossip thread takes the step: each value of x is read once, and
+what was read is the new base, so that no part of an optimizer's step is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -82,5 +83,5 @@ class OuterStep:
             raise ValueError(f"the outer step's lr is {self.lr:g}; it must be a positive number")
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(
-                f"the outer step's every is {self.every!r}; it must be a whole number of exchanges"
+                f"the outer step's every is {self.every!r}; it must be a whole number, at least 1"
             )
