@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from quality_simulated import Runs, Setting, as_row, result_of, tables, tried, t
 from support.batched_transformer import BatchedTransformer
 from support.byte_model import ByteModel
 from torch.nn import functional as F
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_gradients_written_by_hand_are_those_of_autograd() -> None:
@@ -131,3 +134,19 @@ def test_v_is_noisy_where_gradients_are_rare() -> None:
     quiet = [float(row[1]) for row in table.rows]
     assert quiet == sorted(quiet)
     assert 0 <= quiet[0] < quiet[-1] <= 1
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    page = (ROOT / "docs/quality.md").read_text()
+    runs = Runs(ROOT / "benchmarks/results/quality_simulated.jsonl")
+    parts = re.findall(
+        r"^(Common|Disjoint) data, (\d+) workers, ([\d,]+) steps:\n\n((?:\|.*\n)+)", page, re.M
+    )
+    assert len(parts) == len(runs.settings())
+    for data, workers, steps, table in parts:
+        setting = Setting(data.lower(), "mlp", int(workers), int(steps.replace(",", "")))
+        shown = {tuple(re.split(r" *\| *", line)[1:-1]) for line in table.splitlines()[2:]}
+        assert shown == {
+            (name, f"{mean} ± {spread}" if spread else mean, above, *rest)
+            for name, mean, above, spread, *rest in tables(runs, setting)[0].rows
+        }
