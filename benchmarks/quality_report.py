@@ -226,7 +226,8 @@ def settings_facts(base: RunSettings) -> dict[str, str]:
             "optimizer a bucket."
         ),
         "outer steps": (
-            f"Nesterov, momentum {OUTER_MOMENTUM:g}, rate {OUTER_RATE:g}; gossipdp: {OuterStep()}"
+            f"Nesterov, momentum {OUTER_MOMENTUM:g} but where a row says so, "
+            f"rate {OUTER_RATE:g}; gossipdp: {OuterStep()}"
         ),
         "gossipdp": f"graph {base.graph}, no shared memory: all goes through sockets",
     }

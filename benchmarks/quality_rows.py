@@ -1,6 +1,7 @@
 """The rows of quality and time_to_loss: ways to train together that a user would choose between.
 
 A row's name may end in ``@H``: then it averages, exchanges or takes its outer step every H steps.
+A row of gossip may end in ``@1/K``: K exchanges a step.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,8 @@ from torch import Tensor, nn
 
 BETA1, WEIGHT_DECAY = 0.9, 0.1
 OUTER_MOMENTUM, OUTER_RATE = 0.7, 1.0
-"""Of the synchronous rows; gossipdp's have its own default."""
+"""Of the synchronous rows but ``diloco_gentle``; gossipdp's have its own default."""
+GENTLE_MOMENTUM = 0.5
 POWER_SGD_RANK, POWER_SGD_AFTER = 4, 0.05
 LIGHTHOUSE_JOIN_MS, TORCHFT_TIMEOUT_S = 60_000, 120.0
 
@@ -84,22 +86,24 @@ class WeightedDDP(DistributedDataParallel):
         super().step(loss * (len(self.plan.periods) * self.plan.share))  # DDP takes the mean
 
 
+def _flat(net: nn.Module) -> Tensor:
+    """A copy of its parameters, one after the other."""
+    return nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+
+
 class OuterNesterov:
     """The outer optimizer of DiLoCo: torch's SGD on what the inner one did since the last time."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, momentum: float = OUTER_MOMENTUM) -> None:
         self._net = net
-        self._anchor = nn.Parameter(self._parameters().clone())
+        self._anchor = nn.Parameter(_flat(net))
         self._optimizer = torch.optim.SGD(
-            [self._anchor], lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True
+            [self._anchor], lr=OUTER_RATE, momentum=momentum, nesterov=True
         )
-
-    def _parameters(self) -> Tensor:
-        return nn.utils.parameters_to_vector(self._net.parameters()).detach()
 
     def drift(self) -> Tensor:
         """From where the last outer step ended to the parameters as they are now."""
-        return self._parameters() - self._anchor.detach()
+        return _flat(self._net) - self._anchor.detach()
 
     def step(self, drift: Tensor) -> None:
         """Take an outer step on this drift, from where the last one ended."""
@@ -149,6 +153,24 @@ class LocalSgd(OneOptimizer):
         average_parameters(self.net, self.plan.share)
 
 
+class Bfloat16LocalSgd(LocalSgd):
+    """Local SGD that sends in bfloat16 what its workers did since the last average.
+
+    Not parameters themselves, of which rounding would take most of a small step.
+    """
+
+    def __init__(self, net: nn.Module, plan: RowPlan) -> None:
+        super().__init__(net, plan)
+        self._base = _flat(net)
+
+    def average(self) -> None:
+        drift = ((_flat(self.net) - self._base) * self.plan.share).bfloat16()
+        dist.all_reduce(drift)
+        self._base += drift
+        # Copied: the network's parameters become views of what they are read from.
+        nn.utils.vector_to_parameters(self._base.clone(), self.net.parameters())
+
+
 class DiLoCo(LocalSgd):
     """Douillard et al., 2023 (arXiv 2311.08105): the workers' mean drift, and an outer step on it.
 
@@ -156,14 +178,22 @@ class DiLoCo(LocalSgd):
     do in local SGD.
     """
 
+    outer_momentum: ClassVar[float] = OUTER_MOMENTUM
+
     def __init__(self, net: nn.Module, plan: RowPlan) -> None:
         super().__init__(net, plan)
-        self._outer = OuterNesterov(net)
+        self._outer = OuterNesterov(net, self.outer_momentum)
 
     def average(self) -> None:
         drift = self._outer.drift() * self.plan.share
         dist.all_reduce(drift)
         self._outer.step(drift)
+
+
+class GentleDiLoCo(DiLoCo):
+    """DiLoCo with less outer momentum: gossipdp's default, which did better in the simulation."""
+
+    outer_momentum = GENTLE_MOMENTUM
 
 
 class DiLoCoWithMoments(DiLoCo):
@@ -273,11 +303,13 @@ def _ours(method: str) -> dict[str, RowKind]:
     With a period each worker exchanges once in H steps; with an outer step there must be one.
     """
     name, without = f"gossipdp, {method}", {"exchange_moments": False}
-    outer, codes = {"outer": True}, {"wire_format": "lattice8"}
+    outer: dict[str, Any] = {"outer": True}
+    codes: dict[str, Any] = {"wire_format": "lattice8"}
     rows = {
         method: ("", {}),
         f"{method}_no_moments": (", no moments", without),
         f"{method}_lattice8": (", lattice8", codes),
+        f"{method}_bf16": (", bfloat16", {"wire_format": "bfloat16"}),
         f"{method}_outer": (", outer step", outer),
         f"{method}_outer_no_moments": (", outer step, no moments", outer | without),
         f"{method}_outer_lattice8": (", outer step, lattice8", outer | codes),
@@ -297,10 +329,12 @@ KINDS = {
     "ddp_by_speed": RowKind("DDP, batches by speed", WeightedDDP, by_speed="batch"),
     "ddp_outer": RowKind("DDP, outer step", OuterDDP, period="must"),
     "local_sgd": RowKind("local SGD", LocalSgd, period="must"),
+    "local_sgd_bf16": RowKind("local SGD in bfloat16", Bfloat16LocalSgd, period="must"),
     "local_sgd_by_speed": RowKind(
         "local SGD, steps by speed", LocalSgd, period="must", by_speed="steps"
     ),
     "diloco": RowKind("DiLoCo", DiLoCo, period="must"),
+    "diloco_gentle": RowKind(f"DiLoCo, momentum {GENTLE_MOMENTUM}", GentleDiLoCo, period="must"),
     "diloco_by_speed": RowKind("DiLoCo, steps by speed", DiLoCo, period="must", by_speed="steps"),
     "diloco_moments": RowKind("DiLoCo, second moments averaged", DiLoCoWithMoments, period="must"),
     "diloco_torchft": RowKind("DiLoCo of torchft", TorchftDiLoCo, period="must", needs=TORCHFT),
@@ -311,9 +345,9 @@ KINDS = {
 """By the name that the command takes, without its period."""
 
 DEFAULT_ROWS = (
-    "ddp,ddp_bf16,ddp_powersgd,ddp_outer@16,local_sgd@4,local_sgd@16,diloco@16,diloco_moments@16,"
-    "diloco_torchft@16,decent_dp,none,gossip,gossip_no_moments,a2cid2,a2cid2_no_moments,"
-    "a2cid2_lattice8,gossip_outer@16,gossip_outer_no_moments@16,a2cid2_outer@16,"
+    "ddp,ddp_bf16,ddp_powersgd,ddp_outer@16,local_sgd@4,local_sgd@16,diloco@16,diloco_gentle@16,"
+    "diloco_moments@16,diloco_torchft@16,decent_dp,none,gossip,gossip_no_moments,a2cid2,"
+    "a2cid2_no_moments,a2cid2_lattice8,gossip_outer@16,gossip_outer_no_moments@16,a2cid2_outer@16,"
     "a2cid2_outer_no_moments@16,a2cid2_outer_lattice8@16"
 )
 
@@ -325,6 +359,8 @@ class RowName:
     text: str
     kind: str
     period: int | None
+    per_step: int = 1
+    """Exchanges in a step, where there is more than one."""
 
     @classmethod
     def parse(cls, text: str) -> RowName:
@@ -341,15 +377,24 @@ class RowName:
             raise ValueError(f"row {text!r} needs a period, such as {kind}@16")
         if wanted == "none" and at:
             raise ValueError(f"row {text!r} has no period: write {kind}")
-        if at and not (period.isdecimal() and int(period) >= 1):
+        many, _, number = period.rpartition("/")
+        if at and not (number.isdecimal() and int(number) >= 1):
             raise ValueError(f"row {text!r}: the period is a number of steps, at least 1")
-        return cls(text, kind, int(period) if at else None)
+        if not many:
+            return cls(text, kind, int(number) if at else None)
+        if many != "1" or not KINDS[kind].is_ours or wanted == "must":
+            raise ValueError(
+                f"row {text!r}: @1/{number} is for gossip without an outer step: so many exchanges "
+                "in one step"
+            )
+        return cls(text, kind, None, int(number))
 
     @property
     def label(self) -> str:
         """As tables show it."""
         every = "" if self.period is None else f", H = {self.period}"
-        return KINDS[self.kind].label + every
+        often = "" if self.per_step == 1 else f", {self.per_step} exchanges a step"
+        return KINDS[self.kind].label + every + often
 
     @property
     def method(self) -> str:
@@ -384,7 +429,7 @@ class RowName:
         kind = KINDS[self.kind]
         if not kind.is_ours:
             return {}
-        rate = 1.0 if self.period is None else 1 / self.period
+        rate = self.per_step / (self.period or 1)
         return {"graph": graph, "comm_rate": rate, "pace": pace, **kind.options}
 
     def make(self, net: nn.Module, plan: RowPlan) -> Row:

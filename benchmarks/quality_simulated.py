@@ -134,7 +134,9 @@ OPTIMIZERS: dict[str, Callable[[float], RowOptimizer]] = {
 }
 
 
-def _row(method: str, rate: float, graph: str = "complete", every: int = 1, **options: Any) -> Row:
+def _row(
+    method: str, rate: float, graph: str = "complete", every: float = 1, **options: Any
+) -> Row:
     optimizer = options.pop("optimizer", "adamw")
     return Row(method, rate, graph, 1 / every, optimizer, options)
 
@@ -161,6 +163,12 @@ ROWS: dict[str, Row] = {
     "gossip, v every 64th": _row("gossip", 0.064, exchange_moments=_v(64)),
     "gossip, v every 4th": _row("gossip", 0.064, exchange_moments=_v(4)),
     "gossip, m and v every 16th": _row("gossip", 0.064, exchange_moments=_both(16)),
+    "gossip, two exchanges a step, v every 32nd": _row(
+        "gossip", 0.064, every=0.5, exchange_moments=_v(32)
+    ),
+    "gossip, four exchanges a step, v every 64th": _row(
+        "gossip", 0.064, every=0.25, exchange_moments=_v(64)
+    ),
     "gossip, ring": _row("gossip", 0.064, "ring"),
     "gossip, ring, v every 16th": _row("gossip", 0.064, "ring", exchange_moments=_v(16)),
     "a2cid2, ring": _row("a2cid2", 0.064, "ring"),
@@ -180,15 +188,20 @@ for _every in (8, 16, 32):
             "gossip", 0.016, every=_every, outer=OUTER, exchange_moments=_v(1)
         ),
     }
-ROWS["gossip, outer step, H = 8"] = _row("gossip", 0.032, every=8, outer=OuterStep())
+for _every in (8, 16):
+    ROWS[f"gossip, outer step, H = {_every}"] = _row(
+        "gossip", 0.032, every=_every, outer=OuterStep()
+    )
+    ROWS[f"DiLoCo, H = {2 * _every}, momentum 0.5"] = _row(
+        "diloco", 0.032, sync_every=2 * _every, outer=OuterStep(momentum=0.5, lr=1.0)
+    )
+    ROWS[f"local SGD, H = {2 * _every}"] = _row(
+        "diloco", 0.032, sync_every=2 * _every, outer=PLAIN_MEAN
+    )
 ROWS["gossip, outer step of momentum 0.7 in each exchange, H = 8"] = _row(
     "gossip", 0.016, every=8, outer=replace(OUTER, every=1)
 )
 ROWS["DiLoCo, H = 16, momentum 0.9, lr 0.7"] = _row("diloco", 0.016, sync_every=16)
-ROWS["local SGD, H = 16"] = _row("diloco", 0.032, sync_every=16, outer=PLAIN_MEAN)
-ROWS["DiLoCo, H = 16, momentum 0.5"] = _row(
-    "diloco", 0.016, sync_every=16, outer=OuterStep(momentum=0.5, lr=1.0)
-)
 ROWS["gossip, H = 8"] = _row("gossip", 0.032, every=8)
 ROWS["gossip, H = 8, v every 2nd"] = _row("gossip", 0.032, every=8, exchange_moments=_v(2))
 ROWS["a2cid2, ring, H = 8"] = _row("a2cid2", 0.032, "ring", every=8)
@@ -204,8 +217,23 @@ ROWS |= {  # at equal time: a slow worker takes fewer steps, and whoever waits f
     "DiLoCo, H = 16, steps by speed 1:2:4:8": _row(
         "diloco, steps by speed", 0.016, sync_every=16, outer=OUTER
     ),
+    "DiLoCo, H = 16, momentum 0.5, steps by speed 1:2:4:8": _row(
+        "diloco, steps by speed", 0.032, sync_every=16, outer=OuterStep(momentum=0.5, lr=1.0)
+    ),
+    "local SGD, H = 16, steps by speed 1:2:4:8": _row(
+        "diloco, steps by speed", 0.032, sync_every=16, outer=PLAIN_MEAN
+    ),
     "gossip, outer step of momentum 0.7, H = 8, speeds 1:2:4:8": _row(
         "gossip", 0.016, every=8, outer=OUTER, **_UNEVEN
+    ),
+    "gossip, outer step, H = 4, speeds 1:2:4:8": _row(
+        "gossip", 0.032, every=4, outer=OuterStep(), **_UNEVEN
+    ),
+    "gossip, outer step in each exchange, H = 4, speeds 1:2:4:8": _row(
+        "gossip", 0.032, every=4, outer=OuterStep(every=1), **_UNEVEN
+    ),
+    "gossip, outer step of momentum 0.7, H = 4, speeds 1:2:4:8": _row(
+        "gossip", 0.016, every=4, outer=OUTER, **_UNEVEN
     ),
     "gossip, H = 4, speeds 1:2:4:8": _row("gossip", 0.064, every=4, **_UNEVEN),
     "gossip, v every 16th, speeds 1:2:4:8": _row(
@@ -377,8 +405,14 @@ def as_row(name: str, found: list[dict[str, Any]], above: float) -> list[str]:
         f"{statistics.stdev(losses):.3f}" if len(losses) > 1 else "",
         str(len(losses)),
         f"{found[0]['learning_rate']:g}",
-        f"{found[0]['models_per_step']:.3f}",
+        f"{models_a_step(found[0]):.3f}",
     ]
+
+
+def models_a_step(run: dict[str, Any]) -> float:
+    """What a worker sends in the time of a step of the fastest, however many it takes itself."""
+    steps_of_the_fastest = int(run["workers"]) * int(run["steps"])
+    return float(run["models_per_step"]) * int(run["gradient_steps"]) / steps_of_the_fastest
 
 
 def tried(runs: Runs, name: str, setting: Setting) -> dict[float, float]:
@@ -489,7 +523,7 @@ def tables(runs: Runs, setting: Setting) -> list[Table]:
             rows,
             "Mean over seeds of the loss of the mean model on held-out text, at each row's own "
             "best learning rate; spread: standard deviation over seeds; models a step: what a "
-            "worker sends for each of its gradient steps, in models, moments included.",
+            "worker sends in the time of one gradient step of the fastest, moments included.",
         ),
         Table(f"Learning rates tried, first seed: {setting}", ("", "rate: loss"), grid),
     ]

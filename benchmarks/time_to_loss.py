@@ -60,8 +60,8 @@ ROWS = {
         "ddp_by_speed,local_sgd_by_speed@8,diloco@16,diloco_by_speed@16,gossip,a2cid2,"
         "gossip_outer@16"
     ),
-    "equal": "ddp,local_sgd@4,diloco@16,decent_dp,gossip,a2cid2,none",
-    "gigabit": "ddp,ddp_bf16,local_sgd@4,diloco@16,decent_dp,gossip,a2cid2",
+    "equal": "ddp,local_sgd@4,diloco@16,decent_dp,gossip,a2cid2,a2cid2_lattice8@1/2,none",
+    "gigabit": "ddp,ddp_bf16,local_sgd@4,diloco@16,decent_dp,gossip,a2cid2,a2cid2_lattice8@1/2",
     "jitter": "ddp,local_sgd@4,diloco@16,decent_dp,gossip,a2cid2",
 }
 """By table: the strongest that a user would take; local SGD at the best of periods that were tried
@@ -106,6 +106,9 @@ class TimeToLossBenchmark:
     rows: str | None = None
     """Which ways to train, with commas, instead of the tables' own."""
 
+    once: str = ""
+    """Rows for which the first round is enough, with commas: those that it shows far behind."""
+
     rates: str = ""
     """Learning rates, instead of the written ones: diloco@64=0.004,gossip=0.032."""
 
@@ -149,6 +152,11 @@ def check(benchmark: TimeToLossBenchmark) -> dict[str, dict[str, float]]:
         if CONDITIONS[table].mbits_per_s and any(name.needs(TORCHFT) for name in names):
             raise ValueError(f"{table}: torchft's lighthouse is on this machine's loopback alone")
         plan[table] = {name.text: learning_rate(name, given) for name in names}
+    unknown = set(filter(None, benchmark.once.split(","))) - {
+        row for rows in plan.values() for row in rows
+    }
+    if unknown:
+        raise ValueError(f"--once has {', '.join(sorted(unknown))}: no row of these tables")
     for option, number, least in (
         ("--rounds", benchmark.rounds, 1),
         ("--steps", benchmark.steps, QUICK_STEPS),
@@ -205,6 +213,7 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
         condition=condition,
     )
     runs, results, failures = Runs(benchmark.runs), {row: list[Round]() for row in here}, {}
+    once = {row for row in here if row in benchmark.once.split(",")}
     with contextlib.ExitStack() as stack:
         hosts = condition.hosts(NUM_WORKERS, num_parameters(size))
         links = "one machine, all through sockets"
@@ -217,7 +226,7 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
                 f"{seen.round_trip_ms:.2f} ms"
             )
         for number in range(benchmark.rounds):
-            left = [row for row in here if row not in failures]
+            left = [row for row in here if row not in failures and not (number and row in once)]
             turn = number % max(1, len(left))
             for row in left[turn:] + left[:turn]:
                 settings = replace(base, row=row, learning_rate=rows[row], seed=number + 1)
@@ -239,7 +248,10 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
         report.targets += targets(results)
         path = benchmark.json or results_folder(benchmark.quick) / report.name
         draw(path.with_suffix(".png"), condition.text, results)
-    facts = {"links": links, "rounds": f"{benchmark.rounds}, rows in turn"}
+    rounds = f"{benchmark.rounds}, rows in turn"
+    if once and benchmark.rounds > 1:
+        rounds += f"; once: {', '.join(RowName.parse(row).label for row in here if row in once)}"
+    facts = {"links": links, "rounds": rounds}
     report.tables.append(settings_table(base, facts | {"source of the runs": runs.commits()}))
     report.write(rows_as_json(results, rows, ideal_s), benchmark.json)
     return not failures

@@ -189,6 +189,7 @@ def draw(path: Path, condition: str, results: Results) -> None:
         axes.axhline(loss, color="grey", linewidth=0.8, linestyle=":")
     axes.set(xscale="log", xlabel="time (s)")
     axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
     axes.set_ylabel("validation loss of the workers' average (bits a byte)")
     axes.set_title(condition, fontsize="medium", wrap=True)
     axes.grid(True, which="major", linewidth=0.4, alpha=0.6)

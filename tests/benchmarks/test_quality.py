@@ -153,6 +153,9 @@ def test_a_row_is_a_kind_and_a_period():
     assert RowName.parse("gossip").gossip_options("ring")["comm_rate"] == 1.0
     assert {RowName.parse(text).kind for text in DEFAULT_ROWS.split(",")} <= set(KINDS)
     assert not RowName.parse("none").gossip_options("ring")
+    often = RowName.parse("gossip_lattice8@1/4")
+    assert often.gossip_options("ring")["comm_rate"] == 4.0
+    assert often.label == "gossipdp, gossip, lattice8, 4 exchanges a step"
 
 
 @pytest.mark.parametrize(
@@ -163,6 +166,9 @@ def test_a_row_is_a_kind_and_a_period():
         ("ddp@4", "has no period: write ddp"),
         ("diloco@0", "at least 1"),
         ("diloco@x", "at least 1"),
+        ("gossip@1/0", "at least 1"),
+        ("gossip@2/3", "@1/3 is for gossip"),
+        ("local_sgd@1/2", "@1/2 is for gossip"),
     ],
 )
 def test_a_row_that_is_none_is_told(text: str, message: str):
@@ -296,7 +302,10 @@ def test_bytes_are_those_that_the_sockets_sent():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("row", "sent"), [("local_sgd@2", 2.0), ("ddp_bf16", 2.0), ("none", 0.0)])
+@pytest.mark.parametrize(
+    ("row", "sent"),
+    [("local_sgd@2", 2.0), ("local_sgd_bf16@2", 1.0), ("ddp_bf16", 2.0), ("none", 0.0)],
+)
 def test_a_run_trains_every_worker_as_long_and_counts_its_bytes(row: str, sent: float):
     found = run(replace(SETTINGS, row=row))
     assert found.samples == 2 * SIZE.steps * SIZE.batch_size

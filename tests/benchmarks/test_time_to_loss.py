@@ -221,6 +221,7 @@ def test_every_row_has_a_learning_rate_and_those_given_go_first() -> None:
         ({"rates": "dpp=1"}, "there is no row 'dpp'"),
         ({"rates": "ddp=0"}, "must be a positive number"),
         ({"rounds": 0}, "--rounds is 0"),
+        ({"once": "dpp"}, "--once has dpp: no row"),
         ({"steps": 3}, "--steps is 3"),
         ({"json": Path("figures.json")}, "one table"),
         ({"tables": ("slow",), "json": Path("/nowhere/at/all.json")}, "does not exist"),
