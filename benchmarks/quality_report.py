@@ -269,6 +269,7 @@ def draw(path: Path, results: Results) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(results), squeeze=False)[0]
     for axes, (kind, rows) in zip(panels, results.items(), strict=True):
+        points: list[tuple[float, float, str, str]] = []
         for name, measured in rows.items():
             loss = mean_loss(measured)
             if not math.isfinite(loss):
@@ -286,9 +287,18 @@ def draw(path: Path, results: Results) -> None:
             )
             colour = OKABE_ITO[0] if KINDS[row.kind].is_ours else OKABE_ITO[3]
             axes.errorbar(sent, loss, yerr=loss_std(measured), color=colour, marker="o", capsize=3)
-            axes.annotate(
-                row.label, (sent, loss), xytext=(5, 4), textcoords="offset points",
-                fontsize="x-small", color=colour,
+            points.append((loss, sent, row.label, colour))
+        # One above the other where points are too near: those that send much to their left.
+        losses, bytes_sent = [point[0] for point in points], [point[1] for point in points]
+        gap = (max(losses) - min(losses)) / 40
+        middle = math.sqrt(min(bytes_sent) * max(bytes_sent))
+        free = {"left": -math.inf, "right": -math.inf}
+        for loss, sent, label, colour in sorted(points):
+            side = "right" if sent > middle else "left"
+            free[side] = max(loss, free[side] + gap)
+            axes.text(
+                sent * (0.92 if side == "right" else 1.08), free[side], label, ha=side,
+                va="center", fontsize="x-small", color=colour,
             )  # fmt: skip
         axes.set(xscale="log", xlabel="bytes a worker sent per parameter and step")
         axes.set_ylabel("validation loss of the average (bits a byte)")
