@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quality_rows import (
     BETA1,
@@ -23,6 +23,9 @@ from support.report import Table, Target
 
 from gossipdp import OuterStep
 from gossipdp.report.simulation_figures import OKABE_ITO
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Results = Mapping[DataName, Mapping[str, Measured]]
 
@@ -269,7 +272,7 @@ def draw(path: Path, results: Results) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(results), squeeze=False)[0]
     for axes, (kind, rows) in zip(panels, results.items(), strict=True):
-        points: list[tuple[float, float, str, str]] = []
+        points = list[tuple[float, float, str, str]]()
         for name, measured in rows.items():
             loss = mean_loss(measured)
             if not math.isfinite(loss):
@@ -288,18 +291,7 @@ def draw(path: Path, results: Results) -> None:
             colour = OKABE_ITO[0] if KINDS[row.kind].is_ours else OKABE_ITO[3]
             axes.errorbar(sent, loss, yerr=loss_std(measured), color=colour, marker="o", capsize=3)
             points.append((loss, sent, row.label, colour))
-        # One above the other where points are too near: those that send much to their left.
-        losses, bytes_sent = [point[0] for point in points], [point[1] for point in points]
-        gap = (max(losses) - min(losses)) / 40
-        middle = math.sqrt(min(bytes_sent) * max(bytes_sent))
-        free = {"left": -math.inf, "right": -math.inf}
-        for loss, sent, label, colour in sorted(points):
-            side = "right" if sent > middle else "left"
-            free[side] = max(loss, free[side] + gap)
-            axes.text(
-                sent * (0.92 if side == "right" else 1.08), free[side], label, ha=side,
-                va="center", fontsize="x-small", color=colour,
-            )  # fmt: skip
+        _label(axes, points)
         axes.set(xscale="log", xlabel="bytes a worker sent per parameter and step")
         axes.set_ylabel("validation loss of the average (bits a byte)")
         axes.set_title(f"{kind} data", fontsize="medium")
@@ -307,3 +299,23 @@ def draw(path: Path, results: Results) -> None:
         axes.margins(x=0.25)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+
+
+def _label(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
+    """Name points (loss, bytes, label, colour), with names apart where points are near.
+
+    Those that send much have their names to the left.
+    """
+    if not points:
+        return
+    losses, bytes_sent = [point[0] for point in points], [point[1] for point in points]
+    gap = (max(losses) - min(losses)) / 40
+    middle = math.sqrt(min(bytes_sent) * max(bytes_sent))
+    free = {"left": -math.inf, "right": -math.inf}
+    for loss, sent, label, colour in sorted(points):
+        side = "right" if sent > middle else "left"
+        free[side] = max(loss, free[side] + gap)
+        axes.text(
+            sent * (0.92 if side == "right" else 1.08), free[side], label, ha=side,
+            va="center", fontsize="x-small", color=colour,
+        )  # fmt: skip
