@@ -145,72 +145,48 @@ def _v(every: int) -> dict[str, int]:
     return {"exp_avg_sq": every}
 
 
-def _both(every: int) -> dict[str, int]:
-    return {"exp_avg": every, "exp_avg_sq": every}
-
-
 PLAIN_MEAN = OuterStep(momentum=0.0, lr=1.0)
 OUTER = OuterStep(momentum=0.7, lr=1.0)
 """Of DiLoCo, whose paper has momentum 0.9 and lr 0.7: a row of its own. Gossip's rows name the
 momentum where it is not the library's default."""
+GENTLE = OuterStep(momentum=0.5, lr=1.0)
 
 ROWS: dict[str, Row] = {
     "all-reduce": _row("allreduce", 0.032),
     "gossip": _row("gossip", 0.064),
     "gossip, v every 16th": _row("gossip", 0.064, exchange_moments=_v(16)),
-    "gossip, v every time": _row("gossip", 0.064, exchange_moments=_v(1)),
-    "gossip, m and v every time": _row("gossip", 0.064, exchange_moments=_both(1)),
-    "gossip, v every 64th": _row("gossip", 0.064, exchange_moments=_v(64)),
-    "gossip, v every 4th": _row("gossip", 0.064, exchange_moments=_v(4)),
-    "gossip, m and v every 16th": _row("gossip", 0.064, exchange_moments=_both(16)),
     "gossip, two exchanges a step, v every 32nd": _row(
         "gossip", 0.064, every=0.5, exchange_moments=_v(32)
     ),
     "gossip, four exchanges a step, v every 64th": _row(
         "gossip", 0.064, every=0.25, exchange_moments=_v(64)
     ),
-    "gossip, ring": _row("gossip", 0.064, "ring"),
     "gossip, ring, v every 16th": _row("gossip", 0.064, "ring", exchange_moments=_v(16)),
-    "a2cid2, ring": _row("a2cid2", 0.064, "ring"),
     "a2cid2, ring, v every 16th": _row("a2cid2", 0.064, "ring", exchange_moments=_v(16)),
+    "DiLoCo, H = 16": _row("diloco", 0.016, sync_every=16, outer=OUTER),
+    "DiLoCo, H = 16, v every time": _row(
+        "diloco", 0.016, sync_every=16, outer=OUTER, exchange_moments=_v(1)
+    ),
+    "DiLoCo, H = 16, momentum 0.5": _row("diloco", 0.032, sync_every=16, outer=GENTLE),
+    "local SGD, H = 16": _row("diloco", 0.032, sync_every=16, outer=PLAIN_MEAN),
+    "gossip, H = 4": _row("gossip", 0.064, every=4),
+    "gossip, H = 8": _row("gossip", 0.032, every=8),
+    "gossip, outer step, H = 8": _row("gossip", 0.032, every=8, outer=OuterStep()),
+    "gossip, outer step of momentum 0.7, H = 8": _row("gossip", 0.016, every=8, outer=OUTER),
+    "gossip, outer step of momentum 0.7, H = 8, v every time": _row(
+        "gossip", 0.016, every=8, outer=OUTER, exchange_moments=_v(1)
+    ),
+    "gossip, outer step of momentum 0.7 in each exchange, H = 8": _row(
+        "gossip", 0.016, every=8, outer=replace(OUTER, every=1)
+    ),
 }
-for _every in (8, 16, 32):
-    _apart = f"H = {_every}"
+for _method in ("gossip", "a2cid2"):
     ROWS |= {
-        f"DiLoCo, {_apart}": _row("diloco", 0.016, sync_every=_every, outer=OUTER),
-        f"DiLoCo, {_apart}, v every time": _row(
-            "diloco", 0.016, sync_every=_every, outer=OUTER, exchange_moments=_v(1)
-        ),
-        f"gossip, outer step of momentum 0.7, {_apart}": _row(
-            "gossip", 0.016, every=_every, outer=OUTER
-        ),
-        f"gossip, outer step of momentum 0.7, {_apart}, v every time": _row(
-            "gossip", 0.016, every=_every, outer=OUTER, exchange_moments=_v(1)
+        f"{_method}, ring, H = 8": _row(_method, 0.032, "ring", every=8),
+        f"{_method}, ring, outer step of momentum 0.7, H = 8": _row(
+            _method, 0.016, "ring", every=8, outer=OUTER
         ),
     }
-for _every in (8, 16):
-    ROWS[f"gossip, outer step, H = {_every}"] = _row(
-        "gossip", 0.032, every=_every, outer=OuterStep()
-    )
-    ROWS[f"DiLoCo, H = {2 * _every}, momentum 0.5"] = _row(
-        "diloco", 0.032, sync_every=2 * _every, outer=OuterStep(momentum=0.5, lr=1.0)
-    )
-    ROWS[f"local SGD, H = {2 * _every}"] = _row(
-        "diloco", 0.032, sync_every=2 * _every, outer=PLAIN_MEAN
-    )
-ROWS["gossip, outer step of momentum 0.7 in each exchange, H = 8"] = _row(
-    "gossip", 0.016, every=8, outer=replace(OUTER, every=1)
-)
-ROWS["DiLoCo, H = 16, momentum 0.9, lr 0.7"] = _row("diloco", 0.016, sync_every=16)
-ROWS["gossip, H = 8"] = _row("gossip", 0.032, every=8)
-ROWS["gossip, H = 8, v every 2nd"] = _row("gossip", 0.032, every=8, exchange_moments=_v(2))
-ROWS["a2cid2, ring, H = 8"] = _row("a2cid2", 0.032, "ring", every=8)
-ROWS["gossip, ring, H = 8"] = _row("gossip", 0.032, "ring", every=8)
-ROWS["gossip, H = 4"] = _row("gossip", 0.064, every=4)
-for _method in ("gossip", "a2cid2"):
-    ROWS[f"{_method}, ring, outer step of momentum 0.7, H = 8"] = _row(
-        _method, 0.016, "ring", every=8, outer=OUTER
-    )
 _UNEVEN = {"compute_time": SlowedTime(ConstantTime(), {n: slowness(n) for n in range(1024)})}
 ROWS |= {  # at equal time: a slow worker takes fewer steps, and whoever waits for it too
     "DiLoCo, H = 16, speeds 1:2:4:8": _row("diloco", 0.016, sync_every=16, outer=OUTER, **_UNEVEN),
@@ -218,7 +194,7 @@ ROWS |= {  # at equal time: a slow worker takes fewer steps, and whoever waits f
         "diloco, steps by speed", 0.016, sync_every=16, outer=OUTER
     ),
     "DiLoCo, H = 16, momentum 0.5, steps by speed 1:2:4:8": _row(
-        "diloco, steps by speed", 0.032, sync_every=16, outer=OuterStep(momentum=0.5, lr=1.0)
+        "diloco, steps by speed", 0.032, sync_every=16, outer=GENTLE
     ),
     "local SGD, H = 16, steps by speed 1:2:4:8": _row(
         "diloco, steps by speed", 0.032, sync_every=16, outer=PLAIN_MEAN
@@ -241,64 +217,48 @@ ROWS |= {  # at equal time: a slow worker takes fewer steps, and whoever waits f
     ),
 }
 _SLOW = Link(latency_s=0.02, bytes_per_s=100e6 / 8)
-_NETWORKS: dict[str, dict[str, Any]] = {  # at equal time too
-    "100 Mbit/s and 20 ms": {"links": LinkModel(_SLOW)},
-    "one slow link": {"links": LinkModel(Link(latency_s=0.0), overrides={(0, 1): _SLOW})},
+# As if the model had a million parameters and a step took the simulator's 0.1 s; at equal time too.
+_ALL_SLOW: dict[str, Any] = {"model_bytes": 4e6, "links": LinkModel(_SLOW)}
+_ONE_SLOW: dict[str, Any] = {
+    "model_bytes": 4e6,
+    "links": LinkModel(Link(latency_s=0.0), overrides={(0, 1): _SLOW}),
 }
-for _network, _links in _NETWORKS.items():
-    # As if the model had a million parameters and a step took the simulator's 0.1 s.
-    _timed: dict[str, Any] = {"model_bytes": 4e6, **_links}
-    ROWS |= {f"all-reduce, {_network}": _row("allreduce", 0.032, **_timed)}
-    ROWS |= {
-        f"DiLoCo, H = {_every}, {_network}": _row(
-            "diloco", 0.016, sync_every=_every, outer=OUTER, **_timed
-        )
-        for _every in (16, 32, 64, 128)
-    }
-    ROWS |= {
-        f"local SGD, H = {_every}, {_network}": _row(
-            "diloco", 0.032, sync_every=_every, outer=PLAIN_MEAN, **_timed
-        )
-        for _every in (16, 32, 64)
-    }
-    ROWS |= {
-        f"gossip, outer step of momentum 0.7, H = {_every}, {_network}": _row(
-            "gossip", 0.016, every=_every, outer=OUTER, **_timed
-        )
-        for _every in (8, 16)
-    }
-    ROWS |= {f"gossip, H = 4, {_network}": _row("gossip", 0.064, every=4, **_timed)}
+for _every in (16, 32, 64, 128):
+    ROWS[f"DiLoCo, H = {_every}, 100 Mbit/s and 20 ms"] = _row(
+        "diloco", 0.016, sync_every=_every, outer=OUTER, **_ALL_SLOW
+    )
+for _every in (16, 32, 64):
+    ROWS[f"local SGD, H = {_every}, 100 Mbit/s and 20 ms"] = _row(
+        "diloco", 0.032, sync_every=_every, outer=PLAIN_MEAN, **_ALL_SLOW
+    )
+for _every in (16, 64):
+    ROWS[f"DiLoCo, H = {_every}, one slow link"] = _row(
+        "diloco", 0.016, sync_every=_every, outer=OUTER, **_ONE_SLOW
+    )
+ROWS |= {
+    "gossip, H = 4, 100 Mbit/s and 20 ms": _row("gossip", 0.064, every=4, **_ALL_SLOW),
+    "gossip, H = 4, one slow link": _row("gossip", 0.064, every=4, **_ONE_SLOW),
+    "gossip, outer step of momentum 0.7, H = 8, one slow link": _row(
+        "gossip", 0.016, every=8, outer=OUTER, **_ONE_SLOW
+    ),
+}
 _SLOWER = {"optimizer": "adamw, beta_2 0.95"}
 ROWS |= {
     "all-reduce, beta_2 0.95": _row("allreduce", 0.032, **_SLOWER),
-    "gossip, beta_2 0.95": _row("gossip", 0.064, **_SLOWER),
-    "gossip, beta_2 0.95, v every 16th": _row("gossip", 0.064, exchange_moments=_v(16), **_SLOWER),
     "gossip, beta_2 0.95, v every 5th": _row("gossip", 0.064, exchange_moments=_v(5), **_SLOWER),
-    "gossip, beta_2 0.95, v every time": _row("gossip", 0.064, exchange_moments=_v(1), **_SLOWER),
-    "gossip, beta_2 0.95, m and v every time": _row(
-        "gossip", 0.128, exchange_moments=_both(1), **_SLOWER
+}
+_AS_ONE: dict[str, Any] = {"sync_every": 1, "overlap_steps": 0, "outer": PLAIN_MEAN}
+ROWS |= {  # workers that never differ, and take the mean of their own steps: what is left is Adam's
+    "own steps, averaged each time": _row("diloco", 0.064, **_AS_ONE),
+    "own steps, averaged each time, beta_2 0.95": _row("diloco", 0.064, **_AS_ONE, **_SLOWER),
+    "own steps and v, averaged each time, beta_2 0.95": _row(
+        "diloco", 0.128, exchange_moments=_v(1), **_AS_ONE, **_SLOWER
     ),
 }
-_AS_ONE: dict[str, Any] = {
-    "sync_every": 1,
-    "overlap_steps": 0,
-    "outer": PLAIN_MEAN,
-}
-for _betas, _named in (({}, ""), (_SLOWER, ", beta_2 0.95")):
-    # Workers that never differ, and take the mean of their own steps: what is left is Adam's.
-    ROWS |= {
-        f"own steps, averaged each time{_named}": _row("diloco", 0.064, **_AS_ONE, **_betas),
-        f"own steps and v, averaged each time{_named}": _row(
-            "diloco", 0.128, exchange_moments=_v(1), **_AS_ONE, **_betas
-        ),
-    }
 _SGD = {"optimizer": "sgd"}
 ROWS |= {
     "all-reduce, SGD": _row("allreduce", 0.4, **_SGD),
     "gossip, SGD": _row("gossip", 0.4, **_SGD),
-    "gossip, SGD, momentum every time": _row(
-        "gossip", 0.4, exchange_moments={"momentum_buffer": 1}, **_SGD
-    ),
 }
 
 

@@ -123,7 +123,7 @@ def test_runs_are_kept_and_compared_over_the_seeds_that_both_rows_have(tmp_path:
     assert table.rows[1][-1] == "0.750"
 
 
-@pytest.mark.parametrize("name", ["all-reduce", "gossip", "DiLoCo, H = 8"])
+@pytest.mark.parametrize("name", ["all-reduce", "gossip", "DiLoCo, H = 16"])
 def test_all_rows_take_as_many_steps(name: str, tmp_path: Path) -> None:
     setting = Setting("disjoint", "mlp", 4, 16)
     row = quality_simulated.ROWS[name]
