@@ -88,7 +88,7 @@ class WeightedDDP(DistributedDataParallel):
 
 def _flat(net: nn.Module) -> Tensor:
     """A copy of its parameters, one after the other."""
-    return nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+    return nn.utils.parameters_to_vector(net.parameters()).detach()
 
 
 class OuterNesterov:
@@ -303,13 +303,11 @@ def _ours(method: str) -> dict[str, RowKind]:
     With a period each worker exchanges once in H steps; with an outer step there must be one.
     """
     name, without = f"gossipdp, {method}", {"exchange_moments": False}
-    outer: dict[str, Any] = {"outer": True}
-    codes: dict[str, Any] = {"wire_format": "lattice8"}
+    outer, codes = {"outer": True}, {"wire_format": "lattice8"}
     rows = {
         method: ("", {}),
         f"{method}_no_moments": (", no moments", without),
         f"{method}_lattice8": (", lattice8", codes),
-        f"{method}_bf16": (", bfloat16", {"wire_format": "bfloat16"}),
         f"{method}_outer": (", outer step", outer),
         f"{method}_outer_no_moments": (", outer step, no moments", outer | without),
         f"{method}_outer_lattice8": (", outer step, lattice8", outer | codes),

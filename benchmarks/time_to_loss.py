@@ -152,10 +152,7 @@ def check(benchmark: TimeToLossBenchmark) -> dict[str, dict[str, float]]:
         if CONDITIONS[table].mbits_per_s and any(name.needs(TORCHFT) for name in names):
             raise ValueError(f"{table}: torchft's lighthouse is on this machine's loopback alone")
         plan[table] = {name.text: learning_rate(name, given) for name in names}
-    unknown = set(filter(None, benchmark.once.split(","))) - {
-        row for rows in plan.values() for row in rows
-    }
-    if unknown:
+    if unknown := rows_once(benchmark).difference(*plan.values()):
         raise ValueError(f"--once has {', '.join(sorted(unknown))}: no row of these tables")
     for option, number, least in (
         ("--rounds", benchmark.rounds, 1),
@@ -167,6 +164,11 @@ def check(benchmark: TimeToLossBenchmark) -> dict[str, dict[str, float]]:
         raise ValueError("--json takes the figures of one table: name that")
     check_output("--json", benchmark.json)
     return plan
+
+
+def rows_once(benchmark: TimeToLossBenchmark) -> set[str]:
+    """What ``--once`` says."""
+    return set(filter(None, map(str.strip, benchmark.once.split(","))))
 
 
 def given_rates(text: str) -> dict[str, float]:
@@ -213,7 +215,7 @@ def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBench
         condition=condition,
     )
     runs, results, failures = Runs(benchmark.runs), {row: list[Round]() for row in here}, {}
-    once = {row for row in here if row in benchmark.once.split(",")}
+    once = rows_once(benchmark).intersection(here)
     with contextlib.ExitStack() as stack:
         hosts = condition.hosts(NUM_WORKERS, num_parameters(size))
         links = "one machine, all through sockets"
