@@ -24,6 +24,7 @@ from typing import Literal, get_args
 
 import torch
 import tyro
+from conditions import CONDITIONS
 from quality_report import draw, rows_as_json, tables, targets
 from quality_rows import DEFAULT_ROWS, RowName
 from quality_runs import Measured, NoBestRateError, Runs, measure
@@ -76,6 +77,10 @@ class QualityBenchmark:
     beta2: float = 0.999
     """Of AdamW: the share of the second moment that a step keeps; 0.999 is torch's default."""
 
+    timed: bool = False
+    """Let a step last 40 ms, as if each worker had a processor of its own; pace is free then, and
+    learning rates are those that are best without."""
+
     runs: Path = Path("runs/quality/runs.jsonl")
     """Where finished runs are kept, and found again."""
 
@@ -124,6 +129,7 @@ def measure_all(benchmark: QualityBenchmark) -> None:
             workers=benchmark.workers,
             graph=benchmark.graph,
             beta2=benchmark.beta2,
+            condition=CONDITIONS["equal"] if benchmark.timed else None,
         )
         for kind in kinds
         for name in here

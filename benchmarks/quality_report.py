@@ -237,13 +237,17 @@ def settings_facts(base: RunSettings) -> dict[str, str]:
 
 
 def _settings(base: RunSettings, commits: str) -> Table:
-    facts = settings_facts(base) | {
-        "steps": (
-            "of each worker equally many. gossipdp's rows wait at most two exchanges for a "
-            "neighbour (pace strict), so that a busy machine does not change the comm rate"
-        ),
-        "source of the runs": commits,
-    }
+    steps = (
+        "of each worker equally many. gossipdp's rows wait at most two exchanges for a neighbour "
+        "(pace strict), so that a busy machine does not change the comm rate"
+    )
+    if base.condition is not None:
+        steps = (
+            f"of {1000 * base.condition.step_s:.0f} ms, as on a processor of each worker's own. "
+            "gossipdp's rows wait for nobody (pace free). Learning rates were tuned where steps "
+            "take what they take"
+        )
+    facts = settings_facts(base) | {"steps": steps, "source of the runs": commits}
     return Table("Settings", ("", ""), list(facts.items()))
 
 

@@ -134,14 +134,14 @@ def measure(
     The tuning seed is none of those: a rate that was best by chance gains nothing by it.
 
     Args:
-        base: row, data and size.
+        base: row, data and size. Its condition is that of the seeds alone: timed runs take longer.
         rates: the grid to begin with.
         num_seeds: how many; with 0 the row is only tuned.
         run: gives a run's result, or None where it is not to be had now.
     """
     found = Measured()
     while (rate := next_rate(found.tried, rates)) is not None:
-        settings = replace(base, learning_rate=rate, seed=TUNING_SEED)
+        settings = replace(base, learning_rate=rate, seed=TUNING_SEED, condition=None)
         result = run(settings)
         if result is None:
             return found

@@ -12,6 +12,7 @@ import quality
 import quality_rows
 import support.rows
 import torch
+from conditions import CONDITIONS
 from quality import QualityBenchmark, check, measure_all
 from quality_report import (
     EASY,
@@ -106,6 +107,18 @@ def test_seeds_are_apart_from_the_tuning_and_all_are_run_at_the_best_rate():
     ]  # fmt: skip
     assert sorted(found.tried) == [0.004, 0.008, 0.016]
     assert found.is_tuned
+
+
+def test_runs_that_are_timed_have_the_rates_that_are_best_without():
+    asked: list[RunSettings] = []
+
+    def fake(settings: RunSettings) -> RunResult:
+        asked.append(settings)
+        return result(abs(math.log2(settings.learning_rate / 0.008)))
+
+    timed = replace(SETTINGS, condition=CONDITIONS["equal"])
+    measure(timed, RATES, 1, fake)
+    assert [one.condition for one in asked] == [None, None, None, CONDITIONS["equal"]]
 
 
 def test_what_is_not_to_be_had_now_is_left_open():
