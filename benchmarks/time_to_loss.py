@@ -60,35 +60,17 @@ ROWS = {
         "ddp_by_speed,local_sgd_by_speed@8,diloco@16,diloco_by_speed@16,gossip,a2cid2,"
         "gossip_outer@16"
     ),
-    "equal": "ddp,local_sgd@4,diloco@16,decent_dp,gossip,a2cid2,a2cid2_lattice8@1/2,none",
-    "gigabit": "ddp,ddp_bf16,local_sgd@4,diloco@16,decent_dp,gossip,a2cid2,a2cid2_lattice8@1/2",
-    "jitter": "ddp,local_sgd@4,diloco@16,decent_dp,gossip,a2cid2",
+    "equal": "ddp,local_sgd@4,decent_dp,gossip,a2cid2,a2cid2_lattice8@1/2",
+    "gigabit": "ddp_bf16,local_sgd@4,decent_dp,gossip,a2cid2,a2cid2_lattice8@1/2",
+    "jitter": "ddp,local_sgd@4,decent_dp,gossip,a2cid2",
 }
 """By table: the strongest that a user would take; local SGD at the best of periods that were tried
 by factors of two."""
 
-# Tuned by quality.py --size small --steps 2048 --data common, with factors of two; the three rows
-# that come first on slow_link by their loss at equal time there. A row that was not tuned takes the
-# rate of the one that is like it: the longest of these that its name begins with.
-RATES = {
-    "ddp": 0.016,
-    "ddp_outer": 0.008,
-    "local_sgd": 0.016,
-    "local_sgd@16": 0.008,
-    "local_sgd@64": 0.008,
-    "diloco": 0.004,
-    "diloco_moments": 0.016,
-    "diloco_torchft": 0.016,
-    "decent_dp": 0.016,
-    "none": 0.002,
-    "gossip": 0.016,
-    "gossip_lattice8@4": 0.008,
-    "gossip_outer": 0.008,
-    "a2cid2": 0.016,
-    "a2cid2_lattice8@4": 0.008,
-    "a2cid2_outer": 0.008,
-}
-"""Learning rates, where ``--rates`` gives none."""
+RATE = 0.008
+RATES = {"diloco@64": 0.004}
+"""Learning rates, where ``--rates`` gives none: RATE, where no other is here. Tuned by quality.py
+--size small --steps 512 --data common, with factors of two."""
 
 
 @dataclass(frozen=True)
@@ -186,8 +168,7 @@ def given_rates(text: str) -> dict[str, float]:
 
 def learning_rate(name: RowName, given: dict[str, float]) -> float:
     """Of a row: what was given for it, or else what is written."""
-    written = max((row for row in RATES if name.text.startswith(row)), key=len)
-    return given.get(name.text, RATES[written])
+    return given.get(name.text, RATES.get(name.text, RATE))
 
 
 def measure_table(table: str, rows: dict[str, float], benchmark: TimeToLossBenchmark) -> bool:

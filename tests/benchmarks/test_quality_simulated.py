@@ -143,11 +143,12 @@ def test_the_page_shows_what_was_measured() -> None:
     page = (ROOT / "docs/quality.md").read_text()
     runs = Runs(ROOT / "benchmarks/results/quality_simulated.jsonl")
     parts = re.findall(
-        r"^(Common|Disjoint) data, (\d+) workers, ([\d,]+) steps.*:\n\n((?:\|.*\n)+)", page, re.M
+        r"^(Common|Disjoint) data, (\d+) workers, ([\d,]+) steps(.*):\n\n((?:\|.*\n)+)", page, re.M
     )
     shown: dict[Setting, list[tuple[str, ...]]] = {}
-    for data, workers, steps, table in parts:
-        setting = Setting(data.lower(), "mlp", int(workers), int(steps.replace(",", "")))
+    for data, workers, steps, more, table in parts:
+        model = "transformer" if "transformer" in more else "mlp"
+        setting = Setting(data.lower(), model, int(workers), int(steps.replace(",", "")))
         lines = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines()[2:]]
         shown.setdefault(setting, []).extend(map(tuple, lines))
     assert sorted(shown, key=str) == sorted(runs.settings(), key=str)
