@@ -66,6 +66,40 @@ def test_under_torchrun_an_example_trains_beside_a_process_group_of_the_script_s
     assert all("of 2 workers" in line for line in lines)
 
 
+DROPPED = """
+import threading
+import torch
+from gossipdp import GossipDataParallel
+
+net = torch.nn.Linear(2, 1)
+model = GossipDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1))
+engine = model._worker.engine
+end = engine.close
+
+def close():
+    for _ in range(100):
+        torch.randn(300, 300) @ torch.randn(300, 300)  # the interpreter's lock is given away
+    end()
+    print("closed")
+
+engine.close = close
+held = [model]
+del model
+collector = threading.Thread(target=held.clear, name="gossipdp-0")
+collector.start()
+collector.join()
+"""
+
+
+def test_exit_waits_for_a_model_that_the_gossip_thread_collected(tmp_path: Path):
+    """Python ends a daemon at exit; within torch that would end the process, by SIGABRT."""
+    script = tmp_path / "dropped.py"
+    script.write_text(DROPPED)
+    done = run([sys.executable, str(script)])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "closed\n"
+
+
 def test_a_mistake_in_a_script_is_shown_once(tmp_path: Path, without_torch: dict[str, str]):
     script = tmp_path / "train.py"
     script.write_text("from gossipdp.graph import build_graph\nbuild_graph('nonsense', 2)\n")

@@ -130,7 +130,9 @@ class Worker:
                 parts.callback(self._hooks.remove)
 
         if threading.current_thread().name.startswith("gossipdp"):
-            threading.Thread(target=close, name="closing a dropped model", daemon=True).start()
+            # No daemon: Python ends those at exit, and one that is within torch would then take the
+            # process with it (std::terminate). Each part of close has a deadline.
+            threading.Thread(target=close, name="closing a dropped model", daemon=False).start()
         else:
             close()
 
