@@ -294,13 +294,12 @@ def draw(path: Path, results: Results) -> None:
             )
             colour = OKABE_ITO[0] if KINDS[row.kind].is_ours else OKABE_ITO[3]
             axes.errorbar(sent, loss, yerr=loss_std(measured), color=colour, marker="o", capsize=3)
-            points.append((loss, sent, row.label, colour))
-        _label(axes, points)
+            points.append((loss, sent, row.label.removeprefix("gossipdp, "), colour))
         axes.set(xscale="log", xlabel="bytes a worker sent per parameter and step")
+        _label(axes, points)
         axes.set_ylabel("validation loss of the average (bits a byte)")
-        axes.set_title(f"{kind} data", fontsize="medium")
+        axes.set_title(f"{kind} data; gossipdp in blue", fontsize="medium")
         axes.grid(True, which="major", linewidth=0.4, alpha=0.6)
-        axes.margins(x=0.25)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
@@ -308,18 +307,20 @@ def draw(path: Path, results: Results) -> None:
 def _label(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
     """Name points (loss, bytes, label, colour), with names apart where points are near.
 
-    Those that send much have their names to the left.
+    Those that send little have their names beside them, the others in a column at the right.
     """
     if not points:
         return
     losses, bytes_sent = [point[0] for point in points], [point[1] for point in points]
-    gap = (max(losses) - min(losses)) / 40
-    middle = math.sqrt(min(bytes_sent) * max(bytes_sent))
-    free = {"left": -math.inf, "right": -math.inf}
+    gap = (max(losses) - min(losses)) / 34
+    middle, most = math.sqrt(min(bytes_sent) * max(bytes_sent)), max(bytes_sent)
+    free = {True: min(losses) - 2 * gap, False: -math.inf}
     for loss, sent, label, colour in sorted(points):
-        side = "right" if sent > middle else "left"
-        free[side] = max(loss, free[side] + gap)
-        axes.text(
-            sent * (0.92 if side == "right" else 1.08), free[side], label, ha=side,
+        in_column = sent > middle
+        free[in_column] = max(loss, free[in_column] + gap)
+        axes.annotate(
+            label, (sent, loss), (1.4 * most if in_column else 1.1 * sent, free[in_column]),
             va="center", fontsize="x-small", color=colour,
+            arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": colour, "alpha": 0.6},
         )  # fmt: skip
+    axes.set_xlim(right=12 * most)  # room for the column
