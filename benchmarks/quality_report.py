@@ -314,7 +314,7 @@ def _label(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
     losses, bytes_sent = [point[0] for point in points], [point[1] for point in points]
     gap = (max(losses) - min(losses)) / 34
     middle, most = math.sqrt(min(bytes_sent) * max(bytes_sent)), max(bytes_sent)
-    free = {True: min(losses) - 2 * gap, False: -math.inf}
+    free = {True: -math.inf, False: -math.inf}
     for loss, sent, label, colour in sorted(points):
         in_column = sent > middle
         free[in_column] = max(loss, free[in_column] + gap)
