@@ -86,6 +86,10 @@ class WeightedDDP(DistributedDataParallel):
         super().step(loss * (len(self.plan.periods) * self.plan.share))  # DDP takes the mean
 
 
+class WeightedBfloat16DDP(WeightedDDP, Bfloat16DDP):
+    """Both: smaller batches for slow workers, and gradients in bfloat16."""
+
+
 def _flat(net: nn.Module) -> Tensor:
     """A copy of its parameters, one after the other."""
     return nn.utils.parameters_to_vector(net.parameters()).detach()
@@ -325,6 +329,9 @@ KINDS = {
     "ddp_bf16": RowKind("DDP, bf16 hook", Bfloat16DDP),
     "ddp_powersgd": RowKind(f"DDP, PowerSGD hook of rank {POWER_SGD_RANK}", PowerSgdDDP),
     "ddp_by_speed": RowKind("DDP, batches by speed", WeightedDDP, by_speed="batch"),
+    "ddp_bf16_by_speed": RowKind(
+        "DDP, bf16 hook, batches by speed", WeightedBfloat16DDP, by_speed="batch"
+    ),
     "ddp_outer": RowKind("DDP, outer step", OuterDDP, period="must"),
     "local_sgd": RowKind("local SGD", LocalSgd, period="must"),
     "local_sgd_bf16": RowKind("local SGD in bfloat16", Bfloat16LocalSgd, period="must"),

@@ -53,16 +53,16 @@ ROWS = {
         "gossip_lattice8@4,a2cid2_lattice8@4,gossip_outer@16"
     ),
     "slow": (
-        "ddp,ddp_by_speed,local_sgd_by_speed@8,diloco@16,diloco_by_speed@16,gossip,a2cid2,"
-        "gossip_outer@16"
+        "ddp,ddp_by_speed,ddp_bf16_by_speed,local_sgd_by_speed@8,diloco@16,diloco_by_speed@16,"
+        "gossip,a2cid2,gossip_outer@16"
     ),
     "speeds": (
-        "ddp_by_speed,local_sgd_by_speed@8,diloco@16,diloco_by_speed@16,gossip,a2cid2,"
-        "gossip_outer@16"
+        "ddp_by_speed,ddp_bf16_by_speed,local_sgd_by_speed@8,diloco@16,diloco_by_speed@16,gossip,"
+        "a2cid2,gossip_outer@16"
     ),
-    "equal": "ddp,local_sgd@4,decent_dp,gossip,a2cid2,a2cid2_lattice8@1/2",
+    "equal": "ddp,ddp_bf16,local_sgd@4,decent_dp,gossip,a2cid2,a2cid2_lattice8@1/2",
     "gigabit": "ddp_bf16,local_sgd@4,decent_dp,gossip,a2cid2,a2cid2_lattice8@1/2",
-    "jitter": "ddp,local_sgd@4,decent_dp,gossip,a2cid2",
+    "jitter": "ddp,ddp_bf16,local_sgd@4,decent_dp,gossip,a2cid2",
 }
 """By table: the strongest that a user would take; local SGD at the best of periods that were tried
 by factors of two."""

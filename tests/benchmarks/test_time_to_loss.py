@@ -237,6 +237,7 @@ def test_bad_input_is_told_before_anything_runs(changes: dict[str, object], mess
     ("row", "samples", "words"),
     [
         ("ddp_by_speed", 160, 4.0),
+        ("ddp_bf16_by_speed", 160, 2.0),
         ("local_sgd_by_speed@4", 160, 1.6),
         ("diloco_by_speed@8", 160, 0.8),
         ("gossip", 160, None),
@@ -253,7 +254,7 @@ def test_a_timed_run_trains_the_budget_on_workers_of_unequal_speed(
     assert 0 < found.computing < 1
     if words is not None:
         assert found.samples <= samples + 16
-        assert found.bytes_per_parameter_step > words
+        assert words < found.bytes_per_parameter_step < 1.5 * words
 
 
 @pytest.mark.processes
