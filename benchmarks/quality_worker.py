@@ -272,8 +272,9 @@ def train(settings: RunSettings, folder: str, network: Network | None) -> Traine
         compute = TimedCompute([*net.blocks, net], lambda: part * draw_s(rank))
     count = tcp_bytes_sent if network is None else partial(bytes_sent, network.interface)
     row = name.make(net, plan)
+    meeting = Meeting(Path(folder) / MEETING, rank)
     try:
-        Meeting(Path(folder) / MEETING, rank).meet()
+        meeting.meet()
         sent_before, started_s = count(), time.monotonic()
         marks = _loop(row, task, loader, settings.learning_rate, compute)
         trained_s = time.monotonic() - started_s
@@ -283,6 +284,7 @@ def train(settings: RunSettings, folder: str, network: Network | None) -> Traine
         ended_s = time.monotonic() - started_s
         copies = torch.stack([copy for _, copy in marks])
         torch.save({"copies": copies, "average": _copy(net)}, Path(folder) / f"{rank}.pt")
+        meeting.meet()  # all have counted: a connection that its peer closed would count no more
     finally:
         row.close()
     return Trained(

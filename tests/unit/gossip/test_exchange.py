@@ -264,7 +264,8 @@ def race(segment: Segment, state: State, seed: int) -> None:
                         norm = chunk.exchange(0.0, mine, peers, 1.5)
                     else:
                         norm = chunk.snapshot_and_exchange(0.0, mine, peers, 1.5)
-                    assert norm == pytest.approx(float((mine - peers).square().sum()), rel=1e-4)
+                    # All are equal, and torch.dot, in float32 on one thread, drifts 3e-4 with them.
+                    assert norm == pytest.approx(float((mine - peers).square().sum()), rel=1e-3)
                     differences += mine - peers
         except BaseException as error:
             failures.append(error)
