@@ -245,6 +245,7 @@ ROWS |= {
 _SLOWER = {"optimizer": "adamw, beta_2 0.95"}
 ROWS |= {
     "all-reduce, beta_2 0.95": _row("allreduce", 0.032, **_SLOWER),
+    "gossip, beta_2 0.95": _row("gossip", 0.064, **_SLOWER),
     "gossip, beta_2 0.95, v every 5th": _row("gossip", 0.064, exchange_moments=_v(5), **_SLOWER),
 }
 _AS_ONE: dict[str, Any] = {"sync_every": 1, "overlap_steps": 0, "outer": PLAIN_MEAN}

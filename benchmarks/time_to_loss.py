@@ -49,8 +49,9 @@ SLACK = 1.05
 
 ROWS = {
     "slow_link": (
-        "ddp_bf16,ddp_powersgd,local_sgd@64,diloco@16,diloco@64,decent_dp,gossip@4,a2cid2@4,"
-        "gossip_lattice8@4,a2cid2_lattice8@4,gossip_outer@16"
+        "ddp_bf16,ddp_powersgd,local_sgd@64,local_sgd_bf16@32,local_sgd_bf16@64,diloco@16,"
+        "diloco@64,diloco_gentle@64,decent_dp,gossip@4,a2cid2@4,gossip_lattice8@4,"
+        "a2cid2_lattice8@4,gossip_outer@16"
     ),
     "slow": (
         "ddp,ddp_by_speed,ddp_bf16_by_speed,local_sgd_by_speed@8,diloco@16,diloco_by_speed@16,"
