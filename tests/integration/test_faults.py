@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import logging
 import math
 import os
 import signal
@@ -411,14 +412,13 @@ def test_one_that_comes_when_the_run_is_over_ends_with_one_clear_error(
     assert [end["num_workers"] for end in diaries(tmp_path)] == [2, 2]
 
 
-def join_beyond_the_first(directory: Path) -> None:
-    """Of five processes the first three are the run, and the others join it without a rank."""
+def join_beyond_the_first(directory: Path, num_first: int) -> Worker:
+    """The first processes are the run, and the others join it without a rank."""
     rank = int(os.environ["RANK"])
     address = directory / "address"
-    os.environ["WORLD_SIZE"] = "3"
-    if rank >= 3:
-        while not address.exists():
-            time.sleep(0.01)
+    os.environ["WORLD_SIZE"] = str(num_first)
+    if rank >= num_first:
+        wait_for(address)
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
         os.environ.update(json.loads(address.read_text()))
@@ -432,18 +432,43 @@ def join_beyond_the_first(directory: Path) -> None:
         }
         address.with_suffix(".new").write_text(json.dumps(joins))
         address.with_suffix(".new").rename(address)
-    if rank < 3:
+    return worker
+
+
+def two_join(directory: Path) -> None:
+    worker = join_beyond_the_first(directory, 3)
+    if worker.model.rank < 3:
         worker.train_until(lambda: all(worker.noticed("joined", other) for other in (3, 4)))
     worker.train_until_exchanged(3)
     worker.finish()
 
 
 def test_two_that_join_at_once_get_a_rank_each(workers: Callable, tmp_path: Path) -> None:
-    workers(join_beyond_the_first, 5, (tmp_path,))
+    workers(two_join, 5, (tmp_path,))
     ends = diaries(tmp_path)
     assert [end["rank"] for end in ends] == [0, 1, 2, 3, 4]
     assert {end["num_workers"] for end in ends} == {5}
     assert len({end["samples"] for end in ends}) == 1
+
+
+def outlive_a_joiner(directory: Path) -> None:
+    worker = join_beyond_the_first(directory, 1)
+    if worker.model.rank == 1:
+        worker.train_until_exchanged()
+        worker.die()
+    worker.train_until(lambda: "1 DEAD" in worker.seen)
+    warnings: list[str] = []
+    logging.getLogger("gossipdp").addFilter(lambda record: warnings.append(record.getMessage()))
+    worker.finish(warnings=warnings)
+
+
+def test_who_ends_without_a_joiner_says_so(workers: Callable, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailedError, match="worker 1"):
+        workers(outlive_a_joiner, 2, (tmp_path,))
+    (end,) = diaries(tmp_path)
+    assert end["num_workers"] == 1
+    (warning,) = [text for text in end["warnings"] if "average" in text]
+    assert "the average is over 1 of 2 workers" in warning
 
 
 class Reluctant(WorkerProtocol):

@@ -417,7 +417,16 @@ class GossipEngine(Engine):
         # Each shard was averaged over the replicas that its own network had: after a death in the
         # middle of it these may differ.
         distances, counts = self._replica.gather(outcome.consensus_distance, outcome.num_workers)
-        if outcome.num_workers < self.world_size:
+        progress, membership = self._protocol.progress, self._protocol.membership
+        total = self._thread.call(
+            lambda: (progress.total_samples, progress.total_steps, progress.by_rank())
+        )
+        samples, steps, by_rank = total.result()
+        came = self._thread.call(membership.members).result()
+        # Those that the run began with, and who has joined since.
+        known = {*range(self.world_size)}
+        known.update(each.rank for each in came if each.status is not Status.JOINING)
+        if outcome.num_workers < len(known):
             cause = "died, still train, or went on without this one"
             if outcome.left_out:
                 ranks = ", ".join(map(str, outcome.left_out))
@@ -426,14 +435,9 @@ class GossipEngine(Engine):
                 "worker %d: the average is over %d of %d workers; the others %s",
                 self.rank,
                 outcome.num_workers,
-                self.world_size,
+                len(known),
                 cause,
             )
-        progress = self._protocol.progress
-        total = self._thread.call(
-            lambda: (progress.total_samples, progress.total_steps, progress.by_rank())
-        )
-        samples, steps, by_rank = total.result()
         return Consolidated(
             consensus_distance=math.fsum(distances),
             world_size=int(min(counts)),

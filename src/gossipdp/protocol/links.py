@@ -137,7 +137,7 @@ class Links:
     # --- what is said on them --------------------------------------------------------------
 
     def say_all_at_once(self) -> None:
-        """What is news now waits for no heartbeat: this worker leaves, and closes its links next.
+        """What is news now waits for no heartbeat: this worker comes or leaves.
 
         What comes after does wait, or those that leave would echo each other's news.
         """

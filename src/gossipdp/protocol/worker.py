@@ -237,9 +237,14 @@ class WorkerProtocol:
     # --- joining ---------------------------------------------------------------------------
 
     def joined(self, now: float) -> list[Action]:
-        """A worker that was joining has its parameters: it is alive from now on."""
+        """A worker that was joining has its parameters: it is alive from now on.
+
+        Who is linked hears it at once, and waits for this worker at the end: a heartbeat later it
+        might have ended the run by itself.
+        """
         self._look_at_clock(now)
         self.membership.set_status(Status.ALIVE)
+        self._links.say_all_at_once()
         return self._settle(self._open("joining", now), now)
 
     @property

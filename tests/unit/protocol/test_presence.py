@@ -270,6 +270,18 @@ def test_a_joiner_counts_once_it_has_parameters() -> None:
     assert other.neighbours == {0, 2, 6}
 
 
+def test_a_joiner_that_has_parameters_says_so_at_once() -> None:
+    joiner = make_worker(0, 2, rank=6, process_id=900, is_joining=True)
+    joiner.poll(1.0)  # all links have heard all that there was
+    told = {
+        action.peer: action.message.members
+        for action in joiner.joined(1.0)
+        if isinstance(action, Send)
+    }
+    alive = (joiner.membership.own,)
+    assert told == {0: alive, 2: alive}
+
+
 def test_a_joiner_whose_rank_is_taken_is_told_at_once() -> None:
     joiner = make_worker(0, rank=6, process_id=10, is_joining=True)
     other = Member(6, 0, 11, Status.JOINING, "10.0.0.3", 4000)
