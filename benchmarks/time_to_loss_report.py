@@ -120,8 +120,8 @@ def measured_table(results: Results, rates: Mapping[str, float], ideal_s: float)
         f"are {EASY:g} and {LATE:g} times what the best row reaches at equal time. Equal time: "
         f"{ideal_s:.1f} s, what the tokens take if nobody waits for anybody; a row that needs "
         "longer trains once more, on fewer tokens, so that it ends then. Seconds: of the sooner of "
-        "both runs, from copies that are scored afterwards, as in the chart, on an eighth of the "
-        "text, where losses are 0.02 to 0.09 lower. samples/s: the sum of the workers' own "
+        "both runs, from copies that are scored afterwards, as in the chart, on fewer windows of "
+        "the text than the losses of this table. samples/s: the sum of the workers' own "
         "speeds. Bytes: sent by a worker's sockets, or, where it has a network, by its interface, "
         "with headers; a step is a full batch. Comm rate: exchanges, all-reduces or averages per "
         "worker and step of its own. Not computing: the rest of the training time.",

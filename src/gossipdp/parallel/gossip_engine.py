@@ -418,14 +418,17 @@ class GossipEngine(Engine):
         # middle of it these may differ.
         distances, counts = self._replica.gather(outcome.consensus_distance, outcome.num_workers)
         progress, membership = self._protocol.progress, self._protocol.membership
-        total = self._thread.call(
-            lambda: (progress.total_samples, progress.total_steps, progress.by_rank())
-        )
-        samples, steps, by_rank = total.result()
-        came = self._thread.call(membership.members).result()
+        samples, steps, by_rank, members = self._thread.call(
+            lambda: (
+                progress.total_samples,
+                progress.total_steps,
+                progress.by_rank(),
+                membership.members(),
+            )
+        ).result()
         # Those that the run began with, and who has joined since.
-        known = {*range(self.world_size)}
-        known.update(each.rank for each in came if each.status is not Status.JOINING)
+        joined = {member.rank for member in members if member.status is not Status.JOINING}
+        known = joined.union(range(self.world_size))
         if outcome.num_workers < len(known):
             cause = "died, still train, or went on without this one"
             if outcome.left_out:
