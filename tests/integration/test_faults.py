@@ -9,7 +9,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -589,11 +588,15 @@ def turn_to_nan(directory: Path, on_nonfinite: str) -> None:
     if worker.model.rank == 1:
         for parameter in worker.net.parameters():
             parameter.grad.fill_(math.nan)
-        worker.optimizer.step()
-        # With "stop" found by consolidate, if by no exchange before.
-        end = worker.model.consolidate if on_nonfinite == "stop" else partial(worker.train, 9)
+
+        def go_on() -> None:
+            worker.optimizer.step()  # raises itself, if an exchange meanwhile finds what it writes
+            if on_nonfinite == "stop":
+                worker.model.consolidate()  # finds it at last
+            worker.train(LONGEST_S)
+
         with pytest.raises(PoisonedError):
-            end()
+            go_on()
         worker.model.close()
         return
     worker.train(2.0)
