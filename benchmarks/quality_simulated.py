@@ -19,6 +19,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from scipy.stats import spearmanr
 from support.batched_transformer import BatchedTransformer
 from support.byte_model import ByteModel
 from support.report import QUICK_RESULTS, RESULTS, Report, Table
+from support.torch_rows import TorchRows
+from torch import nn
 
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.progress import ProgressView
@@ -69,7 +72,7 @@ class Row:
             graph=self.graph,
             num_workers=setting.workers,
             objective=OBJECTIVES[setting.model](setting.data == "disjoint"),
-            optimizer=OPTIMIZERS[self.optimizer](rate),
+            optimizer=OPTIMIZERS[self.optimizer](rate, setting.model),
             comm_rate=self.comm_rate,
             num_steps=setting.steps,
             seed=seed,
@@ -127,11 +130,38 @@ OBJECTIVES: dict[str, Callable[[bool], Objective]] = {
 }
 RATE_FACTORS = {"mlp": 1.0, "transformer": 1 / 8}
 """Where the search begins, to where it begins for the mlp."""
-OPTIMIZERS: dict[str, Callable[[float], RowOptimizer]] = {
-    "adamw": AdamW,
-    "adamw, beta_2 0.95": lambda rate: AdamW(rate, betas=(0.9, 0.95)),
-    "sgd": lambda rate: Sgd(rate, momentum=0.9),
+
+
+def shapes(model: str) -> list[torch.Size]:
+    """Those of the parameters of a network, in the order in which they lie in a row."""
+    if model == "mlp":
+        made: nn.Module = ByteModel().make_model()
+    else:
+        made = BatchedTransformer().make_task().make_model()
+    return [each.shape for each in made.parameters()]
+
+
+def _muon(rate: float, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices between the embeddings and the logits, AdamW for what is left.
+
+    At a learning rate for both, as Liu et al. 2025, arXiv 2502.16982, scale Muon's steps.
+    """
+    matrices = [each for each in parameters if each.ndim == 2][1:-1]
+    others = [each for each in parameters if all(each is not other for other in matrices)]
+    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(others, lr=rate)]
+
+
+OPTIMIZERS: dict[str, Callable[[float, str], RowOptimizer]] = {
+    "adamw": lambda rate, _: AdamW(rate),
+    "adamw, beta_2 0.95": lambda rate, _: AdamW(rate, betas=(0.9, 0.95)),
+    "sgd": lambda rate, _: Sgd(rate, momentum=0.9),
+    "muon": lambda rate, model: TorchRows(partial(_muon, rate), shapes(model)),
+    "adafactor": lambda rate, model: TorchRows(
+        lambda parameters: [torch.optim.Adafactor(parameters, lr=rate)], shapes(model)
+    ),
 }
+"""By the learning rate and the network's name."""
 
 
 def _row(
@@ -155,6 +185,9 @@ ROWS: dict[str, Row] = {
     "all-reduce": _row("allreduce", 0.032),
     "gossip": _row("gossip", 0.064),
     "gossip, v every 16th": _row("gossip", 0.064, exchange_moments=_v(16)),
+    "gossip, v and m every 2nd": _row(
+        "gossip", 0.064, exchange_moments={"exp_avg_sq": 2, "exp_avg": 2}
+    ),
     "gossip, two exchanges a step, v every 32nd": _row(
         "gossip", 0.064, every=0.5, exchange_moments=_v(32)
     ),
@@ -173,6 +206,9 @@ ROWS: dict[str, Row] = {
     "gossip, H = 8": _row("gossip", 0.032, every=8),
     "gossip, outer step, H = 8": _row("gossip", 0.032, every=8, outer=OuterStep()),
     "gossip, outer step of momentum 0.7, H = 8": _row("gossip", 0.016, every=8, outer=OUTER),
+    "gossip, outer step in one exchange of 4, H = 8": _row(
+        "gossip", 0.032, every=8, outer=OuterStep(every=4)
+    ),
     "gossip, outer step of momentum 0.7, H = 8, v every time": _row(
         "gossip", 0.016, every=8, outer=OUTER, exchange_moments=_v(1)
     ),
@@ -207,6 +243,9 @@ ROWS |= {  # at equal time: a slow worker takes fewer steps, and whoever waits f
     ),
     "gossip, outer step in each exchange, H = 4, speeds 1:2:4:8": _row(
         "gossip", 0.032, every=4, outer=OuterStep(every=1), **_UNEVEN
+    ),
+    "gossip, outer step in one exchange of 4, H = 4, speeds 1:2:4:8": _row(
+        "gossip", 0.032, every=4, outer=OuterStep(every=4), **_UNEVEN
     ),
     "gossip, outer step of momentum 0.7, H = 4, speeds 1:2:4:8": _row(
         "gossip", 0.016, every=4, outer=OUTER, **_UNEVEN
@@ -260,6 +299,26 @@ _SGD = {"optimizer": "sgd"}
 ROWS |= {
     "all-reduce, SGD": _row("allreduce", 0.4, **_SGD),
     "gossip, SGD": _row("gossip", 0.4, **_SGD),
+    "gossip, SGD, momentum every 2nd": _row(
+        "gossip", 0.4, exchange_moments={"momentum_buffer": 2}, **_SGD
+    ),
+}
+_MUON, _ADAFACTOR = {"optimizer": "muon"}, {"optimizer": "adafactor"}
+ROWS |= {
+    "all-reduce, Muon": _row("allreduce", 0.032, **_MUON),
+    "gossip, Muon": _row("gossip", 0.064, **_MUON),
+    "gossip, Muon, v every 16th": _row("gossip", 0.064, exchange_moments=_v(16), **_MUON),
+    "gossip, Muon, v every 16th, momentum every 5th": _row(
+        "gossip", 0.064, exchange_moments=_v(16) | {"momentum_buffer": 5}, **_MUON
+    ),
+    "all-reduce, Adafactor": _row("allreduce", 0.064, **_ADAFACTOR),
+    "gossip, Adafactor": _row("gossip", 0.064, **_ADAFACTOR),
+    "gossip, Adafactor, v every time": _row(
+        "gossip",
+        0.064,
+        exchange_moments=dict.fromkeys(("row_var", "col_var", "variance"), 1),
+        **_ADAFACTOR,
+    ),
 }
 
 
@@ -267,6 +326,8 @@ REFERENCES = {
     "adamw": "all-reduce",
     "adamw, beta_2 0.95": "all-reduce, beta_2 0.95",
     "sgd": "all-reduce, SGD",
+    "muon": "all-reduce, Muon",
+    "adafactor": "all-reduce, Adafactor",
 }
 """The row that each optimizer's rows are compared with."""
 

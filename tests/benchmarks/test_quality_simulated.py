@@ -12,7 +12,10 @@ import torch
 from quality_simulated import Runs, Setting, as_row, result_of, tables, tried, tune
 from support.batched_transformer import BatchedTransformer
 from support.byte_model import ByteModel
+from support.torch_rows import TorchRows
 from torch.nn import functional as F
+
+from gossipdp.simulate import AdamW, simulate
 
 ROOT = Path(__file__).parents[2]
 
@@ -157,3 +160,45 @@ def test_the_page_shows_what_was_measured() -> None:
             (name, f"{mean} ± {spread}" if spread else mean, above, *rest)
             for name, mean, above, spread, *rest in tables(runs, setting)[0].rows
         )
+
+
+def test_torch_optimizers_over_rows_step_as_the_simulators_do() -> None:
+    shapes = quality_simulated.shapes("mlp")
+    start = ByteModel().begin(3, seed=0).start
+    ours = AdamW(0.01)
+    theirs = TorchRows(lambda parameters: [torch.optim.AdamW(parameters, lr=0.01)], shapes)
+    states, generator = (ours.begin(start), theirs.begin(start)), torch.Generator()
+    for ranks, factor in (([2, 0], 0.5), ([0], torch.tensor([[2.0]])), ([1, 2], 1.0)):
+        gradients = torch.randn(len(ranks), start.shape[1], generator=generator)
+        expected, found = (
+            each.changes(state, ranks, start[ranks], gradients, factor)
+            for each, state in zip((ours, theirs), states, strict=True)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    for name, values in states[1].items():
+        torch.testing.assert_close(values, states[0][name])
+    states[1]["exp_avg_sq"][1] = 1e6  # as an exchange would: the next step sees it
+    zeros, ones = torch.zeros(1, start.shape[1]), torch.ones(1, start.shape[1])
+    assert theirs.changes(states[1], [1], zeros, ones, 1.0).abs().max() < 1e-4
+
+
+def test_what_travels_of_torch_optimizers_is_counted_by_its_size() -> None:
+    setting = Setting("common", "mlp", 4, 40)
+    traces = []
+    for name in ("gossip, Adafactor", "gossip, Adafactor, v every time"):
+        row = quality_simulated.ROWS[name]
+        traces.append(simulate(row.scenario(0.01, 0, setting), row.method))
+        assert traces[-1].records[-1].loss < traces[-1].records[0].loss
+    # The means of rows and columns of the three matrices, and all of the two biases.
+    kept = (256 + 32) + (96 + 256) + (256 + 96) + (96 + 256)
+    assert traces[1].models_sent / traces[0].models_sent == pytest.approx(1 + kept / 57_696)
+
+
+def test_muon_steps_the_hidden_matrix_alone() -> None:
+    rows = quality_simulated.OPTIMIZERS["muon"](0.01, "mlp")
+    state = rows.begin(ByteModel().begin(2, seed=0).start)
+    assert {name: values.shape[1] for name, values in state.items()} == {
+        "momentum_buffer": 256 * 96,
+        "exp_avg": 57_696 - 256 * 96,
+        "exp_avg_sq": 57_696 - 256 * 96,
+    }

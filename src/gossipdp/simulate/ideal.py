@@ -193,7 +193,7 @@ class PoissonEdges:
         for moment in self._training.moments_due(self._asked[asker]):
             mean = (moment[i] + moment[j]).mul_(0.5)
             moment[i], moment[j] = mean, mean
-            self.models_sent += 2
+        self.models_sent += 2 * (self._training.models_due(self._asked[asker]) - 1)
 
 
 def exchanges(  # noqa: PLR0917

@@ -159,11 +159,11 @@ class CarriedRows(Payload):
         snapshot = row.clone() if unflowed is None else unflowed
         moments = [moment[rank].clone() for moment in self._moments_due(begin.id)]
         self._open[rank] = _Open(begin.alpha_tilde, now_s, snapshot)
-        self.models_sent += 1 + len(moments)
+        self.models_sent += self.models(begin.id)
         return snapshot, moments
 
     def models(self, id: ExchangeId) -> float:
-        return 1.0 + len(self._moments_due(id))
+        return self._training.models_due(id.counter)
 
     def data_arrived(self, rank: int, id: ExchangeId, data: object, now_s: float) -> None:
         assert isinstance(data, tuple)

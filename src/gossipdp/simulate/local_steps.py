@@ -62,7 +62,7 @@ class DiLoCo(LocalSteps):
     def communicate(self, computed_s: list[float]) -> list[float]:
         if self.number % self.scenario.sync_every:
             return computed_s
-        return self.all_reduced(computed_s, 1 + len(self._moments_due()))
+        return self.all_reduced(computed_s, self.training.models_due(self._num_averages))
 
     def mix(self) -> None:
         if self.number % self.scenario.sync_every:
@@ -71,7 +71,7 @@ class DiLoCo(LocalSteps):
         mean = rows.mean(dim=0)
         self.outer_step(slice(0, num_trained), mean[:num_trained])
         self.population.put(slice(0, len(mean)), mean.expand_as(rows))
-        for moment in self._moments_due():
+        for moment in self.training.moments_due(self._num_averages):
             moment.copy_(moment.mean(dim=0).expand_as(moment))
 
     def outer_step(self, columns: slice, mean: Tensor) -> None:
@@ -81,8 +81,9 @@ class DiLoCo(LocalSteps):
         mean += brought
         base += brought
 
-    def _moments_due(self) -> list[Tensor]:
-        return self.training.moments_due(self.number // self.scenario.sync_every)
+    @property
+    def _num_averages(self) -> int:
+        return self.number // self.scenario.sync_every
 
 
 class StreamingDiLoCo(DiLoCo):

@@ -250,6 +250,11 @@ class Training:
         """The optimizer's tensors, (n, d), that a worker's ``count``-th exchange averages."""
         return [self.state[name] for name, every in self._moments.items() if count % every == 0]
 
+    def models_due(self, count: int) -> float:
+        """What either end sends in a worker's ``count``-th exchange, in models, moments too."""
+        moments = sum(moment.shape[1] for moment in self.moments_due(count))
+        return 1.0 + moments / self.population.x.shape[1]
+
     def take_loss(self) -> float:
         """The mean loss of the batches evaluated since the last call; NaN for none."""
         mean = self._loss_sum / self._num_losses if self._num_losses else math.nan
