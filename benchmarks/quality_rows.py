@@ -307,10 +307,12 @@ def _ours(method: str) -> dict[str, RowKind]:
     With a period each worker exchanges once in H steps; with an outer step there must be one.
     """
     name, without = f"gossipdp, {method}", {"exchange_moments": False}
+    both = {"exchange_moments": {"exp_avg_sq": 2, "exp_avg": 2}}
     outer, codes = {"outer": True}, {"wire_format": "lattice8"}
     rows = {
         method: ("", {}),
         f"{method}_no_moments": (", no moments", without),
+        f"{method}_both_moments": (", both moments every 2nd", both),
         f"{method}_lattice8": (", lattice8", codes),
         f"{method}_outer": (", outer step", outer),
         f"{method}_outer_no_moments": (", outer step, no moments", outer | without),
