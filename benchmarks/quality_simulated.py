@@ -209,6 +209,12 @@ ROWS: dict[str, Row] = {
     "gossip, outer step in one exchange of 4, H = 8": _row(
         "gossip", 0.032, every=8, outer=OuterStep(every=4)
     ),
+    "gossip, outer step of momentum 0.7 in one exchange of 4, H = 8": _row(
+        "gossip", 0.016, every=8, outer=replace(OUTER, every=4)
+    ),
+    "gossip, outer step in one exchange of 8, H = 8": _row(
+        "gossip", 0.032, every=8, outer=OuterStep(every=8)
+    ),
     "gossip, outer step of momentum 0.7, H = 8, v every time": _row(
         "gossip", 0.016, every=8, outer=OUTER, exchange_moments=_v(1)
     ),
