@@ -26,6 +26,7 @@ from gossipdp.launcher.team import Report, send_report
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Refusal
 from gossipdp.links.link import Dialer, Link, LinkHandler, Transport
+from gossipdp.logs import OnceLog
 from gossipdp.protocol.actions import (
     Begin,
     Reach,
@@ -128,6 +129,7 @@ class GossipLoop(LinkHandler):
         self._reported_version = -1
         self._report_due_s = -math.inf
         self._heard_every_s = protocol.timeout_s / 10
+        self._log = OnceLog(logger)
         # Until it has the start parameters this worker must not exchange its own.
         self.hold()
 
@@ -342,7 +344,7 @@ class GossipLoop(LinkHandler):
         try:
             envelope = decode(data)
         except ProtocolError as error:
-            link.close(str(error))
+            self._refuse(link, error)
             return
         self.perform(self.protocol.receive(link.peer, envelope, now))
         if isinstance(envelope.message, TransferMessage):
@@ -351,7 +353,21 @@ class GossipLoop(LinkHandler):
             try:
                 self.averages.receive(link, envelope.message)
             except ProtocolError as error:
-                link.close(str(error))
+                self._refuse(link, error)
+
+    def _refuse(self, link: Link, error: ProtocolError) -> None:
+        """End a link over which came what no worker of this version says."""
+        self._log.warn_once(
+            "message",
+            str(link.peer),
+            "worker %d closes its link to worker %d, of which it cannot accept a message: %s. They "
+            "exchange nothing while that goes on. If both run the same version of gossipdp, "
+            "please report it",
+            self.protocol.rank,
+            link.peer,
+            error,
+        )
+        link.close(str(error))
 
     def _send(self, peer: int, message: TransferMessage | AverageMessage) -> None:
         envelope = self.protocol.wrap(peer, message, self.clock()).message

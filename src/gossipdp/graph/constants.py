@@ -127,7 +127,7 @@ class Constants:
         if not (
             lambda_2 > 0
             and abs(foster - 1.0) < SPECTRUM_TOLERANCE
-            and self.chi2 <= self.chi1 * (1.0 + SPECTRUM_TOLERANCE)
+            and 0.5 * resistances.max() <= self.chi1 * (1.0 + SPECTRUM_TOLERANCE)
         ):
             raise ValueError(
                 f"rates from {min(self.rates):.3g} to {max(self.rates):.3g} are too far apart for "
@@ -141,8 +141,15 @@ class Constants:
 
     @cached_property
     def chi2(self) -> float:
-        """Half the largest effective resistance over edges, in units of time; at most chi1."""
-        return 0.5 * float(self._spectrum.resistances.max()) if self.edges else 0.0
+        """Half the largest effective resistance over edges, in units of time; at most chi1.
+
+        They are equal on complete graphs, where rounding would make one the larger now and then,
+        differently on each kind of processor. So alpha_tilde is never below 1/2, which no worker
+        accepts of another.
+        """
+        if not self.edges:
+            return 0.0
+        return min(self.chi1, 0.5 * float(self._spectrum.resistances.max()))
 
     @cached_property
     def eta(self) -> float:

@@ -22,7 +22,7 @@ from gossipdp.protocol.actions import (
     Superseded,
     Unlink,
 )
-from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope, ExchangeId
+from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope, ExchangeId, decode, encode
 from gossipdp.protocol.worker import Action, WorkerProtocol
 from gossipdp.simulate.network import Conditions, Exchange, Network, Wire
 from simulated_faults.averaged_rows import AveragedRows
@@ -293,6 +293,7 @@ class FaultyNetwork(Network):
                 self._want(rank, peer)
         if self.wire(rank, peer) is None:
             return
+        assert decode(encode(envelope)) == envelope  # within the bounds that real workers check
         carried = self.carries(rank, peer, envelope)
         if isinstance(carried, Envelope):
             super().send(rank, peer, carried)

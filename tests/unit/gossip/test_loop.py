@@ -145,6 +145,19 @@ def test_what_an_old_address_refuses_is_not_laid_to_the_new_one():
     assert worker.loop.protocol.membership.get(1).status is Status.DEAD
 
 
+def test_what_nobody_says_ends_its_link_and_is_logged_once(caplog):
+    worker = Worker()
+    too_small = encode(Envelope(Propose(ExchangeId(1, 0, 1), 0.49999999999999994)))
+    for _ in range(3):
+        link = FakeLink(1)
+        worker.loop.link_up(link)
+        worker.loop.control(link, too_small)
+        assert "0.5" in link.closed_for
+        worker.loop.link_down(link, link.closed_for)
+    (warning,) = caplog.messages
+    assert warning.startswith("worker 0 closes its link to worker 1")
+
+
 @pytest.mark.parametrize("moves", ["nothing", "bytes of a chunk"])
 def test_an_exchange_ends_with_its_link_where_its_peer_only_beats(moves):
     """It held both ends for ever, then everybody's end of the run."""

@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 
+import gossipdp.graph.constants as constants_module
 from gossipdp.graph import Constants, build_graph, without
 
 
@@ -26,6 +27,25 @@ def test_the_complete_graph_is_not_accelerated(num_workers):
     assert constants.chi2 == pytest.approx(expected)
     assert constants.alpha_tilde == pytest.approx(0.5)
     assert constants.eta == pytest.approx(1 / (2 * expected))
+
+
+@pytest.mark.parametrize("least_bits", [0.0, 1e-15, -1e-15])
+def test_no_rounding_brings_the_gain_below_one_half(monkeypatch, least_bits):
+    """Processors round differently, and a gain below 1/2 is refused by whoever is sent it."""
+    exact = constants_module._spectrum_of
+
+    def rounded(*arguments):
+        found = exact(*arguments)
+        return found._replace(
+            lambda_2=found.lambda_2 * (1 + least_bits),
+            resistances=found.resistances * (1 + least_bits),
+        )
+
+    monkeypatch.setattr(constants_module, "_spectrum_of", rounded)
+    for num_workers in range(2, 65):
+        constants = of("complete", num_workers)
+        assert constants.chi2 <= constants.chi1
+        assert 0.5 <= constants.alpha_tilde == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("num_workers", [3, 10, 64])
