@@ -282,6 +282,10 @@ for _every in (16, 64):
     )
 ROWS |= {
     "gossip, H = 4, 100 Mbit/s and 20 ms": _row("gossip", 0.064, every=4, **_ALL_SLOW),
+    "gossip, H = 8, 100 Mbit/s and 20 ms": _row("gossip", 0.032, every=8, **_ALL_SLOW),
+    "gossip, outer step, H = 8, 100 Mbit/s and 20 ms": _row(
+        "gossip", 0.032, every=8, outer=OuterStep(), **_ALL_SLOW
+    ),
     "gossip, H = 4, one slow link": _row("gossip", 0.064, every=4, **_ONE_SLOW),
     "gossip, outer step of momentum 0.7, H = 8, one slow link": _row(
         "gossip", 0.016, every=8, outer=OUTER, **_ONE_SLOW
