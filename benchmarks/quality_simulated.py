@@ -209,6 +209,12 @@ ROWS: dict[str, Row] = {
     "gossip, outer step in one exchange of 4, H = 8": _row(
         "gossip", 0.032, every=8, outer=OuterStep(every=4)
     ),
+    "gossip, outer step of momentum 0.7 in one exchange of 4, H = 8": _row(
+        "gossip", 0.016, every=8, outer=replace(OUTER, every=4)
+    ),
+    "gossip, outer step in one exchange of 8, H = 8": _row(
+        "gossip", 0.032, every=8, outer=OuterStep(every=8)
+    ),
     "gossip, outer step of momentum 0.7, H = 8, v every time": _row(
         "gossip", 0.016, every=8, outer=OUTER, exchange_moments=_v(1)
     ),
@@ -276,6 +282,10 @@ for _every in (16, 64):
     )
 ROWS |= {
     "gossip, H = 4, 100 Mbit/s and 20 ms": _row("gossip", 0.064, every=4, **_ALL_SLOW),
+    "gossip, H = 8, 100 Mbit/s and 20 ms": _row("gossip", 0.032, every=8, **_ALL_SLOW),
+    "gossip, outer step, H = 8, 100 Mbit/s and 20 ms": _row(
+        "gossip", 0.032, every=8, outer=OuterStep(), **_ALL_SLOW
+    ),
     "gossip, H = 4, one slow link": _row("gossip", 0.064, every=4, **_ONE_SLOW),
     "gossip, outer step of momentum 0.7, H = 8, one slow link": _row(
         "gossip", 0.016, every=8, outer=OUTER, **_ONE_SLOW
