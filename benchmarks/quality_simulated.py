@@ -144,7 +144,9 @@ def shapes(model: str) -> list[torch.Size]:
 def _muon(rate: float, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
     """Muon for the matrices between the embeddings and the logits, AdamW for what is left.
 
-    At a learning rate for both, as Liu et al. 2025, arXiv 2502.16982, scale Muon's steps.
+    In the mlp that is the one hidden matrix; in the transformer the positions' embeddings, which
+    lie between, would be among them. At a learning rate for both, as Liu et al. 2025, arXiv
+    2502.16982, scale Muon's steps.
     """
     matrices = [each for each in parameters if each.ndim == 2][1:-1]
     others = [each for each in parameters if all(each is not other for other in matrices)]

@@ -273,6 +273,7 @@ def poison_one() -> str:
         except Exception as error:
             model.close()
             return f"{type(error).__name__}: {error}"
+        return "not found"
     # Until an exchange has found it: once the others consolidate, none would.
     deadline_s = time.monotonic() + 30
     while {each.rank: each.is_live for each in members(model)}[1]:

@@ -26,7 +26,7 @@ from gossipdp.launcher.team import Report, send_report
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Refusal
 from gossipdp.links.link import Dialer, Link, LinkHandler, Transport
-from gossipdp.logs import OnceLog
+from gossipdp.logs import OnceLog, printable
 from gossipdp.protocol.actions import (
     Begin,
     Reach,
@@ -365,7 +365,7 @@ class GossipLoop(LinkHandler):
             "please report it",
             self.protocol.rank,
             link.peer,
-            error,
+            printable(str(error)),
         )
         link.close(str(error))
 

@@ -226,13 +226,14 @@ def proof_of(secret: bytes, text: str) -> str:
 
 
 def put_notice(store: "Store", prefix: str, text: str, secret: bytes | None) -> None:
-    """Tell workers who wait at the store that the run has ended."""
+    """Tell workers who wait at the store that the run has ended; it is there on return."""
     text = printable(text, MAX_TEXT)
     proof = proof_of(secret, prefix + text) if secret else ""
     notice = msgspec.json.encode(Notice(text, proof)).decode()
     if secret:
         store.set(notice_key(prefix, secret), notice)
     store.set(notice_key(prefix), notice)  # for those who have another secret, or none
+    store.check([notice_key(prefix)])  # set() returns before the server has read it, this does not
 
 
 def read_notice(store: "Store", prefix: str, secret: bytes | None) -> str | None:

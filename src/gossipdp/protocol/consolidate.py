@@ -71,6 +71,7 @@ from gossipdp.protocol.actions import (
 )
 from gossipdp.protocol.members import MAX_LEAP, Member
 from gossipdp.protocol.messages import (
+    MAX_DISTANCE2,
     Accuse,
     Average,
     BeginEpoch,
@@ -688,6 +689,8 @@ class Consolidation:
             if child.distance is None:
                 return
             distance += child.distance
+        # Of parameters that are huge and still finite it is infinite, in float32.
+        distance = min(distance, MAX_DISTANCE2)
         attempt.distance_sent = distance
         if attempt.parent is not None:
             self._say(attempt.parent, Distance(attempt.epoch, distance))

@@ -22,7 +22,8 @@ MAX_TOLD = 1024
 
 Counter = Annotated[int, Meta(ge=0, le=2**62)]
 Gain = Annotated[float, Meta(ge=0.5, le=1e9)]
-Distance2 = Annotated[float, Meta(ge=0.0, le=1e300)]
+MAX_DISTANCE2 = 1e300
+Distance2 = Annotated[float, Meta(ge=0.0, le=MAX_DISTANCE2)]
 Reason = Annotated[str, Meta(max_length=1000)]
 Process: TypeAlias = tuple[Rank, ProcessId]
 """(rank, process id): what holds inputs and keeps promises, whatever its incarnation."""

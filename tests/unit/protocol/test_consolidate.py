@@ -1,5 +1,7 @@
 """One worker's consolidation machine, driven by hand."""
 
+import math
+
 import msgspec
 import pytest
 from consolidation import begin, epoch, view, worker
@@ -17,16 +19,20 @@ from gossipdp.protocol.actions import (
 from gossipdp.protocol.consolidate import MAX_REWINDS, Consolidation, ConsolidationMessage, tree
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.messages import (
+    MAX_DISTANCE2,
     Average,
     BeginEpoch,
     CommitEpoch,
     Committed,
     Distance,
+    Envelope,
     Held,
     NewerEpoch,
     PullPartials,
     PullResults,
     Release,
+    decode,
+    encode,
 )
 
 
@@ -41,6 +47,16 @@ def test_alone_without_a_message() -> None:
     assert machine.distance_measured(epoch(1), 0.0) == [Commit(epoch(1), 0.0, 1), Finished()]
     assert machine.is_finished
     assert machine.review(view(1)) == []
+
+
+def test_an_infinite_distance_is_the_largest_that_can_be_said() -> None:
+    """Parameters near 1e20 are finite, and their squares are not in float32."""
+    machine = worker(0, num_chunks=2, num_copied_chunks=1)
+    machine.review(view(1))
+    commit, _ = machine.distance_measured(epoch(1), math.inf)
+    assert commit == Commit(epoch(1), MAX_DISTANCE2, 1)
+    told = Envelope(Distance(epoch(1), MAX_DISTANCE2))
+    assert decode(encode(told)) == told
 
 
 def test_waits_for_whoever_still_trains() -> None:
