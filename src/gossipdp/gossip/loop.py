@@ -95,7 +95,7 @@ class GossipLoop(LinkHandler):
         self._outbox: dict[int, list[bytes]] = {}
         self._dialer = Dialer(protocol.rank, Random(protocol.rank))
         self._exchange: Exchange | None = None
-        self._progress = 0, 0  # chunks applied and bytes moved when the exchange last got on
+        self._progress = 0  # bytes of chunks when the exchange last got on
         self._moved: WeakKeyDictionary[Link, int] = WeakKeyDictionary()  # the same of an average
         self._asked_s = self._exchange_started_s = 0.0
         self.codec = make_codec(wire_format, state, self.transport.allocate)
@@ -426,12 +426,12 @@ class GossipLoop(LinkHandler):
     def _begin(self, begin: Begin) -> None:
         link = self._links[begin.peer]
         self._exchange_started_s = self.clock()
-        self._progress = 0, 0
         # The first snapshots wait for the end of the turn: the answer leaves before they are taken.
         theta = self._phase.start_exchange(self._exchange_started_s)
         self._exchange = Exchange(
             self._state, self.codec, link, begin.id, alpha_tilde=begin.alpha_tilde, theta=theta
         )
+        self._progress = self._exchange.bytes_moved
 
     def _note_progress(self, now: float) -> None:
         """Tell the protocol whether exchange and average get on; heartbeats alone do not count.
@@ -447,10 +447,8 @@ class GossipLoop(LinkHandler):
         exchange = self._exchange
         if exchange is None:
             return
-        moved = _bytes_moved(exchange.link)
-        num_applied, before = self._progress
-        if exchange.num_applied != num_applied or moved >= before + BYTES_OF_PROGRESS:
-            self._progress = exchange.num_applied, moved
+        if exchange.bytes_moved > self._progress:
+            self._progress = exchange.bytes_moved
             self.protocol.progressed(now)
 
     def _guarded(self, step: Callable[[], None]) -> None:

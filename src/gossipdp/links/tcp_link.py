@@ -116,6 +116,7 @@ class TcpLink(Link):
     def __init__(
         self, owner: LinkOwner, stream: Stream, peer_identity: Identity, dialler: int
     ) -> None:
+        super().__init__()
         self.peer_identity = peer_identity
         self.stream = stream
         self.connection = stream.connection
@@ -260,7 +261,7 @@ class TcpLink(Link):
                 if self._landing is not None:
                     start = len(self._landing) - self._payload_rest
                     self._landing[start : start + len(part)] = part
-                self._payload_rest -= len(part)
+                self._came(len(part))
                 self._ahead = self._ahead[len(part) :]
             elif len(self._ahead) >= HEADER_BYTES:
                 header, self._ahead = self._ahead[:HEADER_BYTES], self._ahead[HEADER_BYTES:]
@@ -303,7 +304,7 @@ class TcpLink(Link):
         # A short read has emptied the socket; only an end is then still to be read.
         is_short = count < sum(map(len, rooms))
         self.can_read = not is_short or self.hung_up or self.stream.has_more
-        self._payload_rest -= min(count, rest)
+        self._came(min(count, rest))
         self._ahead = self._inbox[: num_ahead + max(0, count - rest)]
         if not self.can_read:
             if gap_s < QUICK_S:
@@ -312,6 +313,12 @@ class TcpLink(Link):
                 self._batch_bytes = 1
             self.can_read = self._gather()
         return count
+
+    def _came(self, count: int) -> None:
+        """Take note of so many bytes of the payload."""
+        self._payload_rest -= count
+        if self._landing is not None and self._frame is not None and self._frame.key is not None:
+            self.chunk_bytes_received[self._frame.frame_type] += count
 
     def _gather(self) -> bool:
         """Sleep until a batch of the payload is there, or a frame begins; True: look once more.
@@ -362,6 +369,8 @@ class TcpLink(Link):
                 # Only now: the peer may write there again as soon as it hears.
                 if frame.segment and not self.closed:
                     self.shared_bytes_received += frame.length
+                    if landing is not None:
+                        self.chunk_bytes_received[frame.frame_type] += frame.length
                     self._num_read += 1
                     self._owner.to_write[self] = None
             return
@@ -431,6 +440,9 @@ class TcpLink(Link):
             budget -= count
             # A short write has filled the socket; an event says when there is room again.
             self.can_write = count == sum(map(len, self._sending))
+            if (chunk := self._sending_chunk) is not None:  # its payload comes last
+                header_rest = sum(map(len, self._sending[:-1]))
+                self.chunk_bytes_sent[chunk.frame_type] += max(0, count - header_rest)
             while count:
                 if count < len(self._sending[0]):
                     self._sending[0] = self._sending[0][count:]
@@ -458,6 +470,7 @@ class TcpLink(Link):
             self._num_started += 1
             self._num_unread += 1
             self.shared_bytes_sent += len(chunk.payload)
+            self.chunk_bytes_sent[chunk.frame_type] += len(chunk.payload)
             parts.append(self._header_of(chunk))
             chunk = self._next_chunk()
         if not parts and chunk is None:

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from inspect import signature
 from random import Random
-from typing import Literal, TypeAlias
+from typing import Concatenate, Literal, ParamSpec, TypeAlias
 
 from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.protocol.actions import (
@@ -63,10 +65,29 @@ _Inner: TypeAlias = (
     PairingAction | ConsolidationAction | DetectorAction | LifeAction | Send[Members]
 )
 """What the parts ask for, before messages are wrapped and verdicts carried out."""
+_Given = ParamSpec("_Given")
 
 LOOKS_PER_TIMEOUT = 4
 MAX_DEFERRED = 256
 """Consolidation messages that wait for the end of an exchange; what is dropped is said again."""
+
+
+def _input(
+    method: Callable[Concatenate[WorkerProtocol, _Given], Sequence[_Inner]],
+) -> Callable[Concatenate[WorkerProtocol, _Given], list[Action]]:
+    """Frame an input: look at the clock first, and settle the parts last."""
+    place = list(signature(method).parameters).index("now") - 1
+
+    @wraps(method)
+    def framed(
+        self: WorkerProtocol, /, *args: _Given.args, **kwargs: _Given.kwargs
+    ) -> list[Action]:
+        now = kwargs["now"] if "now" in kwargs else args[place]
+        assert isinstance(now, float | int)
+        self._look_at_clock(now)
+        return self._settle(method(self, *args, **kwargs), now)
+
+    return framed
 
 
 class WorkerProtocol:
@@ -187,65 +208,65 @@ class WorkerProtocol:
 
     # --- training --------------------------------------------------------------------------
 
-    def step(self, samples: int, now: float) -> list[Action]:
+    @_input
+    def step(self, samples: int, now: float) -> Sequence[_Inner]:
         """One gradient step on ``samples`` samples ended."""
-        self._look_at_clock(now)
         self.progress.add(samples, now=now)
         self.clock.step(now)
-        return self._settle(self._ticks(now), now)
+        return self._ticks(now)
 
-    def done(self, now: float, wait_s: float = math.inf) -> list[Action]:
+    @_input
+    def done(self, now: float, wait_s: float = math.inf) -> Sequence[_Inner]:
         """Train no more: ask for no exchange, but answer, until all live workers are done.
 
         Where this worker leads the average it goes on without those that are still training after
         ``wait_s``, however well their links are: a training loop may hang. They are not dead, and
         get the result if they are done before the others have left.
         """
-        self._look_at_clock(now)
         self.is_done = True
         self._waits_until = now + wait_s
         self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
         self.consolidation.wait_ticks = TICKS_PER_TIMEOUT * wait_s / self.timeout_s
         self.pairing.stop_asking()
         self.clock.pause(now)
-        return self._settle([], now)
+        return []
 
-    def hold(self, now: float) -> list[Action]:
+    @_input
+    def hold(self, now: float) -> Sequence[_Inner]:
         """The parameters are being loaded: answer BUSY and do not ask until :meth:`release`.
 
         A running exchange goes on, unless the driver calls :meth:`abort`.
         """
-        self._look_at_clock(now)
-        return self._settle(self._close("hold", now), now)
+        return self._close("hold", now)
 
-    def release(self, now: float) -> list[Action]:
+    @_input
+    def release(self, now: float) -> Sequence[_Inner]:
         """Exchange again after :meth:`hold`."""
-        self._look_at_clock(now)
-        return self._settle(self._open("hold", now), now)
+        return self._open("hold", now)
 
-    def abort(self, reason: str, now: float) -> list[Action]:
+    @_input
+    def abort(self, reason: str, now: float) -> Sequence[_Inner]:
         """Stop the exchange that is running, if any; its link is closed."""
-        self._look_at_clock(now)
-        return self._settle(self.pairing.abort(reason), now)
+        return self.pairing.abort(reason)
 
-    def poisoned(self, now: float) -> list[Action]:
+    @_input
+    def poisoned(self, now: float) -> Sequence[_Inner]:
         """The parameters are NaN or infinite: abort the exchange and do not exchange again."""
-        self._look_at_clock(now)
         closing = self._close("poisoned parameters", now)
-        return self._settle([*closing, *self.pairing.abort("poisoned parameters")], now)
+        return [*closing, *self.pairing.abort("poisoned parameters")]
 
     # --- joining ---------------------------------------------------------------------------
 
-    def joined(self, now: float) -> list[Action]:
+    @_input
+    def joined(self, now: float) -> Sequence[_Inner]:
         """A worker that was joining has its parameters: it is alive from now on.
 
         Who is linked hears it at once, and waits for this worker at the end: a heartbeat later it
         might have ended the run by itself.
         """
-        self._look_at_clock(now)
         self.membership.set_status(Status.ALIVE)
         self._links.say_all_at_once()
-        return self._settle(self._open("joining", now), now)
+        return self._open("joining", now)
 
     @property
     def can_donate(self) -> bool:
@@ -266,11 +287,11 @@ class WorkerProtocol:
 
     # --- exchanges and messages ------------------------------------------------------------
 
-    def receive(self, peer: int, envelope: Envelope, now: float) -> list[Action]:
+    @_input
+    def receive(self, peer: int, envelope: Envelope, now: float) -> Sequence[_Inner]:
         """``peer`` said ``envelope``; dropped if its link is regarded as closed already."""
         if peer not in self._links:
             return []
-        self._look_at_clock(now)
         actions: list[_Inner] = [*self._note_life(peer, now)]
         self.progress.merge_all(envelope.progress, now)
         self.membership.merge_all(envelope.members)
@@ -297,7 +318,7 @@ class WorkerProtocol:
             self._look_anew()
         elif isinstance(message, AskMembers):
             actions.append(Send(peer, self.answer_joiner(message.counter)))
-        return self._settle(actions, now)
+        return actions
 
     def progressed(self, now: float) -> None:
         """A byte of the running exchange came or left: its deadline begins anew."""
@@ -307,7 +328,8 @@ class WorkerProtocol:
         """More than words came from ``peer``, or left for it: an average with it gets on."""
         self._moving.add(peer)
 
-    def finished(self, id: ExchangeId, now: float) -> list[Action]:
+    @_input
+    def finished(self, id: ExchangeId, now: float) -> Sequence[_Inner]:
         """The exchange ``id`` is complete at this end: all sent, all received and applied."""
         state = self.pairing.state
         if isinstance(state, Exchanging) and state.id == id:
@@ -315,10 +337,10 @@ class WorkerProtocol:
             self.exchanges_answered += not state.initiator
             self._presence.pardon(state.peer)
         actions = self.pairing.finished(id)
-        self._look_at_clock(now)
-        return self._settle(actions, now)
+        return actions
 
-    def failed(self, id: ExchangeId, now: float) -> list[Action]:
+    @_input
+    def failed(self, id: ExchangeId, now: float) -> Sequence[_Inner]:
         """The exchange ``id`` broke at this end; the driver closes its link."""
         state = self.pairing.state
         actions: list[_Inner] = []
@@ -326,33 +348,33 @@ class WorkerProtocol:
             self.exchanges_failed += 1
             self._forget_link(state.peer)
             actions += self.pairing.failed(id)
-        return self._settle(actions, now)
+        return actions
 
     # --- consolidation ---------------------------------------------------------------------
 
-    def partial_landed(self, peer: int, epoch: Epoch, chunk: int, now: float) -> list[Action]:
+    @_input
+    def partial_landed(self, peer: int, epoch: Epoch, chunk: int, now: float) -> Sequence[_Inner]:
         """A partial sum that consolidation accepted was added."""
-        self._look_at_clock(now)
         landed = self.consolidation.partial_landed(peer, epoch, chunk)
-        return self._settle(self._after_consolidation(landed, now), now)
+        return self._after_consolidation(landed, now)
 
-    def result_landed(self, peer: int, origin: Epoch, chunk: int, now: float) -> list[Action]:
+    @_input
+    def result_landed(self, peer: int, origin: Epoch, chunk: int, now: float) -> Sequence[_Inner]:
         """A chunk of the result that consolidation accepted is here."""
-        self._look_at_clock(now)
         landed = self.consolidation.result_landed(peer, origin, chunk)
-        return self._settle(self._after_consolidation(landed, now), now)
+        return self._after_consolidation(landed, now)
 
-    def distance_measured(self, origin: Epoch, squared: float, now: float) -> list[Action]:
+    @_input
+    def distance_measured(self, origin: Epoch, squared: float, now: float) -> Sequence[_Inner]:
         """The answer to ``MeasureDistance``."""
-        self._look_at_clock(now)
         measured = self.consolidation.distance_measured(origin, squared)
-        return self._settle(self._after_consolidation(measured, now), now)
+        return self._after_consolidation(measured, now)
 
     # --- links and time --------------------------------------------------------------------
 
-    def link_up(self, peer: int, now: float) -> list[Action]:
+    @_input
+    def link_up(self, peer: int, now: float) -> Sequence[_Inner]:
         """A link to ``peer`` is ready; it replaces an older one."""
-        self._look_at_clock(now)
         actions: list[_Inner] = []
         if peer in self._links:
             actions += self._drop_link(peer)
@@ -360,49 +382,49 @@ class WorkerProtocol:
         self._presence.linked(peer)
         self._look_anew()
         actions += self.detector.heard(peer, now)
-        return self._settle([*actions, *self.detector.link_up(peer)], now)
+        return [*actions, *self.detector.link_up(peer)]
 
-    def link_down(self, peer: int, now: float) -> list[Action]:
+    @_input
+    def link_down(self, peer: int, now: float) -> Sequence[_Inner]:
         """The link to ``peer`` is closed."""
-        self._look_at_clock(now)
-        return self._settle([*self._drop_link(peer), *self.detector.link_lost(peer, now)], now)
+        return [*self._drop_link(peer), *self.detector.link_lost(peer, now)]
 
-    def heard(self, peer: int, now: float) -> list[Action]:
+    @_input
+    def heard(self, peer: int, now: float) -> Sequence[_Inner]:
         """Any byte came from ``peer``: a sign of life."""
-        self._look_at_clock(now)
-        return self._settle(self._note_life(peer, now), now)
+        return self._note_life(peer, now)
 
-    def outdated(self, peer: int, now: float) -> list[Action]:
+    @_input
+    def outdated(self, peer: int, now: float) -> Sequence[_Inner]:
         """``peer`` turned us away: it is linked to a later process of this worker's rank."""
-        self._look_at_clock(now)
-        return self._settle([*self._note_life(peer, now), *self._presence.outdated(now)], now)
+        return [*self._note_life(peer, now), *self._presence.outdated(now)]
 
-    def reached(self, peer: int, now: float) -> list[Action]:
+    @_input
+    def reached(self, peer: int, now: float) -> Sequence[_Inner]:
         """The address of ``peer`` answered, though it did not come to a link: it lives."""
-        self._look_at_clock(now)
-        return self._settle([*self._note_life(peer, now), *self._presence.reached(peer)], now)
+        return [*self._note_life(peer, now), *self._presence.reached(peer)]
 
+    @_input
     def dial_refused(
         self, peer: int, now: float, address: tuple[str, int] | None = None
-    ) -> list[Action]:
+    ) -> Sequence[_Inner]:
         """An address of ``peer`` refuses connections: it is suspect, and others are asked.
 
         Unless it is known to listen at another than ``address`` by now: it was started anew.
         """
         member = self.membership.get(peer)
         if member is not None and address not in (None, (member.host, member.port)):
-            self._look_at_clock(now)
-            return self._settle([], now)
+            return []
         return self._dialled_in_vain(peer, now, is_refused=True)
 
-    def peer_unreachable(self, peer: int, now: float) -> list[Action]:
+    @_input
+    def peer_unreachable(self, peer: int, now: float) -> Sequence[_Inner]:
         """A dial to ``peer`` came to nothing, but its address did not refuse: ask others."""
         return self._dialled_in_vain(peer, now, is_refused=False)
 
-    def _dialled_in_vain(self, peer: int, now: float, *, is_refused: bool) -> list[Action]:
-        self._look_at_clock(now)
+    def _dialled_in_vain(self, peer: int, now: float, *, is_refused: bool) -> Sequence[_Inner]:
         if peer in self._links or peer == self.rank:
-            return self._settle([], now)
+            return []
         actions: list[_Inner] = []
         if self._presence.dialled_in_vain(peer):
             self._look_anew()
@@ -410,11 +432,11 @@ class WorkerProtocol:
         found = self.detector.refused if is_refused else self.detector.unreachable
         actions += found(peer, now)
         self._look_anew()
-        return self._settle(actions, now)
+        return actions
 
-    def poll(self, now: float) -> list[Action]:
+    @_input
+    def poll(self, now: float) -> Sequence[_Inner]:
         """Time passed; to be called at :meth:`next_deadline`, and harmless at any time."""
-        self._look_at_clock(now)
         actions = self._notice_silence(now)
         if self._patience_ends_at() <= now:
             actions += self._end_standstill(now)
@@ -430,7 +452,7 @@ class WorkerProtocol:
             self.consolidation.waits_for_all = False
             self._reviewed = None
         self._presence.forget(now)
-        return self._settle(actions, now)
+        return actions
 
     def next_deadline(self, now: float) -> float:
         """When :meth:`poll` must be called if nothing else happens before."""
@@ -503,7 +525,7 @@ class WorkerProtocol:
         self._quiet_version = -1
 
     def _look_at_clock(self, now: float) -> None:
-        """What every input begins with: whether this worker itself was silent until now."""
+        """Begin all waits for others anew if this worker itself was silent until now."""
         slept_s = now - self._last_input
         if not self.timeout_s / 2 < slept_s < math.inf:
             return

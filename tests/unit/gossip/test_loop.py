@@ -103,6 +103,7 @@ class Worker:
             self.now += TIMEOUT_S / 10
             for link in self.links.values():
                 link.bytes_received += 10_100 if link in moving else 100
+                link.chunk_bytes_received[FrameType.EXCHANGE_CHUNK] += 10 * (link in moving)
                 link.last_heard_s = self.now
             self.loop.turn(0.0)
 
@@ -164,7 +165,9 @@ def test_an_exchange_ends_with_its_link_where_its_peer_only_beats(moves):
     worker = Worker()
     link = worker.links[1]
     worker.loop.control(link, encode(Envelope(Propose(ExchangeId(1, 0, 1), 0.6))))
-    worker.beat(12, moving=[] if moves == "nothing" else [link])
+    for _ in range(12):
+        link.bytes_received += 10_000  # news of many workers, on every heartbeat
+        worker.beat(1, moving=[] if moves == "nothing" else [link])
     assert (link.closed_for is not None) == (moves == "nothing")
     assert worker.loop.protocol.exchanges_failed == (moves == "nothing")
 

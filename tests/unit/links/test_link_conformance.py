@@ -81,6 +81,31 @@ def test_chunks_both_ways_at_once(pair: Any, world: Any) -> None:
     assert there.bytes_sent - 8 * HEADER_BYTES >= num_bytes * (not there.is_shared)
 
 
+def test_payload_of_chunks_is_counted_by_type_and_words_are_not(pair: Any, world: Any) -> None:
+    first, second, there, back = pair
+    size, unwanted = 9 * MEGABYTE, FrameType.PARTIAL_CHUNK
+    second.handler.hooks["chunk_buffer"] = lambda link, kind, name, length: (
+        None if kind is unwanted else memoryview(bytearray(length))
+    )
+    for _ in range(50):
+        there.send_control(b"x" * 10_000)
+    there.send_chunk(EXCHANGE, key(0), first.payload(bytes(size)))
+    there.send_chunk(unwanted, key(1), memoryview(bytes(1000)))
+    back.send_chunk(FrameType.EXCHANGE_VERDICT, key(0), memoryview(b"1"))
+    parts = set()
+
+    def has_all() -> bool:
+        parts.add(back.chunk_bytes_received[EXCHANGE])
+        return len(second.handler.of("chunk")) == 2 and bool(first.handler.of("chunk"))
+
+    world.until(has_all)
+    assert there.chunk_bytes_sent == {EXCHANGE: size, unwanted: 1000}
+    assert back.chunk_bytes_received == {EXCHANGE: size}
+    assert there.moved_of(EXCHANGE) == back.moved_of(EXCHANGE) == size
+    assert there.moved_of(EXCHANGE, FrameType.EXCHANGE_VERDICT) == size + 1
+    assert there.is_shared or len(parts) > 2, "a chunk under way counts as far as it is here"
+
+
 def test_payloads_of_any_format_are_bytes(pair: Any, world: Any) -> None:
     first, second, there, _ = pair
     floats = first.payload(b"".join(bytes([byte]) for byte in range(80))).cast("d")

@@ -141,7 +141,9 @@ def test_a_failed_link_is_not_chosen_until_it_is_made_anew() -> None:
     worker.receive(2, ask(2), 0.3)
     worker.failed(ExchangeId(2, 0, 1), 0.4)
     assert worker.pairing.available.keys() == {0}
-    assert worker.receive(2, ask(2, 2), 0.5) == []  # nothing from an old link is acted on
+    actions = worker.receive(2, ask(2, 2), 0.5)
+    assert 2 not in [action.peer for action in actions if isinstance(action, Send)]
+    assert worker.pairing.state == Idle(), "nothing from an old link is acted on"
     worker.link_down(2, 0.6)
     worker.link_up(2, 0.7)
     assert worker.pairing.available.keys() == {0, 2}
