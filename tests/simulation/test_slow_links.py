@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from gossipdp.protocol.stalling import TICKS_PER_TIMEOUT
 
 from gossipdp.protocol.actions import (
     Commit,
@@ -24,7 +25,6 @@ from gossipdp.protocol.actions import (
 from gossipdp.protocol.consolidate import Consolidation, ConsolidationAction
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import Epoch
-from gossipdp.protocol.stalling import TICKS_PER_TIMEOUT
 
 TIMEOUT_S = 5.0
 WORD_S = 0.02

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from gossipdp.dynamics.chunks import Chunk
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import PoisonedError, SupersededError
-from gossipdp.gossip.averaging import Outcome
 from gossipdp.gossip.published import Published
+from gossipdp.gossip.sums import Outcome
 from gossipdp.launcher.environment import check_platform, show_address
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.handshake import FIRST_VISITOR_RANK
@@ -31,7 +31,7 @@ from gossipdp.parallel.moments import Moments, chosen_moments, cost
 from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Agreed, Replica, reshard
-from gossipdp.parallel.state_transfers import sum_over_live
+from gossipdp.parallel.state_transfers import average_over_live
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.pairing import MAX_BACKLOG
@@ -385,14 +385,8 @@ class GossipEngine(Engine):
             yield
             return
         self._refuse_poison("they are not averaged with the others'")
-        sums = [
-            torch.empty(chunk.num_elements, dtype=chunk.pending.dtype)
-            for chunk in self._state.averaged_chunks
-        ]
-        count = sum_over_live(self._thread, self._loop, sums)
-        for total in sums:
-            total.div_(count)
-        average = self._copies(lambda chunk, room: room.copy_(sums[chunk.index]))
+        values = average_over_live(self._thread, self._loop).values
+        average = self._copies(lambda chunk, room: room.copy_(values[chunk.index]))
         self._is_averaged = True
         self._flat.bind_to(average)
         try:
@@ -408,12 +402,14 @@ class GossipEngine(Engine):
             "they are not averaged with the others'. Lower the learning rate or clip gradients",
             is_end=True,
         )
-        # From here to the end the gossip thread alone writes x: this one only waits.
         try:
             outcome = self._wait_for_average(timeout_s)
         except SupersededError as error:
             self._come_anew(error)
             outcome = self._wait_for_average(timeout_s)
+        averaged = self._state.averaged_chunks + self._state.copied_chunks
+        for chunk, values in zip(averaged, outcome.values, strict=True):
+            chunk.replace(values)
         # Each shard was averaged over the replicas that its own network had: after a death in the
         # middle of it these may differ.
         distances, counts = self._replica.gather(outcome.consensus_distance, outcome.num_workers)
@@ -430,16 +426,14 @@ class GossipEngine(Engine):
         joined = {member.rank for member in members if member.status is not Status.JOINING}
         known = joined.union(range(self.world_size))
         if outcome.num_workers < len(known):
-            cause = "died, still train, or went on without this one"
-            if outcome.left_out:
-                ranks = ", ".join(map(str, outcome.left_out))
-                cause = f"died or still train, or gave nothing for too long, as did {ranks}"
+            reasons = [f"; worker {rank}: {why}" for rank, why in outcome.without.items()]
             logger.warning(
-                "worker %d: the average is over %d of %d workers; the others %s",
+                "worker %d: the average is over %d of %d workers; the others died, still train, or "
+                "went on without this one%s",
                 self.rank,
                 outcome.num_workers,
                 len(known),
-                cause,
+                "".join(reasons),
             )
         return Consolidated(
             consensus_distance=math.fsum(distances),

@@ -12,7 +12,7 @@ are, and nobody holds more than a few chunks but the worker that asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from gossipdp.protocol.actions import AverageEnded, Forget, Send
@@ -142,6 +142,10 @@ class LiveAverages:
                 request.told[peer] = message
                 request.sum.moved(peer)
                 self._tell(request)
+            case PullPartials(start=start) if (
+                start >= self._num_chunks and peer == request.sum.parent
+            ):
+                self._forget(message.epoch.leader)  # all has arrived
             case PullPartials(start=start, stop=stop) if peer == request.sum.parent:
                 self._actions.append(Forget(message.epoch, start))
                 request.sum.moved(peer)
@@ -200,7 +204,7 @@ class LiveAverages:
                     self._begin(self._own)
         return self._flush()
 
-    def tick(self, heard: Collection[int], moving: Collection[int]) -> Actions:
+    def tick(self, heard: Collection[int], moving: Mapping[Epoch, Collection[int]]) -> Actions:
         """Count a quarter of a time-out; see :meth:`Consolidation.tick`."""
         for caller, request in list(self._requests.items()):
             reduction = request.sum
@@ -209,7 +213,7 @@ class LiveAverages:
                 for child in reduction.children
                 if child not in request.told or reduction.awaits(child)
             ]
-            gets_on = reduction.tick(moving, awaited, heard)
+            gets_on = reduction.tick(moving.get(reduction.epoch, ()), awaited, heard)
             request.idle_ticks = 0 if gets_on else request.idle_ticks + 1
             if self._own is not None and caller == self.rank:
                 left_out = self._own.blame.tick()
@@ -241,7 +245,8 @@ class LiveAverages:
             return
         if known is None and len(self._requests) >= MAX_REQUESTS:
             reason = f"it takes part in {MAX_REQUESTS} averages already"
-            self._say(epoch.leader, Stalled(epoch, self.rank, True, reason))
+            refused = Stalled(epoch, self.rank, True, reason)
+            self._actions.append(Send[ReductionMessage](epoch.leader, refused))
             return
         self._join(ask, None)
 
@@ -308,7 +313,7 @@ class LiveAverages:
         if request is not None:
             self._actions.append(Forget(request.sum.epoch))
 
-    def _say(self, peer: int, message: AverageMessage | ReductionMessage) -> None:
+    def _say(self, peer: int, message: AverageMessage) -> None:
         self._actions.append(Send(peer, message))
 
     def _flush(self) -> Actions:

@@ -52,8 +52,9 @@ distance is over the survivors, who can still compare.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypeAlias
 
 import msgspec
@@ -270,7 +271,9 @@ class Consolidation:
             self._repeat(self._attempt, peer)
         return self._settle()
 
-    def tick(self, heard: Collection[int], moving: Collection[int] = ()) -> Actions:
+    def tick(
+        self, heard: Collection[int], moving: Mapping[Epoch, Collection[int]] = MappingProxyType({})
+    ) -> Actions:
         """Count a quarter of a time-out.
 
         Where nothing has come for long everything is asked for and said again. Every message may
@@ -279,11 +282,12 @@ class Consolidation:
 
         Args:
             heard: the peers whose links show life.
-            moving: those with which payload was exchanged since the last tick.
+            moving: those with which payload was exchanged since the last tick, by sum or result.
         """
         self._vain_ticks += 1
         if self._is_taking_part:
-            self._watch(heard, moving)
+            own = () if self._attempt is None else (self._attempt.epoch, self._origin)
+            self._watch(heard, {peer for epoch in own if epoch for peer in moving.get(epoch, ())})
         return self._settle()
 
     def partial_landed(self, peer: int, epoch: Epoch, chunk: int) -> Actions:
@@ -300,6 +304,13 @@ class Consolidation:
         if current is not None and current.epoch == epoch and current.num_finished == chunk:
             self._count_result(squared_distance)
             current.finished(chunk)
+        return self._settle()
+
+    def cannot_give(self, epoch: Epoch, rank: int, reason: str) -> Actions:
+        """Name ``rank``, a child or this worker, whose values are of no use."""
+        current = self.current
+        if current is not None and current.epoch == epoch:
+            current.accuse(rank, reason)
         return self._settle()
 
     def accepts_result(self, peer: int, origin: Epoch, chunk: int) -> bool:

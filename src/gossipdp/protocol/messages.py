@@ -357,14 +357,7 @@ class Release(_Message, frozen=True):
 
 
 ConsolidationMessage: TypeAlias = (
-    BeginEpoch
-    | NewerEpoch
-    | Held
-    | PullResults
-    | Distance
-    | CommitEpoch
-    | Committed
-    | Release
+    BeginEpoch | NewerEpoch | Held | PullResults | Distance | CommitEpoch | Committed | Release
 )
 
 # --- on the wire -----------------------------------------------------------------------------

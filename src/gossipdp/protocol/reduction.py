@@ -170,9 +170,12 @@ class Reduction:
 
     def landed(self, peer: int) -> None:
         """Count the partial sum of ``peer`` that was accepted and added."""
-        self.children[peer].landed += 1
+        child = self.children[peer]
+        child.landed += 1
         self.moved(peer)
         self.advance()
+        if child.landed == self.num_chunks:
+            self._pull(peer, child)  # so that it knows that all of it has arrived
 
     def finished(self, chunk: int) -> None:
         """Count a chunk of the result: the root's sum of it is divided."""

@@ -27,21 +27,22 @@ from gossipdp.protocol.actions import (
     DataAction,
     Finished,
     LifeAction,
-    Prepare,
     Reach,
     Rebuilt,
     Send,
     Stop,
     Unlink,
 )
+from gossipdp.protocol.averages import LiveAverages
 from gossipdp.protocol.clock import StepClock
-from gossipdp.protocol.consolidate import Consolidation, ConsolidationAction
+from gossipdp.protocol.consolidate import Consolidation
 from gossipdp.protocol.links import Links
 from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Seek, Verdict
 from gossipdp.protocol.members import Member, Membership, Progress, Status
 from gossipdp.protocol.messages import (
     MAX_TOLD,
     AskMembers,
+    AverageMessage,
     Busy,
     ConsolidationMessage,
     Envelope,
@@ -53,17 +54,16 @@ from gossipdp.protocol.messages import (
     Message,
     Propose,
     ProtocolError,
+    ReductionMessage,
 )
 from gossipdp.protocol.neighbours import Neighbourhood, make_policy
 from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
 from gossipdp.protocol.presence import Presence, Shed
-from gossipdp.protocol.stalling import TICKS_PER_TIMEOUT
+from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT, Reduction, ReductionAction
 
 Method: TypeAlias = Literal["a2cid2", "gossip", "none"]
 Action: TypeAlias = Send[Envelope] | Begin | Stop | LifeAction | DataAction
-_Inner: TypeAlias = (
-    PairingAction | ConsolidationAction | DetectorAction | LifeAction | Send[Members]
-)
+_Inner: TypeAlias = PairingAction | ReductionAction | DetectorAction | LifeAction | Send[Members]
 """What the parts ask for, before messages are wrapped and verdicts carried out."""
 _Given = ParamSpec("_Given")
 
@@ -160,15 +160,21 @@ class WorkerProtocol:
         self.consolidation = Consolidation(
             rank, process_id, num_chunks, num_copied_chunks, self._links.__contains__
         )
+        # No two lives of a rank number their requests alike, nor as the epochs of consolidation.
+        number = random.getrandbits(60) | 1 << 60
+        self.averages = LiveAverages(rank, process_id, number, num_chunks, lambda: self.can_donate)
         self.detector = FailureDetector(rank, timeout_s, Random(random.getrandbits(64)))
         self._presence = Presence(
             self.membership, self._links, self.neighbourhood, self.detector, timeout_s
         )
         self._reviewed: int | None = None
+        self._looked_for_deaths: int | None = None
         self._tick_at = -math.inf  # of consolidation
         self._waits_until = math.inf
-        self._moving: set[int] = set()
-        self._deferred: deque[tuple[int, ConsolidationMessage]] = deque(maxlen=MAX_DEFERRED)
+        self._moving: dict[Epoch, set[int]] = {}
+        self._deferred: deque[tuple[int, ConsolidationMessage | ReductionMessage]] = deque(
+            maxlen=MAX_DEFERRED
+        )
         # When a byte of the running exchange came or left last.
         self._progressed_at = -math.inf
         self.exchanges_initiated = 0
@@ -304,7 +310,14 @@ class WorkerProtocol:
                 actions += self.pairing.receive(peer, message)
             except ProtocolError as error:
                 actions += self._break(peer, str(error))
-        elif isinstance(message, ConsolidationMessage):
+        elif isinstance(message, AverageMessage) or (
+            isinstance(message, ReductionMessage) and self.averages.sum_of(message.epoch)
+        ):
+            try:
+                actions += self.averages.receive(peer, message)
+            except ProtocolError as error:
+                actions += self._break(peer, str(error))
+        elif isinstance(message, ConsolidationMessage | ReductionMessage):
             self._deferred.append((peer, message))
         elif isinstance(message, LifeMessage):
             suspect = message.suspect
@@ -323,10 +336,6 @@ class WorkerProtocol:
     def progressed(self, now: float) -> None:
         """A byte of the running exchange came or left: its deadline begins anew."""
         self._progressed_at = max(now, self._progressed_at)
-
-    def moved(self, peer: int) -> None:
-        """More than words came from ``peer``, or left for it: an average with it gets on."""
-        self._moving.add(peer)
 
     @_input
     def finished(self, id: ExchangeId, now: float) -> Sequence[_Inner]:
@@ -350,25 +359,55 @@ class WorkerProtocol:
             actions += self.pairing.failed(id)
         return actions
 
-    # --- consolidation ---------------------------------------------------------------------
+    # --- sums over a tree ------------------------------------------------------------------
+
+    @_input
+    def average(self, now: float) -> Sequence[_Inner]:
+        """Sum over all live workers while they train on; ``AverageEnded`` says what came of it.
+
+        Those that are silent just now are not waited for.
+        """
+        return self.averages.ask(set(self.membership.live()) - self._links.silent)
+
+    def sum_of(self, epoch: Epoch) -> Reduction | None:
+        """Return the sum of this name, if this worker takes part in it."""
+        current = self.consolidation.current
+        is_current = current is not None and current.epoch == epoch
+        return current if is_current else self.averages.sum_of(epoch)
+
+    def moved(self, peer: int, epoch: Epoch) -> None:
+        """Take note that payload of this sum or result came from ``peer`` or left for it."""
+        self._moving.setdefault(epoch, set()).add(peer)
 
     @_input
     def partial_landed(self, peer: int, epoch: Epoch, chunk: int, now: float) -> Sequence[_Inner]:
-        """A partial sum that consolidation accepted was added."""
-        landed = self.consolidation.partial_landed(peer, epoch, chunk)
-        return self._after_consolidation(landed, now)
+        """Count a partial sum that was accepted and added."""
+        if self.averages.sum_of(epoch) is not None:
+            return self.averages.partial_landed(peer, epoch, chunk)
+        return self.consolidation.partial_landed(peer, epoch, chunk)
 
     @_input
-    def result_landed(self, peer: int, origin: Epoch, chunk: int, now: float) -> Sequence[_Inner]:
-        """A chunk of the result that consolidation accepted is here."""
-        landed = self.consolidation.result_landed(peer, origin, chunk)
-        return self._after_consolidation(landed, now)
+    def chunk_finished(
+        self, epoch: Epoch, chunk: int, squared_distance: float, now: float
+    ) -> Sequence[_Inner]:
+        """Take the answer to ``FinishChunk``: |input - result|² of this worker's chunk."""
+        if self.averages.sum_of(epoch) is not None:
+            return self.averages.chunk_finished(epoch, chunk)
+        return self.consolidation.chunk_finished(epoch, chunk, squared_distance)
 
     @_input
-    def distance_measured(self, origin: Epoch, squared: float, now: float) -> Sequence[_Inner]:
-        """The answer to ``MeasureDistance``."""
-        measured = self.consolidation.distance_measured(origin, squared)
-        return self._after_consolidation(measured, now)
+    def result_landed(
+        self, peer: int, origin: Epoch, chunk: int, squared_distance: float, now: float
+    ) -> Sequence[_Inner]:
+        """Count a chunk of the result that consolidation accepted, and how far it is."""
+        return self.consolidation.result_landed(peer, origin, chunk, squared_distance)
+
+    @_input
+    def cannot_give(self, epoch: Epoch, rank: int, reason: str, now: float) -> Sequence[_Inner]:
+        """Say that the values of ``rank``, a child or this worker, are of no use to a sum."""
+        if self.averages.sum_of(epoch) is not None:
+            return self.averages.cannot_give(epoch, rank, reason)
+        return self.consolidation.cannot_give(epoch, rank, reason)
 
     # --- links and time --------------------------------------------------------------------
 
@@ -443,11 +482,12 @@ class WorkerProtocol:
         if self._presence.welcomes_back(now):
             self._look_anew()
         actions += [*self._ticks(now), *self.detector.poll(now, self._presence.witnesses)]
-        if self.is_done and now >= self._tick_at:
+        if now >= self._tick_at and (self.is_done or not self.averages.is_idle):
             self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
-            ticked = self.consolidation.tick(self.live_links, self._moving)
-            self._moving = set()
-            actions += self._after_consolidation(ticked, now)
+            actions += self.averages.tick(self.live_links, self._moving)
+            if self.is_done:
+                actions += self.consolidation.tick(self.live_links, self._moving)
+            self._moving.clear()
         if now >= self._waits_until and self.consolidation.waits_for_all:
             self.consolidation.waits_for_all = False
             self._reviewed = None
@@ -483,9 +523,13 @@ class WorkerProtocol:
             self._look_anew()
         return self.detector.heard(peer, now)
 
-    def _drop_link(self, peer: int) -> list[PairingAction | ConsolidationAction]:
+    def _drop_link(self, peer: int) -> list[PairingAction | ReductionAction]:
         self._forget_link(peer)
-        return [*self.pairing.lost(peer), *self.consolidation.link_lost(peer)]
+        return [
+            *self.pairing.lost(peer),
+            *self.consolidation.link_lost(peer),
+            *self.averages.link_lost(peer),
+        ]
 
     def _forget_link(self, peer: int) -> None:
         self._links.drop(peer)
@@ -587,6 +631,10 @@ class WorkerProtocol:
                     pass
                 case Verdict():
                     raise AssertionError("verdicts are carried out above")
+                case Finished():
+                    self.membership.set_status(Status.LEFT)
+                    self._links.say_all_at_once()
+                    outward.append(action)
                 case _:
                     outward.append(action)
         if now >= self._quiet_until or self._quiet_version != self.membership.version:
@@ -653,15 +701,18 @@ class WorkerProtocol:
         self._quiet_version = self.membership.version
 
     def _consolidate(self, now: float) -> list[_Inner]:
-        """What consolidation makes of new membership and messages.
+        """Tell the sums of new membership, and consolidation of its messages.
 
-        Not while an exchange runs: all are done before it begins, so none is asked for any more,
-        but the end that was asked for the last one may hear of the beginning before the last
-        chunks.
+        Consolidation hears nothing while an exchange runs: all are done before it begins, so none
+        is asked for any more, but the end that was asked for the last one may hear of the
+        beginning before the last chunks.
         """
-        if isinstance(self.pairing.state, Exchanging):
-            return []
         actions: list[_Inner] = []
+        if self._looked_for_deaths != self.membership.version:
+            self._looked_for_deaths = self.membership.version
+            actions += self.averages.review(self.membership.live())
+        if isinstance(self.pairing.state, Exchanging):
+            return actions
         if self._reviewed != self.membership.version:
             self._reviewed = self.membership.version
             actions += self.consolidation.review(self.membership.members())
@@ -671,15 +722,9 @@ class WorkerProtocol:
             except ProtocolError as error:
                 actions += self._break(peer, str(error))
         self._deferred.clear()
-        return self._after_consolidation(actions, now) if actions else []
-
-    def _after_consolidation(self, actions: Sequence[_Inner], now: float) -> list[_Inner]:
-        if any(isinstance(action, Prepare) for action in actions):
+        if self.consolidation.has_begun:
             actions = [*self._close("consolidation", now), *actions]
-        if any(isinstance(action, Finished) for action in actions):
-            self.membership.set_status(Status.LEFT)
-            self._links.say_all_at_once()
-        return list(actions)
+        return actions
 
     def _set_available(self, now: float) -> list[PairingAction]:
         """Tell the pairing who can exchange now. Links, membership and graph decide that."""

@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+from gossipdp.protocol.stalling import GIVE_UP_AFTER, TICKS_PER_TIMEOUT, pass_over_after
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
@@ -47,7 +48,6 @@ from gossipdp.protocol.messages import (
     decode,
     encode,
 )
-from gossipdp.protocol.stalling import GIVE_UP_AFTER, TICKS_PER_TIMEOUT, pass_over_after
 from gossipdp.simulate.network import Conditions, make_workers
 from simulated_faults.network import Data, FaultyNetwork, Loss
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gossipdp.gossip.averaging import Averaging
 
 from gossipdp.dynamics.chunks import Role, Segment, State
-from gossipdp.gossip.averaging import Averaging
 from gossipdp.gossip.codec import tensor_bytes
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.protocol.actions import Prepare

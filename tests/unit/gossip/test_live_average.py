@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 import torch
+from gossipdp.gossip.live_average import WINDOW, AverageFailedError, LiveAverages
 from links import MemoryLink
 
 from gossipdp.dynamics.chunks import Role, Segment, State
-from gossipdp.gossip.live_average import WINDOW, AverageFailedError, LiveAverages
 from gossipdp.protocol.messages import (
     AskAverage,
     Envelope,

@@ -2,12 +2,12 @@
 
 import pytest
 from consolidation import begin, begun, epoch, process, ticks, view, worker
+from gossipdp.protocol.stalling import ACCUSE_AFTER, GIVE_UP_AFTER, MAX_RESTARTS, pass_over_after
 
 from gossipdp.protocol.actions import Finished
 from gossipdp.protocol.consolidate import tree
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.messages import Accuse, BeginEpoch, NewerEpoch, PullResults
-from gossipdp.protocol.stalling import ACCUSE_AFTER, GIVE_UP_AFTER, MAX_RESTARTS, pass_over_after
 
 
 def test_a_leader_leaves_out_a_leaf_that_lives_and_gives_nothing() -> None:
