@@ -60,6 +60,7 @@ class Node:
     x: list[float]
     copied: list[int]
     slots: dict[Epoch, dict[int, float | int]] = field(default_factory=dict)
+    below: dict[tuple[Epoch, int], float | int] = field(default_factory=dict)
     commit: Commit | None = None
     result: list[float | int] = field(default_factory=list)
     is_gone: bool = False
@@ -67,8 +68,13 @@ class Node:
     told: dict[int, int] = field(default_factory=dict)
 
     def value(self, epoch: Epoch, chunk: int) -> float | int:
-        """The sum or result of a chunk, which begins as this worker's own."""
-        return self.slots.setdefault(epoch, {}).setdefault(chunk, [*self.x, *self.copied][chunk])
+        """The sum or result of a chunk; to a sum this worker's own is added."""
+        slots = self.slots.setdefault(epoch, {})
+        if chunk not in slots:
+            below = self.below.get((epoch, chunk))
+            own = [*self.x, *self.copied][chunk]
+            slots[chunk] = own if below is None else own + below
+        return slots[chunk]
 
     def squared_distance(self, chunk: int, value: float | int) -> float:
         return (self.x[chunk] - value) ** 2 if chunk < len(self.x) else 0.0
@@ -201,7 +207,10 @@ class Network:
             epoch, chunk, current = message.epoch, message.chunk, machine.current
             if message.kind == "partial":
                 if current is not None and current.epoch == epoch and current.accepts(peer, chunk):
-                    node.slots[epoch][chunk] = node.value(epoch, chunk) + message.value
+                    before = node.below.get((epoch, chunk))
+                    node.below[epoch, chunk] = (
+                        message.value if before is None else before + message.value
+                    )
                     self.perform(rank, machine.partial_landed(peer, epoch, chunk))
             elif machine.accepts_result(peer, epoch, chunk):
                 node.slots.setdefault(epoch, {})[chunk] = message.value
@@ -391,11 +400,9 @@ class Network:
         parents, process_ids = tree([rank for rank, _ in members]), dict(members)
 
         def subtree(rank: int) -> float:
-            total = self.inputs[rank, process_ids[rank]][chunk]
-            for child, parent in parents.items():
-                if parent == rank:
-                    total += subtree(child)
-            return total
+            own = self.inputs[rank, process_ids[rank]][chunk]
+            below = [subtree(child) for child, parent in parents.items() if parent == rank]
+            return own + sum(below[1:], below[0]) if below else own
 
         return subtree(epoch.leader) / len(members)
 

@@ -1,7 +1,7 @@
 """The data side of sums over a tree: the protocol decides, this reads, adds, divides and sends.
 
-What a worker gives is read chunk by chunk at the moment it is needed, z = x + pending + c/2, and
-nothing here writes the parameters: at every moment x + pending is this worker's, also for a main
+What a worker gives is read chunk by chunk when the sum is sent, z = x + pending + c/2, and nothing
+here writes the parameters: at every moment x + pending is this worker's, also for a main
 thread that no longer waits in ``consolidate``. Sums and results are tensors of their own, one for
 each chunk and each sum, made as they are needed; a new attempt has new ones, so that what is still
 on its way from an old one is left alone. Driven by the gossip thread.
@@ -40,6 +40,14 @@ from gossipdp.protocol.worker import Action, WorkerProtocol
 MAX_QUEUED_CHUNKS = 4
 BUSY_S = 0.01
 TYPES = (FrameType.PARTIAL_CHUNK, FrameType.RESULT_CHUNK)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One chunk of a sum: of the children alone, or whole, with this worker's own values."""
+
+    values: Tensor
+    is_whole: bool
 
 
 @dataclass(frozen=True)
@@ -92,12 +100,10 @@ class Sums:
         self._clock = clock
         self._chunks = state.averaged_chunks + state.copied_chunks
         self._num_averaged = len(state.averaged_chunks)
-        self._slots: dict[Epoch, dict[int, Tensor]] = {}
+        self._slots: dict[Epoch, dict[int, _Slot]] = {}
         self._to_finish: deque[FinishChunk] = deque()
         self._queues: dict[int, deque[SendPartial | SendResult]] = {}
-        # One landing place a peer for partial sums; results land in tensors of their own.
-        self._rooms: dict[int, Tensor] = {}
-        self._result: dict[int, Tensor] = {}
+        self._rooms: dict[int, Tensor] = {}  # where the chunk of a peer lands
         # Whose payload moves on a link: which sum's was put there last, which comes, how much did.
         self._leaving: dict[int, Epoch] = {}
         self._coming: dict[int, Epoch] = {}
@@ -143,7 +149,8 @@ class Sums:
                 if asked is not None and count == 0:
                     asked.set_exception(PeerLostError("no worker has parameters to average"))
                 elif asked is not None:
-                    asked.set_result(Average([slots[i] for i in sorted(slots)], count, without))
+                    values = [slots[index].values for index in sorted(slots)]
+                    asked.set_result(Average(values, count, without))
             case Commit(origin=origin, consensus_distance=distance, num_members=num_members):
                 # A leader's own copied chunks have not been asked for yet, if it was alone.
                 values = [self._values(origin, index) for index in range(len(self._chunks))]
@@ -158,7 +165,7 @@ class Sums:
 
     def link_lost(self, peer: int) -> None:
         """Forget what was to be sent to ``peer``; the protocol asks for it again."""
-        for table in (self._queues, self._rooms, self._result, self._leaving, self._coming):
+        for table in (self._queues, self._rooms, self._leaving, self._coming):
             table.pop(peer, None)
 
     def pump(self) -> bool:
@@ -201,31 +208,31 @@ class Sums:
         self._perform(finished(action.epoch, action.chunk, distance, self._clock()))
 
     def _values(self, epoch: Epoch, index: int) -> Tensor:
-        """Return the sum or result of one chunk, which begins as this worker's own values."""
+        """Return the sum or result of one chunk; to a sum this worker's own values are added."""
         slots = self._slots.setdefault(epoch, {})
-        values = slots.get(index)
-        if values is None:
-            values = slots[index] = self._empty(index)
-            reduction, chunk = self._protocol.sum_of(epoch), self._chunks[index]
-            if index >= self._num_averaged:
-                chunk.read(values)
-            elif reduction is not None and not reduction.gives:
-                values.zero_()
-            else:
-                chunk.read_z(values)
-                if not is_finite(values):
-                    rank, reason = self._protocol.rank, "its parameters hold NaN or infinity"
-                    cannot_give = self._protocol.cannot_give
-                    self._perform(cannot_give(epoch, rank, reason, self._clock()))
-        return values
-
-    def _dtype(self, index: int) -> torch.dtype:
-        """Return the precision in which a chunk is summed and travels."""
-        chunk = self._chunks[index]
-        return chunk.pending.dtype if index < self._num_averaged else chunk.x.dtype
+        slot, chunk = slots.get(index), self._chunks[index]
+        if slot is not None and slot.is_whole:
+            return slot.values
+        own, reduction = self._empty(index), self._protocol.sum_of(epoch)
+        if index >= self._num_averaged:
+            chunk.read(own)
+        elif reduction is not None and not reduction.gives:
+            own.zero_()
+        else:
+            chunk.read_z(own)
+            if not is_finite(own):
+                rank, reason = self._protocol.rank, "its parameters hold NaN or infinity"
+                self._perform(self._protocol.cannot_give(epoch, rank, reason, self._clock()))
+        if slot is not None:
+            own.add_(slot.values)
+        slots[index] = _Slot(own, is_whole=True)
+        return own
 
     def _empty(self, index: int) -> Tensor:
-        return torch.empty(self._chunks[index].num_elements, dtype=self._dtype(index))
+        """Return room for a chunk, in the precision in which it is summed and travels."""
+        chunk = self._chunks[index]
+        dtype = chunk.pending.dtype if index < self._num_averaged else chunk.x.dtype
+        return torch.empty(chunk.num_elements, dtype=dtype)
 
     def _squared_distance(self, chunk: Chunk, result: Tensor) -> float:
         """Return how far this worker's own values are from the result."""
@@ -244,34 +251,26 @@ class Sums:
             self._coming.pop(peer, None)
             return None
         self._coming[peer] = epoch
-        if frame_type is FrameType.RESULT_CHUNK:
-            room = self._result[peer] = self._empty(key.index)
-            return tensor_bytes(room)
-        num_bytes = self._chunks[key.index].num_elements * self._dtype(key.index).itemsize
-        kept = self._rooms.get(peer)
-        if kept is None or kept.nbytes < num_bytes:
-            kept = self._rooms[peer] = torch.empty(num_bytes, dtype=torch.uint8)
-        return tensor_bytes(kept[:num_bytes])
+        room = self._rooms[peer] = self._empty(key.index)
+        return tensor_bytes(room)
 
     def landed(self, link: Link, frame_type: FrameType, key: ChunkKey) -> None:
         """Add the partial sum, or keep the result, that has just landed, if still awaited."""
         peer, index, epoch, now = link.peer, key.index, _epoch(key), self._clock()
         if not self._accepts(peer, frame_type, key):
             return
-        if frame_type is FrameType.RESULT_CHUNK:
-            values = self._result.pop(peer)
-        else:
-            sums = self._values(epoch, index)
-            values = self._rooms[peer][: sums.nbytes].view(sums.dtype)
+        values, slots = self._rooms.pop(peer), self._slots.setdefault(epoch, {})
         if index < self._num_averaged and not is_finite(values):
             reason = "what it sent to be averaged holds NaN or infinity"
             link.close(reason)
             self._perform(self._protocol.cannot_give(epoch, peer, reason, now))
         elif frame_type is FrameType.PARTIAL_CHUNK:
-            sums.add_(values)
+            if index in slots:
+                values.add_(slots[index].values)
+            slots[index] = _Slot(values, is_whole=False)
             self._perform(self._protocol.partial_landed(peer, epoch, index, now))
         else:
-            self._slots.setdefault(epoch, {})[index] = values
+            slots[index] = _Slot(values, is_whole=True)
             distance = self._squared_distance(self._chunks[index], values)
             self._perform(self._protocol.result_landed(peer, epoch, index, distance, now))
 

@@ -15,7 +15,7 @@ from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import Epoch, Process
 from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT
 
-PASS_OVER_AFTER = 18
+PASS_OVER_AFTER = 16
 """Ticks in which nothing moves under a leader; it begins anew, without whoever stalls, sooner."""
 MAX_RESTARTS = 8
 """Epochs that a leader begins anew on the word of one worker."""

@@ -1,9 +1,9 @@
 """One sum over a tree: what ``consolidate()`` and ``averaged()`` have in common.
 
 The members form a binary tree (:func:`tree`). For each chunk a member adds the partial sums of its
-children to its own values, in the order own + left + right, and sends the sum to its parent; the
-root divides. Nothing passes over the model before: a member reads its own values of a chunk when
-the first partial sum of it arrives, or when it sends it.
+children and then its own values, own + (left + right), and sends the sum to its parent; the root
+divides. So the bits do not depend on which child is the quicker one. Nothing passes over the model
+before: a member reads its own values of a chunk when the sum of it is sent.
 
 *Credit.* A parent says up to which chunk a child may send, never more than ``WINDOW`` beyond what
 has landed. So no member holds or computes more than a few chunks at once, whatever the size of the
@@ -36,13 +36,11 @@ from gossipdp.protocol.messages import (
 WINDOW = 4
 """Chunks that a child may be ahead of its parent, and a result on its way may be ahead of it."""
 TICKS_PER_TIMEOUT = 4
-"""How often time is counted. The next five are in these ticks."""
+"""How often time is counted. The next four are in these ticks."""
 STALLED_AFTER = 8
 """A child that is to give and brings nothing for so long is named to the root."""
 REPEAT_AFTER = 4
 """What was said in vain is said again."""
-FRESH_FOR = 8
-"""An accusation is said again before."""
 GRACE = 2
 """The root waits for accusations from further down, which began at the same time."""
 ABANDONED_AFTER = 24
@@ -127,6 +125,8 @@ class Reduction:
         self.progress = 0
         self._actions = actions
         self._blame = blame
+        if blame is not None:
+            blame.begin()
         self._granted = 0
         self._next: int | None = None
         """The next chunk to send to the parent, or to finish; None until it asked on this link."""
@@ -141,12 +141,11 @@ class Reduction:
         if self.parent is None:
             self._granted = min(self.num_chunks, self.num_finished + WINDOW)
             self._next = self._next or 0
-        num_whole = self._granted
         for rank, child in self.children.items():
-            if num_whole > child.stop:
-                child.stop = num_whole
+            if self._granted > child.stop:
+                child.stop = self._granted
                 self._pull(rank, child)
-            num_whole = child.landed  # a right child's chunk is added to the left one's
+        num_whole = min((c.landed for c in self.children.values()), default=self._granted)
         if self._next is None or (self.parent is None and self.divisor is None):
             return
         for chunk in range(self._next, num_whole):
@@ -273,12 +272,11 @@ class Reduction:
         self._actions.append(Send(peer, message))
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Accusation:
-    """A child is said to give nothing: since which tick, when last, and in which words."""
+    """A child is said to give nothing: since which tick, and in which words."""
 
-    first: int
-    last: int
+    since: int
     is_heard: bool
     reason: str
 
@@ -298,29 +296,28 @@ class Blame:
         self._tick = 0
         self._said: dict[tuple[int, int], _Accusation] = {}
 
+    def begin(self) -> None:
+        """Forget what was said of an earlier attempt."""
+        self._said.clear()
+
     def said(self, accuser: int, message: Stalled) -> None:
         """Note what ``accuser``, the parent of the one it names or that one itself, says."""
-        said = _Accusation(self._tick, self._tick, message.is_heard, message.reason)
-        before = self._said.get((accuser, message.rank))
-        if before is not None and self._tick - before.last < FRESH_FOR:
-            said.first = before.first
-        self._said[accuser, message.rank] = said
+        first = _Accusation(self._tick, message.is_heard, message.reason)
+        self._said.setdefault((accuser, message.rank), first)
 
     def tick(self) -> dict[int, str] | None:
         """Count time; return whom to leave out of a sum that begins anew, and why.
 
-        None: nobody has been accused for long enough, or of late.
+        None: nobody has been accused for long enough.
         """
         self._tick += 1
-        standing = {
-            pair: each for pair, each in self._said.items() if self._tick - each.last < FRESH_FOR
-        }
-        if all(self._tick - each.first < GRACE for each in standing.values()):
+        said = self._said
+        if all(self._tick - each.since < GRACE for each in said.values()):
             return None
         self._said = {}
         suspects, left_out = set(self.suspects), {}
-        accusers = {accuser for accuser, rank in standing if accuser != rank}
-        for (accuser, rank), each in standing.items():
+        accusers = {accuser for accuser, rank in said if accuser != rank}
+        for (accuser, rank), each in said.items():
             if accuser == rank or (
                 rank not in accusers
                 and (rank in suspects or (accuser == self._rank and each.is_heard))
