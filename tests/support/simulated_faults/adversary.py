@@ -67,8 +67,8 @@ END_TICKS = PASS_OVER_AFTER + 2 * (STALLED_AFTER + GRACE)
 LONGEST_END_S = WAIT_S + END_TICKS / TICKS_PER_TIMEOUT * TIMEOUT_S
 """Time to pass over one leader, and for the next to begin anew without a leaf."""
 TIMES_WITH_GHOSTS = 2
-"""As long, where members are made up: whenever one comes, done, and when it is found dead, the next
-leader begins anew. An epoch ends once none came for long enough, which is for chance to decide."""
+"""As long, where members or epochs are made up: whenever one comes, and when it is found dead, the
+next leader begins anew. An epoch ends once none came for long enough, which chance decides."""
 MOST_ITEMS = 200_000
 """In all tables of one honest worker."""
 MOST_MESSAGES_PER_S = 400.0
@@ -284,7 +284,9 @@ def run_adversary(adversary: Adversary, log: Callable[[str], None] | None = None
     if adversary.is_ever_done:
         engine.at(engine.now + random.random(), partial(network.done, adversary.rank))
     begin_s = engine.now + 1.0
-    longest_end_s = LONGEST_END_S * (TIMES_WITH_GHOSTS if "members" in adversary.lies else 1)
+    longest_end_s = LONGEST_END_S * (
+        1 if {"members", "epochs"}.isdisjoint(adversary.lies) else TIMES_WITH_GHOSTS
+    )
     while not set(honest) <= set(network.left) and engine.now < begin_s + 2 * longest_end_s:
         look()
     cost.end_s = engine.now - begin_s

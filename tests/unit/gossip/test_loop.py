@@ -97,13 +97,18 @@ class Worker:
     def address(rank: int) -> tuple[str, int]:
         return "127.0.0.1", 1 + rank
 
-    def beat(self, times: int, moving: Collection[FakeLink]) -> None:
+    def beat(
+        self,
+        times: int,
+        moving: Collection[FakeLink],
+        kind: FrameType = FrameType.EXCHANGE_CHUNK,
+    ) -> None:
         """Tenths of a time-out: words come on every link, bytes of a chunk on those ``moving``."""
         for _ in range(times):
             self.now += TIMEOUT_S / 10
             for link in self.links.values():
                 link.bytes_received += 10_100 if link in moving else 100
-                link.chunk_bytes_received[FrameType.EXCHANGE_CHUNK] += 10 * (link in moving)
+                link.chunk_bytes_received[kind] += 10 * (link in moving)
                 link.last_heard_s = self.now
             self.loop.turn(0.0)
 
@@ -181,10 +186,15 @@ def test_who_is_done_and_only_beats_is_left_out_of_the_average(moves):
         Member(rank, 0, 7, Status.DONE, *worker.address(rank)) for rank in (1, 2)
     )
     ends = []
-    worker.loop.averaging.on_end(ends.append)
+    worker.loop.sums.on_end(ends.append)
     worker.loop.perform(protocol.done(worker.now))
-    worker.beat(100, moving=[] if moves == "nothing" else worker.links.values())
-    assert [end.left_out for end in ends] == ([(1, 2)] if moves == "nothing" else [])
+    epoch = protocol.consolidation.current.epoch
+    key = ChunkKey(epoch.leader, epoch.process_tag, epoch.number, 0)
+    for link in worker.links.values() if moves != "nothing" else ():
+        kind = FrameType.PARTIAL_CHUNK
+        assert worker.loop.chunk_buffer(link, kind, key, X.nbytes) is not None
+    worker.beat(100, worker.links.values(), FrameType.PARTIAL_CHUNK)
+    assert [set(end.without) for end in ends] == ([{1, 2}] if moves == "nothing" else [])
 
 
 def test_a_state_under_way_goes_on_where_consolidation_begins():
@@ -198,7 +208,7 @@ def test_a_state_under_way_goes_on_where_consolidation_begins():
     worker.loop.consolidate(lambda outcome: None)
     done = tuple(Member(rank, 0, 7, Status.DONE, *worker.address(rank)) for rank in (1, 2))
     worker.loop.control(worker.links[1], encode(Envelope(Heartbeat(), done)))
-    assert worker.loop.averaging.has_begun
+    assert worker.loop.protocol.consolidation.has_begun
     while len(joiner.chunks) < len(X):
         joiner.drain()
         worker.loop.writable(joiner)

@@ -360,6 +360,7 @@ def test_done_asks_no_more_but_answers() -> None:
 
 def test_done_is_announced_once_its_own_proposal_is_settled() -> None:
     worker = linked()
+    worker.receive(0, Envelope(Heartbeat(), (member(0),)), 0.1)  # who trains, and is waited for
     state = ask_others(worker, 0.1)
     worker.done(0.2)
     assert worker.membership.own.status is Status.ALIVE

@@ -9,7 +9,6 @@ from driven_worker import TIMEOUT_S, make_worker, member, of_type, run, said, te
 
 from gossipdp.protocol.actions import (
     Begin,
-    Prepare,
     Send,
     Stop,
     Unlink,
@@ -18,6 +17,7 @@ from gossipdp.protocol.members import Member, ProgressEntry, Status
 from gossipdp.protocol.messages import (
     Accept,
     AskLife,
+    BeginEpoch,
     Busy,
     Envelope,
     Epoch,
@@ -128,7 +128,8 @@ GIVEN = {
     "epoch": Epoch(1, 0, 70),
     "origin": Epoch(1, 0, 70),
     "chunk": 0,
-    "squared": 0.0,
+    "squared_distance": 0.0,
+    "rank": 0,
 }
 """A value for every parameter without a default of any input, but the time."""
 
@@ -208,10 +209,11 @@ def test_the_average_goes_on_without_one_whose_training_hangs() -> None:
     worker.receive(0, tell(*(member(rank, Status.DEAD) for rank in (3, 4, 5))), 0.1)
     worker.receive(2, tell(member(2, Status.DONE)), 0.1)
     actions = worker.done(1.0, wait_s=30.0) + run(worker, 1.0, 30.9, [0, 2])
-    assert of_type(actions, Prepare) == []
+    assert not worker.consolidation.has_begun
     assert worker.consolidation.missing() == (0,)
     actions = run(worker, 30.9, 31.2, [0, 2])
-    assert len(of_type(actions, Prepare)) == 1
+    (begun,) = (each for each in said(actions, 2) if isinstance(each, BeginEpoch))
+    assert [rank for rank, _ in begun.members] == [1, 2]
     assert worker.membership.get(0) == member(0), "nobody is declared dead"
     assert worker.answer_joiner(1).is_ending
 
