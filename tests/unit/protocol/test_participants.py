@@ -41,7 +41,8 @@ def test_who_gets_on_however_slowly_is_waited_for() -> None:
         assert begun(ticks(machine, STALLED_AFTER - 1)) <= {begin(1, 0, 1)}
         machine.partial_landed(1, epoch(1), chunk)
         machine.chunk_finished(epoch(1), chunk, 0.0)
-    for landed in range(100):
+    machine.receive(1, PullResults(epoch(1), epoch(1), 0, 100))
+    for landed in range(1, 100):
         assert begun(ticks(machine, STALLED_AFTER - 1)) <= {begin(1, 0, 1)}
         machine.receive(1, PullResults(epoch(1), epoch(1), landed, 100))
     assert machine.left_out == {}
