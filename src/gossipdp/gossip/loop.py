@@ -346,6 +346,8 @@ class GossipLoop(LinkHandler):
         except ProtocolError as error:
             self._refuse(link, error)
             return
+        if isinstance(envelope.message, Propose) and self._renews(link):
+            return
         self.perform(self.protocol.receive(link.peer, envelope, now))
         if isinstance(envelope.message, TransferMessage):
             self.transfers.receive(link, envelope.message)
@@ -354,6 +356,17 @@ class GossipLoop(LinkHandler):
                 self.averages.receive(link, envelope.message)
             except ProtocolError as error:
                 self._refuse(link, error)
+
+    def _renews(self, link: Link) -> bool:
+        """Close a link whose keys have served long, now that its peer asks for an exchange.
+
+        Whoever asks has applied all that it was to apply of the exchange before. At any other time
+        it may yet have to read the last chunks, and would lose them with the link.
+        """
+        is_idle = self._exchange is None or self._exchange.link is not link
+        if link.is_aging and is_idle and not link.queued_chunks:
+            link.close("its TLS key has protected half of what one may; a new link takes its place")
+        return link.closed
 
     def _refuse(self, link: Link, error: ProtocolError) -> None:
         """End a link over which came what no worker of this version says."""

@@ -164,6 +164,10 @@ class TcpLink(Link):
         segment = self._owner.memory.segment
         return segment is not None and segment.number == self.ready
 
+    @property
+    def is_aging(self) -> bool:
+        return self.stream.is_aging
+
     def send_control(self, data: bytes) -> None:
         check_length(FrameType.CONTROL, len(data))
         if self._queued_small_bytes + len(data) > MAX_QUEUED_CONTROL_BYTES:
