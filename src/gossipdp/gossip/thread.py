@@ -4,20 +4,56 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 import torch
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.loop import LONGEST_TURN_S, GossipLoop
+from gossipdp.protocol.neighbours import Place
 
 logger = logging.getLogger("gossipdp")
 
 Result = TypeVar("Result")
 
 JOIN_TIMEOUT_S = 5.0
+
+
+class Background:
+    """Works out a worker's place in one graph after another, in a thread of its own.
+
+    Among hundreds of workers that takes longer than the gossip thread may be silent. The library
+    below numpy would take all cores for it, from training: it gets one.
+    """
+
+    def __init__(self) -> None:
+        self._key: Hashable = None
+        self._future: Future[Place] | None = None
+
+    def __call__(self, key: Hashable, function: Callable[[], Place]) -> Place | None:
+        """Return what ``function`` returns, None as long as it runs; ``key`` names the result.
+
+        With another key, call this ``function`` once the one before has ended.
+        """
+        if self._future is None or (self._future.done() and self._key != key):
+            self._key, self._future = key, Future()
+            target = partial(self._run, self._future, function)
+            threading.Thread(target=target, name="gossipdp graph", daemon=True).start()
+        if self._key != key or not self._future.done():
+            return None
+        future, self._future = self._future, None
+        return future.result()
+
+    def _run(self, future: "Future[Place]", function: Callable[[], Place]) -> None:
+        try:
+            with threadpool_limits(1, user_api="blas"):
+                future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
 
 
 class GossipThread:

@@ -1,6 +1,8 @@
 """Two workers' loops over real loopback links, in one thread and on a clock of the test's own."""
 
+import gc
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from random import Random
@@ -144,6 +146,26 @@ def test_new_keys_come_between_exchanges_and_the_mean_is_conserved(
     assert len(links) > 2 * 4, "links were made anew"
     torch.testing.assert_close(pair.mean(), expected, rtol=0, atol=1e-4)
     assert [loop.protocol.exchanges_failed for loop in pair.loops] == [0, 0]
+
+
+def test_links_that_are_gone_are_forgotten(make_pair: Callable[..., Pair]) -> None:
+    """A run of weeks makes many; each holds buffers and what its exchange was about."""
+    pair = make_pair()
+    gone: list[weakref.ref[Any]] = []
+    for number in range(8):
+        pair.step()
+        pair.until(lambda: all(isinstance(state, Idle) for state in pair.states()))
+        link = pair.loops[number % 2]._links[1 - number % 2]
+        gone += [weakref.ref(loop._links[1 - rank]) for rank, loop in enumerate(pair.loops)]
+        link.close("a test")
+        del link
+        pair.now += 0.5
+        pair.until(lambda: not any(loop._links for loop in pair.loops))
+        pair.until(lambda: all(loop.protocol.live_links for loop in pair.loops))
+    pair.turn()
+    gc.collect()
+    assert sum(loop.protocol.exchanges_answered for loop in pair.loops) > 0
+    assert [ref() for ref in gone] == [None] * 16
 
 
 def test_news_of_many_workers_keeps_no_exchange_alive(make_pair: Callable[..., Pair]) -> None:
