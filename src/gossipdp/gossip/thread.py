@@ -7,14 +7,13 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.loop import LONGEST_TURN_S, GossipLoop
-from gossipdp.protocol.neighbours import Place
 
 logger = logging.getLogger("gossipdp")
 
@@ -23,18 +22,22 @@ Result = TypeVar("Result")
 JOIN_TIMEOUT_S = 5.0
 
 
-class Background:
-    """Works out a worker's place in one graph after another, in a thread of its own.
+class Background(Generic[Result]):
+    """Works out one thing after another in a thread of its own, for the gossip thread.
 
-    Among hundreds of workers that takes longer than the gossip thread may be silent. The library
-    below numpy would take all cores for it, from training: it gets one.
+    The graph over hundreds of live workers and the description of a large state take longer than
+    that may be silent. The library below numpy would take all cores, from training: it gets one.
+
+    Attributes:
+        wake: called in that thread whenever a result is there.
     """
 
     def __init__(self) -> None:
+        self.wake: Callable[[], None] = lambda: None
         self._key: Hashable = None
-        self._future: Future[Place] | None = None
+        self._future: Future[Result] | None = None
 
-    def __call__(self, key: Hashable, function: Callable[[], Place]) -> Place | None:
+    def __call__(self, key: Hashable, function: Callable[[], Result]) -> Result | None:
         """Return what ``function`` returns, None as long as it runs; ``key`` names the result.
 
         With another key, call this ``function`` once the one before has ended.
@@ -42,18 +45,19 @@ class Background:
         if self._future is None or (self._future.done() and self._key != key):
             self._key, self._future = key, Future()
             target = partial(self._run, self._future, function)
-            threading.Thread(target=target, name="gossipdp graph", daemon=True).start()
+            threading.Thread(target=target, name="gossipdp background", daemon=True).start()
         if self._key != key or not self._future.done():
             return None
         future, self._future = self._future, None
         return future.result()
 
-    def _run(self, future: "Future[Place]", function: Callable[[], Place]) -> None:
+    def _run(self, future: "Future[Result]", function: Callable[[], Result]) -> None:
         try:
             with threadpool_limits(1, user_api="blas"):
                 future.set_result(function())
         except Exception as error:
             future.set_exception(error)
+        self.wake()
 
 
 class GossipThread:

@@ -38,6 +38,7 @@ from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.state_transfers import fetch_parameters, take_state
 from gossipdp.parallel.training_state import BetweenSteps
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
+from gossipdp.protocol.neighbours import Place
 from gossipdp.protocol.worker import WorkerProtocol
 
 logger = logging.getLogger("gossipdp")
@@ -225,7 +226,7 @@ class Arrival:
             num_chunks=len(self._state.averaged_chunks),
             num_copied_chunks=len(self._state.copied_chunks),
             is_joining=is_joining,
-            work_out=Background(),
+            work_out=Background[Place](),
             status_address=("", 0) if self._page is None else self._page.announced(host),
         )
         protocol.membership.merge_all(others)

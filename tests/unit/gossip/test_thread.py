@@ -38,7 +38,7 @@ def place(rate: float) -> Place:
     return Place({1: rate}, rate, 0.0, 0.5)
 
 
-def until_there(background: Background, key: object, function: Callable[[], Place]) -> Place:
+def until_there(background: Background[Place], key: object, function: Callable[[], Place]) -> Place:
     deadline_s = time.monotonic() + 30.0
     while (found := background(key, function)) is None:
         assert time.monotonic() < deadline_s
@@ -48,7 +48,7 @@ def until_there(background: Background, key: object, function: Callable[[], Plac
 
 def test_graphs_are_worked_out_in_a_thread_of_their_own_and_the_newest_counts() -> None:
     """Its caller is never held up, and numpy's library takes one core, not all of them."""
-    background, go_on = Background(), threading.Event()
+    background, go_on = Background[Place](), threading.Event()
     ran_in: list[str] = []
     blas: list[int] = []
 
@@ -64,7 +64,7 @@ def test_graphs_are_worked_out_in_a_thread_of_their_own_and_the_newest_counts() 
     go_on.set()
     assert until_there(background, "second", lambda: place(2.0)) == place(2.0)
     assert until_there(background, "first", lambda: place(3.0)) == place(3.0)
-    assert ran_in == ["gossipdp graph"]
+    assert ran_in == ["gossipdp background"]
     assert set(blas) == {1}
 
 
@@ -73,7 +73,7 @@ def test_what_goes_wrong_with_a_graph_is_raised_where_it_was_asked_for() -> None
         raise ValueError("no such graph")
 
     with pytest.raises(ValueError, match="no such graph"):
-        until_there(Background(), "graph", fail)
+        until_there(Background[Place](), "graph", fail)
 
 
 def test_calls_are_answered_even_if_closing_fails() -> None:
