@@ -10,7 +10,6 @@ from functools import partial
 from typing import Generic, TypeVar
 
 import torch
-from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.loop import LONGEST_TURN_S, GossipLoop
@@ -52,6 +51,9 @@ class Background(Generic[Result]):
         return future.result()
 
     def _run(self, future: "Future[Result]", function: Callable[[], Result]) -> None:
+        # Here, so that who only imports the package need not.
+        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
         try:
             with threadpool_limits(1, user_api="blas"):
                 future.set_result(function())
