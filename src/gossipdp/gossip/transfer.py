@@ -19,7 +19,8 @@ Races:
 - The giver stands still: the time-out ends the fetch and the link, so that nothing of it is sent
   on, and the taker asks another.
 - The link alone is replaced (crossing dials): the fetch asks again, under another counter, and
-  what still arrives under the old one is dropped.
+  what still arrives under the old one is dropped. Parameters go on where they stood. The
+  optimizers' state begins anew, so a link that breaks ``MAX_BREAKS`` times ends the fetch.
 - The taker dies in the middle: its link goes down, and what was to be sent is dropped.
 - Asked while this worker has no state to give (it joins, is poisoned, consolidates): it says so.
 - Consolidation begins while this worker's parameters are under way: they go on. Each chunk holds
@@ -54,6 +55,7 @@ logger = logging.getLogger("gossipdp")
 SLOTS = 2
 CHUNK_BYTES = 1 << 20  # of the optimizers' state
 MAX_TEXT_BYTES = 16 << 20  # what describes it
+MAX_BREAKS = 5
 
 TransferMessage: TypeAlias = RequestState | StateRefused | RequestTraining | OfferTraining
 OnEnd: TypeAlias = Callable[[Exception | None], None]
@@ -144,6 +146,7 @@ class _Fetch:
     deadline_s: float = 0.0
     counter: int = 0
     num_received: int = 0
+    num_breaks: int = 0
 
 
 def _parameters(chunks: Sequence[Chunk], most_bytes: int, sink: Sink) -> Iterator[Tensor]:
@@ -351,8 +354,15 @@ class Transfers:
             del self._senders[link.peer]
         self._early_requests.pop(link.peer, None)
         self._training_requests.pop(link.peer, None)
-        if self._fetch is not None and self._fetch.peer == link.peer:
-            self._request(self._fetch)
+        fetch = self._fetch
+        if fetch is None or fetch.peer != link.peer:
+            return
+        fetch.num_breaks += fetch.unfold is not None
+        if fetch.num_breaks < MAX_BREAKS:
+            self._request(fetch)
+        else:
+            reason = f"worker {fetch.peer} cannot give its state: its link broke {MAX_BREAKS} times"
+            self.end(TurnedAwayError(reason))
 
     def dead(self, peer: int) -> None:
         """The address of ``peer`` refuses connections."""

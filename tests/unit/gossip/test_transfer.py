@@ -6,7 +6,14 @@ from links import MemoryLink
 
 from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
 from gossipdp.errors import PeerLostError
-from gossipdp.gossip.transfer import CHUNK_BYTES, SLOTS, Offer, Transfers, TurnedAwayError
+from gossipdp.gossip.transfer import (
+    CHUNK_BYTES,
+    MAX_BREAKS,
+    SLOTS,
+    Offer,
+    Transfers,
+    TurnedAwayError,
+)
 from gossipdp.links.link import Link
 from gossipdp.protocol.messages import OfferTraining, RequestState, RequestTraining, StateRefused
 
@@ -309,6 +316,24 @@ def test_a_chunk_finds_room_of_the_length_that_it_must_have(ends):
     room = taker.transfers.landing(taker.links[0], frame_type, key)
     assert room is not None
     assert len(room) == payload.nbytes, "of another length it ends the link"
+
+
+def test_a_link_that_breaks_again_and_again_ends_what_begins_anew_each_time(ends):
+    """Chunks arrive, so that no time-out ends it, and it would never be whole."""
+    giver, taker = ends
+    giver.keep(*SIZES, text=TEXT)
+    taker.fetch_training(0)
+    num_breaks = 0
+    while not taker.ended:
+        deliver(giver, taker, at_most=4)
+        unlink(giver, taker)
+        linked(giver, taker)
+        num_breaks += 1
+        assert num_breaks <= MAX_BREAKS
+    assert num_breaks == MAX_BREAKS
+    (error,) = taker.ended
+    assert isinstance(error, TurnedAwayError)
+    assert "its link broke 5 times" in str(error)
 
 
 def test_who_has_nothing_to_give_says_so(ends):

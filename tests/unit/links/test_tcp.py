@@ -459,6 +459,17 @@ def test_no_descriptor_for_a_guest(world: Any, monkeypatch: pytest.MonkeyPatch) 
     world.until(lambda: node.handler.links)
 
 
+def test_what_waits_for_a_peer_is_bounded_however_small_it_is(world: Any) -> None:
+    """A frame of one byte takes hundreds here."""
+    first, second = world.tcp(0), world.tcp(1)
+    there, _ = world.join(first, second)
+    for _ in itertools.takewhile(lambda _: not there.closed, range(80_000)):
+        there.send_control(b"x")
+    assert there.closed
+    world.until(lambda: first.handler.of("link_down"))
+    assert "unread" in first.handler.of("link_down")[0][1]
+
+
 def test_a_peer_that_breaks_the_frame_protocol_loses_its_link(world: Any) -> None:
     first, second = world.tcp(0), world.tcp(1)
     there, _ = world.join(first, second)
