@@ -49,6 +49,10 @@ logger = logging.getLogger("gossipdp")
 LONGEST_TURN_S = 0.5
 # More than the heartbeats of a time-out.
 BYTES_OF_PROGRESS = 4096
+# Messages that wait for one peer's link. Of more the oldest are dropped, which is no loss: what
+# consolidation and the failure detector are not answered they say again, and a state or an average
+# that does not come is asked for anew after its time-out.
+MAX_WAITING = 16
 REPORT_INTERVAL_S = 0.2
 FAREWELL_S = 1.0
 # A handshake that fails so shows that the worker dialled lives.
@@ -89,7 +93,7 @@ class GossipLoop(LinkHandler):
         self._actions: deque[Action] = deque()
         self._is_performing = False
         self._links: dict[int, Link] = {}
-        self._outbox: dict[int, list[bytes]] = {}
+        self._outbox: dict[int, deque[bytes]] = {}
         self._dialer = Dialer(protocol.rank, Random(protocol.rank))
         self._exchange: Exchange | None = None
         self._progress = 0  # bytes of chunks when the exchange last got on
@@ -330,9 +334,22 @@ class GossipLoop(LinkHandler):
         except ProtocolError as error:
             self._refuse(link, error)
             return
+        if isinstance(envelope.message, Propose) and self._renews(link):
+            return
         self.perform(self.protocol.receive(link.peer, envelope, now))
         if isinstance(envelope.message, TransferMessage):
             self.transfers.receive(link, envelope.message)
+
+    def _renews(self, link: Link) -> bool:
+        """Close a link whose keys have served long, now that its peer asks for an exchange.
+
+        Whoever asks has applied all that it was to apply of the exchange before. At any other time
+        it may yet have to read the last chunks, and would lose them with the link.
+        """
+        is_idle = self._exchange is None or self._exchange.link is not link
+        if link.is_aging and is_idle and not link.queued_chunks:
+            link.close("its TLS key has protected half of what one may; a new link takes its place")
+        return link.closed
 
     def _refuse(self, link: Link, error: ProtocolError) -> None:
         """End a link over which came what no worker of this version says."""
@@ -357,7 +374,7 @@ class GossipLoop(LinkHandler):
         if link is not None:
             link.send_control(encode(envelope))
         elif dial or isinstance(envelope.message, DIALLED_MESSAGES):
-            self._outbox.setdefault(peer, []).append(encode(envelope))
+            self._outbox.setdefault(peer, deque(maxlen=MAX_WAITING)).append(encode(envelope))
             self._dialer.want([peer], self.clock(), at_once=True)
 
     # Chunks. One of another length than where it is to land ends its link.

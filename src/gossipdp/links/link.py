@@ -50,6 +50,8 @@ class Link(abc.ABC):
             under way and of those read in place; nothing of chunks that nobody wants.
         last_heard_s: when the last byte arrived, by the transport's clock, in seconds.
         is_shared: whether the peer reads exchange chunks in what ``allocate`` gives now.
+        is_aging: whether it is to be closed, and dialled anew, when nothing is under way. If nobody
+            does, it closes itself in the end, whatever is.
     """
 
     peer_identity: Identity
@@ -77,6 +79,10 @@ class Link(abc.ABC):
 
     @property
     def is_shared(self) -> bool:
+        return False
+
+    @property
+    def is_aging(self) -> bool:
         return False
 
     @property

@@ -164,10 +164,12 @@ class TcpLink(Link):
         segment = self._owner.memory.segment
         return segment is not None and segment.number == self.ready
 
+    @property
+    def is_aging(self) -> bool:
+        return self.stream.is_aging
+
     def send_control(self, data: bytes) -> None:
         check_length(FrameType.CONTROL, len(data))
-        if self._queued_small_bytes + len(data) > MAX_QUEUED_CONTROL_BYTES:
-            self.end(f"the peer leaves {self._queued_small_bytes} bytes of messages unread")
         self._send_small(FrameType.CONTROL, data)
 
     def send_chunk(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
@@ -412,10 +414,13 @@ class TcpLink(Link):
             self._tell_writable()
 
     def _send_small(self, frame_type: FrameType, data: bytes, segment: int = 0) -> None:
+        num_bytes = HEADER_BYTES + len(data)  # many that are tiny take memory too
+        if self._queued_small_bytes + num_bytes > MAX_QUEUED_CONTROL_BYTES:
+            self.end(f"the peer leaves {self._queued_small_bytes} bytes of messages unread")
         if self.closed:
             return
         self._small.append(_Queued(frame_type, data, segment=segment))
-        self._queued_small_bytes += len(data)
+        self._queued_small_bytes += num_bytes
         self.queued_bytes += len(data)
         self._owner.to_write[self] = None
 
@@ -461,7 +466,7 @@ class TcpLink(Link):
         size = 0
         while self._small and size < CONTROL_BATCH_BYTES:
             frame = self._small.popleft()
-            self._queued_small_bytes -= len(frame.payload)
+            self._queued_small_bytes -= HEADER_BYTES + len(frame.payload)
             self.queued_bytes -= len(frame.payload)
             parts += (self._header_of(frame), frame.payload)
             size += HEADER_BYTES + len(frame.payload)

@@ -56,7 +56,7 @@ from gossipdp.protocol.messages import (
     ProtocolError,
     ReductionMessage,
 )
-from gossipdp.protocol.neighbours import Neighbourhood, make_policy
+from gossipdp.protocol.neighbours import Neighbourhood, WorkOut, at_once, make_policy
 from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
 from gossipdp.protocol.presence import Presence, Shed
 from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT, Reduction, ReductionAction
@@ -108,6 +108,7 @@ class WorkerProtocol:
         num_chunks, num_copied_chunks: what consolidation averages, and what it copies.
         is_joining: start as one that has no parameters yet; see :meth:`joined`.
         live_graph: made of ``constants``, for workers of one process to share its cache.
+        work_out: works out the graph over the live workers, at once or elsewhere.
 
     Guarantees, as long as the driver performs every action in order, keeps links FIFO, and
     reports nothing from a link after its :meth:`link_down`: at most one exchange at a time; each
@@ -135,6 +136,7 @@ class WorkerProtocol:
         num_copied_chunks: int = 0,
         is_joining: bool = False,
         live_graph: LiveGraph | None = None,
+        work_out: WorkOut = at_once,
         status_address: tuple[str, int] = ("", 0),
     ) -> None:
         if not (math.isfinite(timeout_s) and timeout_s > 0):
@@ -149,7 +151,9 @@ class WorkerProtocol:
         self.progress = Progress(rank, process_id)
         graph = live_graph or LiveGraph(constants)
         self._links = Links(self.membership, self.progress, timeout_s)
-        self.neighbourhood = Neighbourhood(rank, graph, has_momentum=method == "a2cid2")
+        self.neighbourhood = Neighbourhood(
+            rank, graph, has_momentum=method == "a2cid2", work_out=work_out
+        )
         self.clock = StepClock(0.0, Random(random.getrandbits(64)))
         self.pairing = self.pairing_type(
             rank=rank,

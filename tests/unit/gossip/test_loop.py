@@ -11,13 +11,13 @@ from gossipdp.dynamics.chunks import Role, Segment, State
 from gossipdp.dynamics.phase import MAX_PERIODS, Phase
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.codec import Codec
-from gossipdp.gossip.loop import GossipLoop
+from gossipdp.gossip.loop import MAX_WAITING, GossipLoop
 from gossipdp.gossip.transfer import SLOTS
 from gossipdp.graph import build_graph
 from gossipdp.graph.constants import Constants
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Identity, Refusal
-from gossipdp.protocol.actions import Begin, Reach, Superseded
+from gossipdp.protocol.actions import Begin, Reach, Send, Superseded
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import (
     AskLife,
@@ -213,6 +213,19 @@ def test_a_state_under_way_goes_on_where_consolidation_begins():
         joiner.drain()
         worker.loop.writable(joiner)
     assert not [each for each in joiner.said if isinstance(each, StateRefused)]
+
+
+def test_for_a_peer_that_is_dialled_for_ever_the_last_messages_wait():
+    """A firewall drops its packets, so that no dial is refused, and words are said again."""
+    worker = Worker()
+    for counter in range(10_000):
+        ask = Envelope(AskLife(2, counter))
+        worker.loop.perform([Send(7, ask)])
+    assert len(worker.loop._outbox[7]) == MAX_WAITING
+    worker.loop.link_up(late := FakeLink(7))
+    asked = [each.counter for each in late.said if isinstance(each, AskLife)]
+    assert asked == list(range(10_000 - MAX_WAITING, 10_000))
+    assert not worker.loop._outbox
 
 
 def test_a_superseded_worker_ends_with_one_error():

@@ -1,13 +1,18 @@
 """What the training thread may know of the gossip thread's work."""
 
 import math
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from threadpoolctl import threadpool_info
 
-from gossipdp.gossip.thread import GossipThread
+from gossipdp.gossip.thread import Background, GossipThread
+from gossipdp.protocol.neighbours import Place
 
 
 @pytest.mark.parametrize(
@@ -27,6 +32,48 @@ def test_steps_since_a_tick_came_due_are_counted(wake_at_step: float, behind: in
         thread.step(samples=1)
     assert thread.steps_behind == behind
     assert len(woken) == sum(step >= wake_at_step for step in range(1, 6))
+
+
+def place(rate: float) -> Place:
+    return Place({1: rate}, rate, 0.0, 0.5)
+
+
+def until_there(background: Background[Place], key: object, function: Callable[[], Place]) -> Place:
+    deadline_s = time.monotonic() + 30.0
+    while (found := background(key, function)) is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    return found
+
+
+def test_graphs_are_worked_out_in_a_thread_of_their_own_and_the_newest_counts() -> None:
+    """Its caller is never held up, and numpy's library takes one core, not all of them."""
+    background, go_on = Background[Place](), threading.Event()
+    ran_in: list[str] = []
+    blas: list[int] = []
+
+    def first() -> Place:
+        ran_in.append(threading.current_thread().name)
+        blas.extend(each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas")
+        go_on.wait()
+        return place(1.0)
+
+    assert background("first", first) is None
+    assert background("first", first) is None
+    assert background("second", lambda: place(2.0)) is None, "the first still runs"
+    go_on.set()
+    assert until_there(background, "second", lambda: place(2.0)) == place(2.0)
+    assert until_there(background, "first", lambda: place(3.0)) == place(3.0)
+    assert ran_in == ["gossipdp background"]
+    assert set(blas) == {1}
+
+
+def test_what_goes_wrong_with_a_graph_is_raised_where_it_was_asked_for() -> None:
+    def fail() -> Place:
+        raise ValueError("no such graph")
+
+    with pytest.raises(ValueError, match="no such graph"):
+        until_there(Background[Place](), "graph", fail)
 
 
 def test_calls_are_answered_even_if_closing_fails() -> None:

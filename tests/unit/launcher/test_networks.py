@@ -84,7 +84,7 @@ def test_a_silent_one_is_not_waited_for() -> None:
 def test_one_that_answers_by_drops_is_not_waited_for() -> None:
     def drip(connection: socket.socket) -> None:
         with suppress(OSError):
-            for byte in MAGIC + bytes([VERSION]) + (4000).to_bytes(2, "little") + bytes(200):
+            for byte in MAGIC + bytes(VERSION) + (4000).to_bytes(2, "little") + bytes(200):
                 connection.sendall(bytes([byte]))
                 time.sleep(0.02)
 

@@ -23,9 +23,10 @@ from gossipdp.links.frames import (
     pack_header,
     run_tag,
 )
-from gossipdp.links.handshake import Handshake
+from gossipdp.links.handshake import MAGIC, VERSION, Handshake
 
 PLAIN_AND_TLS = ["tcp", "tls"]
+PREFIX = MAGIC + bytes(VERSION)
 
 
 @pytest.fixture(params=PLAIN_AND_TLS)
@@ -106,11 +107,11 @@ def descriptors() -> int:
 
 
 HUGE = [
-    b"GDPH\x02\xff\xff" + bytes(4096),  # our own handshake: 65,535 bytes announced
+    PREFIX + b"\xff\xff" + bytes(4096),  # our own handshake: 65,535 bytes announced
     struct.pack(">BHH", 22, 0x0301, 0xFFFF) + bytes(4096),  # a TLS record of 65,535 bytes
-    b"GDPH\x02\x40\x00\xc6\xff\xff\xff\xff",  # msgpack: a binary of 4 GiB
-    b"GDPH\x02\x40\x00\xdd\xff\xff\xff\xff",  # msgpack: an array of 2**32 - 1 items
-    b"GDPH\x02\x06\x00\x93\x01\xdb\xff\xff\xff",  # msgpack: a text of 4 GiB
+    PREFIX + b"\x40\x00\xc6\xff\xff\xff\xff",  # msgpack: a binary of 4 GiB
+    PREFIX + b"\x40\x00\xdd\xff\xff\xff\xff",  # msgpack: an array of 2**32 - 1 items
+    PREFIX + b"\x06\x00\x93\x01\xdb\xff\xff\xff",  # msgpack: a text of 4 GiB
     b"\x00" * 4096,
     b"GET / HTTP/1.1\r\n\r\n" * 200,
     bytes(range(256)) * 16,
@@ -229,7 +230,7 @@ class Clock:
     ("kind", "said"),
     [
         ("tcp", b""),
-        ("tcp", b"GDPH\x02\x40\x00\x93"),
+        ("tcp", PREFIX + b"\x40\x00\x93"),
         ("tls", b""),
         ("tls", b"GDP"),
         ("tls", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03"),
@@ -486,7 +487,7 @@ def test_an_attack_costs_the_good_links_little(world: Any, guests: Guests) -> No
     longest_s = 0.0
     for _ in range(10):
         for _ in range(100):
-            guests.knock(good.hub, b"GDPH\x02")
+            guests.knock(good.hub, PREFIX[:5])
         started_s = time.thread_time()
         good.hub.transport.poll(0.0)
         longest_s = max(longest_s, time.thread_time() - started_s)

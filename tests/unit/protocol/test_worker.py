@@ -273,6 +273,13 @@ def test_news_is_told_once_a_link_and_anew_on_a_new_one() -> None:
     assert [known.rank for known in hello.message.members] == [0, 1, 3]
 
 
+def test_for_whom_there_is_no_link_no_news_is_gathered() -> None:
+    """Who leads an average of n says the same to all of them, before it is linked to any."""
+    worker = make_worker()
+    worker.receive(0, Envelope(Heartbeat(), (member(3),)), 1.0)
+    assert worker.wrap(5, Heartbeat(), 1.0) == Send(5, Envelope(Heartbeat()))
+
+
 def test_news_does_not_wait_for_the_heartbeat() -> None:
     worker = linked()
     run_polls(worker, 0.0, 1.0, {0, 2})
