@@ -37,6 +37,7 @@ from gossipdp.parallel.checkpoint_files import (
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.feed import DataPosition, random_states, restore_random_states
 from gossipdp.parallel.options import Options
+from gossipdp.parallel.skeleton import check_savable
 from gossipdp.parallel.stats import Stats
 
 logger = logging.getLogger("gossipdp")
@@ -171,13 +172,18 @@ class Checkpointer:
         """Save these too from now on; give them what was saved of them, if the run resumed.
 
         Raises:
-            ValueError: a name is taken, or the run resumed and has made a step since.
+            ValueError: a name is taken, a state cannot be saved, or the run resumed and has made a
+                step since.
         """
         if self._has_resumed and self._resumed is None:
             raise ValueError("this run resumed: call also_checkpoint() before its first step")
         for name, stateful in others.items():
             if name in self._others:
                 raise ValueError(f"{name!r} is saved with the checkpoints already")
+            if self._directory is not None:
+                check_savable(
+                    stateful.state_dict(), repr(name), "let its state_dict() leave it out"
+                )
             self._others[name] = stateful
             if self._resumed is None:
                 continue

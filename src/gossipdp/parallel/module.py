@@ -425,7 +425,8 @@ class GossipDataParallel(nn.Module):
         Where the run resumed, each gets its saved state at once, by ``load_state_dict``.
 
         Raises:
-            ValueError: a name is taken, or the run resumed and has made a step since.
+            ValueError: a name is taken, a state cannot be saved, or the run resumed and has made a
+                step since.
 
         Example:
             >>> net = nn.Linear(4, 2)

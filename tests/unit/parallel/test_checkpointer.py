@@ -332,10 +332,14 @@ def test_a_last_checkpoint_that_cannot_be_made_ends_the_worker_too(
     model, optimizer = terminable
 
     class Unsaved:
-        def state_dict(self) -> dict[str, object]:
-            return {"value": object()}
+        value: object = 0
 
-    model.also_checkpoint(unsaved=Unsaved())
+        def state_dict(self) -> dict[str, object]:
+            return {"value": self.value}
+
+    unsaved = Unsaved()
+    model.also_checkpoint(unsaved=unsaved)
+    unsaved.value = object()
     step(model, optimizer)
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit):
