@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from gossipdp import Checkpoints, GossipDataParallel, PoisonedError
-from gossipdp.parallel.checkpointer import Termination
 from gossipdp.parallel.flat_parameters import FlatParameters
+from gossipdp.parallel.termination import Termination
 
 NUM_STEPS = 12
 ALPHA_TILDE = 0.8
