@@ -25,9 +25,9 @@ from gossipdp.parallel.checkpoint import (
     saved_in,
 )
 from gossipdp.parallel.checkpoint_files import (
-    TEMPORARY_SUFFIX,
     GivenUpError,
     IsGivenUp,
+    remove_unfinished,
     write_tensors,
 )
 from gossipdp.parallel.engine import Engine
@@ -342,10 +342,8 @@ class Checkpointer:
 
         def write(is_given_up: IsGivenUp) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # What a writer that was killed has left; nobody else writes there.
-            for unfinished in path.parent.glob(f".*{TEMPORARY_SUFFIX}"):
-                unfinished.unlink(missing_ok=True)
-            write_tensors(path, tensors, metadata, is_given_up)
+            remove_unfinished(path.parent)
+            write_tensors(path, tensors, metadata, is_given_up)  # whole on the disk
             for saved in saved_by(directory, facts.rank)[keep:]:
                 if saved.path != path:
                     saved.path.unlink(missing_ok=True)
