@@ -30,8 +30,8 @@ from gossipdp.parallel.checkpoint_files import (
     remove_unfinished,
     write_tensors,
 )
+from gossipdp.parallel.data_position import DataPosition, random_states, restore_random_states
 from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.feed import DataPosition, random_states, restore_random_states
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.skeleton import check_savable
 from gossipdp.parallel.stats import Stats

@@ -246,8 +246,8 @@ class GossipDataParallel(nn.Module):
         step of the first optimizer: whether you call the wrapper, the module itself or a compiled
         one, in training mode or not.
 
-        Loader and samplers, also one within a batch sampler, get ``set_epoch`` at the start of each
-        pass where they have it, as a ``DistributedSampler`` does. In a resumed run the first call
+        Loader, dataset and samplers, also one within a batch sampler, get ``set_epoch`` at the
+        start of each pass where they have it, as a ``DistributedSampler`` does. In a resumed run the first call
         goes on in the middle of the pass where the checkpoint was taken: the batches before it are
         loaded and dropped.
 

@@ -20,8 +20,9 @@ from gossipdp.parallel import training_state
 from gossipdp.parallel.allreduce_engine import AllReduceEngine
 from gossipdp.parallel.checkpoint import Resumption, find_resumption, layout_of
 from gossipdp.parallel.checkpointer import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, Checkpointer
+from gossipdp.parallel.data_position import DataPosition
 from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.feed import DataPosition, Feed
+from gossipdp.parallel.feed import Feed
 from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.hooks import Hooks, warn_of_step_counters

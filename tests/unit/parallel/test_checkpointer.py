@@ -16,7 +16,7 @@ from gossipdp import Checkpoints, GossipDataParallel
 from gossipdp.dynamics.chunks import State
 from gossipdp.parallel.checkpoint import saved_by
 from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer
-from gossipdp.parallel.feed import DataPosition
+from gossipdp.parallel.data_position import DataPosition
 from gossipdp.parallel.options import Options
 
 
