@@ -397,7 +397,8 @@ class SlowToSave:
     path: Path
 
     def state_dict(self) -> dict[str, Any]:
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
+        # FileNotFoundError: it is asked for its state where it is named. The other: it has ended.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             select.select([os.pidfd_open(int(self.path.read_text()))], [], [])
         return {}
 

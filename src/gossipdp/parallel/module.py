@@ -429,7 +429,8 @@ class GossipDataParallel(nn.Module):
     def also_checkpoint(self, **others: Stateful) -> None:
         """Save these objects' states with the checkpoints: schedulers, a GradScaler.
 
-        Where the run resumed, each gets its saved state at once, by ``load_state_dict``.
+        Where the run resumed, each gets its saved state at once, by ``load_state_dict``. Each is
+        asked for its state here already, to see whether it can be saved.
 
         Raises:
             ValueError: a name is taken, a state cannot be saved, or the run resumed and has made a
