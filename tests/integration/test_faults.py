@@ -48,6 +48,7 @@ class Worker:
         self.directory = directory
         self.life = int(os.environ.get("GOSSIPDP_RESTARTS") or 0)
         self.began_s = time.monotonic()
+        self.trained = 0  # samples, of this process
         self.seen: dict[str, float] = {}
         generator = torch.Generator().manual_seed(self.model.rank)
         self.inputs = torch.randn(32, 16, generator=generator)
@@ -71,6 +72,7 @@ class Worker:
         loss = nn.functional.cross_entropy(self.model(inputs), self.labels[: len(inputs)])
         loss.backward()
         self.optimizer.step()
+        self.trained += len(inputs)
         for member in self.protocol.membership.members():
             self.note(f"{member.rank} {member.status.name}")
         time.sleep(pause_s)
@@ -111,6 +113,8 @@ class Worker:
             "life": self.life,
             "seen": self.seen,
             "steps": stats.gradient_steps,
+            "own_samples": stats.samples,
+            "trained": self.trained,
             "exchanges": stats.exchanges_by_neighbour,
             "noticed": [dataclasses.asdict(notice) for notice in stats.noticed],
             "states_donated": stats.states_donated,
@@ -125,6 +129,7 @@ class Worker:
 
     def die(self, *_: Any) -> None:
         (self.directory / f"death-{self.model.rank}").write_text(repr(time.monotonic()))
+        (self.directory / f"trained-{self.model.rank}").write_text(str(self.trained))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -320,6 +325,14 @@ def test_a_worker_that_is_started_again_takes_anothers_state_and_goes_on(
         else:
             kinds = [notice["kind"] for notice in end["noticed"] if notice["rank"] == rank]
             assert kinds == ["dead", "rejoined"]
+    # Of what the dead process trained some may be lost, and none is counted twice.
+    living = sum(end["trained"] for end in ends)
+    dead = int((tmp_path / f"trained-{rank}").read_text())
+    known = {end["samples"] - living for end in ends}
+    assert len(known) == 1
+    assert 0 < known.pop() <= dead
+    second_life = ends[rank]
+    assert 0 < second_life["own_samples"] - second_life["trained"] <= dead
     assert sum(end["states_donated"] for end in ends) >= 1
 
 
@@ -459,7 +472,7 @@ def test_two_that_join_at_once_get_a_rank_each(workers: Callable, tmp_path: Path
     ends = diaries(tmp_path)
     assert [end["rank"] for end in ends] == [0, 1, 2, 3, 4]
     assert {end["num_workers"] for end in ends} == {5}
-    assert len({end["samples"] for end in ends}) == 1
+    assert {end["samples"] for end in ends} == {sum(end["trained"] for end in ends)}
 
 
 def outlive_a_joiner(directory: Path) -> None:

@@ -4,8 +4,9 @@ import contextlib
 import logging
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import fields, replace
 from statistics import fmean
 from typing import Any
@@ -25,6 +26,7 @@ from gossipdp.links.handshake import FIRST_VISITOR_RANK
 from gossipdp.observe.status import MemberState, MemberStatus, NeighbourStatus
 from gossipdp.parallel.arrival import Arrival
 from gossipdp.parallel.checkpoint import Captured, Counts, Resumption, ended_lives
+from gossipdp.parallel.crossing import Crossing
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.flat_parameters import FlatParameters, MasterWeights
 from gossipdp.parallel.moments import Moments, chosen_moments, cost
@@ -46,6 +48,8 @@ MIN_STEPS_FOR_RATE_WARNING = 200
 MIN_TICKS_FOR_RATE_WARNING = 20
 RATE_WARNING_BELOW = 0.8
 LOOK_AT_THREAD_EVERY_S = 0.05
+# So long two workers wait for each other at the ends of two models until they give up.
+CROSSED_FOR_TIMEOUTS = 3
 # Under pace="strict": own demands for an exchange that may be unserved.
 MAX_LAG = 2
 
@@ -58,6 +62,10 @@ STATES: dict[Status, MemberState] = {
     Status.LEFT: "left",
     Status.DEAD: "dead",
 }
+
+
+_engines: "weakref.WeakSet[GossipEngine]" = weakref.WeakSet()
+"""Of this process's models, those that are not closed."""
 
 
 class GossipEngine(Engine):
@@ -114,6 +122,7 @@ class GossipEngine(Engine):
         except BaseException:
             self.close()
             raise
+        _engines.add(self)
         line = cost(self._state, self._loop.codec, optimizers)
         if line is not None and self.rank == 0:
             logger.info(line)
@@ -448,17 +457,38 @@ class GossipEngine(Engine):
         self._state.device.finish()
         self._thread.call(lambda: self._loop.consolidate(ended.set_result, timeout_s)).result()
         line_due_s = time.monotonic() + WAIT_LINE_EVERY_S
+        crossing = Crossing(CROSSED_FOR_TIMEOUTS * self._options.network.timeout_s)
         while True:
-            try:
-                return ended.result(LOOK_AT_THREAD_EVERY_S)
-            except TimeoutError:
-                self._thread.check()
+            wait([ended], LOOK_AT_THREAD_EVERY_S)
+            if math.isinf(timeout_s):  # else the end comes anyhow
+                self._refuse_crossing(crossing)
+            if ended.done():
+                return ended.result()
+            self._thread.check()
             if time.monotonic() >= line_due_s:
                 line_due_s += WAIT_LINE_EVERY_S
                 waits_for = _missing(self._loop.published, since_boot_s())
                 logger.warning("worker %d waits in consolidate(): %s", self.rank, waits_for)
 
+    def _refuse_crossing(self, crossing: Crossing) -> None:
+        """Raise where peers wait at the end of another model for this worker, which waits here."""
+        # The others first: what a peer has done here before is known by then.
+        elsewhere = [each._peers() for each in list(_engines) if not each.is_consolidating]
+        peers = crossing.look(self._peers(), elsewhere, time.monotonic())
+        if peers:
+            raise RuntimeError(
+                f"worker {self.rank} waits in consolidate() of its "
+                f"{type(self.forward_module).__name__} for worker {', '.join(map(str, peers))}, "
+                "which waits for this one in consolidate() of another model: neither would ever "
+                "end. Consolidate the models in the same order on all workers"
+            )
+
+    def _peers(self) -> dict[int, Status]:
+        members = self._loop.published.members
+        return {member.rank: member.status for member in members if member.rank != self.rank}
+
     def _close(self) -> None:
+        _engines.discard(self)
         self._arrival.close()
         if self._arrival.thread is not None:
             # What the last exchange brought belongs to the parameters.

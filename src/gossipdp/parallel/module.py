@@ -246,10 +246,10 @@ class GossipDataParallel(nn.Module):
         step of the first optimizer: whether you call the wrapper, the module itself or a compiled
         one, in training mode or not.
 
-        Loader and samplers, also one within a batch sampler, get ``set_epoch`` at the start of each
-        pass where they have it, as a ``DistributedSampler`` does. In a resumed run the first call
-        goes on in the middle of the pass where the checkpoint was taken: the batches before it are
-        loaded and dropped.
+        Loader, dataset and samplers, also one within a batch sampler, get ``set_epoch`` at the
+        start of each pass where they have it, as a ``DistributedSampler`` does. In a resumed run
+        the first call goes on in the middle of the pass where the checkpoint was taken: the batches
+        before it are loaded and dropped.
 
         Raises:
             ValueError: there is no budget, the loader yields nothing, or a batch holds no tensor
@@ -383,9 +383,16 @@ class GossipDataParallel(nn.Module):
         that one too. Whoever is left out ends with an average of its own;
         ``Consolidated.world_size`` is the number of workers in the average.
 
+        Several models are consolidated in the same order on all workers. If two workers wait for
+        each other in those of different models, both raise after three time-outs, unless
+        ``timeout_s`` is given.
+
         Afterwards parameters and float buffers are equal on all workers that were averaged, bit for
         bit, integer buffers are those of the lowest rank, and the wrapper is closed: the module
         trains on alone, if at all.
+
+        Raises:
+            RuntimeError: it was called before, or workers wait for each other as above.
         """
         self._checkpointer.take_last()
         self._monitoring.consolidating()
@@ -422,10 +429,12 @@ class GossipDataParallel(nn.Module):
     def also_checkpoint(self, **others: Stateful) -> None:
         """Save these objects' states with the checkpoints: schedulers, a GradScaler.
 
-        Where the run resumed, each gets its saved state at once, by ``load_state_dict``.
+        Where the run resumed, each gets its saved state at once, by ``load_state_dict``. Each is
+        asked for its state here already, to see whether it can be saved.
 
         Raises:
-            ValueError: a name is taken, or the run resumed and has made a step since.
+            ValueError: a name is taken, a state cannot be saved, or the run resumed and has made a
+                step since.
 
         Example:
             >>> net = nn.Linear(4, 2)

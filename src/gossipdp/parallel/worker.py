@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import threading
@@ -19,14 +20,18 @@ from gossipdp.parallel import training_state
 from gossipdp.parallel.allreduce_engine import AllReduceEngine
 from gossipdp.parallel.checkpoint import Resumption, find_resumption, layout_of
 from gossipdp.parallel.checkpointer import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, Checkpointer
+from gossipdp.parallel.data_position import DataPosition
 from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.feed import DataPosition, Feed
+from gossipdp.parallel.feed import Feed
 from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
 from gossipdp.parallel.hooks import Hooks, warn_of_step_counters
 from gossipdp.parallel.monitoring import Monitoring, describe
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
+from gossipdp.parallel.skeleton import check_savable
+
+logger = logging.getLogger("gossipdp")
 
 
 class Worker:
@@ -41,6 +46,17 @@ class Worker:
         self.replica = replica = Replica.of(module, options.mesh, Environment.read())
         environment = replica.environment
         options = dataclasses.replace(options, checkpoints=replica.own_files(options.checkpoints))
+        self._optimizers = optimizers
+        self._saves = options.checkpoints.directory is not None
+        if self._saves:
+            check_savable(  # of a kind of parameter of its own the plain values are saved
+                {name: torch.empty(0, dtype=x.dtype) for name, x in named_tensors(module).items()},
+                "the module",
+                "change its type, or register it as a buffer with persistent=False, or wrap "
+                "without a directory for checkpoints",
+            )
+            for optimizer in optimizers:
+                self._check_savable(optimizer)
         joins = environment.is_joining
         # One that comes into a run that goes on takes a live worker's state, and writes beside it.
         resumption = None if joins else _resumption(module, options, replica)
@@ -48,7 +64,7 @@ class Worker:
             training_state.restore(resumption.training, optimizers)
         # What is shown of a replica is what its first process sees.
         self.monitoring = Monitoring(options, environment, is_shown=environment.shard == 0)
-        self._optimizers = optimizers
+        self._unchecked = set(range(len(optimizers)))
         self._process_id = os.getpid()
         self.num_steps = 0
         position = DataPosition()
@@ -99,8 +115,35 @@ class Worker:
             watches_others=options.method != "allreduce",
         )
 
+    def _check_savable(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say at once what no checkpoint and no joining worker could take.
+
+        Raises:
+            ValueError: there is such a thing, and checkpoints are to be saved.
+        """
+        kind = type(optimizer).__name__
+        try:
+            check_savable(
+                training_state.capture([optimizer])["optimizers"][0],
+                f"the state of the {kind}",
+                "use an optimizer that keeps plain tensors, numbers and text, or wrap without a "
+                "directory for checkpoints",
+            )
+        except ValueError as error:
+            if self._saves:
+                raise
+            if self.engine.world_size > 1:
+                logger.warning(
+                    "a worker that joins or starts again cannot take over this one's optimizer, "
+                    "since %s",
+                    error,
+                )
+
     def stepped(self, optimizer_index: int) -> None:
         """An optimizer's step has ended; that of the first is a gradient step."""
+        if optimizer_index in self._unchecked:  # it has made its state in this step
+            self._unchecked.discard(optimizer_index)
+            self._check_savable(self._optimizers[optimizer_index])
         if optimizer_index != 0:
             self.engine.boundary(optimizer_index, 0)
             return

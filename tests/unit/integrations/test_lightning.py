@@ -16,7 +16,7 @@ lightning = pytest.importorskip("lightning")
 from gossipdp import Checkpoints, Monitor  # noqa: E402
 from gossipdp.integrations.lightning import GossipStrategy  # noqa: E402
 from gossipdp.parallel.checkpoint import saved_by  # noqa: E402
-from gossipdp.parallel.checkpointer import Termination  # noqa: E402
+from gossipdp.parallel.termination import Termination  # noqa: E402
 
 
 class Module(lightning.LightningModule):
