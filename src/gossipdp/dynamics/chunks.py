@@ -167,10 +167,10 @@ class Chunk:
                 self.has_pending = True
             self._flowed_to(theta)
 
-    def reset(self) -> None:
-        """Drop all but x: the parameters were loaded, and no exchange is in flight."""
+    def forget(self, part: slice) -> None:
+        """Drop all but x of a part whose values were loaded; no exchange is in flight."""
         with self.lock:
-            self._reset()
+            self._forget(part)
 
     def restored(self) -> None:
         """Take note that x, pending and c were set to what a checkpoint holds, at phase 0."""
@@ -345,13 +345,16 @@ class Chunk:
             if self.c is not None:
                 self.theta_c = self.theta
 
-    def _reset(self) -> None:
-        self.pending.zero_()
+    def _forget(self, part: slice) -> None:
+        self.pending[part].zero_()
         if self.c is not None:
-            self.c.zero_()
+            self.c[part].zero_()
         if self.outer is not None:
-            self.outer.base.copy_(self.x)
-            self.outer.m.zero_()
+            self.outer.base[part].copy_(self.x[part])
+            self.outer.m[part].zero_()
+
+    def _reset(self) -> None:
+        self._forget(slice(None))
         self.num_exchanges = 0
         self.has_pending = False
         # A worker that takes its place anew has a phase that begins anew.
@@ -413,9 +416,12 @@ class BufferChunk(Chunk):
         self._snapshot(out, flow[0])
         return self._exchange(out, peers, flow, alpha_tilde)
 
+    def _forget(self, part: slice) -> None:
+        torch.mul(self.x[part], 1.0 - self.weight, out=self.pending[part])
+
     def _reset(self) -> None:
-        super()._reset()
         self.weight = 1.0
+        super()._reset()
 
 
 @dataclass
@@ -587,6 +593,16 @@ class Segment:
         for chunk, part in zip(self.chunks, self._parts, strict=True):
             with chunk.lock:
                 chunk.x = x[part]
+
+    def forget(self, start: int, length: int) -> None:
+        """Drop all but x of values that were loaded; see :meth:`Chunk.forget`."""
+        for chunk, part in zip(self.chunks, self._parts, strict=True):
+            first, end = (
+                max(start, part.start),
+                min(start + length, part.start + chunk.num_elements),
+            )
+            if first < end:
+                chunk.forget(slice(first - part.start, end - part.start))
 
     def copy_momentum(self) -> list[Tensor | None]:
         """Copy pending (None: it is zero), c, g and m to host memory; see :class:`Chunk`."""
@@ -772,12 +788,6 @@ class State:
         self.device.finish()
         for chunk in self.chunks:
             chunk.flow(theta)
-
-    def reset(self) -> None:
-        """Drop all but x everywhere; see :meth:`Chunk.reset`."""
-        self.device.finish()
-        for chunk in self.chunks:
-            chunk.reset()
 
 
 def _helpers() -> ThreadPoolExecutor:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from statistics import fmean
@@ -258,7 +258,7 @@ class GossipEngine(Engine):
         if not self._is_averaged:
             self._flat.check()
 
-    def loaded(self) -> None:
+    def loaded(self, tensors: Iterable[Tensor]) -> None:
         """See :class:`Engine`: no pending, no momentum, no half exchange is left."""
         if self._is_averaged:
             raise RuntimeError(
@@ -266,7 +266,8 @@ class GossipEngine(Engine):
                 "at its end, and what was loaded would be lost. Load before it, or after it"
             )
         self._thread.call(self._loop.hold).result()
-        self._state.reset()
+        self._state.device.finish()
+        self._flat.forget(tensors)
         self._thread.call(self._loop.release).result()
 
     # Poison.

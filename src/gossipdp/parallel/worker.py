@@ -95,6 +95,7 @@ class Worker:
             module,
             optimizers,
             stepped=self.stepped,
+            counting_once=self.feed.counting_once,
             loaded=self.engine.loaded,
             watches_others=options.method != "allreduce",
         )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp import Checkpoints, GossipDataParallel, Monitor, Network, ProgressLR
+from gossipdp import Checkpoints, GossipDataParallel, Monitor, Network, OuterStep, ProgressLR
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -33,13 +33,26 @@ NET, OTHER = nn.Linear(3, 2), nn.Linear(2, 2)
         (lambda: wrap(graph="rings"), "do you mean ring"),
         (lambda: wrap(comm_rate=0.0), r"comm_rate must be a positive number, not 0\.0"),
         (lambda: wrap(comm_rate=math.nan), "comm_rate must be a positive number, not nan"),
+        (lambda: wrap(comm_rate=True), "comm_rate must be a positive number, not True"),
         (lambda: wrap(comm_rate="often"), "comm_rate must be a positive number, not 'often'"),
         (lambda: wrap(method="magic"), "a2cid2, gossip, allreduce, none"),
         (lambda: wrap(pace="brisk"), "free, strict"),
         (lambda: wrap(neighbour_policy="rude"), "fresh"),
         (lambda: wrap(wire_format="float8"), "full, bfloat16, lattice8"),
-        (lambda: wrap(wire_format="bfloat16", method="allreduce"), "of the exchanges of gossip"),
+        *(
+            (
+                lambda method=method, given=given: wrap(method=method, **given),
+                f"of the exchanges of gossip, and method='{method}' has none",
+            )
+            for method in ("allreduce", "none")
+            for given in (
+                {"wire_format": "bfloat16"},
+                {"outer": OuterStep()},
+                {"exchange_moments": {"exp_avg": 1}},
+            )
+        ),
         (lambda: wrap(budget_samples=0), "budget_samples"),
+        (lambda: wrap(budget_samples=True), "budget_samples must be a whole number, not True"),
         (lambda: wrap(budget_samples=1234.5), "budget_samples must be a whole number, not 1234.5"),
         (lambda: wrap(samples_per_step=0), "samples_per_step"),
         (lambda: wrap(samples_per_step="8"), "samples_per_step must be a whole number, not '8'"),
@@ -49,7 +62,12 @@ NET, OTHER = nn.Linear(3, 2), nn.Linear(2, 2)
             lambda: wrap(network=Network(max_bytes_per_s=1e6), method="allreduce"),
             "caps the links of gossip",
         ),
-        (lambda: wrap(optimizer="sgd"), r"torch\.optim"),
+        (lambda: wrap(optimizer="sgd"), r"second argument is a torch\.optim.*a str is none"),
+        (lambda: wrap(optimizer=0.1), r"second argument .* a float is none: GossipDataParallel\("),
+        (lambda: wrap(NET, NET.parameters()), "second argument .* a Parameter is none"),
+        (lambda: wrap(sgd(NET), NET), r"first argument is the module, not a SGD: GossipData.*\("),
+        (lambda: wrap(nn.LazyLinear(2), sgd(NET)), "'weight' has no shape yet: .* a batch once"),
+        (lambda: wrap(nn.LazyBatchNorm1d(affine=False), sgd(NET)), "'running_mean' has no shape"),
         (lambda: wrap(optimizer=[]), "at least one"),
         (lambda: wrap(NET, sgd(OTHER)), "not part of the module"),
         (lambda: wrap(NET, [sgd(NET), sgd(NET)]), "same parameter"),
@@ -70,3 +88,41 @@ NET, OTHER = nn.Linear(3, 2), nn.Linear(2, 2)
 def test_what_cannot_be_meant_is_refused(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *(
+            (name, f"no argument '{name}': it is of DistributedDataParallel.* Leave it out")
+            for name in ("device_ids", "output_device", "find_unused_parameters", "static_graph")
+        ),
+        ("com_rate", "no argument 'com_rate': do you mean comm_rate"),
+        ("colour", "no argument 'colour'$"),
+    ],
+)
+def test_an_argument_that_there_is_not_leads_on(name: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        wrap(**{name: None})
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def generate(self) -> str:
+        return "text"
+
+
+def test_what_only_the_module_has_is_said_to_be_there() -> None:
+    net = Generator()
+    model = GossipDataParallel(net, sgd(net))
+    assert model.module.generate() == "text"
+    for name in ("generate", "layer"):
+        with pytest.raises(AttributeError, match=rf"use model\.module\.{name}"):
+            getattr(model, name)
+        assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match="no attribute 'invent'"):
+        model.invent()
+    model.close()
