@@ -265,10 +265,12 @@ class GossipEngine(Engine):
                 "load_state_dict() within model.averaged(): the module's own parameters come back "
                 "at its end, and what was loaded would be lost. Load before it, or after it"
             )
-        self._thread.call(self._loop.hold).result()
-        self._state.device.finish()
-        self._flat.forget(tensors)
-        self._thread.call(self._loop.release).result()
+        try:
+            self._thread.call(self._loop.hold).result()
+            self._state.device.finish()
+            self._flat.forget(tensors)
+        finally:
+            self._thread.call(self._loop.release).result()
 
     # Poison.
 

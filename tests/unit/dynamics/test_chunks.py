@@ -244,11 +244,10 @@ def test_a_helper_s_error_reaches_the_boundary(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("num_threads", [0, 1])
 def test_without_helpers_a_boundary_is_done_alone(monkeypatch, num_threads: int) -> None:
-    """The interpreter ends, or the system gives no more than ``num_threads`` threads."""
+    """The system gives no more than ``num_threads`` threads."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(chunks, "LEAST_HELPED_VALUES", 1)
     state = State([Segment(torch.zeros(40), Role.TRAINED, chunk_bytes=4)])
-    state.compile("numba")
     start, started = threading.Thread.start, []
 
     def start_few(thread: threading.Thread) -> None:
@@ -258,10 +257,17 @@ def test_without_helpers_a_boundary_is_done_alone(monkeypatch, num_threads: int)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_few)
+    state.compile("numba")
+    assert len(started) == num_threads
     for chunk in state.chunks:
         chunk.pending.fill_(1.0)
         chunk.has_pending = True
     assert state.boundary(0.0) == 0
     assert all((chunk.x == 1.0).all() for chunk in state.chunks)
-    assert not any(thread.is_alive() for thread in started), "none works after the boundary"
     state.end_helpers()
+    assert not any(thread.is_alive() for thread in started)
+    for chunk in state.chunks:
+        chunk.pending.fill_(1.0)
+        chunk.has_pending = True
+    assert state.boundary(0.0) == 0
+    assert all((chunk.x == 2.0).all() for chunk in state.chunks)

@@ -409,7 +409,7 @@ def test_host_memory_queues_nothing() -> None:
     assert type(state.device) is Device
     assert type(State([]).device) is Device
     values = torch.ones(3)
-    with state.device.gossip_thread(), state.device.lock():
+    with state.device.gossip_thread(), state.device.order():
         state.device.write(lambda out: out.fill_(2.0), values)
         state.device.finish()
     assert values.tolist() == [2.0] * 3
