@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
@@ -36,6 +37,94 @@ def test_a_checkpoint_copies_a_chunk_before_an_exchange_or_after_it() -> None:
     finally:
         ends.set()
         gossip.join()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_chunk_follows_the_equations_wherever_it_is_flowed(seed: int) -> None:
+    """In float64, with y = x + pending, whichever of boundary and exchange flows first."""
+    random = Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    y, c, theta, alpha_tilde = (
+        torch.randn(9, generator=generator).double(),
+        torch.zeros(9),
+        0.0,
+        1.7,
+    )
+    c = c.double()
+    segment = Segment(y.clone(), Role.TRAINED)
+    (chunk,) = State([segment]).chunks
+    for _ in range(40):
+        now = theta + random.choice((0.0, 0.1, 0.7))
+        share, theta = 0.5 * (1.0 - math.exp(-2.0 * (now - theta))), now
+        y, c = y + share * c, (1.0 - 2.0 * share) * c
+        out, peers = torch.empty_like(y), torch.randn(9, generator=generator).double()
+        event = random.choice(("boundary", "flow", "exchange", "both", "step"))
+        if event == "exchange":
+            assert chunk.snapshot(theta, out)
+            if random.random() < 0.5:
+                assert chunk.boundary(theta)
+            norm = chunk.exchange(theta, out, peers, alpha_tilde)
+        elif event == "both":
+            norm = chunk.snapshot_and_exchange(theta, out, peers, alpha_tilde)
+        if event in ("exchange", "both"):
+            torch.testing.assert_close(out, y)
+            assert norm == pytest.approx(float(((y - peers) ** 2).sum()))
+            delta = y - peers
+            y, c = y - 0.5 * delta, c - (alpha_tilde - 0.5) * delta
+        elif event == "flow":
+            chunk.flow(theta)
+        else:
+            assert chunk.boundary(theta)
+            assert not chunk.pending.any()
+        if event == "step":
+            chunk.x.sub_(1.0)
+            y = y - 1.0
+        z = torch.empty_like(y)
+        # Of the phase that the chunk was flowed to: a step and a snapshot leave it where it was.
+        chunk.read_z(z)
+        torch.testing.assert_close(z, y + 0.5 * c)
+    chunk.flow(theta)
+    held = torch.empty_like(y)
+    chunk.read(held)
+    torch.testing.assert_close(held, y)
+    assert chunk.boundary(math.inf)
+    torch.testing.assert_close(chunk.x, y + 0.5 * c)
+
+
+class CallsBack:
+    """A lock after whose release, before its former holder goes on, another thread has its turn."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self._lock, self._then = threading.Lock(), then
+
+    def acquire(self, blocking: bool = True) -> bool:
+        return self._lock.acquire(blocking)
+
+    def release(self) -> None:
+        self._lock.release()
+        then, self._then = self._then, lambda: None
+        then()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@pytest.mark.parametrize("role", [Role.TRAINED, Role.BUFFER])
+def test_an_exchange_right_after_a_boundary_waits_for_the_next(role: Role) -> None:
+    (chunk,) = State([Segment(torch.full((3,), 6.0), role)]).chunks
+
+    def exchange() -> None:
+        chunk.snapshot_and_exchange(0.0, torch.empty(3), torch.full((3,), 2.0), 0.5)
+
+    exchange()
+    chunk.lock = CallsBack(exchange)  # type: ignore[assignment]
+    assert chunk.boundary(0.0)
+    assert chunk.x.tolist() == [4.0] * 3
+    assert chunk.boundary(0.0)
+    assert chunk.x.tolist() == [3.0] * 3
 
 
 def buffers(values: Tensor) -> Chunk:

@@ -472,6 +472,30 @@ def test_averaged_alone_is_oneself_and_a_step_within_is_an_error(wrap):
             optimizer.step()
 
 
+def test_an_error_within_averaged_brings_the_worker_s_own_parameters_back(wrap):
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = wrap(net, optimizer)
+    for chunk in model._engine._state.chunks:
+        chunk.exchange(0.0, torch.zeros_like(chunk.x), torch.full_like(chunk.x, 4.0), 0.5)
+    own, pointers = copy.deepcopy(net.state_dict()), [p.data_ptr() for p in net.parameters()]
+
+    def fail() -> None:
+        assert torch.equal(net[0].weight, own["0.weight"] + 2.0)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), model.averaged():
+        fail()
+    assert all(torch.equal(value, own[name]) for name, value in net.state_dict().items())
+    assert [p.data_ptr() for p in net.parameters()] == pointers
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(parameter.detach(), own[name] - 0.1 + 2.0, msg=name)
+    assert model.stats().gradient_steps == 1
+
+
 def test_own_nan_is_not_averaged_into_what_is_shown_or_saved(wrap, tmp_path):
     net = nn.Linear(2, 2)
     model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
