@@ -250,8 +250,6 @@ def test_state_dict_has_the_modules_own_names_and_loads_both_ways(wrap):
     assert_bitwise_equal(model, other)
     net.load_state_dict(make(6).state_dict())
     assert_bitwise_equal(model, make(6))
-    with pytest.raises(ValueError, match="assign=True"):
-        model.load_state_dict(other.state_dict(), assign=True)
 
 
 class Holder(nn.Module):
@@ -431,12 +429,10 @@ def test_without_a_budget_progress_is_an_error_that_says_what_to_give(wrap):
     with pytest.raises(RuntimeError, match=r"budget_samples=, or loop over model\.epochs"):
         model.progress()
     assert not model.finished
-    with pytest.raises(ValueError, match="budget_samples"):
-        next(model.batches([1]))
 
 
 @pytest.mark.parametrize("within", [False, True])
-def test_batches_shuffles_anew_each_epoch_and_refuses_an_empty_loader(wrap, within):
+def test_batches_shuffles_anew_each_epoch(wrap, within):
     data = TensorDataset(torch.arange(8.0).reshape(8, 1))
     sampler = DistributedSampler(data, num_replicas=1, rank=0)
     loader = (
@@ -454,10 +450,6 @@ def test_batches_shuffles_anew_each_epoch_and_refuses_an_empty_loader(wrap, with
         optimizer.step()
     assert len(orders) == 2
     assert orders[0] != orders[1]
-    net = nn.Linear(1, 1)
-    empty = wrap(net, torch.optim.SGD(net.parameters(), 0.1), budget_samples=4)
-    with pytest.raises(ValueError, match="no batch"):
-        next(empty.batches([]))
 
 
 def test_averaged_alone_is_oneself_and_a_step_within_is_an_error(wrap):
