@@ -229,14 +229,8 @@ class GossipDataParallel(nn.Module):
         or a compiled one, may be called in place of this.
         """
         if self.training and torch.is_grad_enabled():
-            self._begin_forward((args, kwargs))
+            self._worker.begin_forward((args, kwargs))
         return self._engine.forward_module(*args, **kwargs)
-
-    # A compiled wrapper breaks its graph here, before it, and has the module's graphs alone.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _begin_forward(self, batch: Any) -> None:
-        self._checkpointer.at_forward()
-        self.count_batch(batch)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context to accumulate gradients in, for scripts written for DDP.

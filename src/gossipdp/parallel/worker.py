@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,9 @@ class Worker:
             between=self.checkpointer.take_due,
             within=self.checkpointer.of_batches,
         )
+        # A compiled wrapper breaks its graph before this, and so has the module's graphs alone.
+        disable: Callable[[Any], Any] = torch.compiler.disable
+        self.begin_forward = disable(self._begin_forward)
         self._hooks = Hooks(
             module,
             optimizers,
@@ -99,6 +102,10 @@ class Worker:
             loaded=self.engine.loaded,
             watches_others=options.method != "allreduce",
         )
+
+    def _begin_forward(self, batch: Any) -> None:
+        self.checkpointer.at_forward()
+        self.feed.count_forward(batch)
 
     def stepped(self, optimizer_index: int) -> None:
         """An optimizer's step has ended; that of the first is a gradient step."""
