@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,7 +44,7 @@ class Feed:
         self._between, self._within = between, within
         self._samples_per_step = options.samples_per_step
         self._batch_dim = options.batch_dim
-        self._is_yielding = False
+        self._is_yielding = self._is_repeat = False
         self._counted = self._all_counted = 0
 
     def take_counted(self) -> int:
@@ -66,9 +67,35 @@ class Feed:
         logger.warning("%s", problem)
 
     def count_forward(self, batch: Any) -> None:
-        """Count a batch of a loop of the user's own; one that was yielded here is counted."""
-        if self._samples_per_step is None and not self._is_yielding:
+        """Count a batch of a loop of the user's own; one that was yielded here is counted.
+
+        So is one whose forward pass is repeated: by a closure, or in a backward pass, by activation
+        checkpointing. (If that is reentrant, its first pass had no gradients and was not counted.)
+        """
+        node = torch._C._current_autograd_node()  # None: no backward pass runs
+        if node is not None and node.name() != "CheckpointFunctionBackward":
+            return
+        if self._samples_per_step is None and not (self._is_yielding or self._is_repeat):
             self._counted += _batch_size(batch, self._batch_dim) or 1
+
+    def counting_once(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the closure for a step, whose samples are counted by its first call alone.
+
+        Nor by that one if there were forward passes before the step: they were of the same batch,
+        as with SAM.
+        """
+        is_repeat = self._counted > 0
+
+        @functools.wraps(closure)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_repeat
+            self._is_repeat, is_repeat = is_repeat, True
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._is_repeat = False
+
+        return counted
 
     def until(self, samples: int, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield batches until the workers together have trained on so many samples."""

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -318,6 +318,15 @@ class FlatParameters:
                 f"module was wrapped and is {tensor.dtype} {tuple(tensor.shape)} on "
                 f"{tensor.device} now. Call .to() before wrapping, or wrap again"
             )
+        for layout in (torch.channels_last, torch.channels_last_3d):
+            here, there = (
+                each.is_contiguous(memory_format=layout) for each in (view.of(flat), tensor)
+            )
+            if there and not (here or tensor.is_contiguous()):
+                raise ModelChangedError(
+                    f"{view.name!r} was turned to {layout} after wrapping, which would be undone: "
+                    "call .to(memory_format=...) before wrapping, or wrap again"
+                )
         with torch.no_grad():
             view.of(flat).copy_(tensor)
         self._bind(view, flat)
@@ -347,6 +356,14 @@ class FlatParameters:
             else:
                 view.tensor.data = view.alone(self._flats[view.segment])
         reshard(self._module)
+
+    def forget(self, loaded: Iterable[Tensor]) -> None:
+        """Drop what exchanges have brought to these parameters and buffers, and their momentum."""
+        ids = set(map(id, loaded))
+        for view in self._views:
+            if id(view.held) in ids and view.role.is_exchanged:
+                segment = self.state.segments[view.segment]
+                segment.forget(view.offset, view.tensor.numel())
 
     def named(self, flats: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Map each name to its view of ``flats``, which are of the same layout or None."""

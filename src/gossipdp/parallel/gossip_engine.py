@@ -5,7 +5,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import fields, replace
 from statistics import fmean
@@ -267,16 +267,19 @@ class GossipEngine(Engine):
         if not self._is_averaged:
             self._flat.check()
 
-    def loaded(self) -> None:
+    def loaded(self, tensors: Iterable[Tensor]) -> None:
         """See :class:`Engine`: no pending, no momentum, no half exchange is left."""
         if self._is_averaged:
             raise RuntimeError(
                 "load_state_dict() within model.averaged(): the module's own parameters come back "
                 "at its end, and what was loaded would be lost. Load before it, or after it"
             )
-        self._thread.call(self._loop.hold).result()
-        self._state.reset()
-        self._thread.call(self._loop.release).result()
+        try:
+            self._thread.call(self._loop.hold).result()
+            self._state.device.finish()
+            self._flat.forget(tensors)
+        finally:
+            self._thread.call(self._loop.release).result()
 
     # Poison.
 

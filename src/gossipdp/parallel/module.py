@@ -21,7 +21,7 @@ from gossipdp.dynamics.outer import OuterStep
 from gossipdp.parallel.checkpoint_files import check_name, copied_state, write_state
 from gossipdp.parallel.checkpointer import Stateful
 from gossipdp.parallel.feed import dataset_size
-from gossipdp.parallel.hooks import check_unwrapped, checked_optimizers
+from gossipdp.parallel.hooks import check_arguments, check_unwrapped, checked_optimizers
 from gossipdp.parallel.options import Checkpoints, Monitor, Network, Options
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.parallel.worker import Worker, close_at_exit
@@ -131,8 +131,10 @@ class GossipDataParallel(nn.Module):
         network: Network | None = None,
         checkpoints: Checkpoints | None = None,
         monitor: Monitor | None = None,
+        **unknown: NoReturn,  # typed so that type checkers refuse it where it is written
     ) -> None:
         super().__init__()
+        check_arguments(module, unknown, type(self))
         logs.configure()  # GOSSIPDP_LOG, under whichever launcher
         options = Options(
             graph=graph,
@@ -227,9 +229,18 @@ class GossipDataParallel(nn.Module):
         or a compiled one, may be called in place of this.
         """
         if self.training and torch.is_grad_enabled():
-            self._checkpointer.at_forward()
-            self.count_batch((args, kwargs))
+            self._worker.begin_forward((args, kwargs))
         return self._engine.forward_module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context to accumulate gradients in, for scripts written for DDP.
+
+        Exchanges come with ``optimizer.step()`` alone, so it does nothing: to accumulate, call that
+        less often. With ``allreduce`` it is DistributedDataParallel's own.
+        """
+        forward: Any = self._engine.forward_module
+        is_ddp = isinstance(forward, nn.parallel.DistributedDataParallel)
+        return forward.no_sync() if is_ddp else contextlib.nullcontext()
 
     def count_batch(self, batch: Any) -> None:
         """Count the samples of ``batch`` as those of the step under way.
@@ -492,6 +503,17 @@ class GossipDataParallel(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._engine.check()
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Say where to find what only the wrapped module has."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name != "module" and hasattr(self.module, name):
+                raise AttributeError(
+                    f"the wrapper has no {name!r}, and the module has: use model.module.{name}"
+                ) from None
+            raise error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy takes no part in the run: it is a copy of the module, as for an EMA of it."""

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,10 +107,14 @@ class Worker:
             between=self.checkpointer.take_due,
             within=self.checkpointer.of_batches,
         )
+        # A compiled wrapper breaks its graph before this, and so has the module's graphs alone.
+        disable: Callable[[Any], Any] = torch.compiler.disable
+        self.begin_forward = disable(self._begin_forward)
         self._hooks = Hooks(
             module,
             optimizers,
             stepped=self.stepped,
+            counting_once=self.feed.counting_once,
             loaded=self.engine.loaded,
             watches_others=options.method != "allreduce",
         )
@@ -138,6 +142,10 @@ class Worker:
                     "since %s",
                     error,
                 )
+
+    def _begin_forward(self, batch: Any) -> None:
+        self.checkpointer.at_forward()
+        self.feed.count_forward(batch)
 
     def stepped(self, optimizer_index: int) -> None:
         """An optimizer's step has ended; that of the first is a gradient step."""

@@ -76,6 +76,58 @@ def test_what_goes_wrong_with_a_graph_is_raised_where_it_was_asked_for() -> None
         until_there(Background[Place](), "graph", fail)
 
 
+@pytest.mark.parametrize("meets", ["before the wish", "the wish", "within the step", "the turn"])
+def test_no_step_is_overlooked_however_two_threads_meet(meets: str) -> None:
+    """The loop looks at a step in that turn, which does not wait then, or is woken from it."""
+    waits_s: list[float] = []
+    woken: list[int] = []
+    looked_at: list[tuple[int, float]] = []
+    due: list[str] = []
+
+    class Loop:
+        protocol = SimpleNamespace(rank=0, step=lambda *step: looked_at.append(step))
+
+        def __init__(self) -> None:
+            self.protocol.clock = self
+            self.transport = SimpleNamespace(wake=lambda: woken.append(len(waits_s)))
+
+        def perform(self, _: object) -> None: ...
+
+        @property
+        def timed_from_step(self) -> float:
+            meet("the wish")
+            return 1.0
+
+        def clock(self) -> float:
+            meet("within the step")
+            return 5.0
+
+        def turn(self, timeout_s: float) -> None:
+            waits_s.append(timeout_s)
+            meet("the turn")
+            thread._stopping = True
+
+    def meet(place: str) -> None:
+        """Let the other thread have its turn, once."""
+        if due == [place]:
+            due.clear()
+            thread._turn_until_closed() if place == "within the step" else thread.step(3)
+
+    thread = GossipThread(Loop())  # type: ignore[arg-type]
+    due.append(meets)
+    if meets == "before the wish":
+        empty = thread._empty_queues
+        thread._empty_queues = lambda: (empty(), thread.step(3))  # type: ignore[method-assign]
+    if meets == "within the step":
+        thread.step(3)
+    else:
+        thread._turn_until_closed()
+    assert len(waits_s) == 1
+    assert waits_s == [0.0] or woken == [1]
+    GossipThread._empty_queues(thread)
+    assert looked_at == [(3, 5.0)]
+
+
 def test_calls_are_answered_even_if_closing_fails() -> None:
     def fail(*_: object) -> None:
         raise OSError("no such device")

@@ -209,8 +209,6 @@ def test_names_are_taken_once_and_what_is_new_begins_anew(tmp_path, caplog):
     model, optimizer = make(None)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model.also_checkpoint(schedule=schedule)
-    with pytest.raises(ValueError, match="'schedule' is saved with the checkpoints already"):
-        model.also_checkpoint(schedule=schedule)
     model.save_checkpoint()
     model.close()
     model, optimizer = make("auto")
