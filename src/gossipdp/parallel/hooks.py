@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -15,6 +19,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from gossipdp.errors import ModelChangedError
 from gossipdp.parallel.schedule import ProgressLR
 
 logger = logging.getLogger("gossipdp")
@@ -23,6 +28,9 @@ FOLLOWS_NO_COUNT = (ProgressLR, ReduceLROnPlateau)
 
 _wrapped: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """The modules that take part in a run, until their wrapper is closed or dropped."""
+_left_alone: "weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]"
+_left_alone = weakref.WeakKeyDictionary()
+"""The optimizers whose wrapper was dropped, each with the hook that says so."""
 
 
 class Hooks:
@@ -54,10 +62,17 @@ class Hooks:
         self._begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
         self._begun = weakref.WeakKeyDictionary()
         self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._has_grown = False
+        for each in optimizers:
+            if (handle := _left_alone.pop(each, None)) is not None:
+                handle.remove()
         self._handles: list[RemovableHandle] = [
             each.register_step_post_hook(self._ended(index))
             for index, each in enumerate(optimizers)
         ]
+        # Of every module there is: what was registered is looked for at the next step.
+        self._handles.append(register_module_parameter_registration_hook(self._grows))
+        self._handles.append(register_module_module_registration_hook(self._grows))
         if watches_others:
             self._handles.append(register_optimizer_step_pre_hook(self._any_begins))
             self._handles.append(register_optimizer_step_post_hook(self._any_ended))
@@ -79,6 +94,7 @@ class Hooks:
     ) -> Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]:
         def ended(optimizer: torch.optim.Optimizer, *_: object) -> None:
             self._num_boundaries += 1
+            self._refuse_new_parameters()
             # GradScaler calls a fused optimizer's step also where it moves nothing. On a device
             # this waits for the step, as the boundary does anyway.
             found_inf = getattr(optimizer, "found_inf", None)
@@ -87,11 +103,25 @@ class Hooks:
 
         return ended
 
+    def _grows(self, *_: object) -> None:
+        self._has_grown = True
+
+    def _refuse_new_parameters(self) -> None:
+        for name, parameter in self._module.named_parameters() if self._has_grown else ():
+            if parameter.requires_grad and id(parameter) not in self._parameters:
+                raise ModelChangedError(
+                    f"parameter {name!r} was added to the module after wrapping, so workers "
+                    "neither exchange nor average it. Add it, and give it to an optimizer, before "
+                    "wrapping; or close() the wrapper and wrap again"
+                )
+        self._has_grown = False
+
     def _any_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._begun[optimizer] = self._num_boundaries
 
     def _any_ended(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise where an optimizer that was not wrapped has moved the module's parameters."""
+        self._refuse_new_parameters()
         begun = self._begun.pop(optimizer, self._num_boundaries)
         is_within = any(each in self._begun for each in self._optimizers)
         if begun != self._num_boundaries or is_within or optimizer in self._others:
@@ -167,6 +197,25 @@ def check_unwrapped(module: nn.Module, kind: type[nn.Module]) -> None:
             raise ValueError(
                 "the module is wrapped already: use that wrapper, or close() it before"
             )
+
+
+def warn_of_steps_alone(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Log one warning at the next step of any of these, unless they are wrapped again before."""
+    is_due = True
+
+    def warn(*_: object) -> None:
+        nonlocal is_due
+        if is_due:
+            is_due = False
+            logger.warning(
+                "this model trains alone: its GossipDataParallel has left the run, since nothing "
+                "refers to it any more. Keep it until the end: model = GossipDataParallel(net, "
+                "optimizer), then train, then model.consolidate(). To leave the run on purpose "
+                "call model.close()"
+            )
+
+    for each in optimizers:
+        _left_alone[each] = each.register_step_post_hook(warn)
 
 
 def warn_of_step_counters(optimizers: Sequence[torch.optim.Optimizer]) -> None:

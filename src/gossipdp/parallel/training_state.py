@@ -1,7 +1,7 @@
 """What a worker trains with besides its parameters: the optimizers' state, given and taken over."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,22 @@ def capture(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """Return the optimizers' states as they are now, not copied; of a DTensor the own part."""
     states = [optimizer.state_dict() for optimizer in optimizers]
     return {"optimizers": [each | {"state": _own_parts(each["state"])} for each in states]}
+
+
+def check_tensors(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError where a parameter or buffer has a type that no checkpoint can hold."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in skeleton.DTYPE_NAMES:
+            raise ValueError(
+                f"{name!r} is {tensor.dtype}, which checkpoints cannot hold: hold it in another "
+                "type (a complex tensor as torch.view_as_real gives it), register it with "
+                "persistent=False if the module can make it itself, or wrap without checkpoints"
+            )
+
+
+def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ValueError where their state can neither be saved nor be given to a joiner."""
+    skeleton.pack(capture(optimizers), INLINE_BYTES)
 
 
 def _own_parts(value: Any) -> Any:

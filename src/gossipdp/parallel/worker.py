@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,13 @@ from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.feed import DataPosition, Feed
 from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
-from gossipdp.parallel.hooks import Hooks, warn_of_step_counters
+from gossipdp.parallel.hooks import Hooks, warn_of_step_counters, warn_of_steps_alone
 from gossipdp.parallel.monitoring import Monitoring, describe
+from gossipdp.parallel.optimizer_watch import OptimizerWatch
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
+
+logger = logging.getLogger("gossipdp")
 
 
 class Worker:
@@ -41,6 +45,9 @@ class Worker:
         self.replica = replica = Replica.of(module, options.mesh, Environment.read())
         environment = replica.environment
         options = dataclasses.replace(options, checkpoints=replica.own_files(options.checkpoints))
+        self._is_saving = options.checkpoints.directory is not None
+        if self._is_saving:
+            training_state.check_tensors(named_tensors(module))
         joins = environment.is_joining
         # One that comes into a run that goes on takes a live worker's state, and writes beside it.
         resumption = None if joins else _resumption(module, options, replica)
@@ -91,6 +98,12 @@ class Worker:
             between=self.checkpointer.take_due,
             within=self.checkpointer.of_batches,
         )
+        self._watch: OptimizerWatch | None = None
+        if options.method != "allreduce":
+            choice = options.exchange_moments
+            named = choice if isinstance(choice, Mapping) else ()
+            self._watch = OptimizerWatch(module, optimizers, named)
+        self._not_stepped = set(range(len(optimizers)))
         self._hooks = Hooks(
             module,
             optimizers,
@@ -101,6 +114,11 @@ class Worker:
 
     def stepped(self, optimizer_index: int) -> None:
         """An optimizer's step has ended; that of the first is a gradient step."""
+        if self._watch is not None:
+            self._watch.stepped(optimizer_index)
+        if optimizer_index in self._not_stepped:
+            self._not_stepped.remove(optimizer_index)
+            self._check_state(self._optimizers[optimizer_index])
         if optimizer_index != 0:
             self.engine.boundary(optimizer_index, 0)
             return
@@ -112,15 +130,38 @@ class Worker:
             warn_of_step_counters(self._optimizers)
         self.feed.check_counted(self.num_steps)
 
-    def close(self, checkpoint_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    def _check_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say now what checkpoints and joiners would meet later."""
+        try:
+            training_state.check_optimizers([optimizer])
+        except ValueError as error:
+            name = type(optimizer).__name__
+            if self._is_saving:
+                raise ValueError(
+                    f"checkpoints cannot hold what the {name} keeps: {error}. Use another "
+                    "optimizer, or wrap without checkpoints"
+                ) from None
+            if self._watch is not None and self.engine.world_size > 1:
+                logger.warning(
+                    "no worker can join this run, or come back after a death, since what the %s "
+                    "keeps cannot be given to it: %s",
+                    name,
+                    error,
+                )
+
+    def close(
+        self, checkpoint_timeout_s: float = CLOSE_TIMEOUT_S, *, is_dropped: bool = False
+    ) -> None:
         """Close all parts, each of them whatever another raises.
 
         Garbage is collected in any thread, one of those that are ended here among them: what would
         wait for itself is left to a thread of its own. A forked child leaves its parent's run
-        alone.
+        alone. If the wrapper ``is_dropped``, a step that follows gets a warning.
         """
         if os.getpid() != self._process_id:
             return
+        if is_dropped:
+            warn_of_steps_alone(self._optimizers)
 
         def close() -> None:
             with contextlib.ExitStack() as parts:  # the last one first

@@ -268,7 +268,7 @@ def test_a_chunk_finds_room_of_the_length_that_it_must_have(ends):
     assert len(room) == payload.nbytes, "of another length it ends the link"
 
 
-def test_who_has_nothing_to_give_says_so(ends):
+def test_who_has_nothing_to_give_says_so(ends, caplog):
     giver, taker = ends
     giver.transfers.serve([], lambda: None)
     giver.refusal = "it is poisoned"
@@ -283,9 +283,12 @@ def test_who_has_nothing_to_give_says_so(ends):
         raise ValueError("its state cannot be described")
 
     giver.transfers.offer = broken
-    taker.fetch_training(0)
-    deliver(giver, taker)
-    assert "described" in str(taker.ended[-1])
+    for _ in range(2):
+        taker.fetch_training(0)
+        deliver(giver, taker)
+        assert "described" in str(taker.ended[-1])
+    (said,) = [each.getMessage() for each in caplog.records if "described" in each.getMessage()]
+    assert said.startswith("worker 1 cannot join by this one's state")
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from bitwise import assert_bitwise
 from torch import Tensor, nn
 
+from gossipdp import Checkpoints
 from gossipdp.parallel import skeleton, training_state
 from gossipdp.parallel.training_state import Arriving, BetweenSteps, capture, restore
 
@@ -226,3 +228,41 @@ def test_what_an_optimizer_cannot_say_is_an_error_of_one_line():
     optimizer.param_groups[0]["rule"] = weight_and_adam
     with pytest.raises(ValueError, match=r"\['rule'\] is a builtins.function"):
         BetweenSteps([optimizer]).offer()
+
+
+class Compressed(torch.optim.SGD):
+    """Keeps a tensor of its own kind of each parameter."""
+
+    class Kind(Tensor):
+        pass
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["codes"] = torch.zeros(3).as_subclass(self.Kind)
+
+
+def test_what_cannot_be_saved_is_an_error_at_the_first_step_and_not_at_the_first_checkpoint(
+    wrap: Any, tmp_path: Path
+) -> None:
+    net = nn.Linear(2, 2)
+    first, second = torch.optim.SGD([net.bias], 0.1), Compressed([net.weight], 0.1)
+    wrap(net, [first, second], checkpoints=Checkpoints(tmp_path, every_steps=100))
+    first.step()
+    with pytest.raises(ValueError, match=r"what the Compressed keeps: .*'codes'.* is a .*Kind"):
+        second.step()
+
+
+def test_without_checkpoints_it_is_a_warning_that_nobody_can_join(wrap: Any, caplog: Any) -> None:
+    net = nn.Linear(2, 2)
+    optimizer = Compressed(net.parameters(), 0.1)
+    model = wrap(net, optimizer)
+    optimizer.step()
+    assert "no worker can join" not in caplog.text  # a run of one: nobody is missed
+    model.close()
+    model = wrap(net, optimizer)
+    model._engine.world_size = 2
+    optimizer.step()
+    optimizer.step()
+    (text,) = [each.getMessage() for each in caplog.records if "join" in each.getMessage()]
+    assert text.startswith("no worker can join this run, or come back after a death, since what")
+    assert "'codes'" in text
