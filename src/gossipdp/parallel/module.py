@@ -23,7 +23,7 @@ from gossipdp.parallel.checkpointer import Stateful
 from gossipdp.parallel.feed import dataset_size
 from gossipdp.parallel.hooks import check_unwrapped, checked_optimizers
 from gossipdp.parallel.options import Checkpoints, Monitor, Network, Options
-from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
 from gossipdp.parallel.worker import Worker, close_at_exit
 
 Batch = TypeVar("Batch")
@@ -391,8 +391,12 @@ class GossipDataParallel(nn.Module):
         """
         self._checkpointer.take_last()
         self._monitoring.consolidating()
+        is_common_end = self._feed.finished
+        known = {member.rank: member.gradient_steps for member in self._engine.view()[0]}
         result = self._engine.consolidate(math.inf if timeout_s is None else timeout_s)
         self._is_consolidated = True
+        if not is_common_end:
+            warn_of_steps_after(self.rank, known, result)
         self._monitoring.ended(result)
         self.close()
         return result
