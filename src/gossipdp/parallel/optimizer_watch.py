@@ -1,7 +1,7 @@
 """What a look at an optimizer tells after its first step: copies of the weights, and no effect."""
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ ONLY_WRITES_ITS_COPY = (torch.optim.ASGD,)
 
 
 class OptimizerWatch:
-    r"""Finds optimizers that keep a copy of the weights, and those that change none.
+    r"""Finds out whether an optimizer keeps a copy of the weights, or changes none.
 
     Exchanges move a parameter, and no copy of it that an optimizer keeps: float32 master weights,
     slow weights (Lookahead), the z of schedule-free, an average. Such an optimizer pulls the
@@ -40,36 +40,16 @@ class OptimizerWatch:
     an optimizer's first step, and again when its state gets further tensors.
 
     Args:
-        module, optimizers: of the wrapper, which has moved the parameters already.
-        exchanged: the tensors in their state that the user wants exchanged, by name.
+        optimizer: one of the wrapper, which has moved the parameters already.
+        names: of the module's parameters, by their id.
+        exchanged: the tensors in its state that the user wants exchanged, by name.
     """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        exchanged: Collection[str] = (),
-    ) -> None:
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._watched = [_Watched(optimizer, names, exchanged) for optimizer in optimizers]
-
-    def stepped(self, optimizer_index: int) -> None:
-        """Look at an optimizer that has stepped; its boundary has not begun.
-
-        Raises:
-            ValueError: it keeps a copy of a parameter.
-        """
-        self._watched[optimizer_index].stepped()
-
-
-class _Watched:
-    """One optimizer and what its parameters were."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         names: Mapping[int, str],
-        exchanged: Collection[str],
+        exchanged: Collection[str] = (),
     ) -> None:
         self._optimizer = optimizer
         self._exchanged = exchanged
@@ -91,6 +71,11 @@ class _Watched:
         return [parameter._version for parameter in self._parameters.values()]
 
     def stepped(self) -> None:
+        """Look at an optimizer that has stepped; its boundary has not begun.
+
+        Raises:
+            ValueError: it keeps a copy of a parameter.
+        """
         state = self._optimizer.state
         num_kept = len(state), len(next(iter(state.values()), ()))
         if num_kept == self._num_kept:

@@ -98,11 +98,14 @@ class Worker:
             between=self.checkpointer.take_due,
             within=self.checkpointer.of_batches,
         )
-        self._watch: OptimizerWatch | None = None
+        self._watches: list[OptimizerWatch] = []
         if options.method != "allreduce":
-            choice = options.exchange_moments
-            named = choice if isinstance(choice, Mapping) else ()
-            self._watch = OptimizerWatch(module, optimizers, named)
+            choice, names = (
+                options.exchange_moments,
+                {id(p): n for n, p in module.named_parameters()},
+            )
+            exchanged = choice if isinstance(choice, Mapping) else ()
+            self._watches = [OptimizerWatch(each, names, exchanged) for each in optimizers]
         self._not_stepped = set(range(len(optimizers)))
         self._hooks = Hooks(
             module,
@@ -114,8 +117,8 @@ class Worker:
 
     def stepped(self, optimizer_index: int) -> None:
         """An optimizer's step has ended; that of the first is a gradient step."""
-        if self._watch is not None:
-            self._watch.stepped(optimizer_index)
+        if self._watches:
+            self._watches[optimizer_index].stepped()
         if optimizer_index in self._not_stepped:
             self._not_stepped.remove(optimizer_index)
             self._check_state(self._optimizers[optimizer_index])
@@ -141,7 +144,7 @@ class Worker:
                     f"checkpoints cannot hold what the {name} keeps: {error}. Use another "
                     "optimizer, or wrap without checkpoints"
                 ) from None
-            if self._watch is not None and self.engine.world_size > 1:
+            if self._watches and self.engine.world_size > 1:
                 logger.warning(
                     "no worker can join this run, or come back after a death, since what the %s "
                     "keeps cannot be given to it: %s",
