@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from known_average import assert_is_mean, quietly, x_of, z_of
 from torch import nn
 
 from gossipdp import GossipDataParallel, Network
@@ -127,6 +128,21 @@ class Worker:
         path = self.directory / f"end-{self.model.rank}-{self.life}.json"
         path.write_text(json.dumps(diary))
 
+    def finish_openly(self, num_workers: int) -> None:
+        """Finish, and leave in files what this worker brought to the average, and the average."""
+
+        def meet(word: str) -> None:
+            (self.directory / f"{word}-{self.model.rank}").touch()
+            deadline_s = time.monotonic() + LONGEST_S
+            while len(list(self.directory.glob(f"{word}-*"))) < num_workers:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.005)
+
+        brought = quietly(self.model, meet, lambda: z_of(self.model))
+        torch.save(brought, self.directory / f"brought-{self.model.rank}.pt")
+        self.finish()
+        torch.save(x_of(self.model), self.directory / f"average-{self.model.rank}.pt")
+
     def die(self, *_: Any) -> None:
         (self.directory / f"death-{self.model.rank}").write_text(repr(time.monotonic()))
         (self.directory / f"trained-{self.model.rank}").write_text(str(self.trained))
@@ -164,7 +180,7 @@ def die_one_by_one(directory: Path, deaths: dict[int, float]) -> None:
             )
         )
     worker.train(max(deaths.values()) + 0.5)
-    worker.finish()
+    worker.finish_openly(worker.model.world_size - len(deaths))
 
 
 @pytest.mark.parametrize(
@@ -181,6 +197,8 @@ def test_the_dead_are_noticed_within_a_second_and_the_others_train_on(
     assert {each["rank"] for each in ends} == set(range(num_workers)) - deaths.keys()
     for end in ends:
         assert end["num_workers"] == num_workers - len(deaths)
+        average = torch.load(tmp_path / f"average-{end['rank']}.pt")
+        assert_is_mean(average, [torch.load(path) for path in tmp_path.glob("brought-*.pt")])
         for rank in deaths:
             assert 0 < end["seen"][f"{rank} DEAD"] - death_of(tmp_path, rank) < 1.0
 
@@ -317,8 +335,11 @@ def test_a_worker_that_is_started_again_takes_anothers_state_and_goes_on(
     workers(die_once, 3, (tmp_path, rank), max_restarts=1)
     ends = diaries(tmp_path)
     assert [end["rank"] for end in ends] == [0, 1, 2]
+    # Who comes back counts on from what the others had heard of its earlier life.
+    num_steps = sum(end["steps"] for end in ends)
     for end in ends:
         assert end["num_workers"] == 3
+        assert end["samples"] == 32 * num_steps
         if end["rank"] == rank:
             assert end["optimizer_steps"] >= 3
             assert 0.0 < end["seen"]["exchanged"] - death_of(tmp_path, rank) < 15.0

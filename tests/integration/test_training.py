@@ -1,5 +1,6 @@
 """GossipDataParallel in several real processes."""
 
+import logging
 import math
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from known_average import assert_is_mean, phase_and_starts, phase_by_hand, quietly, x_of, z_of
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
@@ -59,8 +61,12 @@ def train_and_consolidate(method: str, graph: str, optimizer_name: str, options:
     model = GossipDataParallel(net, optimizer, method=method, graph=graph, **options)
     start = flat(net)
     train(model, optimizer, 40)
+    if method == "allreduce":
+        result = model.consolidate()
+        return start, flat(net), model.stats(), result, None, None
+    z = quietly(model, lambda _: wait_for_all(model), lambda: z_of(model))
     result = model.consolidate()
-    return start, flat(net), model.stats(), result
+    return start, flat(net), model.stats(), result, z, x_of(model)
 
 
 CASES = {
@@ -75,14 +81,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_all_start_from_rank_0_and_end_with_the_same_bits(workers: Callable, case: str) -> None:
+def test_all_start_from_rank_0_and_end_with_the_mean_of_all(workers: Callable, case: str) -> None:
     num_workers, arguments = CASES[case]
     results = workers(train_and_consolidate, num_workers, arguments)
-    starts, ends, stats, outcomes = zip(*results, strict=True)
+    starts, ends, stats, outcomes, brought, averages = zip(*results, strict=True)
     for start, end in zip(starts, ends, strict=True):
         assert torch.equal(start, starts[0])
         assert torch.equal(end, ends[0])
     assert not torch.equal(starts[0], ends[0])
+    if case != "allreduce":
+        assert_is_mean(averages[0], brought)
     assert set(outcomes) == {outcomes[0]}
     assert outcomes[0].world_size == num_workers
     assert outcomes[0].gradient_steps == 40 * num_workers
@@ -297,16 +305,91 @@ def die_in_mid_training(folder: str) -> None:
     train(model, optimizer, 15)
     if model.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
+    deadline_s = time.monotonic() + 30
+    while members(model)[0].is_live:
+        assert time.monotonic() < deadline_s
+        train(model, optimizer, 10)
     train(model, optimizer, 60)
+
+    def meet(word: str) -> None:
+        (Path(folder) / f"{word}-{model.rank}").touch()
+        deadline_s = time.monotonic() + 30
+        while len(list(Path(folder).glob(f"{word}-*"))) < 3:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.002)
+
+    z = quietly(model, meet, lambda: z_of(model))
     result = model.consolidate()
-    torch.save((flat(net), result.world_size), f"{folder}/{model.rank}.pt")
+    torch.save((flat(net), result.world_size, z, x_of(model)), f"{folder}/{model.rank}.pt")
 
 
 def test_the_others_go_on_and_consolidate_when_rank_0_is_killed(workers: Callable, tmp_path: Path):
     with pytest.raises(WorkerFailedError, match="worker 0 died of signal 9"):
         workers(die_in_mid_training, 4, (str(tmp_path),))
     ends = [torch.load(tmp_path / f"{rank}.pt") for rank in (1, 2, 3)]
-    assert all(torch.equal(end, ends[0][0]) and n == 3 for end, n in ends)
+    assert all(torch.equal(end, ends[0][0]) and n == 3 for end, n, *_ in ends)
+    assert_is_mean(ends[0][3], [z for _, _, z, _ in ends])
+
+
+def mix_for_a_while() -> tuple[float, float, list[float], int]:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = GossipDataParallel(net, optimizer, method="a2cid2", graph="ring", comm_rate=0.2)
+    while model.stats().exchanges < 3:  # few, since the history holds 16
+        train(model, optimizer, 1, pause_s=0.01)
+    phase, now_s, starts = quietly(
+        model, lambda _: wait_for_all(model), lambda: phase_and_starts(model)
+    )
+    model.consolidate()
+    return phase, now_s, starts, model.stats().exchanges_failed
+
+
+def test_the_phase_is_what_the_exchanges_of_a_run_make_of_it(workers: Callable) -> None:
+    eta = 1 / (2 * math.sqrt(3 / 4))  # ring of four: chi1 = 1, chi2 = 3/4
+    for phase, now_s, starts, num_failed in workers(mix_for_a_while, 4):
+        assert num_failed == 0
+        assert len(starts) >= 3
+        assert math.isclose(phase, phase_by_hand(eta, now_s, starts), rel_tol=1e-9)
+
+
+def end_by(what: str) -> tuple[float, list[str]]:
+    """Worker 0 is drawn to +1 and worker 1, which makes many more steps, to -1."""
+    net = nn.Linear(8, 1, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = GossipDataParallel(net, optimizer, samples_per_step=1, budget_samples=400)
+    target = 1.0 if model.rank == 0 else -1.0
+    warnings: list[str] = []
+    logging.getLogger("gossipdp").addFilter(lambda record: warnings.append(record.getMessage()))
+
+    def has_ended(num_steps: int) -> bool:
+        if what == "budget":
+            return model.finished
+        return num_steps >= 40 if model.rank == 0 else num_steps >= 200 and num_later > 40
+
+    num_steps = num_before = num_later = 0
+    while not has_ended(num_steps):
+        optimizer.zero_grad()
+        (0.5 * (net.weight - target).square().sum()).backward()
+        optimizer.step()
+        num_steps += 1
+        time.sleep(0.002)
+        if num_steps == 40:
+            wait_for_all(model)
+            num_before = model.stats().exchanges
+        num_later = model.stats().exchanges - num_before
+    model.consolidate()
+    return net.weight.mean().item(), [text for text in warnings if "steps of its own" in text]
+
+
+def test_who_ends_by_its_own_steps_is_told_that_the_last_one_counts_most(workers: Callable) -> None:
+    (mean, first), (other, second) = workers(end_by, 2, ("steps",))
+    assert mean == other
+    assert mean < -0.9
+    assert len(first) == 1
+    assert first[0].startswith("worker 0 ended after 40 steps of its own, and then the others made")
+    assert second == []
+    (_, first), (_, second) = workers(end_by, 2, ("budget",))
+    assert first == second == []
 
 
 def differ(what: str) -> None:

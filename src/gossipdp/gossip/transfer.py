@@ -43,6 +43,7 @@ from gossipdp.errors import PeerLostError
 from gossipdp.gossip.codec import tensor_bytes
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.link import Link
+from gossipdp.logs import OnceLog
 from gossipdp.protocol.messages import (
     OfferTraining,
     RequestState,
@@ -215,6 +216,7 @@ class Transfers:
         self._on_served: Callable[[], None] | None = None
         self._fetch: _Fetch | None = None
         self._counter = 0
+        self._log = OnceLog(logger)
 
     # Giving.
 
@@ -251,6 +253,9 @@ class Transfers:
         try:
             offer = self.offer((peer, request.counter))
         except ValueError as error:
+            self._log.warn_once(
+                "refused", str(peer), "worker %d cannot join by this one's state: %s", peer, error
+            )
             self._send(peer, StateRefused(request.counter, str(error)[:200]))
             return True
         if offer is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from gossipdp.parallel.data_position import DataPosition

@@ -28,7 +28,7 @@ from gossipdp.parallel.arrival import Arrival
 from gossipdp.parallel.checkpoint import Captured, Counts, Resumption, ended_lives
 from gossipdp.parallel.crossing import Crossing
 from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.flat_parameters import FlatParameters, MasterWeights
+from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import Moments, chosen_moments, cost
 from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
@@ -100,7 +100,6 @@ class GossipEngine(Engine):
         )
         self._state = self._flat.state
         self._state.compile()
-        self._master_weights = MasterWeights(self._state)
         self._moments = Moments(
             self._flat.moment_places,
             optimizers,
@@ -160,10 +159,8 @@ class GossipEngine(Engine):
                 "and a step on it would be lost"
             )
         self._flat.check()
-        self._master_weights.stepped(optimizer_index)
         self._moments.stepped(optimizer_index)
         self._state.boundary(self._theta(), optimizer_index)
-        self._master_weights.bounded(optimizer_index)
         if optimizer_index == 0:
             samples = self._agree(samples)
             self._gradient_steps += 1

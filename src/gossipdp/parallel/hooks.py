@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -19,6 +23,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from gossipdp.errors import ModelChangedError
 from gossipdp.parallel.schedule import ProgressLR
 
 logger = logging.getLogger("gossipdp")
@@ -31,6 +36,9 @@ _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda _: None)
 
 _wrapped: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """The modules that take part in a run, until their wrapper is closed or dropped."""
+_left_alone: "weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]"
+_left_alone = weakref.WeakKeyDictionary()
+"""The optimizers whose wrapper was dropped, each with the hook that says so."""
 
 
 class Hooks:
@@ -66,12 +74,19 @@ class Hooks:
         self._begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
         self._begun = weakref.WeakKeyDictionary()
         self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._has_grown = False
+        for each in optimizers:
+            if (handle := _left_alone.pop(each, None)) is not None:
+                handle.remove()
         # Nothing of this goes into the graph of a compiled step().
         disable: Callable[[Any], Any] = torch.compiler.disable
         self._handles: list[RemovableHandle] = []
         for index, each in enumerate(optimizers):
             self._handles.append(each.register_step_pre_hook(disable(self._begins)))
             self._handles.append(each.register_step_post_hook(disable(self._ended(index))))
+        # Of every module there is: what was registered is looked for at the next step.
+        self._handles.append(register_module_parameter_registration_hook(self._grows))
+        self._handles.append(register_module_module_registration_hook(self._grows))
         if watches_others:
             self._handles.append(register_optimizer_step_pre_hook(disable(self._any_begins)))
             self._handles.append(register_optimizer_step_post_hook(disable(self._any_ended)))
@@ -108,6 +123,7 @@ class Hooks:
             if optimizer in _steps_around():
                 return
             self._num_boundaries += 1
+            self._refuse_new_parameters()
             # GradScaler calls a fused optimizer's step also where it moves nothing. On a device
             # this waits for the step, as the boundary does anyway.
             found_inf = getattr(optimizer, "found_inf", None)
@@ -116,12 +132,26 @@ class Hooks:
 
         return ended
 
+    def _grows(self, *_: object) -> None:
+        self._has_grown = True
+
+    def _refuse_new_parameters(self) -> None:
+        for name, parameter in self._module.named_parameters() if self._has_grown else ():
+            if parameter.requires_grad and id(parameter) not in self._parameters:
+                raise ModelChangedError(
+                    f"parameter {name!r} was added to the module after wrapping, so workers "
+                    "neither exchange nor average it. Add it, and give it to an optimizer, before "
+                    "wrapping; or close() the wrapper and wrap again"
+                )
+        self._has_grown = False
+
     def _any_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if optimizer not in _steps_around():
             self._begun[optimizer] = self._num_boundaries
 
     def _any_ended(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise where an optimizer that was not wrapped has moved the module's parameters."""
+        self._refuse_new_parameters()
         around = _steps_around()
         if optimizer in self._others or any(
             each in around for each in [optimizer, *self._optimizers]
@@ -273,6 +303,25 @@ def check_unwrapped(module: nn.Module, kind: type[nn.Module]) -> None:
             raise ValueError(
                 "the module is wrapped already: use that wrapper, or close() it before"
             )
+
+
+def warn_of_steps_alone(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Log one warning at the next step of any of these, unless they are wrapped again before."""
+    is_due = True
+
+    def warn(*_: object) -> None:
+        nonlocal is_due
+        if is_due:
+            is_due = False
+            logger.warning(
+                "this model trains alone: its GossipDataParallel has left the run, since nothing "
+                "refers to it any more. Keep it until the end: model = GossipDataParallel(net, "
+                "optimizer), then train, then model.consolidate(). To leave the run on purpose "
+                "call model.close()"
+            )
+
+    for each in optimizers:
+        _left_alone[each] = each.register_step_post_hook(warn)
 
 
 def warn_of_step_counters(optimizers: Sequence[torch.optim.Optimizer]) -> None:

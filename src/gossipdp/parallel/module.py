@@ -23,7 +23,7 @@ from gossipdp.parallel.checkpointer import Stateful
 from gossipdp.parallel.feed import dataset_size
 from gossipdp.parallel.hooks import check_arguments, check_unwrapped, checked_optimizers
 from gossipdp.parallel.options import Checkpoints, Monitor, Network, Options
-from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
 from gossipdp.parallel.worker import Worker, close_at_exit
 
 Batch = TypeVar("Batch")
@@ -47,8 +47,9 @@ class GossipDataParallel(nn.Module):
 
     Args:
         module: the model, on its device already.
-        optimizer: any torch optimizer over the module's parameters, or several; a gradient step
-            is a step of the first.
+        optimizer: a torch optimizer over the module's parameters, or several; a gradient step is a
+            step of the first. It may keep momenta, and no copy of the weights (float32 masters,
+            slow weights, schedule-free): exchanges would not move that.
         graph: a name (``ring``, ``complete``, ``exponential``, ...) or a networkx graph whose
             nodes are the ranks.
         comm_rate: exchanges per worker per gradient step, in expectation.
@@ -88,7 +89,7 @@ class GossipDataParallel(nn.Module):
         monitor: log and status port: see :class:`~gossipdp.Monitor`.
 
     Raises:
-        ValueError: an argument is wrong.
+        ValueError: an argument is wrong, or parameters share memory (tied through ``.data``).
         RendezvousError: a worker did not arrive, or a port is in use.
         RefusedError: model, method, graph, rate, wire format or secret differ from the others'.
 
@@ -104,8 +105,9 @@ class GossipDataParallel(nn.Module):
         64
 
     Departures from the paper (arXiv 2306.08289): the pair (x, c) is held in place of (x, x_tilde),
-    which makes any optimizer work unchanged; both ends of an exchange apply the same delta, so the
-    mean of x + c/2 is conserved; time is measured in the worker's own communication periods.
+    so that any optimizer works unchanged which keeps no copy of x; both ends of an exchange apply
+    the same delta, so the mean of x + c/2 is conserved; time is measured in the worker's own
+    communication periods.
     """
 
     def __init__(
@@ -164,9 +166,9 @@ class GossipDataParallel(nn.Module):
         self._worker = worker = Worker(module, optimizers, options)
         self._engine, self._checkpointer = worker.engine, worker.checkpointer
         self._feed, self._monitoring = worker.feed, worker.monitoring
-        self._close = weakref.finalize(self, worker.close)
-        self._close.atexit = False  # a forked worker clears what runs at exit, but not finalizers
-        self._at_exit = partial(close_at_exit, self._close)
+        self._dropped = weakref.finalize(self, worker.close, is_dropped=True)
+        self._dropped.atexit = False  # a forked worker clears what runs at exit, but not finalizers
+        self._at_exit = partial(close_at_exit, self._dropped)
         atexit.register(self._at_exit)
 
     # Who and how far.
@@ -407,8 +409,12 @@ class GossipDataParallel(nn.Module):
         """
         self._checkpointer.take_last()
         self._monitoring.consolidating()
+        is_common_end = self._feed.finished
+        known = {member.rank: member.gradient_steps for member in self._engine.view()[0]}
         result = self._engine.consolidate(math.inf if timeout_s is None else timeout_s)
         self._is_consolidated = True
+        if not is_common_end:
+            warn_of_steps_after(self.rank, known, result)
         self._monitoring.ended(result)
         self.close()
         return result
@@ -419,7 +425,8 @@ class GossipDataParallel(nn.Module):
         Happens by itself at exit, and when nothing refers to the wrapper any more.
         """
         atexit.unregister(self._at_exit)
-        self._close()
+        if self._dropped.detach() is not None:
+            self._worker.close()
 
     # State.
 

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.feed import Feed
 from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
-from gossipdp.parallel.hooks import Hooks, warn_of_step_counters
+from gossipdp.parallel.hooks import Hooks, warn_of_step_counters, warn_of_steps_alone
 from gossipdp.parallel.monitoring import Monitoring, describe
+from gossipdp.parallel.optimizer_watch import OptimizerWatch
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.skeleton import check_savable
@@ -110,6 +111,12 @@ class Worker:
         # A compiled wrapper breaks its graph before this, and so has the module's graphs alone.
         disable: Callable[[Any], Any] = torch.compiler.disable
         self.begin_forward = disable(self._begin_forward)
+        self._watches: list[OptimizerWatch] = []
+        if options.method != "allreduce":
+            choice = options.exchange_moments
+            exchanged = choice if isinstance(choice, Mapping) else ()
+            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            self._watches = [OptimizerWatch(each, names, exchanged) for each in optimizers]
         self._hooks = Hooks(
             module,
             optimizers,
@@ -149,6 +156,8 @@ class Worker:
 
     def stepped(self, optimizer_index: int) -> None:
         """An optimizer's step has ended; that of the first is a gradient step."""
+        if self._watches:
+            self._watches[optimizer_index].stepped()
         if optimizer_index in self._unchecked:  # it has made its state in this step
             self._unchecked.discard(optimizer_index)
             self._check_savable(self._optimizers[optimizer_index])
@@ -163,15 +172,19 @@ class Worker:
             warn_of_step_counters(self._optimizers)
         self.feed.check_counted(self.num_steps)
 
-    def close(self, checkpoint_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    def close(
+        self, checkpoint_timeout_s: float = CLOSE_TIMEOUT_S, *, is_dropped: bool = False
+    ) -> None:
         """Close all parts, each of them whatever another raises.
 
         Garbage is collected in any thread, one of those that are ended here among them: what would
         wait for itself is left to a thread of its own. A forked child leaves its parent's run
-        alone.
+        alone. If the wrapper ``is_dropped``, a step that follows gets a warning.
         """
         if os.getpid() != self._process_id:
             return
+        if is_dropped:
+            warn_of_steps_alone(self._optimizers)
 
         def close() -> None:
             with contextlib.ExitStack() as parts:  # the last one first

@@ -336,7 +336,7 @@ def test_a_link_that_breaks_again_and_again_ends_what_begins_anew_each_time(ends
     assert "its link broke 5 times" in str(error)
 
 
-def test_who_has_nothing_to_give_says_so(ends):
+def test_who_has_nothing_to_give_says_so(ends, caplog):
     giver, taker = ends
     giver.transfers.serve([], lambda: None)
     giver.refusal = "it is poisoned"
@@ -351,9 +351,12 @@ def test_who_has_nothing_to_give_says_so(ends):
         raise ValueError("its state cannot be described")
 
     giver.transfers.offer = broken
-    taker.fetch_training(0)
-    deliver(giver, taker)
-    assert "described" in str(taker.ended[-1])
+    for _ in range(2):
+        taker.fetch_training(0)
+        deliver(giver, taker)
+        assert "described" in str(taker.ended[-1])
+    (said,) = [each.getMessage() for each in caplog.records if "described" in each.getMessage()]
+    assert said.startswith("worker 1 cannot join by this one's state")
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gossipdp import GossipDataParallel, ProgressLR
 from gossipdp.dynamics.chunks import State
+from gossipdp.errors import ModelChangedError
 from gossipdp.parallel.hooks import warn_of_step_counters
 
 
@@ -292,3 +293,62 @@ def test_a_model_that_is_dropped_ends_its_thread(tmp_path, in_a_cycle: bool) -> 
     assert threads() == []
     optimizer.step()
     GossipDataParallel(net, optimizer).close()
+
+
+def test_who_trains_on_without_the_wrapper_is_told_so_once(caplog) -> None:
+    nets = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    optimizers = [sgd(net) for net in nets]
+    net = GossipDataParallel(nn.ModuleList(nets), optimizers).module  # and nothing keeps it
+    gc.collect()
+    assert not caplog.records
+    for _ in range(2):
+        for optimizer in optimizers:
+            net[0](torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("this model trains alone")
+
+
+@pytest.mark.parametrize("end", ["close", "consolidate", "wrap again"])
+def test_after_an_end_on_purpose_nothing_is_said(wrap, caplog, end: str) -> None:
+    net = nn.Linear(2, 1)
+    optimizer = sgd(net)
+    model = GossipDataParallel(net, optimizer)
+    if end != "wrap again":
+        getattr(model, end)()
+    del model
+    gc.collect()
+    if end == "wrap again":
+        wrap(net, optimizer)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("method", ["a2cid2", "allreduce"])
+@pytest.mark.parametrize("what", ["module", "parameter"])
+def test_what_is_added_to_the_module_is_an_error_at_the_next_step(
+    wrap, method: str, what: str
+) -> None:
+    net = nn.Sequential(nn.Linear(2, 1))
+    optimizer = sgd(net)
+    wrap(net, optimizer, method=method)
+    net.frozen = nn.Linear(1, 1).requires_grad_(False)
+    nn.Linear(2, 1)  # of nobody
+    optimizer.step()
+    if what == "module":
+        net.head, name = nn.Linear(1, 1), r"head\.weight"
+    else:
+        net[0].scale, name = nn.Parameter(torch.ones(1)), r"0\.scale"
+    for _ in range(2):
+        with pytest.raises(ModelChangedError, match=rf"'{name}' was added to the module after"):
+            optimizer.step()
+
+
+def test_a_new_head_that_takes_the_old_ones_place_is_an_error_at_its_own_step(wrap) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    wrap(net, sgd(net))
+    net[1] = nn.Linear(2, 1)
+    with pytest.raises(ModelChangedError, match=r"'1\.weight' was added"):
+        sgd(net[1]).step()

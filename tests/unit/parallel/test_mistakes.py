@@ -31,6 +31,35 @@ def moments(which: Any) -> None:
     wrap(net, torch.optim.AdamW(net.parameters()), exchange_moments=which)
 
 
+def tied_through_data() -> nn.Module:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight.data = net[0].weight.data
+    return net
+
+
+def pieces_of_one_tensor(overlap: int) -> nn.Module:
+    """Two parameters that share so many values, among buffers that share more."""
+    memory, net = torch.zeros(20), nn.Module()
+    net.first = nn.Parameter(memory[:10])
+    net.second = nn.Parameter(memory[10 - overlap : 20 - overlap])
+    table = torch.zeros(10)
+    net.register_buffer("constants", table)
+    net.register_buffer("some_of_them", table[2:4])
+    return net
+
+
+def with_a_view_of_its_weight() -> nn.Module:
+    net = nn.Linear(2, 2)
+    net.register_buffer("turned", net.weight.detach().T, persistent=False)
+    return net
+
+
+def with_a_buffer(dtype: torch.dtype) -> nn.Module:
+    net = nn.Linear(2, 2)
+    net.register_buffer("phases", torch.zeros(2, dtype=dtype))
+    return net
+
+
 NET, OTHER = nn.Linear(3, 2), nn.Linear(2, 2)
 FROZEN = nn.Linear(3, 2).requires_grad_(False)
 LOADER = [torch.ones(4, 2)]
@@ -91,6 +120,14 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
         (lambda: wrap(NET, [sgd(NET), sgd(NET)]), "same parameter"),
         (lambda: wrap(nn.Linear(3, 2, dtype=torch.complex64)), "real view"),
         (lambda: wrap(nn.Linear(3, 2, device="meta")), "on meta.*CPU before wrapping"),
+        (lambda: wrap(tied_through_data()), r"'0\.weight' and '1\.weight' lie in the same memory"),
+        (lambda: wrap(pieces_of_one_tensor(1)), "'first' and 'second' lie in the same memory"),
+        (lambda: wrap(with_a_view_of_its_weight()), "'weight' and 'turned' lie|'turned' and 'wei"),
+        (lambda: wrap(nn.Linear(2, 1).share_memory()), "'weight' lies in memory that processes"),
+        (
+            lambda: wrap(with_a_buffer(torch.complex128), checkpoints=Checkpoints("d")),
+            r"'phases' is torch.complex128, which checkpoints cannot hold",
+        ),
         (lambda: Monitor(status_port=65536), r"status_port must be in 0\.\.65535, not 65536"),
         (lambda: Checkpoints(every_steps=0, directory="d"), "every_steps must be at least 1"),
         (lambda: Checkpoints(keep=0), "keep must be at least 1"),
@@ -199,3 +236,10 @@ def test_what_only_the_module_has_is_said_to_be_there() -> None:
     with pytest.raises(AttributeError, match="no attribute 'invent'"):
         model.invent()
     model.close()
+
+
+def test_pieces_of_one_tensor_and_views_of_constants_are_no_mistake(tmp_path: Any) -> None:
+    for net in (pieces_of_one_tensor(0), with_a_buffer(torch.complex64)):
+        GossipDataParallel(net, sgd(net), checkpoints=Checkpoints(tmp_path)).close()
+    net = with_a_buffer(torch.complex128)
+    GossipDataParallel(net, sgd(net)).close()
