@@ -19,6 +19,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from listed_skips import ListedSkips
 from run_processes import VARIABLES
 
 from gossipdp.launcher.local import launch, start_fork_server
@@ -32,7 +33,8 @@ Workers = Callable[..., list[Any]]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let hypothesis draw from the seed that the header shows."""
+    """Let hypothesis draw from the seed that the header shows; let only listed tests be skipped."""
+    config.pluginmanager.register(ListedSkips(TESTS / "skips.txt"))
     if exploring.SEED is not None:
         config.option.hypothesis_seed = str(exploring.SEED)
 

@@ -201,7 +201,6 @@ def sockets_of_the_fork_server() -> list[str]:
     ]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_fork_server_holds_no_socket_but_its_own(workers: Callable) -> None:
     (held,) = workers(sockets_of_the_fork_server, 1)
     assert len(held) == 1

@@ -72,7 +72,6 @@ def test_a_worker_that_prints_without_pause_is_left_for_the_others() -> None:
         assert PIPE_BYTES <= target.tell() < 2 * PIPE_BYTES
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="sets the size of a pipe")
 def test_all_that_an_ended_worker_wrote_is_shown() -> None:
     read, write = os.pipe()
     lines = b"line\n" * (MAX_LINE_BYTES // 2)
