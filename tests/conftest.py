@@ -92,7 +92,7 @@ def with_warnings_as_errors(function: Callable[..., Any], *args: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def workers() -> Workers:
-    """``workers(function, n, args=(), timeout_s=60)``: results of ``n`` real worker processes.
+    """``workers(function, n, args=(), timeout_s=200)``: results of ``n`` real worker processes.
 
     They are forked from a server that imports torch once a session. A test that uses it carries
     the mark ``processes``.
@@ -102,7 +102,7 @@ def workers() -> Workers:
         function: Callable[..., Any],
         n: int,
         args: Sequence[Any] = (),
-        timeout_s: float = 60,
+        timeout_s: float = 200,
         **options: Any,
     ) -> list[Any]:
         # Test modules are on nobody's import path, so they travel by value.

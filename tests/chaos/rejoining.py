@@ -59,7 +59,7 @@ class Host(RunCommand):
         self.logs = directory / "logs"
         self.logs.mkdir(exist_ok=True)
         words = [*options, str(script), str(self.logs)]
-        super().__init__(directory / f"{name}.output", words, timeout_s=60)
+        super().__init__(directory / f"{name}.output", words)
 
     def events(self, pid: int) -> dict[str, list[str]]:
         lines = (self.logs / str(pid)).read_text().splitlines()

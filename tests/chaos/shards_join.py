@@ -70,7 +70,7 @@ def test_a_replica_joins_by_the_line_that_the_run_prints(
 
     def start(name: str, *words: str) -> RunCommand:
         output = tmp_path / f"{name}.output"
-        calls.append(RunCommand(output, words, timeout_s=120, environment=ENVIRONMENT))
+        calls.append(RunCommand(output, words, environment=ENVIRONMENT))
         return calls[-1]
 
     common = ["--nproc-per-replica", "2", "--secret-file", str(secret)]

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 LONGEST_S = 100.0  # less than the time-outs of a test and of its workers: this one says more
+FOR_EVER_S = 3600.0  # longer than a test may last: what sleeps so long is ended by another
 
 
 def pause() -> None:
@@ -13,7 +14,7 @@ def pause() -> None:
 
 def wait_until(
     condition: Callable[[], object],
-    what: str,
+    what: str | Callable[[], str],
     meanwhile: Callable[[], object] = pause,
     longest_s: float = LONGEST_S,
 ) -> None:
@@ -23,5 +24,6 @@ def wait_until(
     """
     deadline_s = time.monotonic() + longest_s
     while not condition():
-        assert time.monotonic() < deadline_s, f"not within {longest_s:g} s: {what}"
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"not in {longest_s:g} s: {what() if callable(what) else what}")
         meanwhile()
