@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from run_processes import VARIABLES, RunCommand
+from waiting import LONGEST_S
 
 pytestmark = pytest.mark.processes
 
@@ -85,7 +86,7 @@ def test_a_replica_joins_by_the_line_that_the_run_prints(
     joiner.wait_for(lambda: len(processes(1)) == 2)
     (came / "end").touch()
     for call in calls:
-        assert call.process.wait(60) == 0, call.output.read_text()
+        assert call.process.wait(LONGEST_S) == 0, call.output.read_text()
     printed = [each for call in calls for each in call.output.read_text().splitlines()]
     ends = sorted(each for each in printed if "ended" in each)
     assert ends == [f"[{name}] ended {name} over 2" for name in ("0.0", "0.1", "1.0", "1.1")]
