@@ -27,7 +27,7 @@ AGREED = 1e-6
 def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(
     workers: Callable, task: MixingTask, tmp_path: Path
 ) -> None:
-    series = workers(mix, NUM_WORKERS, (task, tmp_path), timeout_s=100)
+    series = workers(mix, NUM_WORKERS, (task, tmp_path))
     starts = np.stack([observed(task, start_vector(task, rank)) for rank in range(NUM_WORKERS)])
     for rank, each in enumerate(series):
         assert each.rank == rank

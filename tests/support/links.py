@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from waiting import wait_until
 
 from gossipdp.links.frames import (
     HEADER_BYTES,
@@ -178,13 +179,13 @@ class World:
         node.memory = node.transport.allocate(num_bytes)
         return node
 
-    def until(self, condition: Callable[[], object], *only: Node, timeout_s: float = 10.0) -> None:
+    def until(self, condition: Callable[[], object], *only: Node) -> None:
         """Turn all loops, or ``only`` some, until ``condition()`` holds."""
-        deadline_s = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline_s, [n.handler.events[-5:] for n in self.nodes]
-            for node in only or tuple(self.nodes):
-                node.transport.poll(0.001)
+
+        def said() -> str:
+            return str([node.handler.events[-5:] for node in self.nodes])
+
+        wait_until(condition, said, lambda: self.settle(*only, turns=1))
 
     def settle(self, *only: Node, turns: int = 20) -> None:
         """Turn the loops a number of times, for what must not happen."""

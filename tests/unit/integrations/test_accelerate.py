@@ -4,15 +4,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
-accelerate = pytest.importorskip("accelerate")
-safetensors = pytest.importorskip("safetensors.torch")
-
-from gossipdp import Checkpoints, GossipDataParallel  # noqa: E402
-from gossipdp.integrations.accelerate import gossip_data_parallel  # noqa: E402
+from gossipdp import Checkpoints, GossipDataParallel
+from gossipdp.integrations.accelerate import gossip_data_parallel
 
 
 def reset() -> None:
@@ -142,7 +141,7 @@ def test_what_accelerate_saves_is_whole(tmp_path: Path) -> None:
         return {name: value.clone() for name, value in net.state_dict().items()}
 
     def saved(file: Path) -> dict[str, torch.Tensor]:
-        tensors = safetensors.load_file(file)
+        tensors = safetensors.torch.load_file(file)
         tensors.setdefault("head.weight", tensors.get("embedding.weight"))
         tensors.setdefault("embedding.weight", tensors["head.weight"])
         return tensors
