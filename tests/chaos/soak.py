@@ -56,8 +56,9 @@ CUT_EVERY_S = 1.0
 SAMPLE_EVERY_S = 5.0
 # Neighbouring samples resemble each other.
 STRETCH_MINUTES = 0.5
-# Of a life, before it is judged; and the least that it has to last after that.
-WARM_UP_MINUTES, JUDGED_MINUTES = 1.5, 3.0
+# Of a life, before it is judged, and the least that it has to last after that. In the first minutes
+# the allocator comes to rest, by steps of a MB or two.
+WARM_UP_MINUTES, JUDGED_MINUTES = 5.0, 10.0
 BATCH = 16
 
 
@@ -72,7 +73,7 @@ class Pace:
 
     @classmethod
     def of(cls, duration_s: float) -> Pace:
-        """Return that of a run of 12 minutes or more, or less of everything."""
+        """Return that of a run of 12 minutes or more; in a shorter one all happens sooner."""
         return cls(
             duration_s,
             kill_every_s=min(45.0, duration_s / 4),
@@ -92,9 +93,11 @@ class Measure:
 
 MEASURES = (
     Measure("memory", "MB", 0.5),
-    Measure("descriptors", "", 0.5),
+    Measure("descriptors", "", 0.1),  # but for links, of which there is one to a peer at most
     Measure("threads", "", 0.1),
 )
+# Beyond one to each worker that there is: those just cut, and those that two dial at once.
+LINKS_BESIDES = 4
 
 
 @dataclass
@@ -105,6 +108,7 @@ class Life:
     process: psutil.Process
     began_s: float
     killed_s: float | None = None
+    most_links: int = 0
     samples: list[tuple[float, float, float, float]] = field(default_factory=list)
     ports: set[int] = field(default_factory=set)
 
@@ -113,11 +117,15 @@ class Life:
         return self.killed_s is None and runs(self.process.pid)
 
     def sample(self, now_s: float) -> None:
-        """Note memory in MB, descriptors and threads."""
-        with suppress(psutil.Error), self.process.oneshot():
+        """Note memory in MB, descriptors, links and threads."""
+        with suppress(psutil.Error):
             memory = self.process.memory_info().rss / 2**20
-            counts = self.process.num_fds(), self.process.num_threads()
-            self.samples.append(((now_s - self.began_s) / 60, memory, *map(float, counts)))
+            connections = self.process.net_connections(kind="tcp")
+            num_links = sum(each.status != psutil.CONN_LISTEN for each in connections)
+            descriptors = self.process.num_fds() - num_links
+            self.most_links = max(self.most_links, num_links)
+            sample = memory, float(descriptors), float(self.process.num_threads())
+            self.samples.append(((now_s - self.began_s) / 60, *sample))
 
     def series(self, least_minutes: float = 0.0) -> dict[str, list[list[float]]]:
         """Return minutes and means of each measure, by stretches, from so late in this life on."""
@@ -367,6 +375,12 @@ class Soak:
         if not any(found for _, found in trends):
             least = WARM_UP_MINUTES + JUDGED_MINUTES
             self.problems.append(f"no life lasted {least:g} minutes, so none could be judged flat")
+        most = self.num_workers + LINKS_BESIDES
+        self.problems += [
+            f"{life.name}, process {life.process.pid}, had {life.most_links} links"
+            for life in self.lives.values()
+            if life.most_links > most
+        ]
         for life, found in trends:
             for measure in MEASURES:
                 line = found.get(measure.name)
@@ -447,7 +461,7 @@ class Soak:
 def lives_table(soak: Soak) -> Table:
     """Return the lives that were long enough to judge, a row each."""
     table = Table(title="slope per minute ± its standard error, and the last value")
-    table.add_column("life")
+    table.add_column("life", no_wrap=True)
     for name in ("minutes", *(f"{each.name} {each.unit}".rstrip() for each in MEASURES)):
         table.add_column(name, justify="right", no_wrap=True)
     for life in (soak.supervisor, *soak.lives.values()):
@@ -469,6 +483,7 @@ def results_of(soak: Soak, arguments: argparse.Namespace, seconds: float) -> dic
                 "process": life.process.pid,
                 "minutes": life.samples[-1][0] if life.samples else 0.0,
                 "was_killed": life.killed_s is not None,
+                "most_links": life.most_links,
                 "trends_per_minute": {name: asdict(line) for name, line in found.items()},
                 "minutes_and_means": {
                     name: [[round(value, 3) for value in values] for values in both]
@@ -541,7 +556,7 @@ def main() -> int:
     finally:
         soak.stop()
     soak.judge(ends)
-    console.print(lives_table(soak))
+    Console(width=100).print(lives_table(soak))
     results = results_of(soak, arguments, time.monotonic() - began_s)
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     arguments.results.write_text(json.dumps(results, indent=1) + "\n")
