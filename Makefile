@@ -8,8 +8,8 @@ BIN := $(VENV)/bin
 LOCK := constraints.txt
 PIP := $(if $(LOCK),PIP_CONSTRAINT=$(LOCK) PIP_BUILD_CONSTRAINT=$(LOCK)) $(BIN)/python -m pip
 
-.PHONY: demo test lint types fuzz chaos browser-test cluster-test bench docs docs-serve dist lock \
-  clean
+.PHONY: demo test lint types fuzz chaos soak many large browser-test cluster-test bench docs \
+  docs-serve dist lock clean
 
 # All-reduce and gossip side by side, in a little over a minute; ARGS="--workers 6" for another demo.
 demo: $(VENV)/base.installed
@@ -40,6 +40,18 @@ chaos: $(VENV)/dev.installed
 	$(BIN)/python tests/chaos/simulated.py
 	$(BIN)/python tests/chaos/processes.py
 	$(BIN)/python -m pytest -s $(addprefix tests/chaos/,partition.py demo.py rejoining.py exits.py shards.py shards_join.py)
+
+# Half an hour of everything at once: is all flat, and is the end right; ARGS="--minutes 60".
+soak: $(VENV)/dev.installed
+	$(BIN)/python tests/chaos/soak.py $(ARGS)
+
+# 64 processes, once.
+many: $(VENV)/dev.installed
+	$(BIN)/python tests/chaos/many.py $(ARGS)
+
+# Three workers of 500 million values: 20 GB of memory; ARGS="--values 50000000" for 4.
+large: $(VENV)/dev.installed
+	$(BIN)/python tests/chaos/large.py $(ARGS)
 
 # The examples of docs/clusters.md on a Ray of this machine, and, as root where Debian's slurm-wlm
 # and munge are installed, on a Slurm of one node.
