@@ -214,7 +214,8 @@ def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
 
     wait_until(lambda: joins or "joined" in [n.kind for n in model.stats().noticed], step)
     wanted = model.stats().exchanges + 3
-    wait_until(lambda: model.stats().exchanges >= wanted, step)
+    # Each links to the joiner when it has the graph with it, which is soon and not at once.
+    wait_until(lambda: model.stats().exchanges >= wanted and len(are_secured(model)) == 2, step)
     secured = are_secured(model)
     num_workers = model.consolidate().world_size
     return f"{secured} of {num_workers}: {[value.tolist() for value in net.parameters()]}"
