@@ -1,10 +1,14 @@
 """Two workers that wait for each other end with an error; one that is merely slow is waited for."""
 
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
-from gossipdp import GossipDataParallel, Network
+from gossipdp import GossipDataParallel
+from gossipdp.parallel import gossip_engine
 from gossipdp.parallel.crossing import Crossing
 from gossipdp.protocol.members import Status
 
@@ -55,25 +59,29 @@ def test_a_peer_that_saw_it_first_and_left_leaves_no_average_of_one(
     assert crossing.look({1: DEAD}, [{1: DEAD}], left_at_s) == found
 
 
-def end_in_opposite_orders() -> tuple[int, str]:
+def end_in_opposite_orders(directory: Path) -> str:
     """Two models, of which worker 0 consolidates the first first, and worker 1 the second."""
+    gossip_engine.CROSSED_FOR_TIMEOUTS = 0.5
     models = []
     for net in (nn.Linear(2, 1), nn.Bilinear(2, 2, 1)):
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        models.append(GossipDataParallel(net, optimizer, network=Network(timeout_s=0.5)))
-    rank = models[0].rank
+        models.append(GossipDataParallel(net, torch.optim.SGD(net.parameters(), 0.1)))
+    rank, message = models[0].rank, "ended"
     try:
         for model in models if rank == 0 else reversed(models):
             model.consolidate()
     except RuntimeError as error:
-        return rank, str(error)
-    return rank, "ended"
+        message = str(error)
+    (directory / str(rank)).touch()
+    deadline_s = time.monotonic() + 50.0  # who leaves first would be a death for the other
+    while not (directory / str(1 - rank)).exists() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return message
 
 
 @pytest.mark.processes
-def test_opposite_orders_end_with_an_error_on_both_sides(workers) -> None:
-    found = dict(workers(end_in_opposite_orders, 2))
-    for rank, kind in ((0, "Linear"), (1, "Bilinear")):
+def test_opposite_orders_end_with_an_error_on_both_sides(workers, tmp_path: Path) -> None:
+    for rank, found in enumerate(workers(end_in_opposite_orders, 2, (tmp_path,))):
+        kind = ("Linear", "Bilinear")[rank]
         message = f"worker {rank} waits in consolidate() of its {kind} for worker {1 - rank}, which"
-        assert found[rank].startswith(message)
-        assert found[rank].endswith("Consolidate the models in the same order on all workers")
+        assert found.startswith(message)
+        assert found.endswith("Consolidate the models in the same order on all workers")
