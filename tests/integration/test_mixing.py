@@ -65,4 +65,6 @@ def decay_per_exchange(series: list[Mixed], step_s: float) -> tuple[float, float
     agreed_at = int(np.argmax(shares < AGREED))
     initiated = sum(each.initiated[place][[0, agreed_at]] for each, place in both)
     per_worker = 2.0 * float(initiated[1] - initiated[0]) / len(series)
-    return float(-np.log(shares[agreed_at]) / per_worker), float(shares.min())
+    # Two rounds of disjoint pairs make four workers exactly equal.
+    share = max(shares[agreed_at], np.finfo(np.float32).eps ** 2)
+    return float(-np.log(share) / per_worker), float(shares.min())
