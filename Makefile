@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types fuzz chaos browser-test cluster-test bench docs docs-serve dist clean
+.PHONY: demo test lint types mutants fuzz chaos browser-test cluster-test bench docs docs-serve dist clean
 
 # All-reduce and gossip side by side, in a little over a minute; ARGS="--workers 6" for another demo.
 demo: $(VENV)/base.installed
@@ -21,6 +21,11 @@ lint: $(VENV)/dev.installed
 
 types: $(VENV)/dev.installed
 	$(BIN)/mypy
+
+# Faults put into copies of the library, one at a time: none may pass the tests that are named for
+# it. ARGS="--only NAME", ARGS="--list".
+mutants: $(VENV)/dev.installed
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 # Coverage-guided, SECONDS for each parser; findings stay under runs/fuzz.
 SECONDS ?= 60

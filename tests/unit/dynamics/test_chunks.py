@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from calling_back import CallingLock
+from reference import MomentumState
 from torch import Tensor
 
 from gossipdp.dynamics import chunks
@@ -36,6 +38,77 @@ def test_a_checkpoint_copies_a_chunk_before_an_exchange_or_after_it() -> None:
     finally:
         ends.set()
         gossip.join()
+
+
+ZERO, ONE = torch.zeros(4), torch.ones(4)
+
+
+def exchanged_once() -> tuple[Chunk, MomentumState]:
+    """A chunk that is 1 from its peer after one exchange at phase 0; what it holds by now."""
+    (chunk,) = State([Segment(torch.zeros(4), Role.TRAINED)]).chunks
+    chunk.exchange(0.0, ONE, ZERO, 1.5)
+    start = MomentumState(torch.zeros(4).double(), torch.zeros(4).double())
+    return chunk, start.exchange(ONE.double(), 1.5)
+
+
+def x_and_c(chunk: Chunk) -> MomentumState:
+    """What a chunk holds, flowed to its phase; its pending is in x."""
+    c, pending = torch.empty(4), torch.empty(4)
+    chunk.copy_momentum(pending, c)
+    return MomentumState((chunk.x + pending).double(), c.double())
+
+
+def assert_close(found: MomentumState, expected: MomentumState) -> None:
+    torch.testing.assert_close(found.x, expected.x, rtol=0.0, atol=1e-6)
+    torch.testing.assert_close(found.c, expected.c, rtol=0.0, atol=1e-6)
+
+
+def test_an_exchange_right_after_a_boundary_is_in_the_next_one() -> None:
+    chunk, _ = exchanged_once()
+    chunk.lock = lock = CallingLock(after=lambda: chunk.exchange(0.0, ONE, ZERO, 1.5))
+    assert chunk.boundary(0.0)
+    assert lock.has_called
+    assert chunk.x.tolist() == [-0.5] * 4
+    assert chunk.boundary(0.0)
+    assert chunk.x.tolist() == [-1.0] * 4
+
+
+def test_a_boundary_right_before_an_exchange_flows_once() -> None:
+    chunk, state = exchanged_once()
+    chunk.lock = lock = CallingLock(before=lambda: chunk.boundary(1.0))
+    chunk.exchange(1.0, ONE, ZERO, 1.5)
+    assert lock.has_called
+    expected = state.flow(1.0, 1.0).exchange(ONE.double(), 1.5)
+    assert_close(x_and_c(chunk), expected)
+    assert chunk.boundary(2.0)
+    assert_close(x_and_c(chunk), expected.flow(1.0, 1.0))
+
+
+def test_an_exchange_right_after_a_copy_is_in_no_part_of_it() -> None:
+    chunk, state = exchanged_once()
+    chunk.lock = lock = CallingLock(after=lambda: chunk.exchange(0.0, ONE, ZERO, 1.5))
+    assert_close(x_and_c(chunk), state)
+    assert lock.has_called
+
+
+def test_what_a_checkpoint_and_a_joiner_take_has_decayed_by_now() -> None:
+    chunk, state = exchanged_once()
+    chunk.boundary(1.0)
+    state = state.flow(1.0, 1.0)
+    assert_close(x_and_c(chunk), state)
+    z = torch.empty(4)
+    chunk.read_z(z)
+    torch.testing.assert_close(z.double(), state.z, rtol=0.0, atol=1e-6)
+
+
+def test_what_takes_another_state_has_no_momentum_left() -> None:
+    chunk, _ = exchanged_once()
+    chunk.boundary(1.0)
+    chunk.reset()
+    values = chunk.x.clone()
+    chunk.exchange(0.0, ZERO, ZERO, 1.5)  # momentum that was left would count from here
+    chunk.boundary(1.0)
+    assert torch.equal(chunk.x, values)
 
 
 def buffers(values: Tensor) -> Chunk:

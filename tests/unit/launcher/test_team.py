@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from calling_back import CallingLock
 from torch.distributed import TCPStore
 
 from gossipdp.errors import RendezvousError
@@ -163,6 +164,17 @@ def test_a_store_on_loopback_stays_for_the_users_process_groups(
         begin(store, team)
         time.sleep(2 * stores.CHECK_EVERY_S)
         assert store.check([ready_key(team.key_prefix, 0)])
+
+
+def test_a_store_that_is_closed_while_torch_is_imported_is_not_opened() -> None:
+    """The owner closes it just before the thread that has imported torch takes the lock."""
+    store = stores.HostedStore()
+    address = store.host, store.port
+    store._lock = lock = CallingLock(before=store.close)
+    store._open()
+    assert lock.has_called
+    assert not teams.listens(address)
+    assert not store.have_all_begun()
 
 
 def test_a_failure_before_the_beginning_is_told_once() -> None:

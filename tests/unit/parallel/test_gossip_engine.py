@@ -1,13 +1,21 @@
-"""The pace of ``pace="strict"``."""
+"""The main thread's end of the gossip: its pace, what it copies, drops and counts."""
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from random import Random
 from types import SimpleNamespace
 
 import pytest
+import torch
+from reference import MomentumState
+from torch import nn
 
+from gossipdp import GossipDataParallel, SupersededError
+from gossipdp.dynamics.chunks import Chunk
 from gossipdp.dynamics.phase import Phase
 from gossipdp.parallel import gossip_engine
+from gossipdp.parallel.checkpoint import Counts
 from gossipdp.parallel.gossip_engine import MAX_LAG, GossipEngine, is_rate_low
 from gossipdp.protocol.messages import Accept, ExchangeId, Propose
 from gossipdp.protocol.neighbours import make_policy
@@ -96,3 +104,84 @@ def test_a_low_rate_is_told_from_a_backlog(
     num_steps: int, num_due: int, num_served: int, is_low: bool
 ) -> None:
     assert is_rate_low(num_steps, num_due, num_served) is is_low
+
+
+def momentum_and_pending(model: GossipDataParallel, theta: float) -> list[Chunk]:
+    """Give a worker alone, which has none, momentum of an exchange at phase 0; it is at theta."""
+    engine = model._engine
+    engine._theta = lambda: theta
+    for segment in engine._state.segments:
+        segment.c = torch.zeros_like(segment.pending)
+        for chunk, part in segment.split(segment.c):
+            chunk.c = part
+            chunk.exchange(0.0, 1.0 + chunk.x, chunk.x.clone(), 1.5)
+    return engine._state.chunks
+
+
+def test_a_checkpoint_is_of_one_phase(wrap: Callable[..., GossipDataParallel]) -> None:
+    """Chunks that boundaries flowed to different phases: each is saved as it is at the present."""
+    net = nn.Linear(2, 3)
+    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
+    x = {name: value.double() for name, value in copy.deepcopy(net).state_dict().items()}
+    chunks = momentum_and_pending(model, theta=1.0)
+    chunks[0].flow(0.25)
+    tensors = model._engine.capture().tensors
+    for name, start in x.items():
+        state = MomentumState(start, torch.zeros_like(start))
+        state = state.exchange(torch.ones_like(start), 1.5).flow(1.0, 1.0)
+        found = tensors[f"model/{name}"].double() + tensors[f"pending/{name}"].double()
+        torch.testing.assert_close(found, state.x, rtol=0.0, atol=1e-6)
+        torch.testing.assert_close(tensors[f"c/{name}"].double(), state.c, rtol=0.0, atol=1e-6)
+
+
+def test_what_an_exchange_brings_until_it_is_stopped_is_dropped_by_a_load(
+    wrap: Callable[..., GossipDataParallel],
+) -> None:
+    """The exchange runs until the gossip thread holds it, which is after the load."""
+    net = nn.Linear(2, 3)
+    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
+    engine = model._engine
+    hold = engine._loop.hold
+
+    def last_chunk_then_hold() -> None:
+        for chunk in engine._state.chunks:
+            chunk.exchange(0.0, 1.0 + chunk.x, chunk.x.clone(), 1.5)
+        hold()
+
+    engine._loop.hold = last_chunk_then_hold
+    loaded = {name: torch.full_like(value, 3.0) for name, value in net.state_dict().items()}
+    model.load_state_dict(loaded)
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+
+
+def test_who_takes_another_rank_begins_to_count_anew() -> None:
+    """What it did before is counted under its former rank."""
+    engine = GossipEngine.__new__(GossipEngine)
+    engine._gradient_steps, engine._samples = 5, 40
+    before = Counts(step=3, steps=2, samples=16)
+    engine._arrival = SimpleNamespace(
+        come_anew=lambda superseded: None,
+        rank=4,
+        world_size=3,
+        incarnation=0,
+        run_id="run",
+        settings=SimpleNamespace(graph="ring abc"),
+        before=before,
+        protocol=None,
+        loop=None,
+        thread=object(),
+    )
+    engine._come_anew(SupersededError("another has rank 3"))
+    assert (engine.rank, engine.counts()) == (4, before)
+
+
+def test_an_exchange_counts_for_both_of_its_ends(wrap: Callable[..., GossipDataParallel]) -> None:
+    net = nn.Linear(2, 3)
+    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
+    engine = model._engine
+    published = dataclasses.replace(engine._loop.published, exchanges_initiated=3)
+    engine._loop = SimpleNamespace(
+        published=published, transfers=engine._loop.transfers, close=engine._loop.close
+    )
+    engine._gradient_steps = 4
+    assert engine.stats().achieved_comm_rate == 1.5

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from bitwise import assert_bitwise
+from calling_back import CallingLock
 from torch import Tensor, nn
 
 from gossipdp.parallel import skeleton, training_state
@@ -176,6 +177,22 @@ def test_nothing_is_read_within_a_step_and_the_waiting_thread_is_woken_after_it(
     between.close()
     optimizer.step(closure)
     assert seen[3] is not None, "closed, it lets the optimizers go"
+
+
+def test_who_asks_at_the_very_end_of_a_step_is_woken_or_served():
+    """Another thread asks just before the end of the step takes the lock."""
+    weight, optimizer = weight_and_adam(1000)
+    between = BetweenSteps([optimizer])
+    answers: list[Any] = []
+    woken: list[str] = []
+
+    def finish() -> None:
+        between._lock = CallingLock(before=lambda: answers.append(between.offer()))
+
+    between.attach(finish, lambda: woken.append("woken"))
+    step(weight, optimizer)
+    assert answers == [None]
+    assert woken == ["woken"]
 
 
 def test_after_a_step_that_raised_nothing_is_given_until_one_has_ended():
