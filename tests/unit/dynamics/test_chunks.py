@@ -91,6 +91,17 @@ def test_an_exchange_right_after_a_copy_is_in_no_part_of_it() -> None:
     assert lock.has_called
 
 
+def test_boundaries_and_exchanges_in_turn_are_those_of_the_reference() -> None:
+    chunk, state = exchanged_once()
+    for theta in (0.5, 1.25):
+        chunk.exchange(theta, ONE, ZERO, 1.25)
+        state = state.flow(1.0, 0.5).exchange(ONE.double(), 1.25)
+        assert_close(x_and_c(chunk), state)
+        chunk.boundary(theta + 0.25)
+        state = state.flow(1.0, 0.25)
+        assert_close(x_and_c(chunk), state)
+
+
 def test_what_a_checkpoint_and_a_joiner_take_has_decayed_by_now() -> None:
     chunk, state = exchanged_once()
     chunk.boundary(1.0)

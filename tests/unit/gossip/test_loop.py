@@ -147,7 +147,7 @@ def test_nobody_exchanges_before_it_has_parameters():
 def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on():
     """The phase stands still from its beginning to its end, and goes on from there."""
     worker = Worker()
-    link, chunk = worker.links[1], worker.segment.chunks[0]
+    link, flowed_to = worker.links[1], 0.0
     gain, peers = 0.55, X.flip(0).contiguous()
     assert gain != worker.loop.protocol.alpha_tilde
     state = MomentumState(X.double(), torch.zeros(8).double())
@@ -155,7 +155,7 @@ def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on()
         worker.now = float(number)
         worker.loop.perform([Begin(1, ExchangeId(1, 0, number), gain, False)])
         theta = worker.phase.at(worker.now + 0.5)
-        state = state.flow(1.0, theta - chunk.theta)
+        state, flowed_to = state.flow(1.0, theta - flowed_to), theta
         key = ChunkKey(1, 0, number, 0)
         room = worker.loop.chunk_buffer(link, FrameType.EXCHANGE_CHUNK, key, peers.nbytes)
         room[:] = memoryview(peers.numpy()).cast("B")

@@ -12,7 +12,10 @@ accelerate = pytest.importorskip("accelerate")
 safetensors = pytest.importorskip("safetensors.torch")
 
 from gossipdp import Checkpoints, GossipDataParallel  # noqa: E402
-from gossipdp.integrations.accelerate import gossip_data_parallel  # noqa: E402
+from gossipdp.integrations.accelerate import (  # noqa: E402
+    gossip_data_parallel,
+    torch_optimizer,
+)
 
 
 def reset() -> None:
@@ -68,6 +71,15 @@ def test_several_optimizers_step_their_own_parameters() -> None:
     for optimizer in optimizers:
         optimizer.step()
     assert model.consolidate().samples == 8
+
+
+def test_the_optimizer_within_all_shells_is_the_one_that_steps() -> None:
+    reset()
+    accelerate.Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)
+    shell = accelerate.optimizer.AcceleratedOptimizer
+    for wrapped in (optimizer, shell(optimizer), shell(shell(optimizer))):
+        assert torch_optimizer(wrapped) is optimizer
 
 
 @pytest.mark.parametrize("are_several", [False, True])

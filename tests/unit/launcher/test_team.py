@@ -73,6 +73,7 @@ def test_a_run_of_its_own_has_an_id_and_a_secret() -> None:
     assert {worker.secret for worker in workers} == {str(team.secret).encode()}
     assert {worker.key_prefix for worker in workers} == {team.key_prefix}
     assert not team.others_elsewhere
+    assert str(team.secret) not in repr(team)
 
 
 def test_the_second_of_three_hosts() -> None:
