@@ -3,8 +3,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# All that is installed comes from LOCK, in the versions there, and so does what pip builds with.
+# LOCK= takes the newest versions that pyproject.toml allows, as users get them.
+LOCK := constraints.txt
+PIP := $(if $(LOCK),PIP_CONSTRAINT=$(LOCK) PIP_BUILD_CONSTRAINT=$(LOCK)) $(BIN)/python -m pip
 
-.PHONY: demo test lint types mutants fuzz chaos browser-test cluster-test bench docs docs-serve dist clean
+.PHONY: demo test lint types fuzz chaos soak many large mutants browser-test cluster-test bench \
+  docs docs-serve dist lock clean
 
 # All-reduce and gossip side by side, in a little over a minute; ARGS="--workers 6" for another demo.
 demo: $(VENV)/base.installed
@@ -41,6 +46,18 @@ chaos: $(VENV)/dev.installed
 	$(BIN)/python tests/chaos/processes.py
 	$(BIN)/python -m pytest -s $(addprefix tests/chaos/,partition.py demo.py rejoining.py exits.py shards.py shards_join.py)
 
+# Half an hour of everything at once: is all flat, and is the end right; ARGS="--minutes 60".
+soak: $(VENV)/dev.installed
+	$(BIN)/python tests/chaos/soak.py $(ARGS)
+
+# 64 processes, once.
+many: $(VENV)/dev.installed
+	$(BIN)/python tests/chaos/many.py $(ARGS)
+
+# Three workers of 500 million values: 20 GB of memory; ARGS="--values 50000000" for 4.
+large: $(VENV)/dev.installed
+	$(BIN)/python tests/chaos/large.py $(ARGS)
+
 # The examples of docs/clusters.md on a Ray of this machine, and, as root where Debian's slurm-wlm
 # and munge are installed, on a Slurm of one node.
 cluster-test: $(VENV)/cluster.installed
@@ -68,29 +85,44 @@ docs: $(VENV)/docs.installed
 docs-serve: $(VENV)/docs.installed
 	$(BIN)/zensical serve
 
+# Writes constraints.txt for Linux, CPU or GPU, and each Python that pyproject.toml allows. A version
+# that still fits stays; ARGS=--upgrade takes the newest of each, ARGS="--upgrade-package ruff" of one.
+lock:
+	rm -rf build/lock
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet uv
+	cp constraints.txt build/lock/resolved.txt
+	build/lock/bin/uv pip compile --quiet --universal --fork-strategy fewest --all-extras \
+	  --no-annotate --no-header --no-emit-index-url --output-file build/lock/resolved.txt $(ARGS) \
+	  pyproject.toml
+	{ sed -n '/^#/p' constraints.txt; \
+	  sed -e "/_platform == '\(darwin\|emscripten\|win32\)'/d" -e 's/ ;.*//' build/lock/resolved.txt; \
+	} >build/lock/constraints.txt
+	mv build/lock/constraints.txt constraints.txt
+
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written only after pip has succeeded, so whatever was interrupted is done again.
 $(VENV)/base.installed: pyproject.toml constraints.txt | venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(PIP) install --quiet --editable .
 	@touch $@
 
 $(VENV)/dev.installed: pyproject.toml constraints.txt | venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(PIP) install --quiet --editable ".[dev]"
 	@touch $@ $(VENV)/base.installed
 
 $(VENV)/cluster.installed: pyproject.toml constraints.txt | venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,ray]"
+	$(PIP) install --quiet --editable ".[dev,ray]"
 	@touch $@ $(VENV)/dev.installed $(VENV)/base.installed
 
 $(VENV)/docs.installed: pyproject.toml constraints.txt | venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(PIP) install --quiet --editable ".[docs]"
 	@touch $@ $(VENV)/base.installed
 
 $(VENV)/fuzz.installed: pyproject.toml constraints.txt | venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,fuzz]"
+	$(PIP) install --quiet --editable ".[dev,fuzz]"
 	@touch $@ $(VENV)/dev.installed $(VENV)/base.installed
 
 .PHONY: venv

@@ -209,7 +209,8 @@ class Training:
     def step_with_boundary(self, worker: Worker) -> float:
         """Seconds of a step and the boundary after it; an exchange has gone before, untimed."""
         if worker is self.outer:
-            worker.state.reset()  # what the other worker did to x is no optimizer's step
+            for chunk in worker.state.chunks:  # what the other did to x is no optimizer's step
+                chunk.forget(slice(None))
         worker.exchange()
         started_s = time.perf_counter()
         self._optimizer.step()

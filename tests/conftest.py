@@ -19,6 +19,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from listed_skips import ListedSkips
 from run_processes import VARIABLES
 
 from gossipdp.launcher.local import launch, start_fork_server
@@ -32,7 +33,8 @@ Workers = Callable[..., list[Any]]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let hypothesis draw from the seed that the header shows."""
+    """Let hypothesis draw from the seed that the header shows; let only listed tests be skipped."""
+    config.pluginmanager.register(ListedSkips(TESTS / "skips.txt"))
     if exploring.SEED is not None:
         config.option.hypothesis_seed = str(exploring.SEED)
 
@@ -90,7 +92,7 @@ def with_warnings_as_errors(function: Callable[..., Any], *args: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def workers() -> Workers:
-    """``workers(function, n, args=(), timeout_s=60)``: results of ``n`` real worker processes.
+    """``workers(function, n, args=(), timeout_s=200)``: results of ``n`` real worker processes.
 
     They are forked from a server that imports torch once a session. A test that uses it carries
     the mark ``processes``.
@@ -100,7 +102,7 @@ def workers() -> Workers:
         function: Callable[..., Any],
         n: int,
         args: Sequence[Any] = (),
-        timeout_s: float = 60,
+        timeout_s: float = 200,
         **options: Any,
     ) -> list[Any]:
         # Test modules are on nobody's import path, so they travel by value.

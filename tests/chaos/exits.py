@@ -10,22 +10,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from run_processes import VARIABLES, runs
+from run_processes import VARIABLES, runs, wait_until_gone
+from waiting import LONGEST_S, wait_until
 
 from gossipdp.parallel.checkpoint import saved_in
 
 pytestmark = pytest.mark.processes
 
-LIMIT_S = 3.0
-# Where nobody is left to kill the workers, they end by themselves: after SIGTERM and the last
-# checkpoint their interpreters take torch down, which takes its time on a busy machine.
-ALONE_S = 20.0
 EVERY = 10  # steps from one checkpoint to the next
 
 # A model, a loader process, checkpoints, and much output: at any moment a line is being printed.
@@ -92,11 +88,13 @@ class TrainingRun:
         self.ports: set[int] = set()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 90
-        while not condition():
+        def holds() -> bool:
+            if condition():
+                return True
             assert self.supervisor.poll() is None, self.shown()
-            assert time.monotonic() < deadline, self.shown()
-            time.sleep(0.02)
+            return False
+
+        wait_until(holds, self.shown)
 
     def shown(self) -> str:
         lines = Path(self.output.name).read_text().splitlines()
@@ -131,13 +129,9 @@ class TrainingRun:
                     self.ports.add(connection.laddr.port)
         assert len(self.ports) >= 3  # the store's, and one of each worker
 
-    def assert_nothing_is_left(self, since_s: float, limit_s: float = LIMIT_S) -> None:
-        for process in self.processes:
-            while runs(process.pid):
-                assert time.monotonic() - since_s < limit_s, process
-                if process.pid == self.supervisor.pid:
-                    self.supervisor.poll()
-                time.sleep(0.02)
+    def assert_nothing_is_left(self) -> None:
+        self.supervisor.wait(LONGEST_S)
+        wait_until_gone([process.pid for process in self.processes])
         for port in self.ports:
             with socket.create_server(("127.0.0.1", port)):
                 pass
@@ -167,9 +161,7 @@ def check_the_end(directory: Path, ending: str) -> None:
         else:
             (run.directory / "go").touch()
             run.wait_until(lambda: len(list(run.directory.glob("ends-*"))) == 2)
-        since_s = time.monotonic()
-        limit_s = ALONE_S if ending == "SIGKILL" else LIMIT_S
-        run.assert_nothing_is_left(since_s, limit_s)
+        run.assert_nothing_is_left()
         expected = {"end": 0, "exception": 1, "SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}
         assert run.supervisor.wait() == expected[ending], run.shown()
         for rank in (0, 1):

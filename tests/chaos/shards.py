@@ -6,7 +6,6 @@
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,12 +15,12 @@ import torch
 from run_processes import VARIABLES
 from sharded_runs import BUDGET, all_train, check_saved, dying_replica, three_by_two
 from torch import Tensor
+from waiting import LONGEST_S, wait_until
 
 # On a busy machine five interpreters that import torch take their time.
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2_gpt.py"
 ENVIRONMENT = VARIABLES | {"PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"}
-LIMIT_S = 5.0
 # The functions of the tests, as a program.
 ASKED = f"""
 import sys
@@ -33,7 +32,7 @@ until_asked(Path(sys.argv[1]), is_one_slow=False)
 
 
 def test_three_by_two(workers: Callable) -> None:
-    found = workers(three_by_two, 6, timeout_s=200, nproc_per_replica=2)
+    found = workers(three_by_two, 6, nproc_per_replica=2)
     first: Tensor = found[0].values
     assert [seen.replica for seen in found] == [0, 0, 1, 1, 2, 2]
     for seen in found:
@@ -45,7 +44,7 @@ def test_three_by_two(workers: Callable) -> None:
 def test_a_replica_that_does_not_come_back(workers: Callable, tmp_path: Path) -> None:
     """Without restarts the other replica trains on, and ends with a result."""
     with pytest.raises(Exception, match=r"lost its process 1, which died of signal 9"):
-        workers(dying_replica, 4, (9, tmp_path), timeout_s=200, nproc_per_replica=2)
+        workers(dying_replica, 4, (9, tmp_path), nproc_per_replica=2)
     written = sorted(tmp_path.iterdir())
     assert [path.name for path in written] == ["0.0", "0.1"]
     first, second = map(torch.load, written)
@@ -60,13 +59,9 @@ def test_gossipdp_run_ends_all_replicas_with_a_checkpoint(tmp_path: Path) -> Non
     with subprocess.Popen(
         [sys.executable, *words, str(tmp_path / "train.py"), str(tmp_path)], env=ENVIRONMENT
     ) as run:
-        while not all_train(tmp_path):
-            assert run.poll() is None
-            time.sleep(0.05)
-        asked_s = time.monotonic()
+        wait_until(lambda: all_train(tmp_path) or run.poll() is not None, "all train")
         run.send_signal(signal.SIGTERM)
-        assert run.wait() == 128 + signal.SIGTERM
-    assert time.monotonic() - asked_s < LIMIT_S
+        assert run.wait(LONGEST_S) == 128 + signal.SIGTERM
     check_saved(tmp_path)
 
 

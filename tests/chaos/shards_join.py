@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from run_processes import VARIABLES, RunCommand
+from waiting import LONGEST_S
 
 pytestmark = pytest.mark.processes
 
@@ -70,7 +71,7 @@ def test_a_replica_joins_by_the_line_that_the_run_prints(
 
     def start(name: str, *words: str) -> RunCommand:
         output = tmp_path / f"{name}.output"
-        calls.append(RunCommand(output, words, timeout_s=120, environment=ENVIRONMENT))
+        calls.append(RunCommand(output, words, environment=ENVIRONMENT))
         return calls[-1]
 
     common = ["--nproc-per-replica", "2", "--secret-file", str(secret)]
@@ -85,7 +86,7 @@ def test_a_replica_joins_by_the_line_that_the_run_prints(
     joiner.wait_for(lambda: len(processes(1)) == 2)
     (came / "end").touch()
     for call in calls:
-        assert call.process.wait(60) == 0, call.output.read_text()
+        assert call.process.wait(LONGEST_S) == 0, call.output.read_text()
     printed = [each for call in calls for each in call.output.read_text().splitlines()]
     ends = sorted(each for each in printed if "ended" in each)
     assert ends == [f"[{name}] ended {name} over 2" for name in ("0.0", "0.1", "1.0", "1.1")]

@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from waiting import wait_until
 
 from gossipdp import Checkpoints, GossipDataParallel, Network
 from gossipdp.errors import WorkerFailedError
@@ -69,7 +70,7 @@ def state_of(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> dic
 
 
 def train_and_save(directory: str) -> Any:
-    model, optimizer = make_model(directory, every_steps=4, keep=2)
+    model, optimizer = make_model(directory, every_steps=4, keep=2, pace="strict")
     train(model, optimizer, 30 + model.rank)
     path = model.save_checkpoint()
     stats = model.stats()
@@ -78,7 +79,7 @@ def train_and_save(directory: str) -> Any:
 
 
 def resume_and_look(directory: str, steps: int = 0, save: bool = False) -> Any:
-    model, optimizer = make_model(directory)
+    model, optimizer = make_model(directory, pace="strict")
     start = state_of(model, optimizer)
     total = model._engine.total_samples()
     own = model.stats()
@@ -201,6 +202,14 @@ def test_one_without_a_file_starts_from_the_average(workers: Callable, directory
     assert torch.equal(starts[2]["model/0.weight"], files[2]["model/0.weight"])
 
 
+def train_until_noticed(kind: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    wait_until(
+        lambda: any(notice.kind == kind for notice in model.stats().noticed),
+        f"{kind} is noticed",
+        lambda: train(model, optimizer, 1),
+    )
+
+
 def outlive(directory: str) -> Any:
     """Rank 1 saves and dies; rank 0 goes on for longer than the time of grace, here none."""
     checkpoint.GRACE_S = 0.0
@@ -209,8 +218,7 @@ def outlive(directory: str) -> Any:
     if model.rank == 1:
         model.save_checkpoint()
         os.kill(os.getpid(), signal.SIGKILL)
-    while not any(notice.kind == "dead" for notice in model.stats().noticed):
-        train(model, optimizer, 1)
+    train_until_noticed("dead", model, optimizer)
     train(model, optimizer, 10)
     model.save_checkpoint()
     model.close()
@@ -263,11 +271,11 @@ def die_in_mid_write(directory: str) -> None:
 def save_die_and_come_back(directory: str) -> None:
     model, optimizer = make_model(directory, network=Network(timeout_s=2.0))
     if model.rank == 0:
-        while not any(notice.kind == "rejoined" for notice in model.stats().noticed):
-            train(model, optimizer, 1)
+        train_until_noticed("rejoined", model, optimizer)
     else:
-        while model.stats().exchanges == 0:
-            train(model, optimizer, 1)
+        wait_until(
+            lambda: model.stats().exchanges > 0, "an exchange", lambda: train(model, optimizer, 1)
+        )
         model.save_checkpoint()
         if model._engine.incarnation == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -315,7 +323,7 @@ def test_all_killed_in_the_middle_of_a_write_go_on_from_the_checkpoint_before_it
 
 def mix(directory: str) -> None:
     odd = os.environ["RANK"] == "1"
-    make_model(f"{directory}/other" if odd else directory, network=Network(start_timeout_s=10.0))
+    make_model(f"{directory}/other" if odd else directory, network=Network(start_timeout_s=60.0))
 
 
 def test_a_worker_that_starts_otherwise_is_refused(workers: Callable, directory: Path) -> None:

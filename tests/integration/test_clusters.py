@@ -59,7 +59,7 @@ def test_under_torchrun_a_death_stays_one_death(tmp_path: Path) -> None:
         text=True,
         env=VARIABLES,
         check=False,
-        timeout=110,
+        timeout=200,
     )
     # Torchrun has ended nobody, and hears of the worker that is lost when the other has ended.
     assert done.stdout == "[0] done 0 0 0 2 1\n", done.stderr

@@ -27,7 +27,7 @@ AGREED = 1e-6
 def test_workers_start_apart_and_agree_on_the_mean_of_their_starts(
     workers: Callable, task: MixingTask, tmp_path: Path
 ) -> None:
-    series = workers(mix, NUM_WORKERS, (task, tmp_path), timeout_s=100)
+    series = workers(mix, NUM_WORKERS, (task, tmp_path))
     starts = np.stack([observed(task, start_vector(task, rank)) for rank in range(NUM_WORKERS)])
     for rank, each in enumerate(series):
         assert each.rank == rank
@@ -65,4 +65,6 @@ def decay_per_exchange(series: list[Mixed], step_s: float) -> tuple[float, float
     agreed_at = int(np.argmax(shares < AGREED))
     initiated = sum(each.initiated[place][[0, agreed_at]] for each, place in both)
     per_worker = 2.0 * float(initiated[1] - initiated[0]) / len(series)
-    return float(-np.log(shares[agreed_at]) / per_worker), float(shares.min())
+    # Two rounds of disjoint pairs make four workers exactly equal.
+    share = max(shares[agreed_at], np.finfo(np.float32).eps ** 2)
+    return float(-np.log(share) / per_worker), float(shares.min())

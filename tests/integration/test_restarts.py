@@ -5,12 +5,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import LONGEST_S, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -44,13 +43,6 @@ class Lines:
         return int(label[1:-1]), int(restarts), join, int(pid)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_killed_worker_is_started_again_and_told_where_the_others_are(
     tmp_path: Path, without_torch: dict[str, str]
 ) -> None:
@@ -64,7 +56,7 @@ def test_a_killed_worker_is_started_again_and_told_where_the_others_are(
         text=True,
         env=without_torch,
     ) as run:
-        watchdog = threading.Timer(60, run.kill)  # else a failure here would wait for it for ever
+        watchdog = threading.Timer(LONGEST_S, run.kill)  # else a failure would wait for ever
         watchdog.start()
         lines = Lines(run)
         lives = {rank: pid for rank, _, _, pid in (lines.next_life() for _ in range(3))}
@@ -78,7 +70,7 @@ def test_a_killed_worker_is_started_again_and_told_where_the_others_are(
             assert psutil.Process(pid).ppid() == run.pid
             lives[victim] = pid
         end.touch()
-        _, errors = run.communicate(timeout=30)
+        _, errors = run.communicate(timeout=LONGEST_S)
         watchdog.cancel()
         assert run.returncode == 0, errors
     assert "worker 2 died of signal 9 (SIGKILL); it is started again in 0.1 s (" in errors
@@ -101,21 +93,21 @@ def test_where_nobody_can_be_started_the_others_go_on(
             env=without_torch,
         ) as run,
     ):
-        watchdog = threading.Timer(60, run.kill)
+        watchdog = threading.Timer(LONGEST_S, run.kill)
         watchdog.start()
         lines = Lines(run)
         lives = {rank: pid for rank, _, _, pid in (lines.next_life() for _ in range(2))}
         supervisor = psutil.Process(run.pid)
-        wait_for((tmp_path / "torch" / "distributed.py.imported").exists)
+        wait_until((tmp_path / "torch" / "distributed.py.imported").exists, "torch is imported")
         limit = supervisor.rlimit(psutil.RLIMIT_NOFILE)
         supervisor.rlimit(psutil.RLIMIT_NOFILE, (3, limit[1]))
         os.kill(lives[1], signal.SIGKILL)
-        wait_for(lambda: errors.read_text().count("could not be started") >= 2)
+        wait_until(lambda: errors.read_text().count("could not be started") >= 2, errors.read_text)
         assert psutil.pid_exists(lives[0])
         supervisor.rlimit(psutil.RLIMIT_NOFILE, limit)
         rank, restarts, _, _ = lines.next_life()
         assert rank == 1
         assert restarts >= 3
         end.touch()
-        assert run.wait(30) == 0, errors.read_text()
+        assert run.wait(LONGEST_S) == 0, errors.read_text()
         watchdog.cancel()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import LONGEST_S
 
 pytestmark = pytest.mark.processes
 
@@ -78,7 +79,7 @@ def test_nothing_is_left_when_gossipdp_run_is_killed(
     tmp_path: Path, without_torch: dict[str, str]
 ) -> None:
     script = tmp_path / "stay.py"
-    script.write_text("import time\nprint('here')\ntime.sleep(60)\n")
+    script.write_text("import time\nprint('here')\ntime.sleep(3600)\n")
     with subprocess.Popen(
         [sys.executable, "-m", "gossipdp.cli.main", "run", "-n", "2", str(script)],
         stdout=subprocess.PIPE,
@@ -90,5 +91,5 @@ def test_nothing_is_left_when_gossipdp_run_is_killed(
         workers = psutil.Process(supervisor.pid).children()
         supervisor.send_signal(signal.SIGKILL)
     assert len(workers) == 2
-    _, alive = psutil.wait_procs(workers, timeout=3)
+    _, alive = psutil.wait_procs(workers, timeout=LONGEST_S)
     assert not alive

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from run_processes import VARIABLES
+from waiting import LONGEST_S
 
 pytestmark = pytest.mark.processes
 
@@ -22,7 +23,7 @@ from gossipdp.launcher.rendezvous import Settings
 environment = Environment.read()
 if sys.argv[1:] == ["--fail"] and environment.rank == 1:
     raise ValueError("no good")
-rendezvous = Rendezvous.open(environment, timeout_s=60)
+rendezvous = Rendezvous.open(environment, timeout_s=100)
 settings = Settings((("weight", (2,)),), "a2cid2", "ring", "1", "float32")
 host = environment.choose_host()
 meeting = rendezvous.meet((host, 1000 + environment.rank), settings)
@@ -69,7 +70,7 @@ def outcome(*runs: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
         for run in runs:
             stack.enter_context(run)
             stack.callback(run.kill)
-        outputs = [run.communicate(timeout=60) for run in runs]
+        outputs = [run.communicate(timeout=LONGEST_S) for run in runs]
         return [(run.returncode, *output) for run, output in zip(runs, outputs, strict=True)]
 
 

@@ -5,7 +5,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from run_processes import VARIABLES
+from waiting import pause, wait_until
 
 from gossipdp import GossipDataParallel, Network
 from gossipdp.cli.main import main
@@ -31,7 +31,7 @@ torch.manual_seed(0)
 net = torch.nn.Linear(50, 20)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 model = GossipDataParallel(net, optimizer, graph="complete", network=Network(start_timeout_s=60))
-for _ in range(200):
+while model.stats().exchanges < 3:
     optimizer.zero_grad()
     model(torch.randn(8, 50)).square().mean().backward()
     optimizer.step()
@@ -84,10 +84,16 @@ def train_while_keys_are_renewed(files: TlsFiles) -> tuple[list[bool], int, int,
         # One end closes and says why. The other finds the end by reading, by writing or as a reset.
         return [text for text in said if ": link to worker" in text]
 
-    while model.stats().exchanges < 300 or len(ended()) < 3:
+    def step() -> None:
         optimizer.zero_grad()
         model(torch.randn(8, 50)).square().mean().backward()
         optimizer.step()
+
+    wait_until(
+        lambda: model.stats().exchanges >= 300 and len(ended()) >= 3,
+        lambda: f"300 exchanges and 3 ends of links: {model.stats().exchanges}, {ended()}",
+        step,
+    )
     num_deaths = sum(notice.kind == "dead" for notice in model.stats().noticed)
     secured = are_secured(model)
     num_workers = model.consolidate().world_size
@@ -170,7 +176,7 @@ def refuse_plain(cert: str, key: str) -> str:
     rank = int(os.environ["RANK"])
     arguments = {"tls_cert": cert, "tls_key": key} if rank else {}
     try:
-        wrap(network=Network(start_timeout_s=20, **arguments)).close()
+        wrap(network=Network(start_timeout_s=60, **arguments)).close()
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     return "wrapped"
@@ -190,7 +196,7 @@ def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
     if joins:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
-        wait_until(address.exists)
+        wait_until(address.exists, "the run has an address")
         os.environ["GOSSIPDP_JOIN"] = address.read_text()
         known = read_addresses("GOSSIPDP_JOIN", address.read_text())
         with pytest.raises(RefusedError, match="TLS is on at the other worker and off here"):
@@ -201,7 +207,7 @@ def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
     net = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     paths = {"tls_cert": files.cert, "tls_key": files.key}
-    model = GossipDataParallel(net, optimizer, network=Network(start_timeout_s=30, **paths))
+    model = GossipDataParallel(net, optimizer, network=Network(start_timeout_s=60, **paths))
     transport = model._engine._loop.transport
     if model.rank == 0:
         address.with_suffix(".new").write_text(f"127.0.0.1:{transport.identity.port}")
@@ -211,21 +217,20 @@ def join_over_tls(directory: Path, files: TlsFiles, stranger: TlsFiles) -> str:
         optimizer.zero_grad()
         model(torch.ones(4, 2)).square().mean().backward()
         optimizer.step()
+        pause()
 
-    wait_until(lambda: joins or "joined" in [n.kind for n in model.stats().noticed], step)
+    if not joins:
+        wait_until(lambda: "joined" in [n.kind for n in model.stats().noticed], "one joins", step)
     wanted = model.stats().exchanges + 3
-    wait_until(lambda: model.stats().exchanges >= wanted, step)
+    # Each links to the joiner when it has the graph with it, which is soon and not at once.
+    wait_until(
+        lambda: model.stats().exchanges >= wanted and len(are_secured(model)) == 2,
+        "three exchanges, with both others linked",
+        step,
+    )
     secured = are_secured(model)
     num_workers = model.consolidate().world_size
     return f"{secured} of {num_workers}: {[value.tolist() for value in net.parameters()]}"
-
-
-def wait_until(condition: Callable[[], bool], step: Callable[[], None] = lambda: None) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        step()
-        time.sleep(0.005)
 
 
 @pytest.mark.processes

@@ -59,7 +59,7 @@ def meet(formats: list[str]) -> str:
     wire_format = formats[int(os.environ["RANK"])]
     try:
         GossipDataParallel(
-            net, optimizer, wire_format=wire_format, network=Network(start_timeout_s=5.0)
+            net, optimizer, wire_format=wire_format, network=Network(start_timeout_s=60.0)
         )
     except GossipError as error:
         return str(error)

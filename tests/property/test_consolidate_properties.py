@@ -23,15 +23,20 @@ from gossipdp.protocol.actions import (
     Commit,
     FinishChunk,
     Finished,
-    MeasureDistance,
-    Prepare,
+    Forget,
     Send,
     SendPartial,
     SendResult,
 )
-from gossipdp.protocol.consolidate import Consolidation, ConsolidationMessage, tree
+from gossipdp.protocol.consolidate import Consolidation
 from gossipdp.protocol.members import Member, Membership, Status
-from gossipdp.protocol.messages import BeginEpoch, Epoch
+from gossipdp.protocol.messages import (
+    BeginEpoch,
+    ConsolidationMessage,
+    Epoch,
+    ReductionMessage,
+)
+from gossipdp.protocol.reduction import tree
 
 MAX_EVENTS = 200_000
 
@@ -54,13 +59,25 @@ class Node:
     machine: Consolidation
     x: list[float]
     copied: list[int]
-    buffer: list[float] = field(default_factory=list)
-    copied_buffer: list[int] = field(default_factory=list)
+    slots: dict[Epoch, dict[int, float | int]] = field(default_factory=dict)
+    below: dict[tuple[Epoch, int], float | int] = field(default_factory=dict)
     commit: Commit | None = None
+    result: list[float | int] = field(default_factory=list)
     is_gone: bool = False
     generation: dict[int, int | None] = field(default_factory=dict)
     told: dict[int, int] = field(default_factory=dict)
-    prepared: list[float] | None = None
+
+    def value(self, epoch: Epoch, chunk: int) -> float | int:
+        """The sum or result of a chunk; to a sum this worker's own is added."""
+        slots = self.slots.setdefault(epoch, {})
+        if chunk not in slots:
+            below = self.below.get((epoch, chunk))
+            own = [*self.x, *self.copied][chunk]
+            slots[chunk] = own if below is None else own + below
+        return slots[chunk]
+
+    def squared_distance(self, chunk: int, value: float | int) -> float:
+        return (self.x[chunk] - value) ** 2 if chunk < len(self.x) else 0.0
 
 
 @dataclass
@@ -101,7 +118,7 @@ class Network:
         self.num_messages = 0
         self.nodes: dict[int, Node] = {}
         self.ended: list[Node] = []
-        self.to_measure: list[tuple[Node, Epoch]] = []
+        self.to_finish: list[tuple[Node, FinishChunk]] = []
         self.to_end: list[int] = list(range(num_workers))
         members = [Member(rank, 1, self.random.getrandbits(63)) for rank in range(num_workers)]
         for member in members:
@@ -187,19 +204,22 @@ class Network:
         node = self.nodes[rank]
         machine = node.machine
         if isinstance(message, Frame):
-            epoch, chunk = message.epoch, message.chunk
-            if message.kind == "partial" and machine.accepts_partial(peer, epoch, chunk):
-                node.buffer[chunk] += message.value
-                self.perform(rank, machine.partial_landed(peer, epoch, chunk))
-            elif message.kind == "result" and machine.accepts_result(peer, epoch, chunk):
-                if chunk < self.num_chunks:
-                    node.buffer[chunk] = message.value
-                else:
-                    node.copied_buffer[chunk - self.num_chunks] = int(message.value)
-                self.perform(rank, machine.result_landed(peer, epoch, chunk))
+            epoch, chunk, current = message.epoch, message.chunk, machine.current
+            if message.kind == "partial":
+                if current is not None and current.epoch == epoch and current.accepts(peer, chunk):
+                    before = node.below.get((epoch, chunk))
+                    node.below[epoch, chunk] = (
+                        message.value if before is None else before + message.value
+                    )
+                    self.perform(rank, machine.partial_landed(peer, epoch, chunk))
+            elif machine.accepts_result(peer, epoch, chunk):
+                node.slots.setdefault(epoch, {})[chunk] = message.value
+                distance = node.squared_distance(chunk, message.value)
+                self.perform(rank, machine.result_landed(peer, epoch, chunk, distance))
         elif message is not None:
             data = msgspec.msgpack.encode(message)
-            decoded: ConsolidationMessage = msgspec.msgpack.decode(data, type=ConsolidationMessage)
+            kinds = ConsolidationMessage | ReductionMessage
+            decoded: ConsolidationMessage = msgspec.msgpack.decode(data, type=kinds)
             self.perform(rank, machine.receive(peer, decoded))
 
     # --- what a machine asks for
@@ -220,27 +240,23 @@ class Network:
                         known = self.members_of.setdefault(message.epoch, message.members)
                         assert known == message.members, "one epoch, one member list"
                     self.send(rank, peer, message, dial=True)
-                case Prepare():
-                    self.epoch_of(node)
-                    node.buffer = list(node.x)
-                    node.copied_buffer = list(node.copied)
                 case SendPartial(peer, epoch, chunk):
-                    frame = Frame("partial", epoch, chunk, node.buffer[chunk])
-                    self.send(rank, peer, frame, dial=False)
-                case FinishChunk(chunk, num_members):
-                    node.buffer[chunk] /= num_members
+                    if self.epoch_of(node) == epoch:
+                        frame = Frame("partial", epoch, chunk, node.value(epoch, chunk))
+                        self.send(rank, peer, frame, dial=False)
+                case FinishChunk():
+                    self.to_finish.append((node, action))
                 case SendResult(peer, origin, chunk):
-                    is_final = node.commit is not None and node.commit.origin == origin
-                    values: list[float | int] = (
-                        [*node.x, *node.copied] if is_final else [*node.buffer, *node.copied_buffer]
-                    )
-                    frame = Frame("result", origin, chunk, values[chunk])
+                    frame = Frame("result", origin, chunk, node.value(origin, chunk))
                     self.send(rank, peer, frame, dial=False)
-                case MeasureDistance(origin):
-                    self.to_measure.append((node, origin))
-                case Commit():
+                case Forget(epoch):
+                    node.slots.pop(epoch, None)
+                case Commit(origin):
                     node.commit = action
-                    node.x, node.copied = list(node.buffer), list(node.copied_buffer)
+                    node.result = [
+                        node.value(origin, chunk)
+                        for chunk in range(self.num_chunks + self.num_copied)
+                    ]
                     self.committed_in.append((self.epoch_of(node), action))
                 case Finished():
                     self.leave(rank)
@@ -329,8 +345,8 @@ class Network:
                 events.append(lambda a=a, b=b: self.deliver(a, b))  # type: ignore[misc]
         for rank in self.to_end:
             events.append(lambda rank=rank: self.done(rank))  # type: ignore[misc]
-        for index in range(len(self.to_measure)):
-            events.append(lambda index=index: self.measure(index))  # type: ignore[misc]
+        for index in range(len(self.to_finish)):
+            events.append(lambda index=index: self.finish(index))  # type: ignore[misc]
         if events and self.random.random() < 0.7:
             return events
         live = self.live()
@@ -350,15 +366,18 @@ class Network:
         self.nodes[rank].membership.set_status(Status.DONE)
         self.review(rank)
 
-    def measure(self, index: int) -> None:
-        node, origin = self.to_measure.pop(index)
-        if node.is_gone:
+    def finish(self, index: int) -> None:
+        node, action = self.to_finish.pop(index)
+        current, chunk = node.machine.current, action.chunk
+        if node.is_gone or current is None or current.epoch != action.epoch:
             return
-        distance = 0.0
-        for x, mean in zip(node.x, node.buffer, strict=True):
-            distance += (x - mean) ** 2
-        rank = node.membership.own.rank
-        self.perform(rank, node.machine.distance_measured(origin, distance))
+        if current.num_finished != chunk:  # they are finished in order
+            self.to_finish.append((node, action))
+            return
+        value = node.value(action.epoch, chunk) / action.divisor
+        node.slots[action.epoch][chunk] = value
+        rank, distance = node.membership.own.rank, node.squared_distance(chunk, value)
+        self.perform(rank, node.machine.chunk_finished(action.epoch, chunk, distance))
 
     def run(self) -> Network:
         for _ in range(MAX_EVENTS):
@@ -378,14 +397,12 @@ class Network:
 
     def expected(self, epoch: Epoch, chunk: int) -> float:
         members = self.members_of[epoch]
-        parents, process_ids = tree(BeginEpoch(epoch, members, None)), dict(members)
+        parents, process_ids = tree([rank for rank, _ in members]), dict(members)
 
         def subtree(rank: int) -> float:
-            total = self.inputs[rank, process_ids[rank]][chunk]
-            for child, parent in parents.items():
-                if parent == rank:
-                    total += subtree(child)
-            return total
+            own = self.inputs[rank, process_ids[rank]][chunk]
+            below = [subtree(child) for child, parent in parents.items() if parent == rank]
+            return own + sum(below[1:], below[0]) if below else own
 
         return subtree(epoch.leader) / len(members)
 
@@ -396,11 +413,11 @@ class Network:
             members = self.members_of[node.commit.origin]
             assert node.commit.num_members == len(members)
             expected = [self.expected(node.commit.origin, k) for k in range(self.num_chunks)]
-            assert node.x == expected
+            assert node.result[: self.num_chunks] == expected
 
     def check_agreement(self) -> None:
         assert len({node.commit for node in self.ended}) <= 1
-        assert len({(*node.x, *node.copied) for node in self.ended}) <= 1
+        assert len({tuple(node.result) for node in self.ended}) <= 1
 
     def check_claim(self) -> None:
         """Results that differ were first committed by groups without a common process."""

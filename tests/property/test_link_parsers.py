@@ -111,7 +111,7 @@ def test_random_bytes_never_open_a_link(
 ) -> None:
     machine = Handshake(identity(0), secret, dialler=dialler)
     if prefixed:
-        data = MAGIC + bytes([VERSION]) + len(data).to_bytes(2, "little") + data
+        data = MAGIC + bytes(VERSION) + len(data).to_bytes(2, "little") + data
     try:
         take(machine, data)
     except HandshakeError:

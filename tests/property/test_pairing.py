@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -24,6 +25,8 @@ from gossipdp.simulate.network import Conditions, make_workers
 
 TRAINING_S = 40.0
 LATEST_END_S = TRAINING_S + 120.0
+# Ten times as many as any of these runs has; messages in a circle that take no time have no end.
+MAX_EVENTS = 150_000
 
 
 class InPhase(Random):
@@ -99,7 +102,7 @@ def make_network(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> 
         transfer_s=lambda sender, receiver: random.uniform(*scenario.transfer_s),
         step_s=lambda rank: random.uniform(*scenario.step_s),
     )
-    return FaultyNetwork(
+    network = FaultyNetwork(
         workers,
         constants.edges,
         conditions,
@@ -107,6 +110,15 @@ def make_network(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> 
         detection_s=lambda sender, receiver: random.uniform(0.0, 0.2),
         keeps_exchanges=True,
     )
+    at = network.engine.at
+
+    def at_most(*arguments: Any, **options: Any) -> Any:
+        engine = network.engine
+        assert engine.num_events < MAX_EVENTS, f"{MAX_EVENTS:,} events by {engine.now:.3f} s"
+        return at(*arguments, **options)
+
+    network.engine.at = at_most  # type: ignore[method-assign]
+    return network
 
 
 def check_run(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> FaultyNetwork:
@@ -232,6 +244,17 @@ def in_phase_on(graph_name: str, num_workers: int, **changes: object) -> Scenari
         "seed": 1,
     }
     return Scenario(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_messages_without_end_fail_and_do_not_hang() -> None:
+    network = make_network(in_phase_on("ring", 3))
+
+    def again() -> None:
+        network.engine.at(network.engine.now, again)
+
+    network.engine.at(5.0, again)
+    with pytest.raises(AssertionError, match=r"150,000 events by 5\.000 s"):
+        network.engine.run(until=TRAINING_S)
 
 
 def test_overlapping_exchanges_are_caught() -> None:

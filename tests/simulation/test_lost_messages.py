@@ -7,7 +7,7 @@ from simulated_faults.network import FaultyNetwork, Loss
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
-from gossipdp.protocol.messages import ConsolidationMessage, Envelope
+from gossipdp.protocol.messages import ConsolidationMessage, Envelope, ReductionMessage
 from gossipdp.simulate.network import Conditions, make_workers
 
 NUM_WORKERS = 6
@@ -20,7 +20,7 @@ class Forgetful(FaultyNetwork):
     seen = 0
 
     def carries(self, rank: int, peer: int, envelope: Envelope) -> Envelope | Loss:
-        if isinstance(envelope.message, ConsolidationMessage):
+        if isinstance(envelope.message, ConsolidationMessage | ReductionMessage):
             self.seen += 1
             if self.seen == self.lost:
                 return "message lost"

@@ -15,21 +15,21 @@ import pytest
 
 from gossipdp.protocol.actions import (
     Commit,
+    FinishChunk,
     Finished,
-    MeasureDistance,
     Send,
     SendPartial,
     SendResult,
 )
-from gossipdp.protocol.consolidate import Consolidation, ConsolidationAction
+from gossipdp.protocol.consolidate import Consolidation
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import Epoch
-from gossipdp.protocol.stalling import TICKS_PER_TIMEOUT
+from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT
 
 TIMEOUT_S = 5.0
 WORD_S = 0.02
 LATEST_END_S = 20_000.0
-Chunk = tuple[type[ConsolidationAction], Epoch, int]
+Chunk = tuple[type[SendPartial] | type[SendResult], Epoch, int]
 
 
 class SlowLinks:
@@ -48,7 +48,7 @@ class SlowLinks:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._queues: dict[tuple[int, int], list[Chunk]] = {}
-        self._under_way: set[tuple[int, int]] = set()
+        self._under_way: dict[tuple[int, int], Chunk] = {}
 
     def run(self) -> None:
         self._review()
@@ -70,7 +70,10 @@ class SlowLinks:
             self._perform(rank, lambda worker: worker.review(members))
 
     def _tick(self, rank: int) -> None:
-        moving = {other for link in self._under_way if rank in link for other in link} - {rank}
+        moving: dict[Epoch, set[int]] = {}
+        for (sender, peer), (_, epoch, _) in self._under_way.items():
+            if rank in (sender, peer):
+                moving.setdefault(epoch, set()).update({sender, peer} - {rank})
         heard = set(self.ranks) - {rank}
         self._perform(rank, lambda worker: worker.tick(heard, moving))
         self._after(TIMEOUT_S / TICKS_PER_TIMEOUT, lambda: self._tick(rank))
@@ -91,11 +94,11 @@ class SlowLinks:
                     self._queue(rank, peer, (SendPartial, epoch, chunk))
                 case SendResult(peer=peer, origin=epoch, chunk=chunk):
                     self._queue(rank, peer, (SendResult, epoch, chunk))
-                case MeasureDistance(origin=origin):
+                case FinishChunk(epoch=epoch, chunk=chunk):
                     self._after(
                         0.0,
-                        lambda origin=origin: self._perform(
-                            rank, lambda worker: worker.distance_measured(origin, 1.0)
+                        lambda epoch=epoch, chunk=chunk: self._perform(
+                            rank, lambda worker: worker.chunk_finished(epoch, chunk, 1.0)
                         ),
                     )
                 case Commit():
@@ -115,7 +118,7 @@ class SlowLinks:
         if not queue or (sender, peer) in self._under_way:
             return
         chunk = queue.pop(0)
-        self._under_way.add((sender, peer))
+        self._under_way[sender, peer] = chunk
         num_out = sum(link[0] == sender for link in self._under_way)
         num_in = sum(link[1] == peer for link in self._under_way)
         seconds = max(self.chunk_s[sender] * num_out, self.chunk_s[peer] * num_in)
@@ -123,15 +126,13 @@ class SlowLinks:
 
     def _land(self, sender: int, peer: int, chunk: Chunk) -> None:
         kind, epoch, index = chunk
-        self._under_way.remove((sender, peer))
+        del self._under_way[sender, peer]
         is_sum = kind is SendPartial
 
         def landed(worker: Consolidation) -> list[Any]:
-            if is_sum and worker.accepts_partial(sender, epoch, index):
+            if is_sum:  # dropped where it is not awaited
                 return worker.partial_landed(sender, epoch, index)
-            if not is_sum and worker.accepts_result(sender, epoch, index):
-                return worker.result_landed(sender, epoch, index)
-            return []
+            return worker.result_landed(sender, epoch, index, 1.0)
 
         self._perform(peer, landed)
         self._pump(sender, peer)
@@ -156,4 +157,4 @@ def test_one_epoch_over_slow_links_averages_all(chunk_s: list[float], num_chunks
     assert {(commit.origin.number, commit.num_members) for commit in network.commits.values()} == {
         (1, len(chunk_s))
     }
-    assert all(worker.left_out == () for worker in network.workers)
+    assert all(worker.left_out == {} for worker in network.workers)

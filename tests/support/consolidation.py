@@ -1,9 +1,10 @@
 """One worker's consolidation machine and what it meets, for tests that drive it by hand."""
 
 from gossipdp.protocol.actions import Send
-from gossipdp.protocol.consolidate import Consolidation, ConsolidationAction
+from gossipdp.protocol.consolidate import Consolidation
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import Average, BeginEpoch, Epoch
+from gossipdp.protocol.reduction import ReductionAction
 
 
 def process(rank: int) -> tuple[int, int]:
@@ -30,12 +31,12 @@ def worker(rank: int, num_chunks: int = 2, num_copied_chunks: int = 0) -> Consol
     return Consolidation(rank, 100 + rank, num_chunks, num_copied_chunks)
 
 
-def ticks(machine: Consolidation, number: int) -> list[ConsolidationAction]:
+def ticks(machine: Consolidation, number: int) -> list[ReductionAction]:
     """What a worker does in so many quarters of a time-out in which it hears everybody."""
     return [action for _ in range(number) for action in machine.tick(range(100))]
 
 
-def begun(actions: list[ConsolidationAction]) -> set[BeginEpoch]:
+def begun(actions: list[ReductionAction]) -> set[BeginEpoch]:
     return {
         action.message
         for action in actions

@@ -163,6 +163,9 @@ class DeferredDevice(QueuedDevice):
         queue = self._streams[self.stream]
         self.work_until(lambda: not queue)
 
+    def finish_all(self) -> None:
+        self.work_until(lambda: not any(self._streams.values()))
+
     def mark(self) -> Mark:
         return _Mark(self)
 

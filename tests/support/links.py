@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from waiting import wait_until
 
 from gossipdp.links.frames import (
     HEADER_BYTES,
@@ -178,13 +179,13 @@ class World:
         node.memory = node.transport.allocate(num_bytes)
         return node
 
-    def until(self, condition: Callable[[], object], *only: Node, timeout_s: float = 10.0) -> None:
+    def until(self, condition: Callable[[], object], *only: Node) -> None:
         """Turn all loops, or ``only`` some, until ``condition()`` holds."""
-        deadline_s = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline_s, [n.handler.events[-5:] for n in self.nodes]
-            for node in only or tuple(self.nodes):
-                node.transport.poll(0.001)
+
+        def said() -> str:
+            return str([node.handler.events[-5:] for node in self.nodes])
+
+        wait_until(condition, said, lambda: self.settle(*only, turns=1))
 
     def settle(self, *only: Node, turns: int = 20) -> None:
         """Turn the loops a number of times, for what must not happen."""
@@ -214,6 +215,7 @@ class MemoryLink(Link):
     """
 
     def __init__(self, peer: int | Identity = 0) -> None:
+        super().__init__()
         if isinstance(peer, int):
             peer = Identity(peer, 0, 1, "run", "", "", "", "", "")
         self.peer_identity = peer
@@ -257,6 +259,7 @@ class MemoryLink(Link):
         frame_type, key, payload = self.queue.popleft()
         self.queued_bytes -= len(payload)
         self.bytes_sent += HEADER_BYTES + len(payload)
+        self.chunk_bytes_sent[frame_type] += len(payload) - self.num_started
         return frame_type, key, payload
 
     def close(self, reason: str) -> None:
@@ -407,9 +410,10 @@ class MemoryTransport(Transport):
         link.wire.append(("piece", frame_type, key, len(payload), link.num_started, piece))
         link.num_on_wire += len(piece)
         link.num_started += len(piece)
+        link.chunk_bytes_sent[frame_type] += len(piece)
         if link.num_started == len(payload):
-            link.num_started = 0
             link.take()
+            link.num_started = 0
             link.writable_due = link.queued_chunks < 4
 
     def _read(self, link: MemoryLink, kind: str, *what: Any) -> None:
@@ -440,6 +444,7 @@ class MemoryTransport(Transport):
             link.landing = None if landing is None else landing.cast("B")
         if link.landing is not None:
             link.landing[start : start + len(piece)] = piece
+            link.chunk_bytes_received[frame_type] += len(piece)
         if is_last:
             landing, link.landing = link.landing, None
             self._handler.chunk(link, frame_type, key, landing)

@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import psutil
+from waiting import LONGEST_S, wait_until
 
 # The environment, but for what a launcher around the tests themselves may have set. Warnings are
 # errors in these processes as in the tests.
@@ -27,35 +27,39 @@ def runs(pid: int) -> bool:
         return False
 
 
-class RunCommand:
-    """One ``gossipdp run`` with these words; ``output`` is the file of all that it writes.
+def wait_until_gone(pids: Collection[int]) -> None:
+    """Wait until none of these processes runs."""
+    wait_until(lambda: not any(runs(pid) for pid in pids), f"none of {sorted(pids)} runs any more")
 
-    ``timeout_s``: how long anything that is waited for may take.
-    """
+
+class RunCommand:
+    """One ``gossipdp run`` with these words; ``output`` is the file of all that it writes."""
 
     def __init__(
         self,
         output: Path,
         words: Sequence[str],
         *,
-        timeout_s: float,
         environment: Mapping[str, str] = VARIABLES,
     ) -> None:
-        self.output, self._timeout_s = output, timeout_s
+        self.output = output
         command = [sys.executable, "-m", "gossipdp.cli.main", "run", *words]
         with output.open("wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        """Until it is so; fails if the command ends before that."""
-        deadline = time.monotonic() + self._timeout_s
-        while not condition():
+        """Wait until it is so; fails if the command ends before that."""
+
+        def holds() -> object:
+            if held := condition():
+                return held
             assert self.process.poll() is None, self.output.read_text()
-            assert time.monotonic() < deadline, self.output.read_text()
-            time.sleep(0.01)
+            return False
+
+        wait_until(holds, self.output.read_text)
 
     def stop(self) -> None:
         """End it, if it runs."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            self.process.wait(20)
+            self.process.wait(LONGEST_S)

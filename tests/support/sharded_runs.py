@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from gossipdp import Checkpoints, GossipDataParallel, PoisonedError
-from gossipdp.parallel.checkpointer import Termination
 from gossipdp.parallel.flat_parameters import FlatParameters
+from gossipdp.parallel.termination import Termination
 
 NUM_STEPS = 12
 ALPHA_TILDE = 0.8
@@ -397,7 +397,8 @@ class SlowToSave:
     path: Path
 
     def state_dict(self) -> dict[str, Any]:
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
+        # FileNotFoundError: it is asked for its state where it is named. The other: it has ended.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             select.select([os.pidfd_open(int(self.path.read_text()))], [], [])
         return {}
 

@@ -14,6 +14,13 @@ The training thread and the gossip thread meet here and nowhere else. The rules:
   training never waits for a thread of lower priority.
 * A lock is held for one pass over one chunk, never across I/O and never two at a time. So there is
   no order of locks to respect and nothing to deadlock.
+* Ctrl+C, or whatever else a signal's handler raises in the main thread, leaves no lock taken, and
+  each chunk as it was before the boundary or after it. The interpreter runs handlers between
+  bytecodes, and there only at the start of a function, at a jump back, and when a call returns. So
+  ``with lock:`` is safe as long as the lock is one of C (nothing is looked at between taking it and
+  the ``with``; bpo-29988), and so is a ``try`` whose ``finally`` does nothing before it releases
+  one. ``acquire()`` before the ``try`` is not, nor is a lock written in Python. What changes a
+  chunk, and the notes on it, are one call of C (:func:`~gossipdp.dynamics.update.at_once`).
 * Between a chunk's snapshot and the arrival of the peer's the lock is free, and a boundary may flow
   the chunk and move pending into x. That changes neither x + pending at the phase of the exchange
   nor delta, which comes from the stored snapshots. A snapshot writes nothing: the chunk remembers
@@ -28,10 +35,12 @@ On a device that only queues work, :mod:`~gossipdp.dynamics.device` has further 
 
 import enum
 import math
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -117,6 +126,7 @@ class Chunk:
             no exchange, training is bitwise that of the plain loop.
         is_compiled: whether numba's loops compute here.
         lock: guards pending, c, base, m, the count, the phases and the flags; see the module.
+        order: entered under the lock: what its holders queue on a device is done in their order.
     """
 
     def __init__(self, role: Role, x: Tensor, pending: Tensor, c: Tensor | None) -> None:
@@ -132,7 +142,8 @@ class Chunk:
         self.has_pending = False
         self.is_compiled = False
         self.device = Device()
-        self.lock = self.device.lock()
+        self.lock = threading.Lock()
+        self.order = self.device.order()
 
     @property
     def num_elements(self) -> int:
@@ -146,31 +157,41 @@ class Chunk:
 
         With ``wait`` the chunk is waited for instead.
         """
-        if not self.lock.acquire(blocking=wait):
-            return False
+        taken: list[bool] = []
         try:
-            share, _ = self._flow(theta)
-            if self.has_pending or share != 0.0:
-                self._add_pending(share)
-                self.has_pending = False
-            self._flowed_to(theta)
+            # One call of C: an interrupt comes when it is known whether the lock is taken.
+            taken.extend(map(self.lock.acquire, (wait,)))
+            if not taken[0]:
+                return False
+            with self.order:
+                share, _ = self._flow(theta)
+                is_due = self.has_pending or share != 0.0
+                update.at_once(
+                    *(self._additions(share) if is_due else ()),
+                    partial(setattr, self, "has_pending", False),
+                    partial(setattr, self, *self._phase_at(theta)),
+                )
         finally:
-            self.lock.release()
+            if True in taken:
+                self.lock.release()
         return True
 
     def flow(self, theta: float) -> None:
         """Flow up to the phase ``theta``, into pending; x stays. The phase never goes back."""
-        with self.lock:
+        with self.lock, self.order:
             share, _ = self._flow(theta)
+            operations: list[Callable[[], object]] = [
+                partial(setattr, self, *self._phase_at(theta))
+            ]
             if share != 0.0 and self.c is not None:
-                update.flow(self.pending, self.c, share)
-                self.has_pending = True
-            self._flowed_to(theta)
+                operations.append(update.flow_operation(self.pending, self.c, share))
+                operations.append(partial(setattr, self, "has_pending", True))
+            update.at_once(*operations)
 
-    def reset(self) -> None:
-        """Drop all but x: the parameters were loaded, and no exchange is in flight."""
-        with self.lock:
-            self._reset()
+    def forget(self, part: slice) -> None:
+        """Drop all but x of a part whose values were loaded; no exchange is in flight."""
+        with self.lock, self.order:
+            self._forget(part)
 
     def restored(self) -> None:
         """Take note that x, pending and c were set to what a checkpoint holds, at phase 0."""
@@ -182,7 +203,7 @@ class Chunk:
 
     def read(self, out: Tensor) -> None:
         """Write x + pending to ``out``, or x if the chunk is not exchanged."""
-        with self.lock:
+        with self.lock, self.order:
             self.device.write(self._write, out)
 
     def read_z(self, out: Tensor) -> None:
@@ -190,7 +211,7 @@ class Chunk:
         if self.c is None:
             self.read(out)
             return
-        with self.lock:
+        with self.lock, self.order:
             left = self._left(self.theta)
             state = self.x, self.pending, self.c
             self.device.write(lambda out: update.read_z(out, *state, left), out)
@@ -207,7 +228,7 @@ class Chunk:
         ``g``, the optimizer's steps since the last outer step, and ``m`` are that one's; the main
         thread, which calls this, takes no step meanwhile.
         """
-        with self.lock:
+        with self.lock, self.order:
             if pending is not None:
                 self.device.write(lambda out: out.copy_(self.pending), pending)
             if c is not None and self.c is not None:
@@ -228,7 +249,7 @@ class Chunk:
         """
         if self.outer is None:
             return
-        with self.lock:
+        with self.lock, self.order:
             (rule, base, m), compiled = self.outer, self.is_compiled
             self.num_exchanges += 1
             if self.num_exchanges % rule.every:
@@ -243,7 +264,7 @@ class Chunk:
         Nothing else is written: the flow itself is left to the exchange or a boundary. That changes
         no snapshot, as theta stands still meanwhile.
         """
-        with self.lock:
+        with self.lock, self.order:
             is_finite = self._snapshot(self.device.there(0, out), self._flow(theta)[0])
             self.device.store(0, out)
             return is_finite
@@ -261,7 +282,7 @@ class Chunk:
             peers: the peer's.
             alpha_tilde: the gain of the exchange on x_tilde.
         """
-        with self.lock:
+        with self.lock, self.order:
             there = self.device.load(0, mine), self.device.load(1, peers)
             squared_norm = self._exchange(*there, self._flow(theta), alpha_tilde)
             self._exchanged(squared_norm, theta)
@@ -271,7 +292,7 @@ class Chunk:
         self, theta: float, out: Tensor, peers: Tensor, alpha_tilde: float
     ) -> float:
         """:meth:`snapshot`, whole in any case, and :meth:`exchange`, if peers' half is there."""
-        with self.lock:
+        with self.lock, self.order:
             there = self.device.there(0, out), self.device.load(1, peers)
             squared_norm = self._snapshot_and_exchange(*there, self._flow(theta), alpha_tilde)
             self.device.store(0, out)
@@ -280,7 +301,7 @@ class Chunk:
 
     def replace(self, values: Tensor) -> None:
         """Make x these values and all else zero, while the main thread only waits."""
-        with self.lock:
+        with self.lock, self.order:
             self.x.copy_(values)
             self._reset()
             self.device.finish()
@@ -292,13 +313,16 @@ class Chunk:
 
     # Under the lock.
 
-    def _add_pending(self, share: float) -> None:
+    def _additions(self, share: float) -> list[Callable[[], object]]:
+        """Return what flows and adds pending to x, to be done at once."""
         base, compiled = None if self.outer is None else self.outer.base, self.is_compiled
-        if self.has_pending or self.c is None or self.x.dtype != self.pending.dtype:
-            update.boundary(self.x, self.pending, self.c, share, base, compiled=compiled)
-        else:  # pending is zero: half of the memory need not be passed over
-            for values in (self.x,) if base is None else (self.x, base):
-                update.flow(values, self.c, share, compiled=compiled)
+        c = self.c
+        if self.has_pending or c is None or self.x.dtype != self.pending.dtype:
+            state = self.x, self.pending, c
+            return update.boundary_operations(*state, share, base, compiled=compiled)
+        # Pending is zero: half of the memory need not be passed over.
+        both = (self.x,) if base is None else (self.x, base)
+        return [update.flow_operation(values, c, share, compiled=compiled) for values in both]
 
     def _write(self, out: Tensor) -> None:
         if self.role.is_exchanged:
@@ -332,26 +356,27 @@ class Chunk:
         left = math.exp(-2.0 * (theta - self.theta_c))
         return left if left >= LEAST_LEFT else 0.0
 
-    def _flowed_to(self, theta: float) -> None:
-        if theta == math.inf:
-            self.theta_c = -math.inf
-        else:
-            self.theta = max(self.theta, theta)
+    def _phase_at(self, theta: float) -> tuple[str, float]:
+        """Return which phase to set to what, once the chunk has flowed to ``theta``."""
+        return ("theta_c", -math.inf) if theta == math.inf else ("theta", max(self.theta, theta))
 
     def _exchanged(self, squared_norm: float, theta: float) -> None:
         if math.isfinite(squared_norm):
-            self._flowed_to(theta)
+            setattr(self, *self._phase_at(theta))
             self.has_pending = True
             if self.c is not None:
                 self.theta_c = self.theta
 
-    def _reset(self) -> None:
-        self.pending.zero_()
+    def _forget(self, part: slice) -> None:
+        self.pending[part].zero_()
         if self.c is not None:
-            self.c.zero_()
+            self.c[part].zero_()
         if self.outer is not None:
-            self.outer.base.copy_(self.x)
-            self.outer.m.zero_()
+            self.outer.base[part].copy_(self.x[part])
+            self.outer.m[part].zero_()
+
+    def _reset(self) -> None:
+        self._forget(slice(None))
         self.num_exchanges = 0
         self.has_pending = False
         # A worker that takes its place anew has a phase that begins anew.
@@ -378,17 +403,19 @@ class BufferChunk(Chunk):
         """See :class:`Chunk`: pending becomes what x lacks of the present values."""
         if pending is None:
             return
-        with self.lock:
+        with self.lock, self.order:
             more = self.weight - 1.0
             self.device.write(lambda p: torch.add(self.pending, self.x, alpha=more, out=p), pending)
 
     # Under the lock.
 
-    def _add_pending(self, share: float) -> None:
-        self._write(self.pending)
-        self.x.copy_(self.pending)
-        self.pending.zero_()  # what rounding left over would outlive an x that shrinks
-        self.weight = 1.0
+    def _additions(self, share: float) -> list[Callable[[], object]]:
+        return [
+            partial(self.pending.add_, self.x, alpha=self.weight),
+            partial(self.x.copy_, self.pending),
+            self.pending.zero_,  # what rounding left over would outlive an x that shrinks
+            partial(setattr, self, "weight", 1.0),
+        ]
 
     def _write(self, out: Tensor) -> None:
         torch.add(self.pending, self.x, alpha=self.weight, out=out)
@@ -413,9 +440,12 @@ class BufferChunk(Chunk):
         self._snapshot(out, flow[0])
         return self._exchange(out, peers, flow, alpha_tilde)
 
+    def _forget(self, part: slice) -> None:
+        torch.mul(self.x[part], 1.0 - self.weight, out=self.pending[part])
+
     def _reset(self) -> None:
-        super()._reset()
         self.weight = 1.0
+        super()._reset()
 
 
 @dataclass
@@ -482,15 +512,11 @@ class MomentChunk(BufferChunk):
 
     # Under the lock. The mass is read once each time: the main thread may change it.
 
-    def _add_pending(self, share: float) -> None:
+    def _additions(self, share: float) -> list[Callable[[], object]]:
         mass = self._moment.mass
         if mass == 0.0:  # given up since
-            self._reset()
-            return
-        self.pending.mul_(mass).add_(self.x, alpha=self.weight)
-        self.x.copy_(self.pending)
-        self.pending.zero_()  # as of buffers: below zero, it would turn v negative
-        self.weight = 1.0
+            return [self._reset]
+        return [partial(self.pending.mul_, mass), *super()._additions(share)]
 
     def _write(self, out: Tensor) -> None:
         values = torch.mul(self.pending, self._moment.mass, out=update.scratch(self.pending))
@@ -585,8 +611,18 @@ class Segment:
         """
         self.x = x
         for chunk, part in zip(self.chunks, self._parts, strict=True):
-            with chunk.lock:
+            with chunk.lock, chunk.order:
                 chunk.x = x[part]
+
+    def forget(self, start: int, length: int) -> None:
+        """Drop all but x of values that were loaded; see :meth:`Chunk.forget`."""
+        for chunk, part in zip(self.chunks, self._parts, strict=True):
+            first, end = (
+                max(start, part.start),
+                min(start + length, part.start + chunk.num_elements),
+            )
+            if first < end:
+                chunk.forget(slice(first - part.start, end - part.start))
 
     def copy_momentum(self) -> list[Tensor | None]:
         """Copy pending (None: it is zero), c, g and m to host memory; see :class:`Chunk`."""
@@ -644,8 +680,9 @@ class State:
         for index, chunk in enumerate(self.all_chunks + self.moment_chunks):
             chunk.index = index
             chunk.device = self.device
-            chunk.lock = self.device.lock()
-        self._helpers = _helpers()
+            chunk.order = self.device.order()
+        self._helpers: list[threading.Thread] = []
+        self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
 
     def description(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return what must agree between workers for their chunks to: a text and a shape each.
@@ -694,6 +731,9 @@ class State:
         for chunk in self.chunks:
             chunk.is_compiled = is_compiled and update.can_compile(chunk.x)
         self.compile_for(None)
+        compiled = sum(chunk.num_elements for chunk in self.chunks if chunk.is_compiled)
+        if compiled >= LEAST_HELPED_VALUES:
+            self._start_helpers()
 
     def compile_for(self, wire: torch.dtype | None) -> None:
         """Compile for snapshots of this precision (None: the parameters' own) before training."""
@@ -740,32 +780,59 @@ class State:
         """The boundary of many compiled chunks, by as many threads as the optimizer's step has.
 
         A compiled loop has one thread, which reads half or less of what memory gives. All take the
-        next chunk from one list: the interpreter's lock gives each chunk to one of them. At the
-        interpreter's end there are no more helpers, long before the last boundary: then, and where
-        the system gives no thread, the calling thread does alone what is left.
+        next chunk from one list: the interpreter's lock gives each chunk to one of them. The
+        calling thread waits for those that have taken one, also if it was interrupted, and does
+        alone what is left.
         """
         rest = iter(chunks)
+        skipped: list[int] = []
+        errors: list[Exception] = []
 
-        def work() -> int:
+        def boundaries() -> int:
             return sum(not chunk.boundary(theta, wait=is_patient) for chunk in rest)
 
-        num_helpers = min(torch.get_num_threads(), MOST_BOUNDARY_THREADS) - 1
-        helpers: list[Future[int]] = []
+        def help_with(busy: threading.Lock) -> None:
+            with busy:
+                try:
+                    skipped.append(boundaries())
+                except Exception as error:
+                    errors.append(error)
+
+        all_busy = [threading.Lock() for _ in self._helpers]
         try:
-            try:
-                for _ in range(num_helpers):
-                    helpers.append(self._helpers.submit(work))
-            except RuntimeError:
-                # The call that failed may stay queued: no helper takes it up after this boundary.
-                self.end_helpers()
-            return work() + sum(helper.result() for helper in helpers)
+            for busy in all_busy:
+                self._tasks.put(partial(help_with, busy))
+            skipped.append(boundaries())
         finally:
-            wait(helpers)
+            deque(rest, maxlen=0)  # whoever takes the task up now, or later, finds nothing to do
+            for busy in all_busy:
+                with busy:
+                    pass
+        for error in errors:
+            raise error
+        return sum(skipped)
+
+    def _start_helpers(self) -> None:
+        """Start the helper threads of boundaries, or as many as the system gives.
+
+        Daemons: one that waits for a task at the interpreter's end is left behind.
+        """
+        for _ in range(min(torch.get_num_threads(), MOST_BOUNDARY_THREADS) - 1):
+            name = "gossipdp-boundary"
+            helper = threading.Thread(target=_help, args=(self._tasks,), name=name, daemon=True)
+            try:
+                helper.start()
+            except RuntimeError:
+                return
+            self._helpers.append(helper)
 
     def end_helpers(self) -> None:
         """End the helper threads: there will hardly be another boundary."""
-        self._helpers.shutdown()
-        self._helpers = _helpers()
+        helpers, self._helpers = self._helpers, []
+        for _ in helpers:
+            self._tasks.put(None)
+        for helper in helpers:
+            helper.join()
 
     def flow(self, theta: float) -> None:
         """Flow every chunk to the phase ``theta``, into its pending; x stays."""
@@ -773,13 +840,7 @@ class State:
         for chunk in self.chunks:
             chunk.flow(theta)
 
-    def reset(self) -> None:
-        """Drop all but x everywhere; see :meth:`Chunk.reset`."""
-        self.device.finish()
-        for chunk in self.chunks:
-            chunk.reset()
 
-
-def _helpers() -> ThreadPoolExecutor:
-    """Threads for boundaries; the first starts with the first boundary that needs one."""
-    return ThreadPoolExecutor(MOST_BOUNDARY_THREADS, "gossipdp-boundary")
+def _help(tasks: "SimpleQueue[Callable[[], object] | None]") -> None:
+    while (task := tasks.get()) is not None:
+        task()

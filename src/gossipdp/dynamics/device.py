@@ -9,12 +9,11 @@ card**. The rules are tested with a stand-in that works late, in any order that 
 Each thread queues on its own stream. A stream does its work in order, two streams in any order. A
 :class:`Mark` is a place in a stream (a CUDA event) that others can wait for.
 
-**Rule 1, order.** A chunk's lock carries a mark. Whoever takes the lock makes its stream wait for
-the mark; whoever gives it back leaves the mark behind all that it has queued
-(:class:`OrderedLock`). So the holders' work is done in the order in which they held the lock.
-Otherwise a snapshot could add a pending that a boundary has moved into x already, or a boundary
-could add a pending that an exchange writes later. No two streams wait for each other:
-each wait is for a mark that exists.
+**Rule 1, order.** A chunk's lock comes with a mark. Whoever holds the lock makes its stream wait
+for the mark first, and last leaves the mark behind all that it has queued (:class:`Order`). So the
+holders' work is done in the order in which they held the lock. Otherwise a snapshot could add a
+pending that a boundary has moved into x already, or a boundary could add a pending that an exchange
+writes later. No two streams wait for each other: each wait is for a mark that exists.
 
 **Rule 2, the step.** Queued optimizer steps write x without a lock, as in host memory. A snapshot
 may read the old or the new of each value, and both ends use what was read. x is read once an event.
@@ -39,9 +38,8 @@ import abc
 import contextlib
 import mmap
 import os
-import threading
 from collections.abc import Callable, Iterator
-from typing import TypeAlias, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -56,18 +54,15 @@ def is_cuda_allowed() -> bool:
     return os.environ.get(SWITCH) == ON
 
 
-ChunkLock: TypeAlias = "threading.Lock | OrderedLock"
-
-
 class Device:
     """Host memory, where nothing is queued; and what a queued device does in its place."""
 
     suffix = ""
     """Added to the name of what computes."""
 
-    def lock(self) -> ChunkLock:
-        """Return a chunk's lock: what its holders do to the chunk happens in their order."""
-        return threading.Lock()
+    def order(self) -> contextlib.AbstractContextManager[object]:
+        """Return what the holders of a chunk's lock enter: what they do happens in their order."""
+        return contextlib.nullcontext()
 
     def gossip_thread(self) -> contextlib.AbstractContextManager[object]:
         """Everything that the calling thread does within it is the gossip thread's work."""
@@ -126,6 +121,10 @@ class QueuedDevice(Device, abc.ABC):
         """Return a new mark that was left nowhere."""
 
     @abc.abstractmethod
+    def finish_all(self) -> None:
+        """Return when all that any thread has asked for so far is done."""
+
+    @abc.abstractmethod
     def pinned(self, num_bytes: int) -> Tensor:
         """Return host memory of type uint8 that the device copies from and to by itself."""
 
@@ -139,8 +138,8 @@ class QueuedDevice(Device, abc.ABC):
 
     # See Device.
 
-    def lock(self) -> ChunkLock:
-        return OrderedLock(self.mark())
+    def order(self) -> "Order":
+        return Order(self)
 
     def write(self, write: Callable[[Tensor], object], out: Tensor) -> None:
         if self.holds(out):
@@ -170,36 +169,26 @@ class QueuedDevice(Device, abc.ABC):
 
 
 @final
-class OrderedLock:
-    """Rule 1: a lock whose holders' work is done in the order in which they held it."""
+class Order:
+    """Rule 1, for one lock; entered and left by its holder.
 
-    def __init__(self, mark: Mark) -> None:
-        self._lock = threading.Lock()
-        self._mark = mark  # guarded by the lock
+    A holder that Ctrl+C has thrown out before it had left the mark is made up for by the next.
+    """
 
-    def acquire(self, blocking: bool = True) -> bool:
-        """Take it; what is queued from now on comes after the work of all holders before."""
-        if not self._lock.acquire(blocking):
-            return False
-        try:
-            self._mark.precede()
-        except BaseException:
-            self._lock.release()
-            raise
-        return True
+    def __init__(self, device: QueuedDevice) -> None:
+        self._device, self._mark = device, device.mark()
+        self._is_left = True
 
-    def release(self) -> None:
-        """Give it back, with the mark behind what was queued."""
-        try:
-            self._mark.leave()
-        finally:
-            self._lock.release()
-
-    def __enter__(self) -> bool:
-        return self.acquire()
+    def __enter__(self) -> None:
+        """Let what is queued from now on come after the work of all holders before."""
+        if not self._is_left:
+            self._device.finish_all()
+        self._is_left = False
+        self._mark.precede()
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        self._mark.leave()
+        self._is_left = True
 
 
 @final
@@ -258,6 +247,9 @@ class CudaDevice(QueuedDevice):
 
     def finish(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()  # without the interpreter's lock
+
+    def finish_all(self) -> None:
+        torch.cuda.synchronize(self._device)
 
     def mark(self) -> Mark:
         return _Event(self._device)

@@ -42,6 +42,7 @@ follows half as fast; the error was 10%, 8%, 5% and 11% of the distance, root me
 
 LARGEST_EXPONENT = 120
 SMALLEST_EXPONENT = -120
+_FARTHEST = 127 * 2.0**LARGEST_EXPONENT  # what a code can bridge; a float32, unlike 4 times it
 _MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
 # What rounding both ends to bfloat16 may have hidden: of each of two values at most 2**-8, and half
 # of that as a rule.
@@ -178,7 +179,8 @@ class LatticeSteps:
         """
         hidden = _HIDDEN_BY_BFLOAT16 * sizes if is_rounded else 0.0
         distance = (largest(difference) + hidden).float()
-        self._reach = torch.maximum(MARGIN * distance, SHRINK * self._reach)
+        reach = torch.maximum(MARGIN * distance, SHRINK * self._reach)
+        self._reach = reach.clamp_(max=_FARTHEST)  # infinity would not shrink
         self._largest = sizes.float()
 
 

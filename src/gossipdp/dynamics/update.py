@@ -44,6 +44,10 @@ import logging
 import math
 import os
 import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from operator import call
 from typing import Any
 
 import torch
@@ -63,15 +67,30 @@ LEAST_COMPILED_VALUES = 1_000_000
 # The events.
 
 
-def flow(values: Tensor, c: Tensor, share: float, *, compiled: bool = False) -> None:
+def at_once(*operations: Callable[[], object]) -> None:
+    """Do these, all of them or none, whatever a signal's handler raises meanwhile.
+
+    They are torch's, numba's and other C functions, called by one: handlers run before and after
+    it, never between two of them.
+    """
+    deque(map(call, operations), maxlen=0)
+
+
+def flow(values: Tensor, c: Tensor, share: float) -> None:
     """Flow: values += share c; values are pending, or x itself."""
-    if compiled:
-        _loops().flow(_array(values), _array(c), share)
-        return
     values.add_(c, alpha=share)
 
 
-def boundary(
+def flow_operation(
+    values: Tensor, c: Tensor, share: float, *, compiled: bool = False
+) -> Callable[[], object]:
+    """Return the flow as an operation for :func:`at_once`."""
+    if compiled:
+        return partial(_loops().flow, _array(values), _array(c), share)
+    return partial(values.add_, c, alpha=share)
+
+
+def boundary_operations(
     x: Tensor,
     pending: Tensor,
     c: Tensor | None,
@@ -79,29 +98,29 @@ def boundary(
     base: Tensor | None = None,
     *,
     compiled: bool = False,
-) -> None:
-    """Flow, then x += pending; pending keeps what x's precision cannot hold.
+) -> list[Callable[[], object]]:
+    """Return the boundary, for :func:`at_once`: flow, then x += pending.
 
-    What x changes by is added to ``base`` too, if there is one: x - base stays.
+    Pending keeps what x's precision cannot hold. What x changes by is added to ``base`` too, if
+    there is one: x - base stays.
     """
     flows = c is not None and share != 0.0
     if compiled:
-        momentum = _array(c, pending), flows, share
-        _loops().boundary(_array(x), _array(pending), *momentum, *_base(base, pending))
-        return
+        arrays = _array(x), _array(pending), _array(c, pending)
+        return [partial(_loops().boundary, *arrays, flows, share, *_base(base, pending))]
+    operations: list[Callable[[], object]] = []
     if c is not None and flows:
-        flow(pending, c, share)
+        operations.append(partial(pending.add_, c, alpha=share))
     if base is not None:
-        base.sub_(x)
+        operations.append(partial(base.sub_, x))
     if x.dtype == pending.dtype:
-        x.add_(pending)
-        pending.zero_()
+        operations += [partial(x.add_, pending), pending.zero_]
     else:
-        pending.add_(x)
-        x.copy_(pending)
-        pending.sub_(x)
+        operations += [partial(pending.add_, x), partial(x.copy_, pending)]
+        operations.append(partial(pending.sub_, x))
     if base is not None:
-        base.add_(x)
+        operations.append(partial(base.add_, x))
+    return operations
 
 
 def outer_step(
@@ -285,19 +304,19 @@ def compile_loops(x: torch.dtype, wire: torch.dtype) -> None:
         ImportError: numba cannot be imported.
     """
     p, values, out = torch.empty(0), torch.empty(0, dtype=x), torch.empty(0, dtype=wire)
-    for call in (
+    for use in (
         lambda: snapshot(out, values, p, p, 0.0, compiled=True),
         lambda: exchange(p, p, out, out, 0.0, 1.0, 0.5, compiled=True),
         lambda: snapshot_and_exchange(out, values, p, p, out, 0.0, 1.0, 0.5, compiled=True),
-        lambda: boundary(values, p, p, 0.0, compiled=True),
-        lambda: flow(p, p, 0.0, compiled=True),
+        lambda: at_once(*boundary_operations(values, p, p, 0.0, compiled=True)),
+        flow_operation(p, p, 0.0, compiled=True),
         lambda: outer_step(values, p, p, p, 0.0, 1.0, compiled=True),
     ):
         try:
-            call()
+            use()
         except OSError as error:
             logger.warning("compiled kernels cannot be kept on disk: %s", error)
-            call()
+            use()
 
 
 def _loops() -> Any:

@@ -111,6 +111,11 @@ class Exchange:
         """
         return self._confirmation.is_finished and self.link.queued_of(*_TYPES) == 0
 
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of chunks of exchanges, this one's and those before, that its link has moved."""
+        return self.link.moved_of(*_TYPES)
+
     def pump(self) -> None:
         """Take and send snapshots as far as the window and the link's queue allow.
 

@@ -11,16 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from random import Random
-from weakref import WeakKeyDictionary
 
 from gossipdp.dynamics.chunks import State
 from gossipdp.dynamics.phase import Phase
 from gossipdp.errors import PeerLostError, PoisonedError, RefusedError, SupersededError
-from gossipdp.gossip.averaging import Averaging, Outcome
 from gossipdp.gossip.codec import PoisonFound, make_codec
 from gossipdp.gossip.exchange import CompletedExchange, Exchange
-from gossipdp.gossip.live_average import LiveAverages
 from gossipdp.gossip.published import Publisher
+from gossipdp.gossip.sums import Outcome, Sums
 from gossipdp.gossip.transfer import TransferMessage, Transfers
 from gossipdp.launcher.team import Report, send_report
 from gossipdp.links.frames import ChunkKey, FrameType
@@ -38,7 +36,6 @@ from gossipdp.protocol.actions import (
 )
 from gossipdp.protocol.messages import (
     DIALLED_MESSAGES,
-    AverageMessage,
     Envelope,
     Propose,
     ProtocolError,
@@ -52,6 +49,10 @@ logger = logging.getLogger("gossipdp")
 LONGEST_TURN_S = 0.5
 # More than the heartbeats of a time-out.
 BYTES_OF_PROGRESS = 4096
+# Messages that wait for one peer's link. Of more the oldest are dropped, which is no loss: what
+# consolidation and the failure detector are not answered they say again, and a state or an average
+# that does not come is asked for anew after its time-out.
+MAX_WAITING = 16
 REPORT_INTERVAL_S = 0.2
 FAREWELL_S = 1.0
 # A handshake that fails so shows that the worker dialled lives.
@@ -92,11 +93,10 @@ class GossipLoop(LinkHandler):
         self._actions: deque[Action] = deque()
         self._is_performing = False
         self._links: dict[int, Link] = {}
-        self._outbox: dict[int, list[bytes]] = {}
+        self._outbox: dict[int, deque[bytes]] = {}
         self._dialer = Dialer(protocol.rank, Random(protocol.rank))
         self._exchange: Exchange | None = None
-        self._progress = 0, 0  # chunks applied and bytes moved when the exchange last got on
-        self._moved: WeakKeyDictionary[Link, int] = WeakKeyDictionary()  # the same of an average
+        self._progress = 0  # bytes of chunks when the exchange last got on
         self._asked_s = self._exchange_started_s = 0.0
         self.codec = make_codec(wire_format, state, self.transport.allocate)
         self.transfers = Transfers(
@@ -106,22 +106,13 @@ class GossipLoop(LinkHandler):
             refusal=self._refusal_to_give,
             clock=clock,
         )
-        self.averages = LiveAverages(
-            state,
-            protocol.rank,
-            links=self._links,
-            send=self._send,
-            refusal=self._refusal_to_give,
-            clock=clock,
-            timeout_s=protocol.timeout_s,
-        )
-        self.averaging = Averaging(state, protocol, self._links, self.perform, clock)
-        self._owners: dict[FrameType, Transfers | LiveAverages | Averaging] = {
+        self.sums = Sums(state, protocol, self._links, self.perform, clock)
+        self._is_busy = False  # sums have work left for the next turn
+        self._owners: dict[FrameType, Transfers | Sums] = {
             FrameType.STATE_CHUNK: self.transfers,
             FrameType.TRAINING_CHUNK: self.transfers,
-            FrameType.AVERAGE_CHUNK: self.averages,
-            FrameType.PARTIAL_CHUNK: self.averaging,
-            FrameType.RESULT_CHUNK: self.averaging,
+            FrameType.PARTIAL_CHUNK: self.sums,
+            FrameType.RESULT_CHUNK: self.sums,
         }
         self._publisher = Publisher(protocol, self._links)
         self.published = self._publisher.publish(clock())
@@ -145,7 +136,7 @@ class GossipLoop(LinkHandler):
         due_s = min(
             self.protocol.next_deadline(now),
             self._dialer.next_due_s(self.protocol.membership.addresses()),
-            now + longest_s,
+            now + (0.0 if self._is_busy else longest_s),
         )
         self.transport.poll(max(0.0, due_s - now))
         now = self.clock()
@@ -155,7 +146,6 @@ class GossipLoop(LinkHandler):
                 self.perform(self.protocol.heard(peer, link.last_heard_s))
         self._note_progress(now)
         self.perform(self.protocol.poll(now))
-        self.averages.look(now, self.protocol.suspects())
         self._report_addresses(now)
         self._dial(now)
         self._pump()
@@ -220,16 +210,16 @@ class GossipLoop(LinkHandler):
 
         ``timeout_s``: how long workers that still train are waited for.
         """
-        if self.protocol.consolidation.is_finished and self.averaging.outcome is not None:
-            on_end(self.averaging.outcome)  # asked for again after an interrupt
+        if self.protocol.consolidation.is_finished and self.sums.outcome is not None:
+            on_end(self.sums.outcome)  # asked for again after an interrupt
             return
-        self.averaging.on_end(on_end)
+        self.sums.on_end(on_end)
         self.perform(self.protocol.done(self.clock(), timeout_s))
 
     def close(self) -> None:
         """Close all links and the transport."""
         self.transfers.end(PeerLostError("this worker is closing"))
-        self.averages.end("this worker is closing")
+        self.sums.end("this worker is closing")
         self._stop_exchange()
         self._say_farewell()
         self.published = self._publisher.publish(self.clock())
@@ -277,7 +267,7 @@ class GossipLoop(LinkHandler):
             case Superseded(reason=reason):
                 raise SupersededError(reason)
             case _:
-                self.averaging.perform(action)
+                self.sums.perform(action)
 
     # Links.
 
@@ -295,12 +285,11 @@ class GossipLoop(LinkHandler):
         self._publisher.link_down(link)
         self._links.pop(peer, None)
         self._dialer.unlinked(peer, now)
-        self.averaging.link_lost(peer)
+        self.sums.link_lost(peer)
         logger.info("worker %d: link to worker %d down: %s", self.protocol.rank, peer, reason)
         self.perform(self.protocol.link_down(peer, now))
         # Crossing dials replace a link; a peer that died refuses the next dial.
         self.transfers.link_down(link)
-        self.averages.gone(peer, f"its link went down: {reason}")
 
     def refused(self, peer: int | None, refusal: Refusal) -> None:
         if peer is None:
@@ -330,7 +319,6 @@ class GossipLoop(LinkHandler):
         self._outbox.pop(peer, None)
         self.perform(self.protocol.dial_refused(peer, now, address))
         self.transfers.dead(peer)
-        self.averages.gone(peer, "it is not to be reached")
 
     def _dial(self, now: float) -> None:
         addresses = self.protocol.membership.addresses()
@@ -346,14 +334,22 @@ class GossipLoop(LinkHandler):
         except ProtocolError as error:
             self._refuse(link, error)
             return
+        if isinstance(envelope.message, Propose) and self._renews(link):
+            return
         self.perform(self.protocol.receive(link.peer, envelope, now))
         if isinstance(envelope.message, TransferMessage):
             self.transfers.receive(link, envelope.message)
-        elif isinstance(envelope.message, AverageMessage):
-            try:
-                self.averages.receive(link, envelope.message)
-            except ProtocolError as error:
-                self._refuse(link, error)
+
+    def _renews(self, link: Link) -> bool:
+        """Close a link whose keys have served long, now that its peer asks for an exchange.
+
+        Whoever asks has applied all that it was to apply of the exchange before. At any other time
+        it may yet have to read the last chunks, and would lose them with the link.
+        """
+        is_idle = self._exchange is None or self._exchange.link is not link
+        if link.is_aging and is_idle and not link.queued_chunks:
+            link.close("its TLS key has protected half of what one may; a new link takes its place")
+        return link.closed
 
     def _refuse(self, link: Link, error: ProtocolError) -> None:
         """End a link over which came what no worker of this version says."""
@@ -369,7 +365,7 @@ class GossipLoop(LinkHandler):
         )
         link.close(str(error))
 
-    def _send(self, peer: int, message: TransferMessage | AverageMessage) -> None:
+    def _send(self, peer: int, message: TransferMessage) -> None:
         envelope = self.protocol.wrap(peer, message, self.clock()).message
         self._post(peer, envelope, dial=True)
 
@@ -378,7 +374,7 @@ class GossipLoop(LinkHandler):
         if link is not None:
             link.send_control(encode(envelope))
         elif dial or isinstance(envelope.message, DIALLED_MESSAGES):
-            self._outbox.setdefault(peer, []).append(encode(envelope))
+            self._outbox.setdefault(peer, deque(maxlen=MAX_WAITING)).append(encode(envelope))
             self._dialer.want([peer], self.clock(), at_once=True)
 
     # Chunks. One of another length than where it is to land ends its link.
@@ -415,8 +411,7 @@ class GossipLoop(LinkHandler):
         if self._exchange is not None and not self._exchange.link.closed:
             self._guarded(self._exchange.pump)
         self.transfers.pump()
-        self.averages.pump()
-        self.averaging.pump()
+        self._is_busy = self.sums.pump()
         exchange = self._exchange
         if exchange is not None and not exchange.link.closed and exchange.is_finished:
             self._finish(exchange)
@@ -426,31 +421,24 @@ class GossipLoop(LinkHandler):
     def _begin(self, begin: Begin) -> None:
         link = self._links[begin.peer]
         self._exchange_started_s = self.clock()
-        self._progress = 0, 0
         # The first snapshots wait for the end of the turn: the answer leaves before they are taken.
         theta = self._phase.start_exchange(self._exchange_started_s)
         self._exchange = Exchange(
             self._state, self.codec, link, begin.id, alpha_tilde=begin.alpha_tilde, theta=theta
         )
+        self._progress = self._exchange.bytes_moved
 
     def _note_progress(self, now: float) -> None:
         """Tell the protocol whether exchange and average get on; heartbeats alone do not count.
 
         Bytes count, not chunks: on a slow link one chunk may take longer than the time-out.
         """
-        if self.protocol.is_done:
-            for peer, link in self._links.items():
-                moved = _bytes_moved(link)
-                if moved >= self._moved.get(link, 0) + BYTES_OF_PROGRESS:
-                    self._moved[link] = moved
-                    self.protocol.moved(peer)
+        self.sums.note_progress()
         exchange = self._exchange
         if exchange is None:
             return
-        moved = _bytes_moved(exchange.link)
-        num_applied, before = self._progress
-        if exchange.num_applied != num_applied or moved >= before + BYTES_OF_PROGRESS:
-            self._progress = exchange.num_applied, moved
+        if exchange.bytes_moved > self._progress:
+            self._progress = exchange.bytes_moved
             self.protocol.progressed(now)
 
     def _guarded(self, step: Callable[[], None]) -> None:

@@ -4,9 +4,10 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from typing import TypeVar
+from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 
@@ -18,6 +19,47 @@ logger = logging.getLogger("gossipdp")
 Result = TypeVar("Result")
 
 JOIN_TIMEOUT_S = 5.0
+
+
+class Background(Generic[Result]):
+    """Works out one thing after another in a thread of its own, for the gossip thread.
+
+    The graph over hundreds of live workers and the description of a large state take longer than
+    that may be silent. The library below numpy would take all cores, from training: it gets one.
+
+    Attributes:
+        wake: called in that thread whenever a result is there.
+    """
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self._key: Hashable = None
+        self._future: Future[Result] | None = None
+
+    def __call__(self, key: Hashable, function: Callable[[], Result]) -> Result | None:
+        """Return what ``function`` returns, None as long as it runs; ``key`` names the result.
+
+        With another key, call this ``function`` once the one before has ended.
+        """
+        if self._future is None or (self._future.done() and self._key != key):
+            self._key, self._future = key, Future()
+            target = partial(self._run, self._future, function)
+            threading.Thread(target=target, name="gossipdp background", daemon=True).start()
+        if self._key != key or not self._future.done():
+            return None
+        future, self._future = self._future, None
+        return future.result()
+
+    def _run(self, future: "Future[Result]", function: Callable[[], Result]) -> None:
+        # Here, so that who only imports the package need not.
+        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+        try:
+            with threadpool_limits(1, user_api="blas"):
+                future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+        self.wake()
 
 
 class GossipThread:

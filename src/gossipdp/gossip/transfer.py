@@ -19,7 +19,8 @@ Races:
 - The giver stands still: the time-out ends the fetch and the link, so that nothing of it is sent
   on, and the taker asks another.
 - The link alone is replaced (crossing dials): the fetch asks again, under another counter, and
-  what still arrives under the old one is dropped.
+  what still arrives under the old one is dropped. Parameters go on where they stood. The
+  optimizers' state begins anew, so a link that breaks ``MAX_BREAKS`` times ends the fetch.
 - The taker dies in the middle: its link goes down, and what was to be sent is dropped.
 - Asked while this worker has no state to give (it joins, is poisoned, consolidates): it says so.
 - Consolidation begins while this worker's parameters are under way: they go on. Each chunk holds
@@ -27,8 +28,10 @@ Races:
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -40,6 +43,7 @@ from gossipdp.errors import PeerLostError
 from gossipdp.gossip.codec import tensor_bytes
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.link import Link
+from gossipdp.logs import OnceLog
 from gossipdp.protocol.messages import (
     OfferTraining,
     RequestState,
@@ -52,11 +56,13 @@ logger = logging.getLogger("gossipdp")
 SLOTS = 2
 CHUNK_BYTES = 1 << 20  # of the optimizers' state
 MAX_TEXT_BYTES = 16 << 20  # what describes it
+MAX_BREAKS = 5
 
 TransferMessage: TypeAlias = RequestState | StateRefused | RequestTraining | OfferTraining
 OnEnd: TypeAlias = Callable[[Exception | None], None]
 Sink: TypeAlias = Callable[[Chunk, Tensor], None]
 Unfold: TypeAlias = Callable[[bytes], Sequence[Tensor]]
+_Piece: TypeAlias = tuple[int, Callable[[Tensor], bool]]
 
 
 class TurnedAwayError(PeerLostError):
@@ -80,40 +86,43 @@ class Offer:
 
 @dataclass(eq=False)
 class _Sender:
-    """Streams a state over one link, in pieces of these ``sizes``.
+    """Streams a state over one link, piece by piece: no call looks at all of them.
 
     Attributes:
-        read: writes the piece of an index to a slot of its size; False: not just now.
-        num_sent: pieces, so far.
+        pieces: of each its bytes, at most ``most_bytes``, and what writes it to a slot of that
+            size; that returns False: not just now.
+        num_sent: pieces, so far, with those that the peer has from before.
     """
 
     link: Link
     counter: int
-    sizes: Sequence[int]
-    read: Callable[[int, Tensor], bool]
+    pieces: Iterator[_Piece]
+    most_bytes: int
     is_training: bool
     num_sent: int = 0
 
     def __post_init__(self) -> None:
         # Rows that begin where numbers of any type may.
-        slot_bytes = -(-max(self.sizes, default=0) // 64) * 64
-        self._slots = torch.empty(SLOTS, slot_bytes, dtype=torch.uint8)
+        self._slots = torch.empty(SLOTS, -(-self.most_bytes // 64) * 64, dtype=torch.uint8)
+        self._next = next(self.pieces, None)
 
     @property
     def has_read_all(self) -> bool:
         """Whether every piece was copied and handed to the link."""
-        return self.num_sent >= len(self.sizes)
+        return self._next is None
 
     def pump(self) -> None:
         """Send pieces as long as a slot is free: its last one has left, and fewer are queued."""
         frame_type = FrameType.TRAINING_CHUNK if self.is_training else FrameType.STATE_CHUNK
         link = self.link
-        while not self.has_read_all and link.queued_chunks < SLOTS:
+        while self._next is not None and link.queued_chunks < SLOTS:
             index = self.num_sent
-            slot = self._slots[index % SLOTS][: self.sizes[index]]
-            if not self.read(index, slot):
+            num_bytes, read = self._next
+            slot = self._slots[index % SLOTS][:num_bytes]
+            if not read(slot):
                 return
             self.num_sent += 1
+            self._next = next(self.pieces, None)
             key = ChunkKey(link.peer, link.peer_incarnation, self.counter, index)
             link.send_chunk(frame_type, key, tensor_bytes(slot))
 
@@ -138,11 +147,12 @@ class _Fetch:
     deadline_s: float = 0.0
     counter: int = 0
     num_received: int = 0
+    num_breaks: int = 0
 
 
-def _parameters(chunks: Sequence[Chunk], sink: Sink) -> Iterator[Tensor]:
+def _parameters(chunks: Sequence[Chunk], most_bytes: int, sink: Sink) -> Iterator[Tensor]:
     """Rooms for another worker's parameters, laid out as this one's (the fingerprints agree)."""
-    slot = torch.empty(max((c.x.nbytes for c in chunks), default=0), dtype=torch.uint8)
+    slot = torch.empty(most_bytes, dtype=torch.uint8)
     for chunk in chunks:
         room = slot[: chunk.x.nbytes]
         yield room
@@ -172,7 +182,8 @@ class Transfers:
         clock: seconds, monotonic.
 
     Attributes:
-        offer: gives the optimizers' state; None: not just now. Raises ValueError: never.
+        offer: gives the optimizers' state to one request, which a key names; None: not just now,
+            ask again. Raises ValueError: never.
         num_chunks_sent, num_chunks_received: of all states so far; they show progress.
         num_given: optimizers' states given whole.
     """
@@ -186,11 +197,12 @@ class Transfers:
         refusal: Callable[[], str | None],
         clock: Callable[[], float],
     ) -> None:
-        self.offer: Callable[[], Offer | None] = lambda: None
+        self.offer: Callable[[Hashable], Offer | None] = lambda key: None
         self.num_chunks_sent = 0
         self.num_chunks_received = 0
         self.num_given = 0
         self._chunks = chunks
+        self._most_bytes = max((chunk.x.nbytes for chunk in chunks), default=0)
         self._links = links
         self._send = send
         self._refusal = refusal
@@ -204,6 +216,7 @@ class Transfers:
         self._on_served: Callable[[], None] | None = None
         self._fetch: _Fetch | None = None
         self._counter = 0
+        self._log = OnceLog(logger)
 
     # Giving.
 
@@ -221,16 +234,16 @@ class Transfers:
         link = self._links.get(peer)
         if link is None or not self._may_give(peer, request.counter):
             return
-
-        def read(index: int, slot: Tensor) -> bool:
-            chunk = self._chunks[index]
-            chunk.read_z(slot.view(chunk.x.dtype))
-            return True
-
-        sizes = [chunk.x.nbytes for chunk in self._chunks]
-        sender = _Sender(link, request.counter, sizes, read, is_training=False)
-        sender.num_sent = request.start
-        self._senders[peer] = sender
+        chunks = map(self._chunks.__getitem__, range(request.start, len(self._chunks)))
+        pieces = ((chunk.x.nbytes, partial(_read, chunk)) for chunk in chunks)
+        self._senders[peer] = _Sender(
+            link,
+            request.counter,
+            pieces,
+            self._most_bytes,
+            is_training=False,
+            num_sent=request.start,
+        )
 
     def _give_training(self, peer: int, request: RequestTraining) -> bool:
         """Begin to send the optimizers' state, or say why not; False: not just now."""
@@ -238,20 +251,21 @@ class Transfers:
         if link is None or not self._may_give(peer, request.counter):
             return True
         try:
-            offer = self.offer()
+            offer = self.offer((peer, request.counter))
         except ValueError as error:
+            self._log.warn_once(
+                "refused", str(peer), "worker %d cannot join by this one's state: %s", peer, error
+            )
             self._send(peer, StateRefused(request.counter, str(error)[:200]))
             return True
         if offer is None:
             return False
         text = torch.frombuffer(bytearray(offer.text), dtype=torch.uint8)
-        pieces = list(_pieces([text, *offer.tensors]))
-
-        def read(index: int, slot: Tensor) -> bool:
-            return offer.copy(pieces[index], slot)
-
-        sizes = [piece.numel() for piece in pieces]
-        self._senders[peer] = _Sender(link, request.counter, sizes, read, is_training=True)
+        pieces = (
+            (piece.numel(), partial(offer.copy, piece))
+            for piece in _pieces(chain([text], offer.tensors))
+        )
+        self._senders[peer] = _Sender(link, request.counter, pieces, CHUNK_BYTES, is_training=True)
         self._send(peer, OfferTraining(request.counter, len(offer.text)))
         return True
 
@@ -277,7 +291,7 @@ class Transfers:
             on_end: called once, in the loop's thread, with None or what went wrong.
             timeout_s: the longest time without progress.
         """
-        rooms = _parameters(self._chunks, sink)
+        rooms = _parameters(self._chunks, self._most_bytes, sink)
         self._begin(_Fetch(peer, on_end, timeout_s, rooms, room=next(rooms, None)))
 
     def fetch_training(self, peer: int, unfold: Unfold, on_end: OnEnd, timeout_s: float) -> None:
@@ -345,8 +359,15 @@ class Transfers:
             del self._senders[link.peer]
         self._early_requests.pop(link.peer, None)
         self._training_requests.pop(link.peer, None)
-        if self._fetch is not None and self._fetch.peer == link.peer:
-            self._request(self._fetch)
+        fetch = self._fetch
+        if fetch is None or fetch.peer != link.peer:
+            return
+        fetch.num_breaks += fetch.unfold is not None
+        if fetch.num_breaks < MAX_BREAKS:
+            self._request(fetch)
+        else:
+            reason = f"worker {fetch.peer} cannot give its state: its link broke {MAX_BREAKS} times"
+            self.end(TurnedAwayError(reason))
 
     def dead(self, peer: int) -> None:
         """The address of ``peer`` refuses connections."""
@@ -417,6 +438,11 @@ class Transfers:
             self.end(PeerLostError(reason))
             if (link := self._links.get(fetch.peer)) is not None:
                 link.close(reason)
+
+
+def _read(chunk: Chunk, slot: Tensor) -> bool:
+    chunk.read_z(slot.view(chunk.x.dtype))
+    return True
 
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -17,8 +17,10 @@ is heard only from one that shows the secret, for a worker may end on it.
 
 Inside TLS (:mod:`.tls`) the hello is plain data: holding the run's key is membership.
 
-Messages are msgpack behind a prefix (magic, version, length) and at most ``MAX_MESSAGE_BYTES``
-long. A caller reads ``num_wanted`` bytes at a time, so it never reads into the frames that follow.
+Messages are msgpack behind a prefix (magic, version of gossipdp, length) and at most
+``MAX_MESSAGE_BYTES`` long. The prefix stays as it is in all versions: two that differ in the first
+two numbers, between which anything may change, find so here, and refuse each other. A caller reads
+``num_wanted`` bytes at a time, so it never reads into the frames that follow.
 """
 
 import dataclasses
@@ -31,11 +33,12 @@ from typing import final
 
 import msgspec
 
+import gossipdp
 from gossipdp.logs import printable
 from gossipdp.protocol.members import MAX_INCARNATION, MAX_RANK
 
 MAGIC = b"GDPH"
-VERSION = 2
+VERSION = tuple(map(int, gossipdp.__version__.split(".")[:2]))
 NONCE_BYTES = 32
 MAX_MESSAGE_BYTES = 4096
 # What both ends must have alike, in the order in which a difference is reported.
@@ -45,9 +48,9 @@ MAX_TEXT = 200
 # draw one at random, and may not know the graph yet.
 FIRST_VISITOR_RANK, LAST_VISITOR_RANK = 2**30, 2**31 - 1
 
-_PREFIX = struct.Struct("<4sBH")
+_PREFIX = struct.Struct("<4sBBH")
 # What an acceptor may refuse that cannot show the run's secret.
-_UNPROVED_FIELDS = ("run_id", "secret", "tls", "protocol_version")
+_UNPROVED_FIELDS = ("run_id", "secret", "tls", "gossipdp_version")
 # How a TLS connection begins: a handshake record of version 3.x.
 _TLS_HELLO = b"\x16\x03"
 
@@ -135,6 +138,8 @@ _SENTENCES = {
     "or start them with one launcher",
     "tls": "TLS is {ours} at the other worker and {theirs} here; give all workers the same "
     "tls_cert and tls_key, or none",
+    "gossipdp_version": "the other worker runs gossipdp {ours}, and this one {theirs}; install the "
+    "same version for all workers of a run",
     "rank": "the worker at that address has rank {ours}, not {theirs}",
     "own_rank": "both workers claim rank {ours}; every worker needs its own RANK",
     "incarnation": "a newer incarnation ({ours}) of this worker is connected; this one is {theirs}",
@@ -213,6 +218,8 @@ class Handshake:
         refusal: why it ended, at stage REFUSED.
     """
 
+    version = VERSION
+
     def __init__(
         self,
         identity: Identity,
@@ -283,15 +290,16 @@ class Handshake:
             self._send(_Refused(refusal.field, refusal.ours, refusal.theirs, proof))
 
     def _take_prefix(self, data: bytearray) -> None:
-        magic, version, length = _PREFIX.unpack(data)
+        magic, *version, length = _PREFIX.unpack(data)
         if magic.startswith(_TLS_HELLO) and self.stage is Stage.OPENING:
             self.refuse(Refusal("tls", "off", "on"))
         elif magic != MAGIC:
             raise HandshakeError(f"connection starts with {bytes(magic)!r}, not {MAGIC!r}")
-        elif version != VERSION:
+        elif tuple(version) != self.version:
             # An acceptor answers in its own version, so the dialler finds the difference here.
-            ours, theirs = (version, VERSION) if self.dialler else (VERSION, version)
-            self.refuse(Refusal("protocol_version", str(ours), str(theirs)))
+            here, there = (".".join(map(str, each)) for each in (self.version, version))
+            ours, theirs = (there, here) if self.dialler else (here, there)
+            self.refuse(Refusal("gossipdp_version", ours, theirs))
         elif not 0 < length <= MAX_MESSAGE_BYTES:
             raise HandshakeError(f"handshake message of {length} bytes")
         else:
@@ -389,4 +397,4 @@ class Handshake:
 
     def _send(self, message: _Message) -> None:
         body = _encode(message)
-        self._output += _PREFIX.pack(MAGIC, VERSION, len(body)) + body
+        self._output += _PREFIX.pack(MAGIC, *self.version, len(body)) + body

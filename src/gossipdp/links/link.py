@@ -19,6 +19,7 @@ Guarantees, which the conformance suite in ``tests/unit/links`` checks:
 
 import abc
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from random import Random
@@ -45,8 +46,12 @@ class Link(abc.ABC):
         queued_bytes: bytes that have not left, headers of started frames included.
         bytes_sent, bytes_received: over the network, headers included.
         shared_bytes_sent, shared_bytes_received: of chunks that were read in place instead.
+        chunk_bytes_sent, chunk_bytes_received: of the payload of chunks, by type, also of the chunk
+            under way and of those read in place; nothing of chunks that nobody wants.
         last_heard_s: when the last byte arrived, by the transport's clock, in seconds.
         is_shared: whether the peer reads exchange chunks in what ``allocate`` gives now.
+        is_aging: whether it is to be closed, and dialled anew, when nothing is under way. If nobody
+            does, it closes itself in the end, whatever is.
     """
 
     peer_identity: Identity
@@ -55,6 +60,10 @@ class Link(abc.ABC):
     bytes_sent = bytes_received = 0
     shared_bytes_sent = shared_bytes_received = 0
     last_heard_s = 0.0
+
+    def __init__(self) -> None:
+        self.chunk_bytes_sent: Counter[FrameType] = Counter()
+        self.chunk_bytes_received: Counter[FrameType] = Counter()
 
     @property
     @final
@@ -73,6 +82,10 @@ class Link(abc.ABC):
         return False
 
     @property
+    def is_aging(self) -> bool:
+        return False
+
+    @property
     @abc.abstractmethod
     def queued_chunks(self) -> int:
         """Chunks that have not left wholly, the one being sent included."""
@@ -80,6 +93,15 @@ class Link(abc.ABC):
     @abc.abstractmethod
     def queued_of(self, *frame_types: FrameType) -> int:
         """Those of them that have one of these types."""
+
+    @final
+    def moved_of(self, *frame_types: FrameType) -> int:
+        """Return the bytes of such chunks that went either way; they show that something gets on.
+
+        Messages and heartbeats do not count, nor do headers.
+        """
+        counts = self.chunk_bytes_sent, self.chunk_bytes_received
+        return sum(count[frame_type] for count in counts for frame_type in frame_types)
 
     @abc.abstractmethod
     def send_control(self, data: bytes) -> None:

@@ -94,13 +94,15 @@ class Stream(abc.ABC):
         mixes_directions: whether reading may have to wait for room to write, or the other way
             round, so that any event is a reason to try both.
         has_more: whether ``receive_into`` has something to say although it returned fewer bytes.
-        is_worn: whether its key has protected as much as it may: a new connection is due.
+        is_aging: whether a key has protected half as much as it may: a new connection is due when
+            nothing is under way.
+        is_worn: whether its key has protected as much as it may: a new connection is due at once.
     """
 
     connection: socket.socket
     mixes_directions = False
     has_more = False
-    is_worn = False
+    is_aging = is_worn = False
 
     @abc.abstractmethod
     def receive_into(self, rooms: Sequence[memoryview]) -> int:

@@ -116,6 +116,7 @@ class TcpLink(Link):
     def __init__(
         self, owner: LinkOwner, stream: Stream, peer_identity: Identity, dialler: int
     ) -> None:
+        super().__init__()
         self.peer_identity = peer_identity
         self.stream = stream
         self.connection = stream.connection
@@ -163,10 +164,12 @@ class TcpLink(Link):
         segment = self._owner.memory.segment
         return segment is not None and segment.number == self.ready
 
+    @property
+    def is_aging(self) -> bool:
+        return self.stream.is_aging
+
     def send_control(self, data: bytes) -> None:
         check_length(FrameType.CONTROL, len(data))
-        if self._queued_small_bytes + len(data) > MAX_QUEUED_CONTROL_BYTES:
-            self.end(f"the peer leaves {self._queued_small_bytes} bytes of messages unread")
         self._send_small(FrameType.CONTROL, data)
 
     def send_chunk(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
@@ -260,7 +263,7 @@ class TcpLink(Link):
                 if self._landing is not None:
                     start = len(self._landing) - self._payload_rest
                     self._landing[start : start + len(part)] = part
-                self._payload_rest -= len(part)
+                self._came(len(part))
                 self._ahead = self._ahead[len(part) :]
             elif len(self._ahead) >= HEADER_BYTES:
                 header, self._ahead = self._ahead[:HEADER_BYTES], self._ahead[HEADER_BYTES:]
@@ -303,7 +306,7 @@ class TcpLink(Link):
         # A short read has emptied the socket; only an end is then still to be read.
         is_short = count < sum(map(len, rooms))
         self.can_read = not is_short or self.hung_up or self.stream.has_more
-        self._payload_rest -= min(count, rest)
+        self._came(min(count, rest))
         self._ahead = self._inbox[: num_ahead + max(0, count - rest)]
         if not self.can_read:
             if gap_s < QUICK_S:
@@ -312,6 +315,12 @@ class TcpLink(Link):
                 self._batch_bytes = 1
             self.can_read = self._gather()
         return count
+
+    def _came(self, count: int) -> None:
+        """Take note of so many bytes of the payload."""
+        self._payload_rest -= count
+        if self._landing is not None and self._frame is not None and self._frame.key is not None:
+            self.chunk_bytes_received[self._frame.frame_type] += count
 
     def _gather(self) -> bool:
         """Sleep until a batch of the payload is there, or a frame begins; True: look once more.
@@ -362,6 +371,8 @@ class TcpLink(Link):
                 # Only now: the peer may write there again as soon as it hears.
                 if frame.segment and not self.closed:
                     self.shared_bytes_received += frame.length
+                    if landing is not None:
+                        self.chunk_bytes_received[frame.frame_type] += frame.length
                     self._num_read += 1
                     self._owner.to_write[self] = None
             return
@@ -403,10 +414,13 @@ class TcpLink(Link):
             self._tell_writable()
 
     def _send_small(self, frame_type: FrameType, data: bytes, segment: int = 0) -> None:
+        num_bytes = HEADER_BYTES + len(data)  # many that are tiny take memory too
+        if self._queued_small_bytes + num_bytes > MAX_QUEUED_CONTROL_BYTES:
+            self.end(f"the peer leaves {self._queued_small_bytes} bytes of messages unread")
         if self.closed:
             return
         self._small.append(_Queued(frame_type, data, segment=segment))
-        self._queued_small_bytes += len(data)
+        self._queued_small_bytes += num_bytes
         self.queued_bytes += len(data)
         self._owner.to_write[self] = None
 
@@ -431,6 +445,9 @@ class TcpLink(Link):
             budget -= count
             # A short write has filled the socket; an event says when there is room again.
             self.can_write = count == sum(map(len, self._sending))
+            if (chunk := self._sending_chunk) is not None:  # its payload comes last
+                header_rest = sum(map(len, self._sending[:-1]))
+                self.chunk_bytes_sent[chunk.frame_type] += max(0, count - header_rest)
             while count:
                 if count < len(self._sending[0]):
                     self._sending[0] = self._sending[0][count:]
@@ -449,7 +466,7 @@ class TcpLink(Link):
         size = 0
         while self._small and size < CONTROL_BATCH_BYTES:
             frame = self._small.popleft()
-            self._queued_small_bytes -= len(frame.payload)
+            self._queued_small_bytes -= HEADER_BYTES + len(frame.payload)
             self.queued_bytes -= len(frame.payload)
             parts += (self._header_of(frame), frame.payload)
             size += HEADER_BYTES + len(frame.payload)
@@ -458,6 +475,7 @@ class TcpLink(Link):
             self._num_started += 1
             self._num_unread += 1
             self.shared_bytes_sent += len(chunk.payload)
+            self.chunk_bytes_sent[chunk.frame_type] += len(chunk.payload)
             parts.append(self._header_of(chunk))
             chunk = self._next_chunk()
         if not parts and chunk is None:

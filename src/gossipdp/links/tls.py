@@ -7,8 +7,9 @@ that it signed is membership. Host names are not compared: workers are known by 
 that change from run to run.
 
 The end of a stream needs no farewell of TLS: frames have lengths, and a link that is cut short is
-the same to us as one that was closed. A key protects a bounded number of records; then the link is
-made anew.
+the same to us as one that was closed. A key protects a bounded number of records: the
+link is made anew between two exchanges once half of them have gone, and at the bound whatever
+goes on.
 """
 
 from __future__ import annotations
@@ -211,7 +212,8 @@ class TlsStream(Stream):
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self.connection = self._secured = connection
         self.is_secured = False
-        self._num_records = 0  # sent, with a key of this end's own
+        # Each direction has a key of its own. No read takes more than a record.
+        self._num_sent = self._num_received = 0
         self._error: OSError | None = None
 
     def do_handshake(self) -> None:
@@ -235,6 +237,7 @@ class TlsStream(Stream):
                 rest = room
                 while rest and not self.has_more:
                     count = self._secured.recv_into(rest)
+                    self._num_received += 1
                     self.has_more = count == 0  # the end, to be said once more
                     total += count
                     rest = rest[count:]
@@ -248,6 +251,11 @@ class TlsStream(Stream):
             self.has_more = True
         return total
 
+    @property
+    def is_aging(self) -> bool:  # type: ignore[override]
+        """As of :class:`.Stream`; both ends find it, about as soon as one another."""
+        return 2 * max(self._num_sent, self._num_received) >= MAX_RECORDS
+
     def send(self, parts: Sequence[bytes | memoryview]) -> int:
         # OpenSSL wants a call that found no room repeated as it was.
         total = 0
@@ -257,8 +265,8 @@ class TlsStream(Stream):
                 for start in range(0, len(view), SLICE_BYTES):
                     count = self._secured.send(view[start : start + SLICE_BYTES])
                     total += count
-                    self._num_records += -(-count // RECORD_BYTES)
-                    self.is_worn = self._num_records >= MAX_RECORDS
+                    self._num_sent += -(-count // RECORD_BYTES)
+                    self.is_worn = self._num_sent >= MAX_RECORDS
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             if total == 0:
                 raise BlockingIOError from None

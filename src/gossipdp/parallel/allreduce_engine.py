@@ -5,7 +5,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from statistics import median
@@ -226,7 +226,7 @@ class AllReduceEngine(Engine):
     def check(self) -> None:
         """See :class:`Engine`: DistributedDataParallel checks its parameters itself."""
 
-    def loaded(self) -> None:
+    def loaded(self, tensors: Iterable[Tensor]) -> None:
         """See :class:`Engine`: nothing is under way between steps."""
 
     def export(self, values: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from gossipdp.dynamics.phase import Phase
 from gossipdp.errors import RendezvousError, SupersededError
 from gossipdp.gossip.joining import ask_members
 from gossipdp.gossip.loop import GossipLoop
-from gossipdp.gossip.thread import GossipThread
+from gossipdp.gossip.thread import Background, GossipThread
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph, graph_name
 from gossipdp.launcher.rendezvous import Rendezvous, Settings
@@ -38,6 +38,7 @@ from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.state_transfers import fetch_parameters, take_state
 from gossipdp.parallel.training_state import BetweenSteps
 from gossipdp.protocol.members import Member, ProgressEntry, Status, first_incarnation
+from gossipdp.protocol.neighbours import Place
 from gossipdp.protocol.worker import WorkerProtocol
 
 logger = logging.getLogger("gossipdp")
@@ -225,6 +226,7 @@ class Arrival:
             num_chunks=len(self._state.averaged_chunks),
             num_copied_chunks=len(self._state.copied_chunks),
             is_joining=is_joining,
+            work_out=Background[Place](),
             status_address=("", 0) if self._page is None else self._page.announced(host),
         )
         protocol.membership.merge_all(others)

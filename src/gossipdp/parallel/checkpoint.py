@@ -43,7 +43,7 @@ from gossipdp.protocol.members import Member, ProgressEntry, Status
 
 logger = logging.getLogger("gossipdp")
 
-FORMAT = "gossipdp checkpoint 3"
+FORMAT = "gossipdp checkpoint 4"
 _FILE_NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _DIRECTORY_NAME = re.compile(r"worker-(\d+)")
 

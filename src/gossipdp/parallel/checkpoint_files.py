@@ -11,9 +11,11 @@ is under way.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -51,12 +53,11 @@ def never() -> bool:
 def written_whole(path: Path) -> Iterator[IO[bytes]]:
     """Within it, write to the file given; at its end that is on the disk, under ``path``.
 
-    Where anything fails, what was under ``path`` before stays. The temporary file is a new one: a
-    link that somebody else has put under its name is not followed.
+    Where anything fails, what was under ``path`` before stays. Writers of one path, in whatever
+    process, container or host, do not meet: the last to end leaves its file.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
-    temporary.unlink(missing_ok=True)  # of an earlier process of this number
-    with temporary.open("xb") as file:
+    temporary, file = _new_file(path)
+    with file:
         try:
             yield file
             file.flush()
@@ -71,6 +72,32 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
         os.fsync(descriptor)  # so that the rename lasts through a loss of power
     finally:
         os.close(descriptor)
+
+
+def _new_file(path: Path) -> tuple[Path, IO[bytes]]:
+    """Make a file beside ``path`` that is locked while it is open.
+
+    As ``tempfile.mkstemp`` it makes a new one of a random name, so that no link is followed and no
+    process number matters; unlike it, with the permissions that the user's files get.
+    """
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+        file = temporary.open("xb")
+        with contextlib.suppress(OSError):  # a file system without locks, where nothing is removed
+            fcntl.flock(file, fcntl.LOCK_EX)
+        # Before it was locked it could be taken for one that a killed writer has left.
+        if os.fstat(file.fileno()).st_nlink:
+            return temporary, file
+        file.close()
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove what killed writers have left in a directory, and nothing that is being written."""
+    for temporary in directory.glob(f".*{TEMPORARY_SUFFIX}"):
+        # BlockingIOError: it is being written. FileNotFoundError: it was, a moment ago.
+        with contextlib.suppress(OSError), temporary.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            temporary.unlink()
 
 
 def write_tensors(

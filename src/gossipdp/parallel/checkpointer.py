@@ -1,17 +1,13 @@
-"""When a worker's checkpoints are taken, who writes them, and what errors and SIGTERM do."""
+"""When a worker's checkpoints are taken, who writes them, and what errors do."""
 
 import contextlib
-import gc
 import logging
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
@@ -29,15 +25,17 @@ from gossipdp.parallel.checkpoint import (
     saved_in,
 )
 from gossipdp.parallel.checkpoint_files import (
-    TEMPORARY_SUFFIX,
     GivenUpError,
     IsGivenUp,
+    remove_unfinished,
     write_tensors,
 )
+from gossipdp.parallel.data_position import DataPosition, random_states, restore_random_states
 from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.feed import DataPosition, random_states, restore_random_states
 from gossipdp.parallel.options import Options
+from gossipdp.parallel.skeleton import check_savable
 from gossipdp.parallel.stats import Stats
+from gossipdp.parallel.termination import TERMINATION
 
 logger = logging.getLogger("gossipdp")
 
@@ -103,8 +101,8 @@ class Checkpointer:
     begins. So what the loop does after ``optimizer.step()``, such as stepping a scheduler, is in
     it. Later occasions may come between the forward passes of one step (accumulation, a closure):
     what that step has done so far would be lost. After SIGTERM too such a step goes on to its end,
-    for as long as :class:`Termination` waits. One that comes due while the last is still being
-    written is taken when that is done; with shards that one is waited for.
+    for as long as :class:`~.termination.Termination` waits. One that comes due while the last is
+    still being written is taken when that is done; with shards that one is waited for.
 
     One that comes into a run that goes on (``is_joining``) finds in its directory that run's own
     files, of its own earlier life among them, or what the run was resumed from.
@@ -146,10 +144,9 @@ class Checkpointer:
         self._has_resumed = resumption is not None
         self._writer = type(self).make_writer(engine.rank)
         self._written: Future[Path] | None = None
-        self._termination = None
         if self._directory is not None:
-            self._termination = termination = Termination()
-            engine.is_end_asked = lambda: termination.is_asked
+            TERMINATION.add(self)
+            engine.is_end_asked = lambda: TERMINATION.is_asked
         if is_joining and self._directory is not None:
             # If nobody has saved since the run was resumed, what it went on from tells.
             by_rank = saved_in(self._directory)
@@ -171,13 +168,18 @@ class Checkpointer:
         """Save these too from now on; give them what was saved of them, if the run resumed.
 
         Raises:
-            ValueError: a name is taken, or the run resumed and has made a step since.
+            ValueError: a name is taken, a state cannot be saved, or the run resumed and has made a
+                step since.
         """
         if self._has_resumed and self._resumed is None:
             raise ValueError("this run resumed: call also_checkpoint() before its first step")
         for name, stateful in others.items():
             if name in self._others:
                 raise ValueError(f"{name!r} is saved with the checkpoints already")
+            if self._directory is not None:
+                check_savable(
+                    stateful.state_dict(), repr(name), "let its state_dict() leave it out"
+                )
             self._others[name] = stateful
             if self._resumed is None:
                 continue
@@ -204,7 +206,7 @@ class Checkpointer:
         self._resumed = None
         if self._written is not None and self._written.done():
             self._report()
-        if self._num_generators == 0:  # a loop that calls neither the wrapper nor batches()
+        if not self.is_within_batches:  # a loop that calls neither the wrapper nor batches()
             self.take_due()
         self._has_looked = False
         every = self._saving.every_steps
@@ -231,7 +233,7 @@ class Checkpointer:
 
         The next step may have begun, with random numbers for its batch.
         """
-        if self._num_generators == 0:
+        if not self.is_within_batches:
             self.take_due(self._random_states)
 
     def take_due(self, states: dict[str, Any] | None = None) -> None:
@@ -243,8 +245,8 @@ class Checkpointer:
         if self._has_looked:
             return
         self._has_looked = True
-        if self._termination is not None and self._engine.is_ending:
-            self._save_and_end(self._termination)
+        if self._engine.is_ending and TERMINATION.may_end_in(self):
+            TERMINATION.save_and_end()
         if self.is_due and self._is_sharded:  # all processes of a replica save the same steps
             self._wait_for_writer()
         if self.is_due and (self._written is None or self._written.done()):
@@ -268,32 +270,33 @@ class Checkpointer:
             self._report()
         self._written = self._writer.begin(write)
 
-    def _save_and_end(self, termination: "Termination") -> None:
-        """After SIGTERM, where training stands between two steps: save and end the process."""
-        termination.begin()
-        try:
-            path = self.save()
-            logger.warning("worker %d: SIGTERM; saved %s", self._engine.rank, path)
-        except Exception as error:  # nothing else ends the process any more
-            logger.error("worker %d: SIGTERM; nothing saved: %s", self._engine.rank, error)
-        # Whoever asked may kill soon. The interpreter's end looks for garbage among all of torch's
-        # objects, for most of a second on a free core: they are not looked at.
-        gc.freeze()
-        raise SystemExit(128 + signal.SIGTERM)
+    @property
+    def rank(self) -> int:
+        """The worker's rank."""
+        return self._engine.rank
 
-    def save(self) -> Path:
-        """Take a checkpoint now and return its path when it is on the disk."""
+    @property
+    def is_within_batches(self) -> bool:
+        """Whether the loop is one over ``batches()`` or ``epochs()``; see :meth:`of_batches`."""
+        return self._num_generators > 0
+
+    def begin_save(self) -> "Future[Path]":
+        """Take a checkpoint now; the future gets its path, or the error."""
         if self._directory is None:
             raise ValueError("there is no directory: wrap with checkpoints=Checkpoints(directory)")
         self._wait_for_writer()
-        path = self._writer.begin(self._draft(None)).result()
+        return self._writer.begin(self._draft(None))
+
+    def save(self) -> Path:
+        """Take a checkpoint now and return its path when it is on the disk."""
+        path = self.begin_save().result()
         self._num_saved += 1
         return path
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Let the write under way end, report it, and end the thread."""
-        if self._termination is not None:
-            self._termination.close()
+        """Let the write under way end, report it, and end the thread; nothing is taken later."""
+        TERMINATION.remove(self)
+        self.is_due = False
         self._writer.close(timeout_s)
         if self._written is not None and self._written.done():
             self._report()
@@ -339,10 +342,8 @@ class Checkpointer:
 
         def write(is_given_up: IsGivenUp) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # What a writer that was killed has left; nobody else writes there.
-            for unfinished in path.parent.glob(f".*{TEMPORARY_SUFFIX}"):
-                unfinished.unlink(missing_ok=True)
-            write_tensors(path, tensors, metadata, is_given_up)
+            remove_unfinished(path.parent)
+            write_tensors(path, tensors, metadata, is_given_up)  # whole on the disk
             for saved in saved_by(directory, facts.rank)[keep:]:
                 if saved.path != path:
                     saved.path.unlink(missing_ok=True)
@@ -375,69 +376,3 @@ class Checkpointer:
             self._engine.rank,
             reason,
         )
-
-
-class Termination:
-    """Turns SIGTERM into a request for one more checkpoint; a time limit ends the process.
-
-    Launchers, Slurm and Kubernetes send SIGTERM some seconds before SIGKILL, and so does the kernel
-    to the workers of a ``gossipdp run`` that was killed. A signal handler cannot save: it may run
-    in the middle of ``optimizer.step()``. So it only asks; the training loop sees :attr:`is_asked`
-    between two steps, saves, and ends. A loop that does not get there in ``LONGEST_WAIT_S`` gets
-    the signal again, which then raises SystemExit, wherever it is. A checkpoint that has begun
-    takes the time that it takes. Further signals that others send meanwhile change nothing. A
-    handler that the user or a launcher installed is left alone.
-
-    Only the main thread of a process may install it. In a forked child SIGTERM ends the process at
-    once: torch ends its loaders' processes so, and waits for them.
-    """
-
-    LONGEST_WAIT_S = 1.0
-
-    def __init__(self) -> None:
-        self.is_asked = False
-        self._is_late = False
-        self._again: threading.Timer | None = None
-        if _is_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._is_late and self._again is not None:
-            raise SystemExit(128 + number)
-        if not self.is_asked:
-            self.is_asked = True
-            self._again = threading.Timer(self.LONGEST_WAIT_S, self._send_again)
-            self._again.name, self._again.daemon = "gossipdp-termination", True
-            self._again.start()
-
-    def _send_again(self) -> None:
-        self._is_late = True
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def begin(self) -> None:
-        """The loop got there: neither the checkpoint nor what unwinds the stack is broken into.
-
-        With shards another process may have been asked first; this one's own signal then comes now.
-        """
-        self.is_asked = True
-        again, self._again = self._again, None
-        if again is not None:
-            again.cancel()
-
-    def close(self) -> None:
-        """Let SIGTERM end the process at once again."""
-        self.begin()
-        if _is_main_thread() and signal.getsignal(signal.SIGTERM) == self._handle:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
-def _in_child() -> None:
-    if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Termination):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-os.register_at_fork(after_in_child=_in_child)

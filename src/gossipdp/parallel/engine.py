@@ -3,11 +3,11 @@
 import abc
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gossipdp.observe.status import MemberStatus, NeighbourStatus
 from gossipdp.parallel.checkpoint import Captured, Counts
@@ -91,8 +91,8 @@ class Engine(abc.ABC):
         """Raise ModelChangedError where parameters were moved or replaced since wrapping."""
 
     @abc.abstractmethod
-    def loaded(self) -> None:
-        """The module's parameters were loaded from elsewhere: what was under way is void."""
+    def loaded(self, tensors: Iterable[Tensor]) -> None:
+        """Void what was under way to these parameters and buffers: they were loaded."""
 
     @abc.abstractmethod
     def export(self, values: dict[str, Any]) -> None:

@@ -1,19 +1,18 @@
-"""What ``batches()`` and ``epochs()`` yield, how it is counted, where it ends, and the way back."""
+"""What ``batches()`` and ``epochs()`` yield, how it is counted, and where it ends."""
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
+from gossipdp.parallel.data_position import DataPosition
 from gossipdp.parallel.options import Options
 
 logger = logging.getLogger("gossipdp")
@@ -32,7 +31,7 @@ class Feed:
 
     def __init__(
         self,
-        position: "DataPosition",
+        position: DataPosition,
         total_samples: Callable[[], int],
         is_stopped: Callable[[], bool],
         options: Options,
@@ -46,7 +45,7 @@ class Feed:
         self._between, self._within = between, within
         self._samples_per_step = options.samples_per_step
         self._batch_dim = options.batch_dim
-        self._is_yielding = False
+        self._is_yielding = self._is_repeat = False
         self._counted = self._all_counted = 0
 
     def take_counted(self) -> int:
@@ -69,9 +68,35 @@ class Feed:
         logger.warning("%s", problem)
 
     def count_forward(self, batch: Any) -> None:
-        """Count a batch of a loop of the user's own; one that was yielded here is counted."""
-        if self._samples_per_step is None and not self._is_yielding:
+        """Count a batch of a loop of the user's own; one that was yielded here is counted.
+
+        So is one whose forward pass is repeated: by a closure, or in a backward pass, by activation
+        checkpointing. (If that is reentrant, its first pass had no gradients and was not counted.)
+        """
+        node = torch._C._current_autograd_node()  # None: no backward pass runs
+        if node is not None and node.name() != "CheckpointFunctionBackward":
+            return
+        if self._samples_per_step is None and not (self._is_yielding or self._is_repeat):
             self._counted += _batch_size(batch, self._batch_dim) or 1
+
+    def counting_once(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the closure for a step, whose samples are counted by its first call alone.
+
+        Nor by that one if there were forward passes before the step: they were of the same batch,
+        as with SAM.
+        """
+        is_repeat = self._counted > 0
+
+        @functools.wraps(closure)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_repeat
+            self._is_repeat, is_repeat = is_repeat, True
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._is_repeat = False
+
+        return counted
 
     def until(self, samples: int, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield batches until the workers together have trained on so many samples."""
@@ -171,116 +196,3 @@ def dataset_size(loader: Any) -> int:
             "the loader does not say how many samples its dataset holds: give epochs(..., "
             "samples=), the samples of one epoch of all workers together"
         ) from None
-
-
-class DataPosition:
-    """The epoch and the batch at which ``batches()`` is, and how to come back there.
-
-    An epoch's order follows from the random states at its start (and from ``set_epoch``), so these
-    are kept: to come back, they are set, the epoch is begun, and the batches that were trained on
-    are loaded and dropped. ``batch`` counts those that were yielded or dropped.
-    """
-
-    def __init__(self) -> None:
-        self.batch = 0
-        self._epoch = 0
-        self._start: dict[str, Any] | None = None
-        self._goes_on = False
-        self._resumed: dict[str, Any] | None = None
-        self._random_states: dict[str, Any] | None = None
-
-    def capture(self) -> dict[str, Any]:
-        """Return what :meth:`resume` takes."""
-        return {"epoch": self._epoch, "batch": self.batch, "start": self._start}
-
-    def resume(
-        self, position: dict[str, Any], random_states: dict[str, Any] | None, *, is_own: bool
-    ) -> None:
-        """Make the next :meth:`epoch` go on where ``position`` was captured.
-
-        The random states are set once it is reached. If this worker's share of the data is not the
-        one that it was captured in (``is_own``), the epoch begins anew.
-        """
-        self._epoch = position["epoch"]
-        self._goes_on = True
-        if is_own and position["start"] is not None:
-            self._resumed = position
-            self._random_states = random_states
-
-    def begin(self) -> None:
-        """Count epochs from 0, unless the position was just resumed."""
-        if not self._goes_on:
-            self._epoch = 0
-        self._goes_on = False
-
-    def epoch(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches of one epoch, or what a resumed one has left."""
-        resumed, self._resumed = self._resumed, None
-        samplers, generators = _sources_of_order(loader)
-        if resumed is not None:
-            self._start = start = resumed["start"]
-            restore_random_states(start["random"])
-            for generator, state in zip(generators, start["generators"], strict=False):
-                generator.set_state(state)
-        else:
-            states = [generator.get_state() for generator in generators]
-            self._start = {"random": random_states(), "generators": states}
-        self.batch = 0
-        # torch's DistributedSampler has one, and so have loaders and samplers of Accelerate.
-        for holder in (loader, *samplers):
-            set_epoch = getattr(holder, "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(self._epoch)
-        iterator = iter(loader)
-        if resumed is not None:
-            for _ in range(resumed["batch"]):
-                if next(iterator, self) is self:
-                    break
-                self.batch += 1
-            if self._random_states is not None:
-                restore_random_states(self._random_states)
-        for batch in iterator:
-            self.batch += 1
-            yield batch
-        self._epoch += 1
-
-
-def _sources_of_order(loader: Any) -> tuple[list[Any], list[torch.Generator]]:
-    """The distinct samplers (some may be None) and generators from which a DataLoader draws."""
-    if not isinstance(loader, DataLoader):
-        return [], []
-    within = getattr(loader.batch_sampler, "sampler", None)
-    samplers = {id(each): each for each in (loader.sampler, loader.batch_sampler, within)}
-    found = [getattr(holder, "generator", None) for holder in (loader, *samplers.values())]
-    generators = {id(each): each for each in found if isinstance(each, torch.Generator)}
-    return list(samplers.values()), list(generators.values())
-
-
-def random_states() -> dict[str, Any]:
-    """Return the states of the random generators of Python, NumPy and torch, in host memory.
-
-    NumPy's where it was imported, those of CUDA where it was used.
-    """
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        import numpy
-
-        state: Any = numpy.random.get_state()  # of its Mersenne twister
-        kind, key, *rest = state
-        states["numpy"] = (str(kind), torch.from_numpy(key.copy()), *map(float, rest))
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Set the generators to what :func:`random_states` gave."""
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        import numpy
-
-        kind, key, position, has_gauss, gauss = states["numpy"]
-        numpy.random.set_state((kind, key.numpy(), int(position), int(has_gauss), gauss))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])

@@ -1,8 +1,7 @@
 """A module's parameters and buffers within flat tensors, and the watch over them."""
 
 import logging
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from gossipdp.dynamics.chunks import CHUNK_BYTES, Chunk, Moment, Role, Segment, State
+from gossipdp.dynamics.chunks import CHUNK_BYTES, Moment, Role, Segment, State
 from gossipdp.dynamics.device import ON, SWITCH, is_cuda_allowed, zeros
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.update import is_finite
@@ -27,10 +26,6 @@ MOST_FOLLOWING = 2.0
 ones: an average network and a target network, and not the frozen base of an adapter."""
 MAX_CHUNK_BYTES = 1 << 24
 CHUNKS_PER_MODEL = 256
-# Of master weights: see MasterWeights.
-SAMPLES_PER_BOUNDARY = 256
-MIN_SAMPLES = 1000
-ENOUGH_SAMPLES = 20_000
 
 
 def chunk_bytes_for(model_bytes: int) -> int:
@@ -141,6 +136,7 @@ class FlatParameters:
         optimizer_of = _optimizer_of(module, optimizers, exchange_frozen)
         self._views = list(_views(module, optimizer_of, exchange_frozen))
         _check_device(self._views)
+        _check_memory(module)
         if chunk_bytes is None:
             chunk_bytes = chunk_bytes_for(sum(view.tensor.nbytes for view in self._views))
         segments = list(self._move(momentum, outer, chunk_bytes))
@@ -318,6 +314,15 @@ class FlatParameters:
                 f"module was wrapped and is {tensor.dtype} {tuple(tensor.shape)} on "
                 f"{tensor.device} now. Call .to() before wrapping, or wrap again"
             )
+        for layout in (torch.channels_last, torch.channels_last_3d):
+            here, there = (
+                each.is_contiguous(memory_format=layout) for each in (view.of(flat), tensor)
+            )
+            if there and not (here or tensor.is_contiguous()):
+                raise ModelChangedError(
+                    f"{view.name!r} was turned to {layout} after wrapping, which would be undone: "
+                    "call .to(memory_format=...) before wrapping, or wrap again"
+                )
         with torch.no_grad():
             view.of(flat).copy_(tensor)
         self._bind(view, flat)
@@ -347,6 +352,14 @@ class FlatParameters:
             else:
                 view.tensor.data = view.alone(self._flats[view.segment])
         reshard(self._module)
+
+    def forget(self, loaded: Iterable[Tensor]) -> None:
+        """Drop what exchanges have brought to these parameters and buffers, and their momentum."""
+        ids = set(map(id, loaded))
+        for view in self._views:
+            if id(view.held) in ids and view.role.is_exchanged:
+                segment = self.state.segments[view.segment]
+                segment.forget(view.offset, view.tensor.numel())
 
     def named(self, flats: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Map each name to its view of ``flats``, which are of the same layout or None."""
@@ -510,6 +523,44 @@ def _check_device(views: Sequence[_View]) -> None:
         )
 
 
+def _check_memory(module: nn.Module) -> None:
+    """Refuse memory that is somebody else's too: wrapping gives each parameter its own.
+
+    Two buffers may overlap: views of one table of constants stay equal.
+    """
+    regions = []
+    for name, held in [*module.named_parameters(), *module.named_buffers()]:
+        tensor = local(held)
+        is_parameter = isinstance(held, nn.Parameter)
+        # On a GPU any tensor is.
+        is_shared = tensor.device.type == "cpu" and tensor.is_shared()  # type: ignore[no-untyped-call]
+        if is_parameter and is_shared:
+            raise ValueError(
+                f"parameter {name!r} lies in memory that processes share (share_memory()), and "
+                "wrapping would move it to memory of its own: wrap copy.deepcopy(module)"
+            )
+        if tensor.numel() and tensor.layout is torch.strided:
+            sizes = zip(tensor.shape, tensor.stride(), strict=True)
+            extent = 1 + sum((size - 1) * stride for size, stride in sizes)
+            start = tensor.data_ptr()
+            end = start + extent * tensor.itemsize
+            regions.append((str(tensor.device), start, end, name, is_parameter))
+    furthest = ("", 0, 0, "", False)
+    for region in sorted(regions):
+        device, start, end, name, is_parameter = region
+        if device == furthest[0] and start < furthest[2]:
+            if is_parameter or furthest[4]:
+                raise ValueError(
+                    f"{furthest[3]!r} and {name!r} lie in the same memory (tied through .data, or "
+                    "views of one tensor?), and wrapping would part them. Tie them as one "
+                    "parameter, as in decoder.weight = encoder.weight; or give each memory of its "
+                    "own by .clone()"
+                )
+            if end <= furthest[2]:
+                continue
+        furthest = region
+
+
 def _role(name: str, tensor: Tensor, is_optimized: bool, exchange_frozen: bool) -> Role:
     if not isinstance(tensor, nn.Parameter):
         # A mask of infinities, say, is a constant: its average would be none.
@@ -523,84 +574,3 @@ def _role(name: str, tensor: Tensor, is_optimized: bool, exchange_frozen: bool) 
             "(hold a complex parameter as its real view)"
         )
     return Role.TRAINED
-
-
-class MasterWeights:
-    r"""Finds optimizers that write over what exchanges bring: those with float32 master weights.
-
-    Such an optimizer keeps its own copy of 16-bit parameters, steps that, and writes the rounded
-    copy over x. What the boundary added to x is lost then, at this end of the exchange only. So a
-    few values of 16-bit parameters are compared from boundary to boundary.
-
-    With :math:`a` what a boundary added to a value and :math:`d` what the next step changed,
-
-    .. math:: \text{slope} = \sum a d \, / \sum a^2
-
-    is about 0 for an optimizer that steps x, and -1 for one that takes the addition back. It costs
-    some 20 microseconds a step, and ends once ``ENOUGH_SAMPLES`` have shown nothing. Parameters of
-    more than 16 bits are not looked at: nobody holds master weights of those. Nor are those with an
-    outer step: what it adds is a multiple of the last steps, which the next one resembles.
-
-    Args:
-        state: of this worker.
-    """
-
-    def __init__(self, state: State) -> None:
-        self._chunks: dict[int, list[Chunk]] = {}
-        for segment in state.segments:
-            is_watched = segment.role is Role.TRAINED and segment.outer is None
-            if is_watched and segment.x.dtype in (torch.bfloat16, torch.float16):
-                self._chunks.setdefault(segment.optimizer_index, []).extend(segment.chunks)
-        # By optimizer: the values before its last boundary added to them, and after.
-        self._added: dict[int, tuple[Chunk, Tensor, Tensor]] = {}
-        self._before: tuple[Chunk, Tensor] | None = None
-        self._sums = torch.zeros(3, dtype=torch.float64)  # of a d, a a, d d
-        self._num_samples = 0
-
-    def stepped(self, optimizer_index: int) -> None:
-        """An optimizer has stepped, and the boundary has not begun.
-
-        Raises:
-            ModelChangedError: what the last boundaries added was taken back.
-        """
-        chunks = self._chunks.get(optimizer_index)
-        if not chunks:
-            return
-        added = self._added.pop(optimizer_index, None)
-        if added is not None:
-            self._count(*added)
-        chunk = next((chunk for chunk in chunks if chunk.has_pending), None)
-        self._before = None if chunk is None else (chunk, _sample(chunk))
-
-    def bounded(self, optimizer_index: int) -> None:
-        """The boundary of that optimizer is over."""
-        if self._before is not None:
-            chunk, before = self._before
-            self._added[optimizer_index] = chunk, before, _sample(chunk)
-            self._before = None
-
-    def _count(self, chunk: Chunk, before: Tensor, after: Tensor) -> None:
-        added, stepped = (after - before).double(), (_sample(chunk) - after).double()
-        moved = added != 0
-        added, stepped = added[moved], stepped[moved]
-        self._sums += torch.stack(
-            [(added * stepped).sum(), added.square().sum(), stepped.square().sum()]
-        )
-        self._num_samples += added.numel()
-        along, size, change = self._sums.tolist()
-        if self._num_samples < MIN_SAMPLES or not math.isfinite(along) or size == 0.0:
-            return
-        slope, error = along / size, math.sqrt(change / size / self._num_samples)
-        if abs(slope + 1.0) < 0.25 and -slope > 8.0 * error:
-            raise ModelChangedError(
-                "the optimizer writes over what exchanges bring: it holds float32 master weights "
-                "of the 16-bit parameters and does not look at the parameters themselves. Train "
-                "with float32 parameters (under torch.autocast), or use an optimizer that steps "
-                "the parameters in place"
-            )
-        if self._num_samples >= ENOUGH_SAMPLES:
-            self._chunks.clear()
-
-
-def _sample(chunk: Chunk) -> Tensor:
-    return chunk.x[:: max(1, chunk.num_elements // SAMPLES_PER_BOUNDARY)].float().clone()

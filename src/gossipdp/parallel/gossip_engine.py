@@ -4,8 +4,9 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import fields, replace
 from statistics import fmean
 from typing import Any
@@ -17,21 +18,22 @@ from torch import Tensor, nn
 from gossipdp.dynamics.chunks import Chunk
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import PoisonedError, SupersededError
-from gossipdp.gossip.averaging import Outcome
 from gossipdp.gossip.published import Published
+from gossipdp.gossip.sums import Outcome
 from gossipdp.launcher.environment import check_platform, show_address
 from gossipdp.links.clock import since_boot_s
 from gossipdp.links.handshake import FIRST_VISITOR_RANK
 from gossipdp.observe.status import MemberState, MemberStatus, NeighbourStatus
 from gossipdp.parallel.arrival import Arrival
 from gossipdp.parallel.checkpoint import Captured, Counts, Resumption, ended_lives
+from gossipdp.parallel.crossing import Crossing
 from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.flat_parameters import FlatParameters, MasterWeights
+from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import Moments, chosen_moments, cost
 from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Agreed, Replica, reshard
-from gossipdp.parallel.state_transfers import sum_over_live
+from gossipdp.parallel.state_transfers import average_over_live
 from gossipdp.parallel.stats import Consolidated, Stats
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.pairing import MAX_BACKLOG
@@ -46,6 +48,8 @@ MIN_STEPS_FOR_RATE_WARNING = 200
 MIN_TICKS_FOR_RATE_WARNING = 20
 RATE_WARNING_BELOW = 0.8
 LOOK_AT_THREAD_EVERY_S = 0.05
+# So long two workers wait for each other at the ends of two models until they give up.
+CROSSED_FOR_TIMEOUTS = 3
 # Under pace="strict": own demands for an exchange that may be unserved.
 MAX_LAG = 2
 
@@ -58,6 +62,10 @@ STATES: dict[Status, MemberState] = {
     Status.LEFT: "left",
     Status.DEAD: "dead",
 }
+
+
+_engines: "weakref.WeakSet[GossipEngine]" = weakref.WeakSet()
+"""Of this process's models, those that are not closed."""
 
 
 class GossipEngine(Engine):
@@ -92,7 +100,6 @@ class GossipEngine(Engine):
         )
         self._state = self._flat.state
         self._state.compile()
-        self._master_weights = MasterWeights(self._state)
         self._moments = Moments(
             self._flat.moment_places,
             optimizers,
@@ -114,6 +121,7 @@ class GossipEngine(Engine):
         except BaseException:
             self.close()
             raise
+        _engines.add(self)
         line = cost(self._state, self._loop.codec, optimizers)
         if line is not None and self.rank == 0:
             logger.info(line)
@@ -151,10 +159,8 @@ class GossipEngine(Engine):
                 "and a step on it would be lost"
             )
         self._flat.check()
-        self._master_weights.stepped(optimizer_index)
         self._moments.stepped(optimizer_index)
         self._state.boundary(self._theta(), optimizer_index)
-        self._master_weights.bounded(optimizer_index)
         if optimizer_index == 0:
             samples = self._agree(samples)
             self._gradient_steps += 1
@@ -258,16 +264,19 @@ class GossipEngine(Engine):
         if not self._is_averaged:
             self._flat.check()
 
-    def loaded(self) -> None:
+    def loaded(self, tensors: Iterable[Tensor]) -> None:
         """See :class:`Engine`: no pending, no momentum, no half exchange is left."""
         if self._is_averaged:
             raise RuntimeError(
                 "load_state_dict() within model.averaged(): the module's own parameters come back "
                 "at its end, and what was loaded would be lost. Load before it, or after it"
             )
-        self._thread.call(self._loop.hold).result()
-        self._state.reset()
-        self._thread.call(self._loop.release).result()
+        try:
+            self._thread.call(self._loop.hold).result()
+            self._state.device.finish()
+            self._flat.forget(tensors)
+        finally:
+            self._thread.call(self._loop.release).result()
 
     # Poison.
 
@@ -385,14 +394,8 @@ class GossipEngine(Engine):
             yield
             return
         self._refuse_poison("they are not averaged with the others'")
-        sums = [
-            torch.empty(chunk.num_elements, dtype=chunk.pending.dtype)
-            for chunk in self._state.averaged_chunks
-        ]
-        count = sum_over_live(self._thread, self._loop, sums)
-        for total in sums:
-            total.div_(count)
-        average = self._copies(lambda chunk, room: room.copy_(sums[chunk.index]))
+        values = average_over_live(self._thread, self._loop).values
+        average = self._copies(lambda chunk, room: room.copy_(values[chunk.index]))
         self._is_averaged = True
         self._flat.bind_to(average)
         try:
@@ -408,12 +411,14 @@ class GossipEngine(Engine):
             "they are not averaged with the others'. Lower the learning rate or clip gradients",
             is_end=True,
         )
-        # From here to the end the gossip thread alone writes x: this one only waits.
         try:
             outcome = self._wait_for_average(timeout_s)
         except SupersededError as error:
             self._come_anew(error)
             outcome = self._wait_for_average(timeout_s)
+        averaged = self._state.averaged_chunks + self._state.copied_chunks
+        for chunk, values in zip(averaged, outcome.values, strict=True):
+            chunk.replace(values)
         # Each shard was averaged over the replicas that its own network had: after a death in the
         # middle of it these may differ.
         distances, counts = self._replica.gather(outcome.consensus_distance, outcome.num_workers)
@@ -430,16 +435,14 @@ class GossipEngine(Engine):
         joined = {member.rank for member in members if member.status is not Status.JOINING}
         known = joined.union(range(self.world_size))
         if outcome.num_workers < len(known):
-            cause = "died, still train, or went on without this one"
-            if outcome.left_out:
-                ranks = ", ".join(map(str, outcome.left_out))
-                cause = f"died or still train, or gave nothing for too long, as did {ranks}"
+            reasons = [f"; worker {rank}: {why}" for rank, why in outcome.without.items()]
             logger.warning(
-                "worker %d: the average is over %d of %d workers; the others %s",
+                "worker %d: the average is over %d of %d workers; the others died, still train, or "
+                "went on without this one%s",
                 self.rank,
                 outcome.num_workers,
                 len(known),
-                cause,
+                "".join(reasons),
             )
         return Consolidated(
             consensus_distance=math.fsum(distances),
@@ -454,17 +457,38 @@ class GossipEngine(Engine):
         self._state.device.finish()
         self._thread.call(lambda: self._loop.consolidate(ended.set_result, timeout_s)).result()
         line_due_s = time.monotonic() + WAIT_LINE_EVERY_S
+        crossing = Crossing(CROSSED_FOR_TIMEOUTS * self._options.network.timeout_s)
         while True:
-            try:
-                return ended.result(LOOK_AT_THREAD_EVERY_S)
-            except TimeoutError:
-                self._thread.check()
+            wait([ended], LOOK_AT_THREAD_EVERY_S)
+            if math.isinf(timeout_s):  # else the end comes anyhow
+                self._refuse_crossing(crossing)
+            if ended.done():
+                return ended.result()
+            self._thread.check()
             if time.monotonic() >= line_due_s:
                 line_due_s += WAIT_LINE_EVERY_S
                 waits_for = _missing(self._loop.published, since_boot_s())
                 logger.warning("worker %d waits in consolidate(): %s", self.rank, waits_for)
 
+    def _refuse_crossing(self, crossing: Crossing) -> None:
+        """Raise where peers wait at the end of another model for this worker, which waits here."""
+        # The others first: what a peer has done here before is known by then.
+        elsewhere = [each._peers() for each in list(_engines) if not each.is_consolidating]
+        peers = crossing.look(self._peers(), elsewhere, time.monotonic())
+        if peers:
+            raise RuntimeError(
+                f"worker {self.rank} waits in consolidate() of its "
+                f"{type(self.forward_module).__name__} for worker {', '.join(map(str, peers))}, "
+                "which waits for this one in consolidate() of another model: neither would ever "
+                "end. Consolidate the models in the same order on all workers"
+            )
+
+    def _peers(self) -> dict[int, Status]:
+        members = self._loop.published.members
+        return {member.rank: member.status for member in members if member.rank != self.rank}
+
     def _close(self) -> None:
+        _engines.discard(self)
         self._arrival.close()
         if self._arrival.thread is not None:
             # What the last exchange brought belongs to the parameters.

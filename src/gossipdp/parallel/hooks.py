@@ -2,12 +2,20 @@
 
 import gc
 import logging
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from inspect import signature
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -15,14 +23,22 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from gossipdp.errors import ModelChangedError
 from gossipdp.parallel.schedule import ProgressLR
 
 logger = logging.getLogger("gossipdp")
 
+WRAPPING = "GossipDataParallel(module, torch.optim.SGD(module.parameters(), lr=0.1))"
 FOLLOWS_NO_COUNT = (ProgressLR, ReduceLROnPlateau)
+
+_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda _: None)
+"""Of every optimizer's step(), which calls the hooks and what the class has defined."""
 
 _wrapped: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """The modules that take part in a run, until their wrapper is closed or dropped."""
+_left_alone: "weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]"
+_left_alone = weakref.WeakKeyDictionary()
+"""The optimizers whose wrapper was dropped, each with the hook that says so."""
 
 
 class Hooks:
@@ -31,7 +47,9 @@ class Hooks:
     Args:
         module, optimizers: of the wrapper.
         stepped: called with the index of an optimizer that has stepped.
-        loaded: called when the module's parameters were loaded.
+        counting_once: makes the closure that a step gets count its samples once, however often the
+            optimizer calls it.
+        loaded: called with the parameters and buffers of a part of the module that were loaded.
         watches_others: raise where another optimizer steps the module's parameters.
     """
 
@@ -41,30 +59,43 @@ class Hooks:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         stepped: Callable[[int], None],
-        loaded: Callable[[], None],
+        counting_once: Callable[[Callable[..., Any]], Callable[..., Any]],
+        loaded: Callable[[Iterable[Tensor]], None],
         watches_others: bool,
     ) -> None:
         self._optimizers = list(optimizers)
         self._module = module
         self._stepped = stepped
         self._parameters = {id(parameter) for parameter in module.parameters()}
+        self._counting_once = counting_once
         self._num_boundaries = 0
-        # The optimizers whose step() runs now (one may be a shell around another), or raised; and
-        # how many boundaries there had been at its beginning.
+        # How many boundaries there had been when the step of an optimizer began, which may be a
+        # shell around another.
         self._begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
         self._begun = weakref.WeakKeyDictionary()
         self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._handles: list[RemovableHandle] = [
-            each.register_step_post_hook(self._ended(index))
-            for index, each in enumerate(optimizers)
-        ]
+        self._has_grown = False
+        for each in optimizers:
+            if (handle := _left_alone.pop(each, None)) is not None:
+                handle.remove()
+        # Nothing of this goes into the graph of a compiled step().
+        disable: Callable[[Any], Any] = torch.compiler.disable
+        self._handles: list[RemovableHandle] = []
+        for index, each in enumerate(optimizers):
+            self._handles.append(each.register_step_pre_hook(disable(self._begins)))
+            self._handles.append(each.register_step_post_hook(disable(self._ended(index))))
+        # Of every module there is: what was registered is looked for at the next step.
+        self._handles.append(register_module_parameter_registration_hook(self._grows))
+        self._handles.append(register_module_module_registration_hook(self._grows))
         if watches_others:
-            self._handles.append(register_optimizer_step_pre_hook(self._any_begins))
-            self._handles.append(register_optimizer_step_post_hook(self._any_ended))
-        self._handles.append(
-            module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                _LoadedHook(weakref.ref(module), loaded)
+            self._handles.append(register_optimizer_step_pre_hook(disable(self._any_begins)))
+            self._handles.append(register_optimizer_step_post_hook(disable(self._any_ended)))
+        # Of every part: whoever loads a part calls the hooks of that part alone.
+        self._handles.extend(
+            each.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+                _LoadedHook(weakref.ref(each), weakref.ref(module), loaded)
             )
+            for each in module.modules()
         )
         _wrapped.add(module)
 
@@ -74,11 +105,25 @@ class Hooks:
             handle.remove()
         _wrapped.discard(self._module)
 
+    def _begins(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure) or optimizer in _steps_around():
+            return None
+        counted = self._counting_once(closure)
+        if "closure" in kwargs:
+            return args, kwargs | {"closure": counted}
+        return (args[0], counted, *args[2:]), kwargs
+
     def _ended(
         self, index: int
     ) -> Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]:
         def ended(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if optimizer in _steps_around():
+                return
             self._num_boundaries += 1
+            self._refuse_new_parameters()
             # GradScaler calls a fused optimizer's step also where it moves nothing. On a device
             # this waits for the step, as the boundary does anyway.
             found_inf = getattr(optimizer, "found_inf", None)
@@ -87,14 +132,32 @@ class Hooks:
 
         return ended
 
+    def _grows(self, *_: object) -> None:
+        self._has_grown = True
+
+    def _refuse_new_parameters(self) -> None:
+        for name, parameter in self._module.named_parameters() if self._has_grown else ():
+            if parameter.requires_grad and id(parameter) not in self._parameters:
+                raise ModelChangedError(
+                    f"parameter {name!r} was added to the module after wrapping, so workers "
+                    "neither exchange nor average it. Add it, and give it to an optimizer, before "
+                    "wrapping; or close() the wrapper and wrap again"
+                )
+        self._has_grown = False
+
     def _any_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._begun[optimizer] = self._num_boundaries
+        if optimizer not in _steps_around():
+            self._begun[optimizer] = self._num_boundaries
 
     def _any_ended(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise where an optimizer that was not wrapped has moved the module's parameters."""
-        begun = self._begun.pop(optimizer, self._num_boundaries)
-        is_within = any(each in self._begun for each in self._optimizers)
-        if begun != self._num_boundaries or is_within or optimizer in self._others:
+        self._refuse_new_parameters()
+        around = _steps_around()
+        if optimizer in self._others or any(
+            each in around for each in [optimizer, *self._optimizers]
+        ):
+            return
+        if self._begun.pop(optimizer, self._num_boundaries) != self._num_boundaries:
             return
         if any(
             id(parameter) in self._parameters
@@ -110,22 +173,91 @@ class Hooks:
         self._others.add(optimizer)
 
 
+def _steps_around() -> list[torch.optim.Optimizer]:
+    """Return the optimizers within whose step() the one runs that calls a hook, innermost first.
+
+    Torch hooks into ``step`` class by class, so a step() that calls ``super().step()`` calls the
+    hooks twice, and the outermost is the step. The stack tells, also where a step has raised and
+    never ended.
+    """
+    return _callers(_HOOKED_STEP)[1:]
+
+
+def _callers(method: Any) -> list[Any]:
+    """Return whose ``method`` calls run now in this thread, innermost first."""
+    owners = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is method.__code__:
+            owners.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return owners
+
+
 class _LoadedHook:
-    """The hook after loading; a copy of the module brings it along, but is not what trains."""
+    """The hook after loading; a copy of the module brings it along, but is not what trains.
+
+    Of all parts that one load goes through, that which is whole calls: the one whose
+    ``load_state_dict`` was called, or, where that is a container of it, the wrapped module.
+    """
 
     def __init__(
-        self, trained: "weakref.ref[nn.Module] | None", loaded: Callable[[], None] | None
+        self,
+        part: "weakref.ref[nn.Module] | None" = None,
+        wrapped: "weakref.ref[nn.Module] | None" = None,
+        loaded: Callable[[Iterable[Tensor]], None] | None = None,
     ) -> None:
-        self._trained = trained
+        self._part, self._wrapped = part, wrapped
         self._loaded = loaded
 
     def __call__(self, module: nn.Module, incompatible_keys: object) -> None:
-        if self._trained is not None and self._loaded is not None and module is self._trained():
-            self._loaded()
+        if self._part is None or self._wrapped is None or self._loaded is None:
+            return
+        wrapped, root = self._wrapped(), next(iter(_callers(nn.Module.load_state_dict)), module)
+        if wrapped is None or module is not self._part():
+            return
+        is_either_within = root in set(wrapped.modules()) or wrapped in set(root.modules())
+        if module in (root, wrapped) or not is_either_within:
+            self._loaded([*module.parameters(), *module.buffers()])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or saved module has a hook that does nothing."""
-        return _LoadedHook, (None, None)
+        return _LoadedHook, ()
+
+
+OF_DDP = signature(nn.parallel.DistributedDataParallel).parameters
+"""Its arguments' names."""
+
+
+def check_arguments(module: Any, unknown: Mapping[str, Any], wrapper: type) -> None:
+    """Raise where the first argument is no module that can be wrapped, or a keyword is unknown.
+
+    Raises:
+        ValueError: the module is none, or holds no values yet.
+        TypeError: there is no such keyword.
+    """
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"the first argument is the module, not a {type(module).__name__}: {WRAPPING}"
+        )
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                f"{name!r} has no shape yet: let the module see a batch once, then make the "
+                "optimizer and wrap"
+            )
+    for name in unknown:
+        known = [each for each in signature(wrapper).parameters if each != "unknown"]
+        near = get_close_matches(name, known, 1)
+        problem = f"there is no argument {name!r}"
+        if name in OF_DDP:
+            problem += (
+                ": it is of DistributedDataParallel, which averages gradients within each backward "
+                "pass. Leave it out: the module is on its device, and exchanges need no hint"
+            )
+        elif near:
+            problem += f": do you mean {near[0]}"
+        raise TypeError(problem)
 
 
 def checked_optimizers(
@@ -136,10 +268,14 @@ def checked_optimizers(
     Raises:
         ValueError: there is none, or one that calls no hooks after its steps.
     """
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    given: Any = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    optimizers = list(given) if isinstance(given, Iterable) else [given]
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
-            raise ValueError(f"{each!r} is no torch.optim.Optimizer")
+            raise ValueError(
+                f"the second argument is a torch.optim.Optimizer, or a list of them, and a "
+                f"{type(each).__name__} is none: {WRAPPING}"
+            )
         try:
             each.register_step_post_hook(lambda *_: None).remove()
         except AttributeError as error:
@@ -167,6 +303,25 @@ def check_unwrapped(module: nn.Module, kind: type[nn.Module]) -> None:
             raise ValueError(
                 "the module is wrapped already: use that wrapper, or close() it before"
             )
+
+
+def warn_of_steps_alone(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Log one warning at the next step of any of these, unless they are wrapped again before."""
+    is_due = True
+
+    def warn(*_: object) -> None:
+        nonlocal is_due
+        if is_due:
+            is_due = False
+            logger.warning(
+                "this model trains alone: its GossipDataParallel has left the run, since nothing "
+                "refers to it any more. Keep it until the end: model = GossipDataParallel(net, "
+                "optimizer), then train, then model.consolidate(). To leave the run on purpose "
+                "call model.close()"
+            )
+
+    for each in optimizers:
+        _left_alone[each] = each.register_step_post_hook(warn)
 
 
 def warn_of_step_counters(optimizers: Sequence[torch.optim.Optimizer]) -> None:

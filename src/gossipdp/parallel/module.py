@@ -21,9 +21,9 @@ from gossipdp.dynamics.outer import OuterStep
 from gossipdp.parallel.checkpoint_files import check_name, copied_state, write_state
 from gossipdp.parallel.checkpointer import Stateful
 from gossipdp.parallel.feed import dataset_size
-from gossipdp.parallel.hooks import check_unwrapped, checked_optimizers
+from gossipdp.parallel.hooks import check_arguments, check_unwrapped, checked_optimizers
 from gossipdp.parallel.options import Checkpoints, Monitor, Network, Options
-from gossipdp.parallel.stats import Consolidated, Stats
+from gossipdp.parallel.stats import Consolidated, Stats, warn_of_steps_after
 from gossipdp.parallel.worker import Worker, close_at_exit
 
 Batch = TypeVar("Batch")
@@ -47,8 +47,9 @@ class GossipDataParallel(nn.Module):
 
     Args:
         module: the model, on its device already.
-        optimizer: any torch optimizer over the module's parameters, or several; a gradient step
-            is a step of the first.
+        optimizer: a torch optimizer over the module's parameters, or several; a gradient step is a
+            step of the first. It may keep momenta, and no copy of the weights (float32 masters,
+            slow weights, schedule-free): exchanges would not move that.
         graph: a name (``ring``, ``complete``, ``exponential``, ...) or a networkx graph whose
             nodes are the ranks.
         comm_rate: exchanges per worker per gradient step, in expectation.
@@ -88,7 +89,7 @@ class GossipDataParallel(nn.Module):
         monitor: log and status port: see :class:`~gossipdp.Monitor`.
 
     Raises:
-        ValueError: an argument is wrong.
+        ValueError: an argument is wrong, or parameters share memory (tied through ``.data``).
         RendezvousError: a worker did not arrive, or a port is in use.
         RefusedError: model, method, graph, rate, wire format or secret differ from the others'.
 
@@ -104,8 +105,9 @@ class GossipDataParallel(nn.Module):
         64
 
     Departures from the paper (arXiv 2306.08289): the pair (x, c) is held in place of (x, x_tilde),
-    which makes any optimizer work unchanged; both ends of an exchange apply the same delta, so the
-    mean of x + c/2 is conserved; time is measured in the worker's own communication periods.
+    so that any optimizer works unchanged which keeps no copy of x; both ends of an exchange apply
+    the same delta, so the mean of x + c/2 is conserved; time is measured in the worker's own
+    communication periods.
     """
 
     def __init__(
@@ -131,8 +133,10 @@ class GossipDataParallel(nn.Module):
         network: Network | None = None,
         checkpoints: Checkpoints | None = None,
         monitor: Monitor | None = None,
+        **unknown: NoReturn,  # typed so that type checkers refuse it where it is written
     ) -> None:
         super().__init__()
+        check_arguments(module, unknown, type(self))
         logs.configure()  # GOSSIPDP_LOG, under whichever launcher
         options = Options(
             graph=graph,
@@ -162,9 +166,9 @@ class GossipDataParallel(nn.Module):
         self._worker = worker = Worker(module, optimizers, options)
         self._engine, self._checkpointer = worker.engine, worker.checkpointer
         self._feed, self._monitoring = worker.feed, worker.monitoring
-        self._close = weakref.finalize(self, worker.close)
-        self._close.atexit = False  # a forked worker clears what runs at exit, but not finalizers
-        self._at_exit = partial(close_at_exit, self._close)
+        self._dropped = weakref.finalize(self, worker.close, is_dropped=True)
+        self._dropped.atexit = False  # a forked worker clears what runs at exit, but not finalizers
+        self._at_exit = partial(close_at_exit, self._dropped)
         atexit.register(self._at_exit)
 
     # Who and how far.
@@ -227,9 +231,18 @@ class GossipDataParallel(nn.Module):
         or a compiled one, may be called in place of this.
         """
         if self.training and torch.is_grad_enabled():
-            self._checkpointer.at_forward()
-            self.count_batch((args, kwargs))
+            self._worker.begin_forward((args, kwargs))
         return self._engine.forward_module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context to accumulate gradients in, for scripts written for DDP.
+
+        Exchanges come with ``optimizer.step()`` alone, so it does nothing: to accumulate, call that
+        less often. With ``allreduce`` it is DistributedDataParallel's own.
+        """
+        forward: Any = self._engine.forward_module
+        is_ddp = isinstance(forward, nn.parallel.DistributedDataParallel)
+        return forward.no_sync() if is_ddp else contextlib.nullcontext()
 
     def count_batch(self, batch: Any) -> None:
         """Count the samples of ``batch`` as those of the step under way.
@@ -246,10 +259,10 @@ class GossipDataParallel(nn.Module):
         step of the first optimizer: whether you call the wrapper, the module itself or a compiled
         one, in training mode or not.
 
-        Loader and samplers, also one within a batch sampler, get ``set_epoch`` at the start of each
-        pass where they have it, as a ``DistributedSampler`` does. In a resumed run the first call
-        goes on in the middle of the pass where the checkpoint was taken: the batches before it are
-        loaded and dropped.
+        Loader, dataset and samplers, also one within a batch sampler, get ``set_epoch`` at the
+        start of each pass where they have it, as a ``DistributedSampler`` does. In a resumed run
+        the first call goes on in the middle of the pass where the checkpoint was taken: the batches
+        before it are loaded and dropped.
 
         Raises:
             ValueError: there is no budget, the loader yields nothing, or a batch holds no tensor
@@ -383,14 +396,25 @@ class GossipDataParallel(nn.Module):
         that one too. Whoever is left out ends with an average of its own;
         ``Consolidated.world_size`` is the number of workers in the average.
 
+        Several models are consolidated in the same order on all workers. If two workers wait for
+        each other in those of different models, both raise after three time-outs, unless
+        ``timeout_s`` is given.
+
         Afterwards parameters and float buffers are equal on all workers that were averaged, bit for
         bit, integer buffers are those of the lowest rank, and the wrapper is closed: the module
         trains on alone, if at all.
+
+        Raises:
+            RuntimeError: it was called before, or workers wait for each other as above.
         """
         self._checkpointer.take_last()
         self._monitoring.consolidating()
+        is_common_end = self._feed.finished
+        known = {member.rank: member.gradient_steps for member in self._engine.view()[0]}
         result = self._engine.consolidate(math.inf if timeout_s is None else timeout_s)
         self._is_consolidated = True
+        if not is_common_end:
+            warn_of_steps_after(self.rank, known, result)
         self._monitoring.ended(result)
         self.close()
         return result
@@ -401,7 +425,8 @@ class GossipDataParallel(nn.Module):
         Happens by itself at exit, and when nothing refers to the wrapper any more.
         """
         atexit.unregister(self._at_exit)
-        self._close()
+        if self._dropped.detach() is not None:
+            self._worker.close()
 
     # State.
 
@@ -422,10 +447,12 @@ class GossipDataParallel(nn.Module):
     def also_checkpoint(self, **others: Stateful) -> None:
         """Save these objects' states with the checkpoints: schedulers, a GradScaler.
 
-        Where the run resumed, each gets its saved state at once, by ``load_state_dict``.
+        Where the run resumed, each gets its saved state at once, by ``load_state_dict``. Each is
+        asked for its state here already, to see whether it can be saved.
 
         Raises:
-            ValueError: a name is taken, or the run resumed and has made a step since.
+            ValueError: a name is taken, a state cannot be saved, or the run resumed and has made a
+                step since.
 
         Example:
             >>> net = nn.Linear(4, 2)
@@ -483,6 +510,17 @@ class GossipDataParallel(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._engine.check()
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Say where to find what only the wrapped module has."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name != "module" and hasattr(self.module, name):
+                raise AttributeError(
+                    f"the wrapper has no {name!r}, and the module has: use model.module.{name}"
+                ) from None
+            raise error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy takes no part in the run: it is a copy of the module, as for an EMA of it."""

@@ -334,7 +334,7 @@ class _Kept:
         if self._moment.steps:
             self._moment.steps = 0
             for chunk in self._chunks:
-                with chunk.lock:
+                with chunk.lock, chunk.order:
                     pass
 
     def _check(self, place: Place, tensor: Any) -> None:

@@ -176,11 +176,13 @@ class Options:
                 self.comm_rate,
                 self.comm_rate,
             )
-        if self.outer is not None and self.method not in GOSSIP_METHODS:
-            raise ValueError(
-                f"the outer step comes with an exchange, and method={self.method!r} has none: "
-                f"leave outer None, or choose method {' or '.join(map(repr, GOSSIP_METHODS))}"
-            )
+        if self.method not in GOSSIP_METHODS:
+            for name, default in (("outer", None), ("wire_format", "full")):
+                if (given := getattr(self, name)) != default:
+                    raise ValueError(
+                        f"{name}={given!r} is of the exchanges of gossip, and "
+                        f"method={self.method!r} has none: leave it {default!r}"
+                    )
         if self.method != "allreduce":
             return
         if self.network.tls_cert is not None:
@@ -189,11 +191,6 @@ class Options:
             raise ValueError(
                 "max_bytes_per_s caps the links of gossip, and method='allreduce' has none: "
                 "leave it None"
-            )
-        if self.wire_format != "full":
-            raise ValueError(
-                f"wire_format {self.wire_format!r} is of the exchanges of gossip, and "
-                "method='allreduce' has none: leave it 'full'"
             )
 
     @property
@@ -270,7 +267,7 @@ def _checked(name: str, value: Any, rule: Any) -> Any:
                 raise ValueError(f"unknown {name} {value!r}; choose one of: {', '.join(rule)}")
         case _ if rule is float:
             with contextlib.suppress(TypeError, ValueError):
-                if math.isfinite(number := float(value)) and number > 0:
+                if math.isfinite(number := float(_no_bool(value))) and number > 0:
                     return number
             raise ValueError(f"{name} must be a positive number, not {value!r}")
         case _ if not isinstance(value, rule):
@@ -278,11 +275,18 @@ def _checked(name: str, value: Any, rule: Any) -> Any:
     return value
 
 
+def _no_bool(value: Any) -> Any:
+    """Return it; raise TypeError for True and False, which Python takes for 1 and 0."""
+    if isinstance(value, bool):
+        raise TypeError
+    return value
+
+
 def _whole(name: str, value: Any, least: float, most: float) -> int:
     """Return a whole number, such as 1e6, as an ``int``."""
     try:
         is_whole = isinstance(value, float) and value.is_integer()
-        number = int(value) if is_whole else operator.index(value)
+        number = int(value) if is_whole else operator.index(_no_bool(value))
     except TypeError:
         raise ValueError(f"{name} must be a whole number, not {value!r}: pass an int") from None
     if number < least or number > most:

@@ -109,7 +109,7 @@ Value: TypeAlias = bool | int | float | str | _Float | _List | _Dict | TensorNod
 _DECODER = msgspec.json.Decoder(Value)
 
 
-def pack(state: Any, inline_bytes: int = 0) -> tuple[bytes, list[Tensor]]:
+def pack(state: Any, inline_bytes: int = 0, *, place: str = "state") -> tuple[bytes, list[Tensor]]:
     """Describe a state; return the text, and its tensors flat, as they lie in memory.
 
     The tensors are not copied, except those that are not dense.
@@ -117,6 +117,7 @@ def pack(state: Any, inline_bytes: int = 0) -> tuple[bytes, list[Tensor]]:
     Args:
         state: nested dicts, lists and tuples of tensors, numbers, texts and None.
         inline_bytes: tensors of at most so many bytes go into the text, as they are now.
+        place: names the state in errors.
 
     Raises:
         ValueError: something else is in it; the message names its place.
@@ -127,13 +128,29 @@ def pack(state: Any, inline_bytes: int = 0) -> tuple[bytes, list[Tensor]]:
         {'step': 3, 'mean': [tensor([1., 1.]), None]}
     """
     packer = _Packer(inline_bytes)
-    text = msgspec.json.encode(packer.pack(state, "state", 0))
+    text = msgspec.json.encode(packer.pack(state, place, 0))
     if len(text) > MAX_SKELETON_BYTES:
         raise ValueError(
-            f"the state's skeleton takes {len(text)} bytes, more than {MAX_SKELETON_BYTES}; hold "
-            "long lists of numbers as tensors"
+            f"the skeleton of {place} takes {len(text)} bytes, more than {MAX_SKELETON_BYTES}; "
+            "hold long lists of numbers as tensors"
         )
     return text, packer.tensors
+
+
+def check_savable(state: Any, place: str, advice: str) -> None:
+    """Raise ValueError for a state that neither a checkpoint nor a joining worker could take.
+
+    It costs what :func:`pack` does, and copies no dense tensor.
+
+    Args:
+        state: as for :func:`pack`; of a module its tensors by name.
+        place: names the state in the error, which adds the place within it and the type found.
+        advice: says what to do instead.
+    """
+    try:
+        pack(state, place=place)
+    except ValueError as error:
+        raise ValueError(f"{error}: {advice}") from None
 
 
 class _Packer:

@@ -15,18 +15,14 @@ Races, besides those of :mod:`gossipdp.gossip.transfer`:
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from gossipdp.dynamics.chunks import Chunk, State
 from gossipdp.errors import PeerLostError, RendezvousError
-from gossipdp.gossip.live_average import AverageFailedError
 from gossipdp.gossip.loop import GossipLoop
+from gossipdp.gossip.sums import Average
 from gossipdp.gossip.thread import GossipThread
 from gossipdp.gossip.transfer import OnEnd, Sink, TurnedAwayError
 from gossipdp.parallel.options import Network
@@ -36,8 +32,6 @@ logger = logging.getLogger("gossipdp")
 
 PAUSE_BETWEEN_ROUNDS_S = 0.1
 LOOK_AT_LIFE_EVERY_S = 0.1
-# A worker that lives, and fails as many averages, is left out of the next.
-MAX_AVERAGE_FAILURES = 2
 # What a donor's encoded optimizers' state may take at most, next to this worker's own model. AdamW
 # takes twice the parameters, Shampoo and its like more.
 TRAINING_BYTES_PER_BYTE = 32
@@ -121,35 +115,21 @@ def take_state(thread: GossipThread, loop: GossipLoop, state: State, network: Ne
         time.sleep(PAUSE_BETWEEN_ROUNDS_S)
 
 
-def sum_over_live(thread: GossipThread, loop: GossipLoop, sums: list[Tensor]) -> int:
-    """Sum z = x + pending + c/2 of all live workers into ``sums``; return over how many.
+def average_over_live(thread: GossipThread, loop: GossipLoop) -> Average:
+    """Average z = x + pending + c/2 over all live workers, which train on.
 
-    See :mod:`gossipdp.gossip.live_average`. If a worker dies or fails meanwhile, this asks again.
-    One that lives and fails twice, or has no state to give, is left out with a warning.
+    See :mod:`gossipdp.protocol.averages`. One that lives and gives nothing, or has no state to
+    give, is left out with a warning.
     """
-    rank = loop.protocol.rank
-    failures: Counter[int] = Counter()
-    while True:
-        live = set(thread.call(loop.protocol.membership.live).result())
-        live -= {rank} | loop.published.silent
-        left_out = {each for each in live if failures[each] >= MAX_AVERAGE_FAILURES}
-        members = (rank, *sorted(live - left_out))
-        ended = thread.call(partial(loop.averages.begin, members, sums)).result()
-        while not ended.done():
-            wait([ended], LOOK_AT_LIFE_EVERY_S)
-            thread.check()
-        try:
-            averaged = ended.result()
-        except AverageFailedError as error:
-            failures[error.rank] += 1
-            logger.info("worker %d averages anew: %s", rank, error)
-            time.sleep(PAUSE_BETWEEN_ROUNDS_S)
-            continue
-        missing = sorted(left_out.union(averaged.without))
-        if missing:
-            logger.warning(
-                "worker %d averages without workers %s, which live and gave no state",
-                rank,
-                ", ".join(map(str, missing)),
-            )
-        return averaged.count
+    asked = thread.call(loop.sums.ask).result()
+    while not asked.done():
+        wait([asked], LOOK_AT_LIFE_EVERY_S)
+        thread.check()
+    average = asked.result()
+    if average.without:
+        logger.warning(
+            "worker %d averages without %s",
+            loop.protocol.rank,
+            "; ".join(f"worker {rank} ({why})" for rank, why in average.without.items()),
+        )
+    return average

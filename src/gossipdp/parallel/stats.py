@@ -1,9 +1,18 @@
 """What a worker can say about its run so far."""
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gossipdp.gossip.exchange import CompletedExchange
 from gossipdp.gossip.published import Notice
+
+logger = logging.getLogger("gossipdp")
+
+# What others do after a worker's end weighs in the average from this share of its own steps on;
+# fewer steps may be news that were under way.
+LATER_SHARE = 0.1
+MIN_LATER_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -93,3 +102,26 @@ class Consolidated:
     samples: int
     gradient_steps: int
     gradient_steps_by_rank: dict[int, int] = field(default_factory=dict, hash=False)
+
+
+def warn_of_steps_after(rank: int, known: Mapping[int, int], result: Consolidated) -> None:
+    """Warn if the others trained on long after this worker, by its own count, had ended.
+
+    Args:
+        rank: of this worker.
+        known: the steps of each worker by rank, when this one ended.
+        result: the end of the run.
+    """
+    steps = result.gradient_steps_by_rank
+    own = steps.get(rank, 0)
+    later = sum(n - known.get(each, 0) for each, n in steps.items() if each != rank)
+    if later >= max(MIN_LATER_STEPS, LATER_SHARE * own):
+        logger.warning(
+            "worker %d ended after %d steps of its own, and then the others made %d more. "
+            "Until then it still exchanged, so whoever trains last counts most in the average. End "
+            "all workers together: budget_samples= with model.batches(loader) or `while not "
+            "model.finished`, or model.epochs(loader, n)",
+            rank,
+            own,
+            later,
+        )

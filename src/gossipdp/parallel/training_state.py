@@ -1,13 +1,14 @@
 """What a worker trains with besides its parameters: the optimizers' state, given and taken over."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossipdp.dynamics.update import is_finite
+from gossipdp.gossip.thread import Background
 from gossipdp.gossip.transfer import Offer
 from gossipdp.parallel import skeleton
 from gossipdp.parallel.shards import as_sharded, local
@@ -59,11 +60,11 @@ class BetweenSteps:
 
     A chunk is copied only while no optimizer steps. A step that begins meanwhile waits for that one
     chunk (1 MB: about 0.2 ms), or for the description of the whole (some milliseconds, once for a
-    joiner). So every chunk that a joiner receives is of one step; of a moment that is exchanged,
-    part of it may be before and part after the average that a boundary adds. Two chunks of a
-    tensor, or two tensors, may be of different steps: that is harmless, as it is for the
-    parameters. Numbers, and tensors of at most ``INLINE_BYTES``, are all of the step at which the
-    transfer began.
+    joiner), which another thread makes: the gossip thread waits for neither. So every chunk that a
+    joiner receives is of one step; of a moment that is exchanged, part of it may be before and part
+    after the average that a boundary adds. Two chunks of a tensor, or two tensors, may be of
+    different steps: that is harmless, as it is for the parameters. Numbers, and tensors of at most
+    ``INLINE_BYTES``, are all of the step at which the transfer began.
 
     Optimizers change what they keep in ``step()`` alone. If the script loads another state into one
     meanwhile, the joiner gets the old one. If a step raises, its optimizer counts as stepping until
@@ -74,8 +75,10 @@ class BetweenSteps:
         self._optimizers = optimizers
         self._finish: Callable[[], None] = lambda: None
         self._wake: Callable[[], None] = lambda: None
-        # Guards the two below, and is held while anything of the state is read.
-        self._lock = threading.Lock()
+        self._described: Background[Offer] = Background()
+        # Guards the two below, is held while anything of the state is read, and says when a step
+        # has ended.
+        self._guard = threading.Condition(threading.Lock())
         self._stepping: set[int] = set()
         self._is_awaited = False
         self._handles = [each.register_step_pre_hook(self._begins) for each in optimizers]
@@ -83,35 +86,36 @@ class BetweenSteps:
 
     def attach(self, finish: Callable[[], None], wake: Callable[[], None]) -> None:
         """Say how to wait for what is queued on a device, and how to wake the gossip thread."""
-        self._finish, self._wake = finish, wake
+        self._finish, self._wake, self._described.wake = finish, wake, wake
 
     def close(self) -> None:
         """Let the optimizers go."""
         for handle in self._handles:
             handle.remove()
+        with self._guard:
+            self._stepping.clear()
+            self._guard.notify_all()
 
     def _begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        with self._lock:
+        with self._guard:
             self._stepping.add(id(optimizer))
 
     def _ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._finish()
-        with self._lock:
+        with self._guard:
             self._stepping.discard(id(optimizer))
+            self._guard.notify_all()
             is_awaited, self._is_awaited = self._is_awaited, False
         if is_awaited:
             self._wake()
 
-    def _is_free(self) -> bool:
-        """Whether none steps; if one does, the gossip thread is woken at its end."""
-        self._is_awaited = bool(self._stepping)
-        return not self._stepping
+    def offer(self, key: Hashable) -> Offer | None:
+        """Describe the state for the request ``key``; None: not yet, ask again when woken."""
+        return self._described(key, self._describe)
 
-    def offer(self) -> Offer | None:
-        """Describe the state for one that joins; None while an optimizer steps."""
-        with self._lock:
-            if not self._is_free():
-                return None
+    def _describe(self) -> Offer:
+        with self._guard:
+            self._guard.wait_for(lambda: not self._stepping)
             try:
                 text, tensors = skeleton.pack(capture(self._optimizers), INLINE_BYTES)
             except RuntimeError as error:  # the script changes it at this moment
@@ -119,10 +123,17 @@ class BetweenSteps:
         return Offer(text, [tensor.view(torch.uint8) for tensor in tensors], self._copy)
 
     def _copy(self, source: Tensor, room: Tensor) -> bool:
-        with self._lock:
-            if not self._is_free():
+        # The gossip thread is woken by whoever holds the guard, or steps.
+        self._is_awaited = True
+        if not self._guard.acquire(blocking=False):
+            return False
+        try:
+            if self._stepping:
                 return False
             room.copy_(source)
+            self._is_awaited = False
+        finally:
+            self._guard.release()
         return True
 
 

@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,19 @@ from gossipdp.parallel import training_state
 from gossipdp.parallel.allreduce_engine import AllReduceEngine
 from gossipdp.parallel.checkpoint import Resumption, find_resumption, layout_of
 from gossipdp.parallel.checkpointer import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, Checkpointer
+from gossipdp.parallel.data_position import DataPosition
 from gossipdp.parallel.engine import Engine
-from gossipdp.parallel.feed import DataPosition, Feed
+from gossipdp.parallel.feed import Feed
 from gossipdp.parallel.flat_parameters import named_tensors
 from gossipdp.parallel.gossip_engine import GossipEngine
-from gossipdp.parallel.hooks import Hooks, warn_of_step_counters
+from gossipdp.parallel.hooks import Hooks, warn_of_step_counters, warn_of_steps_alone
 from gossipdp.parallel.monitoring import Monitoring, describe
+from gossipdp.parallel.optimizer_watch import OptimizerWatch
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
+from gossipdp.parallel.skeleton import check_savable
+
+logger = logging.getLogger("gossipdp")
 
 
 class Worker:
@@ -41,6 +47,17 @@ class Worker:
         self.replica = replica = Replica.of(module, options.mesh, Environment.read())
         environment = replica.environment
         options = dataclasses.replace(options, checkpoints=replica.own_files(options.checkpoints))
+        self._optimizers = optimizers
+        self._saves = options.checkpoints.directory is not None
+        if self._saves:
+            check_savable(  # of a kind of parameter of its own the plain values are saved
+                {name: torch.empty(0, dtype=x.dtype) for name, x in named_tensors(module).items()},
+                "the module",
+                "change its type, or register it as a buffer with persistent=False, or wrap "
+                "without a directory for checkpoints",
+            )
+            for optimizer in optimizers:
+                self._check_savable(optimizer)
         joins = environment.is_joining
         # One that comes into a run that goes on takes a live worker's state, and writes beside it.
         resumption = None if joins else _resumption(module, options, replica)
@@ -48,7 +65,7 @@ class Worker:
             training_state.restore(resumption.training, optimizers)
         # What is shown of a replica is what its first process sees.
         self.monitoring = Monitoring(options, environment, is_shown=environment.shard == 0)
-        self._optimizers = optimizers
+        self._unchecked = set(range(len(optimizers)))
         self._process_id = os.getpid()
         self.num_steps = 0
         position = DataPosition()
@@ -91,16 +108,59 @@ class Worker:
             between=self.checkpointer.take_due,
             within=self.checkpointer.of_batches,
         )
+        # A compiled wrapper breaks its graph before this, and so has the module's graphs alone.
+        disable: Callable[[Any], Any] = torch.compiler.disable
+        self.begin_forward = disable(self._begin_forward)
+        self._watches: list[OptimizerWatch] = []
+        if options.method != "allreduce":
+            choice = options.exchange_moments
+            exchanged = choice if isinstance(choice, Mapping) else ()
+            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            self._watches = [OptimizerWatch(each, names, exchanged) for each in optimizers]
         self._hooks = Hooks(
             module,
             optimizers,
             stepped=self.stepped,
+            counting_once=self.feed.counting_once,
             loaded=self.engine.loaded,
             watches_others=options.method != "allreduce",
         )
 
+    def _check_savable(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say at once what no checkpoint and no joining worker could take.
+
+        Raises:
+            ValueError: there is such a thing, and checkpoints are to be saved.
+        """
+        kind = type(optimizer).__name__
+        try:
+            check_savable(
+                training_state.capture([optimizer])["optimizers"][0],
+                f"the state of the {kind}",
+                "use an optimizer that keeps plain tensors, numbers and text, or wrap without a "
+                "directory for checkpoints",
+            )
+        except ValueError as error:
+            if self._saves:
+                raise
+            if self.engine.world_size > 1:
+                logger.warning(
+                    "a worker that joins or starts again cannot take over this one's optimizer, "
+                    "since %s",
+                    error,
+                )
+
+    def _begin_forward(self, batch: Any) -> None:
+        self.checkpointer.at_forward()
+        self.feed.count_forward(batch)
+
     def stepped(self, optimizer_index: int) -> None:
         """An optimizer's step has ended; that of the first is a gradient step."""
+        if self._watches:
+            self._watches[optimizer_index].stepped()
+        if optimizer_index in self._unchecked:  # it has made its state in this step
+            self._unchecked.discard(optimizer_index)
+            self._check_savable(self._optimizers[optimizer_index])
         if optimizer_index != 0:
             self.engine.boundary(optimizer_index, 0)
             return
@@ -112,15 +172,19 @@ class Worker:
             warn_of_step_counters(self._optimizers)
         self.feed.check_counted(self.num_steps)
 
-    def close(self, checkpoint_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    def close(
+        self, checkpoint_timeout_s: float = CLOSE_TIMEOUT_S, *, is_dropped: bool = False
+    ) -> None:
         """Close all parts, each of them whatever another raises.
 
         Garbage is collected in any thread, one of those that are ended here among them: what would
         wait for itself is left to a thread of its own. A forked child leaves its parent's run
-        alone.
+        alone. If the wrapper ``is_dropped``, a step that follows gets a warning.
         """
         if os.getpid() != self._process_id:
             return
+        if is_dropped:
+            warn_of_steps_alone(self._optimizers)
 
         def close() -> None:
             with contextlib.ExitStack() as parts:  # the last one first

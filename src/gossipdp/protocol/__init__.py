@@ -10,8 +10,10 @@
     links         silence, heartbeats, and the news that travels with messages
     liveness      who is dead: silence or a refused dial, and questions to others
     presence      who is there, for this worker: what it makes of members, links and liveness
-    consolidate   the end: the exact average, the same bits on every worker
-    stalling      who takes part in it: all who are done, but for those that hold it up
+    reduction     one sum over a tree, and how its root judges who gives nothing to it
+    averages      the average of all live workers while they train on, by such a sum
+    consolidate   the end: the exact average, the same bits on every worker, by such a sum
+    participants  who takes part in it: all who are done, but for those that hold it up
     worker        all of it composed: the one object that runtime and simulator drive
 
 Time comes in as ``now`` in seconds from any monotonic clock, randomness as a ``random.Random``.

@@ -5,6 +5,7 @@ Every input of a state machine returns a list of actions; the driver performs th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
@@ -111,19 +112,9 @@ class Superseded:
 LifeAction: TypeAlias = Unlink | Reach | Rebuilt | Superseded
 """What keeps a run alive through failures."""
 
-# --- what a consolidation does to the parameters ---------------------------------------------
-# The machine does no arithmetic and holds no payload: chunks are numbers to it. Data frames go on
+# --- what a sum over a tree does to the parameters --------------------------------------------
+# The machines do no arithmetic and hold no payload: chunks are numbers to them. Data frames go on
 # the link that is there; without one the driver drops them, for they are asked for again.
-
-
-@dataclass(frozen=True)
-class Prepare:
-    """Set the sums of the float chunks to this worker's input, which stays where it is.
-
-    The first time, flow to infinity before. Sums and results share one buffer: partial sums are
-    added to it, results land in it. A frame that is being sent from it must be gone first:
-    dropped if none of it was sent, else its link closed.
-    """
 
 
 @dataclass(frozen=True)
@@ -137,18 +128,19 @@ class SendPartial:
 
 @dataclass(frozen=True)
 class FinishChunk:
-    """The sum of ``chunk`` is complete: divide it by ``num_members``; it is the result."""
+    """Divide the sum of ``chunk``, which is complete, by ``divisor``: it is the result.
 
+    Answer with ``chunk_finished(epoch, chunk, squared_distance)``.
+    """
+
+    epoch: Epoch
     chunk: int
-    num_members: int
+    divisor: int
 
 
 @dataclass(frozen=True)
 class SendResult:
-    """Send ``chunk`` of the result ``origin`` to ``peer`` as a Result frame.
-
-    After COMMIT too, when the result stands in the parameters.
-    """
+    """Send ``chunk`` of the result ``origin`` to ``peer`` as a Result frame."""
 
     peer: int
     origin: Epoch
@@ -156,15 +148,16 @@ class SendResult:
 
 
 @dataclass(frozen=True)
-class MeasureDistance:
-    """Compute |input - result|² in float64; answer with ``distance_measured(origin, ...)``."""
+class Forget:
+    """Drop the sums and results of ``epoch``: of chunks below ``before``, or of all (None)."""
 
-    origin: Epoch
+    epoch: Epoch
+    before: int | None = None
 
 
 @dataclass(frozen=True)
 class Commit:
-    """Put the result in the place of the input; it is final once ``Finished`` follows."""
+    """The result ``origin`` is what all end with; it is final once ``Finished`` follows."""
 
     origin: Epoch
     consensus_distance: float
@@ -176,7 +169,22 @@ class Finished:
     """All live workers have committed: this worker may leave."""
 
 
+@dataclass(frozen=True)
+class AverageEnded:
+    """The average that this worker asked for is whole, or None is to be had.
+
+    Args:
+        epoch: of the sum that holds it.
+        count: over how many workers it is; 0: this worker itself cannot give.
+        without: the live workers that are not in it, and why.
+    """
+
+    epoch: Epoch
+    count: int
+    without: Mapping[int, str]
+
+
 DataAction: TypeAlias = (
-    Prepare | SendPartial | FinishChunk | SendResult | MeasureDistance | Commit | Finished
+    SendPartial | FinishChunk | SendResult | Forget | Commit | Finished | AverageEnded
 )
 """What the driver does to the parameters."""

@@ -1,13 +1,13 @@
 """Termination: all live workers end with the same bits, the mean over all of them.
 
 **One epoch**, when nothing fails. Once every live worker is done the lowest of them, the leader,
-fixes the member list and sends it down a binary tree over the members (:func:`tree`), and to each
-of them itself: where there is a link to it, nobody else can begin an epoch in its name. Per chunk,
-partial sums go up (own + left + right, in that order: a right child is asked for a chunk once the
-left one's has landed), the root divides, and results go down, while later chunks are still on
-their way up. Members that hold every chunk of the result sum their squared distances to it up the
-tree, so that the root knows when all hold it. It commits; COMMIT goes down, its acknowledgement
-up, RELEASE down.
+fixes the member list and sends it down the tree of a sum over the members
+(:mod:`~gossipdp.protocol.reduction`), and to those that it is linked to: where there is a link to
+it, nobody else can begin an epoch in its name. The root's results go down the same tree, while
+later chunks are still on their way up. Members that hold every chunk of the result sum their
+squared distances to it up the tree, so that the root knows when all hold it. It commits; COMMIT
+goes down, its acknowledgement up, RELEASE down. The parameters are written after that, by whoever
+waits for the end: until then x + pending + c/2 is this worker's input.
 
 **Failures.** Whoever believes to be the lowest live worker leads; when its view of the live
 workers changes it starts a new epoch. Epochs are totally ordered (:class:`Epoch`). A worker follows
@@ -18,7 +18,7 @@ one worker leads, it hears of every higher epoch, goes above it, and all follow;
 failures cease.
 
 **Who stalls** is left out of the epochs that follow, or passed over where it leads:
-:mod:`~gossipdp.protocol.stalling` says who, and when.
+:mod:`~gossipdp.protocol.participants` says who, and when.
 
 **One result only.** A new epoch does not always compute a new mean. A member that holds every
 chunk of a result refuses to join an epoch that would replace it (``Held``), and the leader begins
@@ -52,27 +52,17 @@ distance is over the survivors, who can still compare.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypeAlias
 
 import msgspec
 
-from gossipdp.protocol.actions import (
-    Commit,
-    DataAction,
-    FinishChunk,
-    Finished,
-    MeasureDistance,
-    Prepare,
-    Send,
-    SendPartial,
-    SendResult,
-)
+from gossipdp.protocol.actions import Commit, Finished, Forget, Send, SendResult
 from gossipdp.protocol.members import MAX_LEAP, Member
 from gossipdp.protocol.messages import (
     MAX_DISTANCE2,
-    Accuse,
     Average,
     BeginEpoch,
     CommitEpoch,
@@ -81,49 +71,36 @@ from gossipdp.protocol.messages import (
     Distance,
     Epoch,
     Held,
+    LeftOut,
     NewerEpoch,
     Process,
+    Progressed,
     ProtocolError,
     PullPartials,
     PullResults,
+    ReductionMessage,
     Release,
+    Stalled,
 )
-from gossipdp.protocol.stalling import REPEAT_AFTER, Participants
+from gossipdp.protocol.participants import Participants
+from gossipdp.protocol.reduction import (
+    REPEAT_AFTER,
+    STALLED_AFTER,
+    WINDOW,
+    Blame,
+    Reduction,
+    ReductionAction,
+    tree,
+)
 
-ConsolidationAction: TypeAlias = Send[ConsolidationMessage] | DataAction
-Actions: TypeAlias = list[ConsolidationAction]
+Actions: TypeAlias = list[ReductionAction]
 
-MAX_REWINDS = 8
 MAX_ACKNOWLEDGED = 16
 """Epochs of which a RELEASE may still come; of those before them the leader begins anew."""
 
 
-def tree(begin: BeginEpoch) -> dict[int, int | None]:
-    """Parent of each member of an epoch, in the order of its tree; None for the leader.
-
-    The binary heap over the members in their order. Where some of them are suspect the leader has
-    one child, with the heap below it, so that there is a way round any bad link.
-
-    Example:
-        >>> tree(BeginEpoch(Epoch(1, 0, 0), tuple((rank, 0) for rank in range(4)), None))
-        {0: None, 1: 0, 2: 0, 3: 1}
-    """
-    ranks = [rank for rank, _ in begin.members]
-    parents: dict[int, int | None] = {ranks[0]: None}
-    if begin.has_suspects and len(ranks) > 1:
-        leader = ranks.pop(0)
-        parents[ranks[0]] = leader
-    return parents | {rank: ranks[i // 2] for i, rank in enumerate(ranks[1:])}
-
-
-@dataclass
-class _Child:
-    """What a member of an epoch has from one of its children in the tree."""
-
-    landed: int = 0
-    """Chunks of its partial sums that have been added."""
-    distance: float | None = None
-    has_committed: bool = False
+def _parents(begin: BeginEpoch) -> dict[int, int | None]:
+    return tree([rank for rank, _ in begin.members], has_suspects=begin.has_suspects)
 
 
 @dataclass
@@ -133,18 +110,16 @@ class _Attempt:
     begin: BeginEpoch
     average: Average
     """What this epoch spreads; in an epoch that computes, what it will be."""
-    parent: int | None
-    children: dict[int, _Child]
+    sum: Reduction
     source: int | None
     """Who sends the results; None where they are computed or held."""
     is_refused: bool = False
     has_parent_joined: bool = False
     """Whether what was said to it may not have come too early."""
-    next_partial: int | None = None
-    """The next chunk to send to the parent; None until it asked on this link."""
-    stop_partial: int = 0
-    results_told: int = 0
-    """How many chunks of the result the source knows to be here."""
+    distances: dict[int, float] = field(default_factory=dict)
+    """Of the children that hold the result, with all below them."""
+    committed: set[int] = field(default_factory=set)
+    """Of the children."""
     distance_sent: float | None = None
     is_committed: bool = False
     is_acknowledged: bool = False
@@ -154,18 +129,19 @@ class _Attempt:
         return self.begin.epoch
 
     @property
-    def computes(self) -> bool:
-        return self.begin.average is None
+    def parent(self) -> int | None:
+        return self.sum.parent
 
 
 @dataclass
 class _Pull:
-    """What a peer has asked for of the result."""
+    """What a peer has asked for of the result, in which of its epochs."""
 
+    epoch: Epoch
     start: int
     """The first chunk that it lacks, as it said last."""
     next: int
-    num_rewinds: int = 0
+    stop: int
 
 
 class Consolidation:
@@ -175,7 +151,7 @@ class Consolidation:
         rank, process_id: this worker.
         num_chunks: float chunks 0 .. num_chunks - 1, which are averaged.
         num_copied_chunks: integer chunks, numbered on from there, which the members take from
-            the leader; kept apart until COMMIT.
+            the leader.
         is_linked: whether there is a link to a rank.
 
     Every input returns the actions to perform, in order. Control messages may go to any rank: the
@@ -183,6 +159,7 @@ class Consolidation:
     reports a lost link before anything that arrives on a new one.
 
     Attributes:
+        has_begun: whether this worker has been in an epoch.
         waits_for_all: whether nothing is averaged before all live workers are done.
         wait_ticks: how long all wait for those that are not.
     """
@@ -205,35 +182,48 @@ class Consolidation:
         self.wait_ticks = math.inf
         self._actions: Actions = []
         self._participants = Participants(rank, process_id)
+        self._blame = Blame(rank)
         self._attempt: _Attempt | None = None
         self.highest: Epoch | None = None
         """The highest epoch that was heard of."""
         self._offered: dict[Process, BeginEpoch] = {}  # the last of each leader
         self._found: tuple[int, Average] | None = None
         self._told: tuple[Process, Epoch] | None = None
-        self._origin: Epoch | None = None  # of what the buffer of sums and results is for
+        self._origin: Epoch | None = None  # of the sums and results that are here
         self._num_results = 0  # chunks of it that are here
+        self._squared_distance = 0.0  # of this worker's input to them
         self._held: Average | None = None
         self._committed: Epoch | None = None
-        self._squared_distance: float | None = None
-        self._is_measuring = False
         self._pulled: dict[int, _Pull] = {}
         self._acknowledged: dict[Epoch, BeginEpoch] = {}
         self._vain_ticks = 0  # since anything landed here
+        self._source_quiet_ticks = 0
 
     # --- inputs ----------------------------------------------------------------------------
 
     def missing(self) -> tuple[int, ...]:
-        """The live workers that are not done yet: who is waited for before anything begins."""
+        """Return the live workers that are not done yet, for whom all others wait."""
         return self._participants.missing()
 
     @property
-    def left_out(self) -> tuple[int, ...]:
-        """The workers that live and are done, and gave this one nothing for too long."""
-        return tuple(sorted(rank for rank, _ in self._participants.left_out))
+    def left_out(self) -> dict[int, str]:
+        """The workers that live and are done, and gave nothing for too long; and why."""
+        own = {rank: reason for (rank, _), reason in self._participants.left_out.items()}
+        begin = None if self._attempt is None else self._attempt.begin
+        told = {} if begin is None else {each.process[0]: each.reason for each in begin.left_out}
+        return dict(sorted((told | own).items()))
+
+    @property
+    def has_begun(self) -> bool:
+        return self._attempt is not None
+
+    @property
+    def current(self) -> Reduction | None:
+        """The sum under way."""
+        return None if self._attempt is None or self._attempt.is_refused else self._attempt.sum
 
     def review(self, members: Iterable[Member]) -> Actions:
-        """The membership view changed, be it that this worker itself is done now."""
+        """Take over the membership view, which changed: this worker itself may be done now."""
         self._participants.review(members)
         done = self._participants.done()
         self._offered = {
@@ -241,8 +231,8 @@ class Consolidation:
         }
         return self._settle()
 
-    def receive(self, peer: int, message: ConsolidationMessage) -> Actions:
-        """A message arrived from ``peer``.
+    def receive(self, peer: int, message: ConsolidationMessage | ReductionMessage) -> Actions:
+        """Take in a message from ``peer``.
 
         Raises:
             ProtocolError: it breaks the rules.
@@ -262,9 +252,9 @@ class Consolidation:
                     self._take_offer(peer, message)
                 case NewerEpoch():
                     pass
-                case PullResults(origin=origin, start=start):
+                case PullResults(origin=origin):
                     if origin == self._origin:
-                        self._pulled_by(peer, start)
+                        self._pulled_by(peer, message)
                 case Release():
                     self._take_release(message.epoch)
                 case _ if attempt is not None and attempt.epoch == message.epoch:
@@ -272,19 +262,19 @@ class Consolidation:
         return self._settle()
 
     def link_lost(self, peer: int) -> Actions:
-        """The link to ``peer`` is gone, and what was on its way: ask and say again."""
+        """Ask and say again: the link to ``peer`` is gone, and what was on its way."""
         self._pulled.pop(peer, None)
         if self._told is not None and self._told[0][0] == peer:
             self._told = None
-        attempt = self._attempt
-        if self._is_taking_part and attempt is not None:
-            if peer == attempt.parent:
-                attempt.next_partial = None  # what was under way to it is lost
-            self._repeat(attempt, peer)
+        if self._is_taking_part and self._attempt is not None:
+            self._attempt.sum.link_lost(peer)
+            self._repeat(self._attempt, peer)
         return self._settle()
 
-    def tick(self, heard: Collection[int], moving: Collection[int] = ()) -> Actions:
-        """A quarter of the time-out has passed.
+    def tick(
+        self, heard: Collection[int], moving: Mapping[Epoch, Collection[int]] = MappingProxyType({})
+    ) -> Actions:
+        """Count a quarter of a time-out.
 
         Where nothing has come for long everything is asked for and said again. Every message may
         be repeated: who has heard it does nothing, or sends a chunk that is dropped where it is
@@ -292,40 +282,39 @@ class Consolidation:
 
         Args:
             heard: the peers whose links show life.
-            moving: those whose links have carried more than words since the last tick.
+            moving: those with which payload was exchanged since the last tick, by sum or result.
         """
         self._vain_ticks += 1
-        self._participants.tick()
         if self._is_taking_part:
-            self._watch(heard, moving)
+            own = () if self._attempt is None else (self._attempt.epoch, self._origin)
+            self._watch(heard, {peer for epoch in own if epoch for peer in moving.get(epoch, ())})
         return self._settle()
 
-    def accepts_partial(self, peer: int, epoch: Epoch, chunk: int) -> bool:
-        """Whether this Partial frame is the next one expected from ``peer``.
-
-        To be asked before the payload is read, and again before it is added: the epoch may have
-        changed in between.
-        """
-        attempt = self._attempt
-        if attempt is None or attempt.epoch != epoch or not attempt.computes:
-            return False
-        child = attempt.children.get(peer)
-        return child is not None and child.landed == chunk < self._granted(attempt, peer)
-
     def partial_landed(self, peer: int, epoch: Epoch, chunk: int) -> Actions:
-        """An accepted partial sum was added to the chunk's sum here."""
-        attempt = self._attempt
-        if attempt is not None and self.accepts_partial(peer, epoch, chunk):
-            attempt.children[peer].landed += 1
+        """Count a partial sum that was accepted and added to the chunk's sum here."""
+        current = self.current
+        if current is not None and current.epoch == epoch and current.accepts(peer, chunk):
             self._vain_ticks = 0
-            self._participants.got_on(peer)
-            left, *right = attempt.children
-            if right and peer == left:
-                self._pull_partials(attempt, right[0])
+            current.landed(peer)
+        return self._settle()
+
+    def chunk_finished(self, epoch: Epoch, chunk: int, squared_distance: float) -> Actions:
+        """Count a chunk of the result that this root's sum was divided to."""
+        current = self.current
+        if current is not None and current.epoch == epoch and current.num_finished == chunk:
+            self._count_result(squared_distance)
+            current.finished(chunk)
+        return self._settle()
+
+    def cannot_give(self, epoch: Epoch, rank: int, reason: str) -> Actions:
+        """Name ``rank``, a child or this worker, whose values are of no use."""
+        current = self.current
+        if current is not None and current.epoch == epoch:
+            current.accuse(rank, reason)
         return self._settle()
 
     def accepts_result(self, peer: int, origin: Epoch, chunk: int) -> bool:
-        """Whether this Result frame is the next one expected from ``peer``."""
+        """Return whether this Result frame is the next one expected from ``peer``."""
         attempt = self._attempt
         return (
             attempt is not None
@@ -334,20 +323,22 @@ class Consolidation:
             and self._num_results == chunk < self.total_chunks
         )
 
-    def result_landed(self, peer: int, origin: Epoch, chunk: int) -> Actions:
-        """An accepted chunk of the result is here."""
+    def result_landed(
+        self, peer: int, origin: Epoch, chunk: int, squared_distance: float
+    ) -> Actions:
+        """Count an accepted chunk of the result, and how far this worker's input is from it."""
         attempt = self._attempt
         if attempt is not None and self.accepts_result(peer, origin, chunk):
-            self._num_results += 1
-            self._vain_ticks = 0
-            self._participants.source_got_on()
+            self._count_result(squared_distance)
+            self._source_quiet_ticks = 0
+            attempt.sum.moved(peer)
+            self._pull_results(attempt)
         return self._settle()
 
-    def distance_measured(self, origin: Epoch, squared_distance: float) -> Actions:
-        """The answer to :class:`MeasureDistance`."""
-        if origin == self._origin and self._is_measuring:
-            self._squared_distance = squared_distance
-        return self._settle()
+    def _count_result(self, squared_distance: float) -> None:
+        self._num_results += 1
+        self._squared_distance += squared_distance
+        self._vain_ticks = 0
 
     # --- who leads -------------------------------------------------------------------------
 
@@ -357,17 +348,17 @@ class Consolidation:
 
     @property
     def _is_leading(self) -> bool:
-        """Whether this worker leads the epoch that it is in."""
         return self._attempt is not None and self._attempt.parent is None
 
     def _settle(self) -> Actions:
-        """What every input ends with: lead if it is ours to lead, then do what has become due."""
+        """End an input: lead if it is ours to lead, then do what has become due."""
         if self._is_taking_part:
             self._lead()
             if self._attempt is not None and not self._attempt.is_refused:
                 self._advance(self._attempt)
             self._send_results()
-        actions, self._actions = self._actions, []
+        actions = self._actions[:]
+        self._actions.clear()  # the sums add to this very list
         return actions
 
     def _say(self, peer: int, message: ConsolidationMessage) -> None:
@@ -409,15 +400,17 @@ class Consolidation:
             if is_greater and holder in (rank for rank, _ in members):
                 average, source = found, holder
         self._found = None
-        own, *others = members
-        suspicion = self._participants.suspicion
-        others.sort(key=lambda process: (suspicion(process[0]), process))
+        processes = dict(members)
+        others = self._blame.order(processes.keys() - {self.rank})
         begin = BeginEpoch(
             epoch,
-            (own, *others),
+            tuple((rank, processes[rank]) for rank in (self.rank, *others)),
             average,
-            has_suspects=any(suspicion(rank) for rank, _ in others),
-            left_out=tuple(sorted(self._participants.left_out)),
+            has_suspects=not self._blame.suspects.isdisjoint(others),
+            left_out=tuple(
+                LeftOut(process, reason)
+                for process, reason in sorted(self._participants.left_out.items())
+            ),
         )
         self._join(begin, source)
 
@@ -431,7 +424,7 @@ class Consolidation:
     # --- joining an epoch ------------------------------------------------------------------
 
     def _take_offer(self, peer: int, begin: BeginEpoch) -> None:
-        """``peer`` asks this worker to join: to be followed once its leader is the lowest.
+        """Keep the offer to join an epoch, to be followed once its leader is the lowest.
 
         An epoch is begun by the word of its leader. That of a parent in its tree is taken for it
         only where there is no link to the leader, for anybody could make up an epoch. So whoever
@@ -444,7 +437,7 @@ class Consolidation:
                 self._repeat(attempt, peer)
             return
         leader = begin.epoch.leader
-        is_relayed = tree(begin).get(self.rank) == peer and not self._is_linked(leader)
+        is_relayed = _parents(begin).get(self.rank) == peer and not self._is_linked(leader)
         if (peer == leader or is_relayed) and begin.members[0] in self._participants.done():
             self._offered[begin.members[0]] = begin
 
@@ -460,29 +453,43 @@ class Consolidation:
             return
         self._hear_of(epoch)
         self._found = None
-        self._vain_ticks = 0
+        self._vain_ticks = self._source_quiet_ticks = 0
         average = begin.average or Average(epoch, len(begin.members), None)
-        parents = tree(begin)
+        parents = _parents(begin)
         parent = parents[self.rank]
-        children = {rank: _Child() for rank, above in parents.items() if above == self.rank}
-        attempt = _Attempt(begin, average, parent, children, source if parent is None else parent)
+        reduction = Reduction(
+            epoch,
+            self.rank,
+            parents,
+            self.num_chunks if begin.average is None else 0,
+            self._actions,
+            blame=self._blame if parent is None else None,
+            divisor=len(begin.members),
+        )
+        attempt = _Attempt(begin, average, reduction, source if parent is None else parent)
         self._attempt = attempt
-        self._participants.joined(begin.members, parents)
         if self.refuses(begin):
             attempt.is_refused = True
             self._say_held(attempt)
             return
         if self._origin != average.origin:
-            self._start_buffer(average.origin)
-        for rank in parents:
-            if rank in children or (parent is None and rank != self.rank):
-                self._say(rank, begin)
-            if rank in children:
-                self._pull_partials(attempt, rank)
+            self._begin_origin(average.origin)
+        for rank in self._hearers(attempt):
+            self._say(rank, begin)
+        reduction.advance()
         self._pull_results(attempt)
 
+    def _hearers(self, attempt: _Attempt) -> list[int]:
+        """Return who is to hear from this worker that the epoch has begun."""
+        return [
+            rank
+            for rank in attempt.sum.parents
+            if rank in attempt.sum.children
+            or (attempt.parent is None and rank != self.rank and self._is_linked(rank))
+        ]
+
     def refuses(self, begin: BeginEpoch) -> bool:
-        """Whether this worker holds a result that the epoch would replace."""
+        """Return whether this worker holds a result that the epoch would replace."""
         held, average = self._held, begin.average
         if held is None:
             return False
@@ -492,14 +499,15 @@ class Consolidation:
             return held.is_committed and not average.is_committed
         return held.order > average.order
 
-    def _start_buffer(self, origin: Epoch) -> None:
+    def _begin_origin(self, origin: Epoch) -> None:
+        """Begin with no chunk of a result; those of another result are let go."""
+        if self._origin is not None:
+            self._actions.append(Forget(self._origin))
         self._origin = origin
         self._num_results = 0
+        self._squared_distance = 0.0
         self._held = None
-        self._squared_distance = None
-        self._is_measuring = False
         self._pulled.clear()
-        self._actions.append(Prepare())
 
     # --- asking, and asking again ----------------------------------------------------------
 
@@ -507,38 +515,27 @@ class Consolidation:
         assert self._held is not None
         self._say(attempt.epoch.leader, Held(attempt.epoch, self._held))
 
-    def _granted(self, attempt: _Attempt, child: int) -> int:
-        """How many chunks this child may send: a right one as many as the left one has sent."""
-        left = next(iter(attempt.children))
-        return self.num_chunks if child == left else attempt.children[left].landed
-
-    def _pull_partials(self, attempt: _Attempt, child: int) -> None:
-        start, stop = attempt.children[child].landed, self._granted(attempt, child)
-        if attempt.computes and start < stop:
-            self._say(child, PullPartials(attempt.epoch, start, stop))
-
     def _pull_results(self, attempt: _Attempt) -> None:
-        attempt.results_told = self._num_results
-        if attempt.source is not None and self._num_results < self.total_chunks:
-            self._say(attempt.source, PullResults(attempt.average.origin, self._num_results))
+        """Ask for what there is room for; a parent is also shown that this worker has joined."""
+        start = self._num_results
+        if attempt.source is not None and start < self.total_chunks:
+            stop = min(start + WINDOW, self.total_chunks)
+            origin = attempt.average.origin
+            self._say(attempt.source, PullResults(attempt.epoch, origin, start, stop))
 
-    def _pulled_by(self, peer: int, start: int) -> None:
-        """``peer`` lacks the chunks from ``start`` on: send them, unless they are on their way.
-
-        They are if more has arrived there than when it asked last. Else it asks in vain, but
-        every time anew would fill the queue to one that reads nothing.
-        """
-        attempt = self._attempt
-        if peer not in self._pulled and attempt is not None and peer in attempt.children:
-            self._pull_partials(attempt, peer)
-        pull = self._pulled.setdefault(peer, _Pull(start, start))
-        if attempt is not None and peer in attempt.children and start > pull.start:
-            self._participants.got_on(peer)
-        if start > pull.start:
-            pull.start, pull.next = start, max(start, pull.next)
-        elif start < pull.next and pull.num_rewinds < MAX_REWINDS:
-            pull.start = pull.next = start
-            pull.num_rewinds += 1
+    def _pulled_by(self, peer: int, message: PullResults) -> None:
+        """Send ``peer`` what it has room for, and has not been sent in this epoch of its own."""
+        attempt, start = self._attempt, message.start
+        pull = self._pulled.get(peer)
+        if pull is None or pull.epoch != message.epoch:
+            pull = self._pulled[peer] = _Pull(message.epoch, start, start, start)
+            if attempt is not None:
+                attempt.sum.repeat(peer)  # it may have joined after it was asked
+        elif start > pull.start and attempt is not None:
+            attempt.sum.moved(peer)
+        pull.start = start
+        pull.next = max(pull.next, start)
+        pull.stop = max(pull.stop, min(message.stop, self.total_chunks))
 
     def _repeat(self, attempt: _Attempt, peer: int) -> None:
         """Say to ``peer`` again all that it may have missed."""
@@ -546,14 +543,13 @@ class Consolidation:
             if peer == attempt.epoch.leader:
                 self._say_held(attempt)
             return
-        if peer in attempt.children or attempt.parent is None:
+        if peer in attempt.sum.children or (self._is_leading and peer in attempt.sum.parents):
             self._say(peer, attempt.begin)  # a leader's own word may have been lost on its way
-        if peer in attempt.children:
-            self._pull_partials(attempt, peer)
-            if attempt.is_committed:
-                assert self._held is not None
-                assert self._held.consensus_distance is not None
-                self._say(peer, CommitEpoch(attempt.epoch, self._held.consensus_distance))
+        attempt.sum.repeat(peer)
+        if peer in attempt.sum.children and attempt.is_committed:
+            assert self._held is not None
+            assert self._held.consensus_distance is not None
+            self._say(peer, CommitEpoch(attempt.epoch, self._held.consensus_distance))
         if peer == attempt.source:
             self._pull_results(attempt)
         if peer == attempt.parent:
@@ -568,42 +564,39 @@ class Consolidation:
         """See to whoever stalls; say again what may have been lost."""
         participants, attempt = self._participants, self._attempt
         if attempt is None:
-            participants.watch_leader(None, 0, is_moving=False, wait_ticks=self.wait_ticks)
+            participants.watch_leader(None, gets_on=False, wait_ticks=self.wait_ticks)
             return
-        participants.watch_leader(
-            attempt.epoch,
-            self._num_results + sum(child.landed for child in attempt.children.values()),
-            is_moving=not {*attempt.children, attempt.parent, attempt.source}.isdisjoint(moving),
-            wait_ticks=self.wait_ticks,
-        )
+        gets_on = False
         if not attempt.is_refused:
-            if attempt.results_told < self._num_results:
-                self._pull_results(attempt)
-            awaited = {rank for rank in attempt.children if self._awaits(attempt, rank)}
-            for child, is_heard in participants.watch_children(awaited, heard, moving):
-                self._say(attempt.epoch.leader, Accuse(attempt.epoch, child, is_heard))
-            if attempt.parent is None:
-                if attempt.source is not None and self._num_results < self.total_chunks:
-                    participants.watch_source(attempt.source, moving)
-                if participants.gives_up():
-                    self._begin(participants.done())
-                    return
+            awaited = [rank for rank in attempt.sum.children if self._awaits(attempt, rank)]
+            gets_on = attempt.sum.tick(moving, awaited, heard)
+        participants.watch_leader(attempt.epoch, gets_on=gets_on, wait_ticks=self.wait_ticks)
+        if self._is_leading and not attempt.is_refused:
+            source = attempt.source
+            if source is not None and self._num_results < self.total_chunks:
+                self._source_quiet_ticks = 0 if source in moving else self._source_quiet_ticks + 1
+                if self._source_quiet_ticks >= STALLED_AFTER:
+                    participants.leave_out(source, "it holds the result and does not send it")
+            left_out = self._blame.tick()
+            if left_out is not None:
+                for rank, reason in left_out.items():
+                    participants.leave_out(rank, reason)
+                self._begin(participants.done())
+                return
         if self._vain_ticks % REPEAT_AFTER == 0:
-            others = {*attempt.children, attempt.parent, attempt.source, attempt.epoch.leader}
-            if attempt.parent is None:
-                others.update(rank for rank, _ in attempt.begin.members)
-            for peer in sorted(others - {None, self.rank}, key=str):
-                assert peer is not None
+            peers = {*attempt.sum.children, attempt.parent, attempt.source, attempt.epoch.leader}
+            if self._is_leading:
+                peers.update(self._hearers(attempt))
+            for peer in sorted(peer for peer in peers if peer not in (None, self.rank)):
                 self._repeat(attempt, peer)
 
     def _awaits(self, attempt: _Attempt, rank: int) -> bool:
-        """Whether it is the turn of the child ``rank`` to say or send something."""
-        child = attempt.children[rank]
+        """Return whether it is the turn of the child ``rank`` to say or send something."""
         if attempt.is_committed:
-            return not child.has_committed
+            return rank not in attempt.committed
         if self._held is not None:
-            return child.distance is None
-        return attempt.computes and child.landed < self._granted(attempt, rank)
+            return rank not in attempt.distances
+        return attempt.sum.awaits(rank)
 
     # --- within an epoch -------------------------------------------------------------------
 
@@ -611,41 +604,43 @@ class Consolidation:
         self,
         attempt: _Attempt,
         peer: int,
-        message: Held | Accuse | PullPartials | Distance | CommitEpoch | Committed,
+        message: Held | Distance | CommitEpoch | Committed | ReductionMessage,
     ) -> None:
-        child = attempt.children.get(peer)
+        is_child = peer in attempt.sum.children
         match message:
             case Held(average=average) if attempt.parent is None:
                 if self._found is None or average.order > self._found[1].order:
                     self._found = (peer, average)
                     self._participants.restarted_by(peer)
-            case Accuse(child=accused, is_heard=is_heard) if attempt.parent is None:
-                self._participants.accused_by(peer, accused, is_heard)
+            case Stalled():
+                attempt.sum.accused(peer, message)
+            case Progressed(count=count):
+                attempt.sum.progressed(peer, count)
             case PullPartials(start=start, stop=stop) if peer == attempt.parent:
-                if attempt.next_partial is None:
-                    attempt.next_partial = start
-                attempt.stop_partial = max(attempt.stop_partial, stop)
+                if not attempt.is_refused:
+                    attempt.sum.pulled(start, stop)
             case CommitEpoch(consensus_distance=value) if peer == attempt.parent:
                 self._commit(attempt, value)
-            case Distance(squared_distance=value) if child is not None:
-                child.distance = value
-                self._participants.got_on(peer)
-            case Committed() if child is not None:
-                child.has_committed = True
-                self._participants.got_on(peer)
+            case Distance(squared_distance=value) if is_child:
+                attempt.distances[peer] = value
+                attempt.sum.moved(peer)
+            case Committed() if is_child:
+                attempt.committed.add(peer)
+                attempt.sum.moved(peer)
             case _:  # from someone who is not where this worker's tree has it
                 pass
 
     def _advance(self, attempt: _Attempt) -> None:
         """Do whatever has become possible in this epoch."""
-        if attempt.computes:
-            self._advance_sums(attempt)
+        computes_here = attempt.parent is None and attempt.begin.average is None
+        if computes_here and attempt.sum.num_finished == self.num_chunks:
+            self._num_results = self.total_chunks  # its own copied chunks are the result
         if self._num_results < self.total_chunks:
             return
         if self._held is None:
             self._held = attempt.average
         self._advance_distance(attempt, self._held)
-        if attempt.is_committed and all(each.has_committed for each in attempt.children.values()):
+        if attempt.is_committed and attempt.committed >= attempt.sum.children.keys():
             if attempt.parent is None:
                 if set(self._participants.done()) <= set(attempt.begin.members):
                     self._release(attempt.begin)
@@ -656,39 +651,14 @@ class Consolidation:
                     del self._acknowledged[next(iter(self._acknowledged))]
                 self._say(attempt.parent, Committed(attempt.epoch))
 
-    def _advance_sums(self, attempt: _Attempt) -> None:
-        # A right child never gets ahead of a left one: the last child's count is that of sums.
-        num_sums = min((c.landed for c in attempt.children.values()), default=self.num_chunks)
-        if attempt.parent is not None:
-            while attempt.next_partial is not None and attempt.next_partial < min(
-                num_sums, attempt.stop_partial
-            ):
-                self._actions.append(
-                    SendPartial(attempt.parent, attempt.epoch, attempt.next_partial)
-                )
-                attempt.next_partial += 1
-            return
-        while self._num_results < num_sums:
-            self._actions.append(FinishChunk(self._num_results, attempt.average.num_members))
-            self._num_results += 1
-        if self._num_results == self.num_chunks:  # the leader's own copied chunks are the result
-            self._num_results = self.total_chunks
-
     def _advance_distance(self, attempt: _Attempt, held: Average) -> None:
-        if attempt.distance_sent is not None:
+        children = attempt.sum.children
+        if attempt.distance_sent is not None or len(attempt.distances) < len(children):
             return
-        distance = 0.0  # a committed result has its consensus distance already
-        if not held.is_committed:
-            if self._squared_distance is None:
-                if not self._is_measuring:
-                    self._is_measuring = True
-                    self._actions.append(MeasureDistance(held.origin))
-                return
-            distance = self._squared_distance
-        for child in attempt.children.values():
-            if child.distance is None:
-                return
-            distance += child.distance
+        # A committed result has its consensus distance already.
+        distance = 0.0 if held.is_committed else self._squared_distance
+        for child in children:
+            distance += attempt.distances[child]
         # Of parameters that are huge and still finite it is infinite, in float32.
         distance = min(distance, MAX_DISTANCE2)
         attempt.distance_sent = distance
@@ -702,9 +672,10 @@ class Consolidation:
     def _send_results(self) -> None:
         for peer, pull in self._pulled.items():
             assert self._origin is not None
-            for chunk in range(pull.next, self._num_results):
+            stop = min(pull.stop, self._num_results)
+            for chunk in range(pull.next, stop):
                 self._actions.append(SendResult(peer, self._origin, chunk))
-            pull.next = max(pull.next, self._num_results)
+            pull.next = max(pull.next, stop)
 
     # --- the end ---------------------------------------------------------------------------
 
@@ -717,7 +688,7 @@ class Consolidation:
         if self._committed != held.origin:
             self._committed = held.origin
             self._actions.append(Commit(held.origin, consensus_distance, held.num_members))
-        for child in attempt.children:
+        for child in attempt.sum.children:
             self._say(child, CommitEpoch(attempt.epoch, consensus_distance))
 
     def _take_release(self, epoch: Epoch) -> None:
@@ -726,12 +697,14 @@ class Consolidation:
         A RELEASE stays true in later epochs: all members of its epoch have committed.
         """
         begin = self._acknowledged.get(epoch)
-        done = self._participants.done()
-        if begin is not None and {*begin.members, *begin.left_out}.issuperset(done):
+        if begin is None:
+            return
+        left_out = (each.process for each in begin.left_out)
+        if {*begin.members, *left_out}.issuperset(self._participants.done()):
             self._release(begin)
 
     def _release(self, begin: BeginEpoch) -> None:
-        for child, above in tree(begin).items():
+        for child, above in _parents(begin).items():
             if above == self.rank:
                 self._say(child, Release(begin.epoch))
         self.is_finished = True

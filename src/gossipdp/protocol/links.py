@@ -162,8 +162,13 @@ class Links:
         ]
 
     def wrap(self, peer: int, message: Message, now: float) -> Send[Envelope]:
-        """The message with the news that this link has not carried yet."""
-        link = self._links.get(peer) or _Link(last_heard=now)
+        """Return the message with the news that the link to ``peer`` has not carried yet.
+
+        Without a link there is none: the first message on a new one brings it.
+        """
+        link = self._links.get(peer)
+        if link is None:
+            return Send(peer, Envelope(message))
         members, link.members_told = self._membership.news(link.members_told, MAX_NEWS)
         own = self._progress.own
         progress: tuple[ProgressEntry, ...] = ()

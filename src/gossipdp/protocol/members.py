@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from typing import Annotated
+from itertools import takewhile
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -35,6 +36,8 @@ MAX_LEAP = 1000
 MAX_JOINERS = 4096
 """Records of ranks beyond those that the run began with."""
 MAX_PROCESSES = 65_536
+
+_Record = TypeVar("_Record")
 
 Rank = Annotated[int, Meta(ge=0, le=MAX_RANK)]
 Incarnation = Annotated[int, Meta(ge=0, le=MAX_INCARNATION)]
@@ -127,6 +130,7 @@ class Membership:
         self._num_workers = num_workers
         self._members: dict[int, Member] = {}
         self._changed_at: dict[int, int] = {}
+        self._by_version: dict[int, Member] = {}  # in ascending order of version
         self._over_since: dict[int, float] = {}
         self._addresses: dict[int, tuple[str, int]] | None = None
         self._store(own)
@@ -187,7 +191,8 @@ class Membership:
             if rank < self._num_workers or member.is_live or rank == self.own.rank:
                 self._over_since.pop(rank, None)
             elif now >= self._over_since.setdefault(rank, now) + after_s:
-                del self._members[rank], self._changed_at[rank], self._over_since[rank]
+                del self._by_version[self._changed_at.pop(rank)]
+                del self._members[rank], self._over_since[rank]
                 self.version += 1
                 self._addresses = None
 
@@ -217,10 +222,8 @@ class Membership:
         """
         if since == self.version:
             return (), since
-        changed = sorted((at, rank) for rank, at in self._changed_at.items() if at > since)
-        told = changed[:most]
-        brought_to = self.version if len(told) == len(changed) else told[-1][0]
-        return tuple(self._members[rank] for rank in sorted(rank for _, rank in told)), brought_to
+        told, brought_to = _newest(self._by_version, since, self.version, most)
+        return tuple(sorted(told, key=lambda member: member.rank)), brought_to
 
     def _has_room_for(self, member: Member) -> bool:
         """Of joiners that are over nothing need be learnt; of the others there are so many."""
@@ -244,8 +247,21 @@ class Membership:
     def _store(self, member: Member) -> None:
         self.version += 1
         self._addresses = None
-        self._members[member.rank] = member
+        self._by_version.pop(self._changed_at.get(member.rank, 0), None)
+        self._members[member.rank] = self._by_version[self.version] = member
         self._changed_at[member.rank] = self.version
+
+
+def _newest(
+    by_version: dict[int, _Record], since: int, version: int, most: int | None
+) -> tuple[list[_Record], int]:
+    """Return at most ``most`` records after ``since``, the oldest first, and their last version.
+
+    The cost is that of the records after ``since``, not of all that are known.
+    """
+    newer = list(takewhile(lambda each: each > since, reversed(by_version)))[::-1]
+    told = newer[:most]
+    return [by_version[each] for each in told], version if len(told) == len(newer) else told[-1]
 
 
 def first_incarnation(members: Iterable[Member], rank: int | None) -> tuple[int, int]:
@@ -378,14 +394,8 @@ class Progress:
         Returns:
             The sorted entries, and the version that they bring up to.
         """
-        versions: list[int] = []
-        for version in reversed(self._by_version):
-            if version <= since:
-                break
-            versions.append(version)
-        told = versions if most is None else versions[-most:] if most else []
-        brought_to = self.version if len(told) == len(versions) else told[0]
-        return tuple(sorted(self._by_version[version] for version in told)), brought_to
+        told, brought_to = _newest(self._by_version, since, self.version, most)
+        return tuple(sorted(told)), brought_to
 
     def by_rank(self) -> dict[int, tuple[int, int]]:
         """Samples and gradient steps of every rank over all its processes.

@@ -125,47 +125,85 @@ class OfferTraining(_Message, frozen=True):
     num_bytes: Counter
 
 
-# --- averages of live workers ----------------------------------------------------------------
+# --- sums over a tree; `reduction` says when -------------------------------------------------
+
+
+class Epoch(_Value, frozen=True):
+    """The name of one sum over a tree: its root, the root's process, and a number.
+
+    Of consolidation it is an epoch, led by its root. ``process_tag`` is the low 32 bits of the
+    root's process id: an incarnation would not do, for two lives that did not know of each other
+    may share one. ``order`` is total: the higher number wins, then the lower root, then the higher
+    tag.
+    """
+
+    number: Counter
+    leader: Rank
+    process_tag: Annotated[int, Meta(ge=0, lt=2**32)]
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts epochs; the greatest wins."""
+        return (self.number, -self.leader, self.process_tag)
+
+
+class PullPartials(_Message, frozen=True):
+    """To a child: send your partial sums of the chunks up to before ``stop``.
+
+    ``start`` is the first chunk that has not arrived here. It is where a new link goes on.
+    """
+
+    epoch: Epoch
+    start: Counter
+    stop: Counter
+
+
+class Progressed(_Message, frozen=True):
+    """To parent and children: payload of this sum has moved in ``count`` ticks.
+
+    Up the tree it counts what moved in the subtree, down the tree what moved in the whole. So a
+    chunk that a slow link carries elsewhere is told apart from a worker that gives nothing.
+    """
+
+    epoch: Epoch
+    count: Counter
+
+
+class Stalled(_Message, frozen=True):
+    """To the root: worker ``rank`` gives nothing to this sum, for this reason.
+
+    Said by its parent, or by itself. ``is_heard``: the link between the two shows life.
+    """
+
+    epoch: Epoch
+    rank: Rank
+    is_heard: bool
+    reason: Reason
+
+
+ReductionMessage: TypeAlias = PullPartials | Progressed | Stalled
 
 
 class AskAverage(_Message, frozen=True):
-    """Down the tree over ``members``: send the sums of the parameters of yourself and all below.
+    """Down the tree over ``members``, of which the first asks: sum what all of you train.
 
-    ``caller``, the first of ``members``, has one request at a time; ``counter`` tells them apart.
+    A caller has one request at a time.
     """
 
-    caller: Rank
-    counter: Counter
+    epoch: Epoch
     members: Annotated[tuple[Rank, ...], Meta(max_length=2**15)]
+    has_suspects: bool = False
 
 
 class TellAverage(_Message, frozen=True):
     """Up the tree: the sums are over ``count`` workers; those of ``without`` have none to give."""
 
-    caller: Rank
-    counter: Counter
+    epoch: Epoch
     count: Annotated[int, Meta(ge=0, le=2**15)]
     without: Annotated[tuple[Rank, ...], Meta(max_length=2**15)] = ()
 
 
-class PullAverage(_Message, frozen=True):
-    """To a child: send the sums of the chunks up to before ``stop``."""
-
-    caller: Rank
-    counter: Counter
-    stop: Counter
-
-
-class AverageFailed(_Message, frozen=True):
-    """Up the tree: it comes to nothing because of worker ``rank``."""
-
-    caller: Rank
-    counter: Counter
-    rank: Rank
-    reason: Reason
-
-
-AverageMessage: TypeAlias = AskAverage | TellAverage | PullAverage | AverageFailed
+AverageMessage: TypeAlias = AskAverage | TellAverage
 
 # --- life ------------------------------------------------------------------------------------
 
@@ -215,24 +253,6 @@ LifeMessage: TypeAlias = AskLife | TellLife
 # --- consolidation; `consolidate` says when -------------------------------------------------
 
 
-class Epoch(_Value, frozen=True):
-    """The name of one attempt to consolidate: its leader, the leader's process, and a number.
-
-    ``process_tag`` is the low 32 bits of the leader's process id: an incarnation would not do,
-    for two lives that did not know of each other may share one. ``order`` is total: the higher
-    number wins, then the lower leader, then the higher tag.
-    """
-
-    number: Counter
-    leader: Rank
-    process_tag: Annotated[int, Meta(ge=0, lt=2**32)]
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """Sorts epochs; the greatest wins."""
-        return (self.number, -self.leader, self.process_tag)
-
-
 class Average(_Value, frozen=True):
     """A result: the mean over the ``num_members`` members of epoch ``origin``, which names it.
 
@@ -255,18 +275,25 @@ class Average(_Value, frozen=True):
         return (self.is_committed, self.origin.order)
 
 
+class LeftOut(_Value, frozen=True):
+    """A worker without which the average is made, though it lives, and why."""
+
+    process: Process
+    reason: Reason
+
+
 class BeginEpoch(_Message, frozen=True):
     """Down the tree: join this epoch. Spread ``average``, or where it is None compute one.
 
     ``members`` are in the order of the tree, those that are suspect last; ``left_out`` are done,
-    but stalled earlier epochs: nobody waits for them.
+    but gave nothing to earlier epochs: nobody waits for them.
     """
 
     epoch: Epoch
     members: Annotated[tuple[Process, ...], Meta(max_length=2**15)]
     average: Average | None
     has_suspects: bool = False
-    left_out: Annotated[tuple[Process, ...], Meta(max_length=2**15)] = ()
+    left_out: Annotated[tuple[LeftOut, ...], Meta(max_length=2**15)] = ()
 
     def __post_init__(self) -> None:
         ranks = [rank for rank, _ in self.members]
@@ -290,33 +317,17 @@ class Held(_Message, frozen=True):
     average: Average
 
 
-class Accuse(_Message, frozen=True):
-    """To the leader of ``epoch``: this child of mine does not get on, heard or not."""
-
-    epoch: Epoch
-    child: Rank
-    is_heard: bool
-
-
-class PullPartials(_Message, frozen=True):
-    """To a child: send your partial sums of the chunks up to before ``stop``.
-
-    ``start`` counts on a new link only: the first chunk that has not arrived.
-    """
-
-    epoch: Epoch
-    start: Counter
-    stop: Counter
-
-
 class PullResults(_Message, frozen=True):
-    """To the parent or a holder: send the chunks of this result from ``start`` to the last.
+    """To the parent or a holder: send the chunks of this result from ``start`` up to ``stop``.
 
-    Said again with a higher ``start`` while they arrive, so that it is known that they do.
+    Said again with a higher ``start`` while they arrive, so that it is known that they do. In
+    another ``epoch`` of the one who asks, and on a new link, sending begins anew at ``start``.
     """
 
+    epoch: Epoch
     origin: Epoch
     start: Counter
+    stop: Counter
 
 
 class Distance(_Message, frozen=True):
@@ -346,16 +357,7 @@ class Release(_Message, frozen=True):
 
 
 ConsolidationMessage: TypeAlias = (
-    BeginEpoch
-    | NewerEpoch
-    | Held
-    | Accuse
-    | PullPartials
-    | PullResults
-    | Distance
-    | CommitEpoch
-    | Committed
-    | Release
+    BeginEpoch | NewerEpoch | Held | PullResults | Distance | CommitEpoch | Committed | Release
 )
 
 # --- on the wire -----------------------------------------------------------------------------
@@ -366,6 +368,7 @@ Message: TypeAlias = (
     | StateRefused
     | RequestTraining
     | OfferTraining
+    | ReductionMessage
     | AverageMessage
     | LifeMessage
     | AskMembers
@@ -373,7 +376,7 @@ Message: TypeAlias = (
     | Heartbeat
     | ConsolidationMessage
 )
-DIALLED_MESSAGES = ConsolidationMessage | AskLife
+DIALLED_MESSAGES = ConsolidationMessage | ReductionMessage | AverageMessage | AskLife
 """Those for which the driver dials where there is no link."""
 
 

@@ -4,8 +4,10 @@
 have the same view of who lives they have the same graph, for it is a function of that set alone;
 every live worker is in it, and it is connected. The first change is followed at once, further ones
 after ``REBUILD_INTERVAL_S``: a partition brings half of the workers' deaths in a burst, and each
-new set costs an eigenvalue problem. Two workers whose views differ for a while have different
-neighbours and gains: whoever is asked answers, neighbour or not, and ACCEPT fixes the smaller gain.
+new set costs an eigenvalue problem, which among hundreds of workers takes longer than a worker may
+be silent. So the driver may work it out elsewhere; until then the old graph holds. Two workers
+whose views differ for a while have different neighbours and gains: whoever is asked answers,
+neighbour or not, and ACCEPT fixes the smaller gain.
 
 The policies are behind ``neighbour_policy=``. A policy is asked with the neighbours that can
 exchange now and their rates ``lambda_ij``; it answers with the order in which to try them for this
@@ -19,15 +21,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from random import Random
-from typing import final
+from typing import NamedTuple, TypeAlias, final
 
 from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.protocol.actions import Rebuilt
 from gossipdp.protocol.members import Member, Status
 
 REBUILD_INTERVAL_S = 0.25
+LOOK_INTERVAL_S = 0.05
+"""How often to look for a graph that is being worked out elsewhere."""
 
 
 class NeighbourPolicy(ABC):
@@ -142,6 +146,27 @@ def _weighted_order(rates: Mapping[int, float], random: Random) -> list[int]:
     return sorted(arrivals, key=lambda peer: (arrivals[peer], peer))
 
 
+class Place(NamedTuple):
+    """One worker's place in a graph: its rates with their sum, and the constants."""
+
+    rates: Mapping[int, float]
+    worker_rate: float
+    eta: float
+    alpha_tilde: float
+
+
+WorkOut: TypeAlias = Callable[[Hashable, Callable[[], Place]], Place | None]
+"""Calls a function and returns its result; None while there is none yet: ask again then.
+
+The key names the result: by then another may be wanted.
+"""
+
+
+def at_once(key: Hashable, function: Callable[[], Place]) -> Place:
+    """Work it out at once, however long it takes."""
+    return function()
+
+
 class Neighbourhood:
     """One worker's place in the graph over the live workers.
 
@@ -149,9 +174,17 @@ class Neighbourhood:
         rank: this worker.
         graph: the run's graph; those of its workers of whom nothing is known are taken to live.
         has_momentum: whether the method is a2cid2; else eta is 0 and alpha_tilde 1/2.
+        work_out: calls what takes long.
     """
 
-    def __init__(self, rank: int, graph: LiveGraph, *, has_momentum: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        graph: LiveGraph,
+        *,
+        has_momentum: bool,
+        work_out: WorkOut = at_once,
+    ) -> None:
         self.rank = rank
         self.rates: Mapping[int, float] = {}
         """lambda of each neighbour, at the comm rate asked for."""
@@ -160,14 +193,15 @@ class Neighbourhood:
         """The sum of the rates."""
         self.graph = graph
         self._has_momentum = has_momentum
+        self._work_out = work_out
         self._eta = 0.0
         self._originals = frozenset(graph.original.workers)
         self._live = self._originals
         self._wanted = self._originals
         self._is_outdated = False
-        self._rebuilt_at = -math.inf
+        self._look_at = -math.inf
         if rank in self._originals:
-            self._take(graph.original)
+            self._take(self._place_in(graph.original))
 
     @property
     def num_originals(self) -> int:
@@ -184,21 +218,21 @@ class Neighbourhood:
 
     def next_deadline(self) -> float:
         """When :meth:`rebuild` has something to do."""
-        return self._rebuilt_at + REBUILD_INTERVAL_S if self._is_outdated else math.inf
+        return self._look_at if self._is_outdated else math.inf
 
-    def rebuild(self, members: Iterable[Member], now: float, *, has_ended: bool) -> Rebuilt:
-        """Take the graph over the live workers.
+    def rebuild(self, members: Iterable[Member], now: float, *, has_ended: bool) -> Rebuilt | None:
+        """Take the graph over the live workers; None: it is not worked out yet.
 
         ``has_ended``: no more exchanges, so that neighbours matter only for whom to watch, and
         the constants are not worth their cost.
         """
-        self._live, self._rebuilt_at, self._is_outdated = self._wanted, now, False
-        if self.rank not in self._live:
-            self.rates, self.worker_rate, self._eta = {}, 0.0, 0.0
-        elif has_ended:
-            self.rates = dict.fromkeys(self.graph.graph(self._live)[self.rank], 1.0)
-        else:
-            self._take(self.graph.constants(self._live))
+        wanted = self._wanted
+        place = self._work_out((wanted, has_ended), lambda: self._place(wanted, has_ended))
+        if place is None:
+            self._look_at = now + LOOK_INTERVAL_S
+            return None
+        self._live, self._look_at, self._is_outdated = wanted, now + REBUILD_INTERVAL_S, False
+        self._take(place)
         comm_rate = self.graph.comm_rate or 1.0
         return Rebuilt(
             eta=self._eta / comm_rate,
@@ -207,8 +241,17 @@ class Neighbourhood:
             dead=frozenset(member.rank for member in members if member.status is Status.DEAD),
         )
 
-    def _take(self, constants: Constants) -> None:
-        self.rates = constants.neighbours(self.rank)
-        self.worker_rate = constants.worker_rate(self.rank)
-        if self._has_momentum:
-            self._eta, self.alpha_tilde = constants.eta, constants.alpha_tilde
+    def _take(self, place: Place) -> None:
+        self.rates, self.worker_rate, self._eta, self.alpha_tilde = place
+
+    def _place(self, live: frozenset[int], has_ended: bool) -> Place:
+        if self.rank not in live:
+            return Place({}, 0.0, 0.0, self.alpha_tilde)
+        if has_ended:
+            rates = dict.fromkeys(self.graph.graph(live)[self.rank], 1.0)
+            return Place(rates, self.worker_rate, self._eta, self.alpha_tilde)
+        return self._place_in(self.graph.constants(live))
+
+    def _place_in(self, constants: Constants) -> Place:
+        gains = (constants.eta, constants.alpha_tilde) if self._has_momentum else (0.0, 0.5)
+        return Place(constants.neighbours(self.rank), constants.worker_rate(self.rank), *gains)

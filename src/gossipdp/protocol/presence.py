@@ -161,8 +161,9 @@ class Presence:
         if now >= self._neighbourhood.next_deadline():
             has_ended = "consolidation" in closed_for
             rebuilt = self._neighbourhood.rebuild(members.members(), now, has_ended=has_ended)
-            self.look_anew()
-            actions.append(rebuilt)
+            if rebuilt is not None:
+                self.look_anew()
+                actions.append(rebuilt)
         if self._available_version != members.version:
             self._detector.watch(self._watched(is_held="hold" in closed_for), now)
         return actions

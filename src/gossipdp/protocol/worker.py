@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from inspect import signature
 from random import Random
-from typing import Literal, TypeAlias
+from typing import Concatenate, Literal, ParamSpec, TypeAlias
 
 from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.protocol.actions import (
@@ -25,21 +27,22 @@ from gossipdp.protocol.actions import (
     DataAction,
     Finished,
     LifeAction,
-    Prepare,
     Reach,
     Rebuilt,
     Send,
     Stop,
     Unlink,
 )
+from gossipdp.protocol.averages import LiveAverages
 from gossipdp.protocol.clock import StepClock
-from gossipdp.protocol.consolidate import Consolidation, ConsolidationAction
+from gossipdp.protocol.consolidate import Consolidation
 from gossipdp.protocol.links import Links
 from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Seek, Verdict
 from gossipdp.protocol.members import Member, Membership, Progress, Status
 from gossipdp.protocol.messages import (
     MAX_TOLD,
     AskMembers,
+    AverageMessage,
     Busy,
     ConsolidationMessage,
     Envelope,
@@ -51,22 +54,40 @@ from gossipdp.protocol.messages import (
     Message,
     Propose,
     ProtocolError,
+    ReductionMessage,
 )
-from gossipdp.protocol.neighbours import Neighbourhood, make_policy
+from gossipdp.protocol.neighbours import Neighbourhood, WorkOut, at_once, make_policy
 from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
 from gossipdp.protocol.presence import Presence, Shed
-from gossipdp.protocol.stalling import TICKS_PER_TIMEOUT
+from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT, Reduction, ReductionAction
 
 Method: TypeAlias = Literal["a2cid2", "gossip", "none"]
 Action: TypeAlias = Send[Envelope] | Begin | Stop | LifeAction | DataAction
-_Inner: TypeAlias = (
-    PairingAction | ConsolidationAction | DetectorAction | LifeAction | Send[Members]
-)
+_Inner: TypeAlias = PairingAction | ReductionAction | DetectorAction | LifeAction | Send[Members]
 """What the parts ask for, before messages are wrapped and verdicts carried out."""
+_Given = ParamSpec("_Given")
 
 LOOKS_PER_TIMEOUT = 4
 MAX_DEFERRED = 256
 """Consolidation messages that wait for the end of an exchange; what is dropped is said again."""
+
+
+def _input(
+    method: Callable[Concatenate[WorkerProtocol, _Given], Sequence[_Inner]],
+) -> Callable[Concatenate[WorkerProtocol, _Given], list[Action]]:
+    """Frame an input: look at the clock first, and settle the parts last."""
+    place = list(signature(method).parameters).index("now") - 1
+
+    @wraps(method)
+    def framed(
+        self: WorkerProtocol, /, *args: _Given.args, **kwargs: _Given.kwargs
+    ) -> list[Action]:
+        now = kwargs["now"] if "now" in kwargs else args[place]
+        assert isinstance(now, float | int)
+        self._look_at_clock(now)
+        return self._settle(method(self, *args, **kwargs), now)
+
+    return framed
 
 
 class WorkerProtocol:
@@ -87,6 +108,7 @@ class WorkerProtocol:
         num_chunks, num_copied_chunks: what consolidation averages, and what it copies.
         is_joining: start as one that has no parameters yet; see :meth:`joined`.
         live_graph: made of ``constants``, for workers of one process to share its cache.
+        work_out: works out the graph over the live workers, at once or elsewhere.
 
     Guarantees, as long as the driver performs every action in order, keeps links FIFO, and
     reports nothing from a link after its :meth:`link_down`: at most one exchange at a time; each
@@ -114,6 +136,7 @@ class WorkerProtocol:
         num_copied_chunks: int = 0,
         is_joining: bool = False,
         live_graph: LiveGraph | None = None,
+        work_out: WorkOut = at_once,
         status_address: tuple[str, int] = ("", 0),
     ) -> None:
         if not (math.isfinite(timeout_s) and timeout_s > 0):
@@ -128,7 +151,9 @@ class WorkerProtocol:
         self.progress = Progress(rank, process_id)
         graph = live_graph or LiveGraph(constants)
         self._links = Links(self.membership, self.progress, timeout_s)
-        self.neighbourhood = Neighbourhood(rank, graph, has_momentum=method == "a2cid2")
+        self.neighbourhood = Neighbourhood(
+            rank, graph, has_momentum=method == "a2cid2", work_out=work_out
+        )
         self.clock = StepClock(0.0, Random(random.getrandbits(64)))
         self.pairing = self.pairing_type(
             rank=rank,
@@ -139,15 +164,21 @@ class WorkerProtocol:
         self.consolidation = Consolidation(
             rank, process_id, num_chunks, num_copied_chunks, self._links.__contains__
         )
+        # No two lives of a rank number their requests alike, nor as the epochs of consolidation.
+        number = random.getrandbits(60) | 1 << 60
+        self.averages = LiveAverages(rank, process_id, number, num_chunks, lambda: self.can_donate)
         self.detector = FailureDetector(rank, timeout_s, Random(random.getrandbits(64)))
         self._presence = Presence(
             self.membership, self._links, self.neighbourhood, self.detector, timeout_s
         )
         self._reviewed: int | None = None
+        self._looked_for_deaths: int | None = None
         self._tick_at = -math.inf  # of consolidation
         self._waits_until = math.inf
-        self._moving: set[int] = set()
-        self._deferred: deque[tuple[int, ConsolidationMessage]] = deque(maxlen=MAX_DEFERRED)
+        self._moving: dict[Epoch, set[int]] = {}
+        self._deferred: deque[tuple[int, ConsolidationMessage | ReductionMessage]] = deque(
+            maxlen=MAX_DEFERRED
+        )
         # When a byte of the running exchange came or left last.
         self._progressed_at = -math.inf
         self.exchanges_initiated = 0
@@ -187,65 +218,65 @@ class WorkerProtocol:
 
     # --- training --------------------------------------------------------------------------
 
-    def step(self, samples: int, now: float) -> list[Action]:
+    @_input
+    def step(self, samples: int, now: float) -> Sequence[_Inner]:
         """One gradient step on ``samples`` samples ended."""
-        self._look_at_clock(now)
         self.progress.add(samples, now=now)
         self.clock.step(now)
-        return self._settle(self._ticks(now), now)
+        return self._ticks(now)
 
-    def done(self, now: float, wait_s: float = math.inf) -> list[Action]:
+    @_input
+    def done(self, now: float, wait_s: float = math.inf) -> Sequence[_Inner]:
         """Train no more: ask for no exchange, but answer, until all live workers are done.
 
         Where this worker leads the average it goes on without those that are still training after
         ``wait_s``, however well their links are: a training loop may hang. They are not dead, and
         get the result if they are done before the others have left.
         """
-        self._look_at_clock(now)
         self.is_done = True
         self._waits_until = now + wait_s
         self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
         self.consolidation.wait_ticks = TICKS_PER_TIMEOUT * wait_s / self.timeout_s
         self.pairing.stop_asking()
         self.clock.pause(now)
-        return self._settle([], now)
+        return []
 
-    def hold(self, now: float) -> list[Action]:
+    @_input
+    def hold(self, now: float) -> Sequence[_Inner]:
         """The parameters are being loaded: answer BUSY and do not ask until :meth:`release`.
 
         A running exchange goes on, unless the driver calls :meth:`abort`.
         """
-        self._look_at_clock(now)
-        return self._settle(self._close("hold", now), now)
+        return self._close("hold", now)
 
-    def release(self, now: float) -> list[Action]:
+    @_input
+    def release(self, now: float) -> Sequence[_Inner]:
         """Exchange again after :meth:`hold`."""
-        self._look_at_clock(now)
-        return self._settle(self._open("hold", now), now)
+        return self._open("hold", now)
 
-    def abort(self, reason: str, now: float) -> list[Action]:
+    @_input
+    def abort(self, reason: str, now: float) -> Sequence[_Inner]:
         """Stop the exchange that is running, if any; its link is closed."""
-        self._look_at_clock(now)
-        return self._settle(self.pairing.abort(reason), now)
+        return self.pairing.abort(reason)
 
-    def poisoned(self, now: float) -> list[Action]:
+    @_input
+    def poisoned(self, now: float) -> Sequence[_Inner]:
         """The parameters are NaN or infinite: abort the exchange and do not exchange again."""
-        self._look_at_clock(now)
         closing = self._close("poisoned parameters", now)
-        return self._settle([*closing, *self.pairing.abort("poisoned parameters")], now)
+        return [*closing, *self.pairing.abort("poisoned parameters")]
 
     # --- joining ---------------------------------------------------------------------------
 
-    def joined(self, now: float) -> list[Action]:
+    @_input
+    def joined(self, now: float) -> Sequence[_Inner]:
         """A worker that was joining has its parameters: it is alive from now on.
 
         Who is linked hears it at once, and waits for this worker at the end: a heartbeat later it
         might have ended the run by itself.
         """
-        self._look_at_clock(now)
         self.membership.set_status(Status.ALIVE)
         self._links.say_all_at_once()
-        return self._settle(self._open("joining", now), now)
+        return self._open("joining", now)
 
     @property
     def can_donate(self) -> bool:
@@ -266,11 +297,11 @@ class WorkerProtocol:
 
     # --- exchanges and messages ------------------------------------------------------------
 
-    def receive(self, peer: int, envelope: Envelope, now: float) -> list[Action]:
+    @_input
+    def receive(self, peer: int, envelope: Envelope, now: float) -> Sequence[_Inner]:
         """``peer`` said ``envelope``; dropped if its link is regarded as closed already."""
         if peer not in self._links:
             return []
-        self._look_at_clock(now)
         actions: list[_Inner] = [*self._note_life(peer, now)]
         self.progress.merge_all(envelope.progress, now)
         self.membership.merge_all(envelope.members)
@@ -283,7 +314,14 @@ class WorkerProtocol:
                 actions += self.pairing.receive(peer, message)
             except ProtocolError as error:
                 actions += self._break(peer, str(error))
-        elif isinstance(message, ConsolidationMessage):
+        elif isinstance(message, AverageMessage) or (
+            isinstance(message, ReductionMessage) and self.averages.sum_of(message.epoch)
+        ):
+            try:
+                actions += self.averages.receive(peer, message)
+            except ProtocolError as error:
+                actions += self._break(peer, str(error))
+        elif isinstance(message, ConsolidationMessage | ReductionMessage):
             self._deferred.append((peer, message))
         elif isinstance(message, LifeMessage):
             suspect = message.suspect
@@ -297,17 +335,14 @@ class WorkerProtocol:
             self._look_anew()
         elif isinstance(message, AskMembers):
             actions.append(Send(peer, self.answer_joiner(message.counter)))
-        return self._settle(actions, now)
+        return actions
 
     def progressed(self, now: float) -> None:
         """A byte of the running exchange came or left: its deadline begins anew."""
         self._progressed_at = max(now, self._progressed_at)
 
-    def moved(self, peer: int) -> None:
-        """More than words came from ``peer``, or left for it: an average with it gets on."""
-        self._moving.add(peer)
-
-    def finished(self, id: ExchangeId, now: float) -> list[Action]:
+    @_input
+    def finished(self, id: ExchangeId, now: float) -> Sequence[_Inner]:
         """The exchange ``id`` is complete at this end: all sent, all received and applied."""
         state = self.pairing.state
         if isinstance(state, Exchanging) and state.id == id:
@@ -315,10 +350,10 @@ class WorkerProtocol:
             self.exchanges_answered += not state.initiator
             self._presence.pardon(state.peer)
         actions = self.pairing.finished(id)
-        self._look_at_clock(now)
-        return self._settle(actions, now)
+        return actions
 
-    def failed(self, id: ExchangeId, now: float) -> list[Action]:
+    @_input
+    def failed(self, id: ExchangeId, now: float) -> Sequence[_Inner]:
         """The exchange ``id`` broke at this end; the driver closes its link."""
         state = self.pairing.state
         actions: list[_Inner] = []
@@ -326,33 +361,63 @@ class WorkerProtocol:
             self.exchanges_failed += 1
             self._forget_link(state.peer)
             actions += self.pairing.failed(id)
-        return self._settle(actions, now)
+        return actions
 
-    # --- consolidation ---------------------------------------------------------------------
+    # --- sums over a tree ------------------------------------------------------------------
 
-    def partial_landed(self, peer: int, epoch: Epoch, chunk: int, now: float) -> list[Action]:
-        """A partial sum that consolidation accepted was added."""
-        self._look_at_clock(now)
-        landed = self.consolidation.partial_landed(peer, epoch, chunk)
-        return self._settle(self._after_consolidation(landed, now), now)
+    @_input
+    def average(self, now: float) -> Sequence[_Inner]:
+        """Sum over all live workers while they train on; ``AverageEnded`` says what came of it.
 
-    def result_landed(self, peer: int, origin: Epoch, chunk: int, now: float) -> list[Action]:
-        """A chunk of the result that consolidation accepted is here."""
-        self._look_at_clock(now)
-        landed = self.consolidation.result_landed(peer, origin, chunk)
-        return self._settle(self._after_consolidation(landed, now), now)
+        Those that are silent just now are not waited for.
+        """
+        return self.averages.ask(set(self.membership.live()) - self._links.silent)
 
-    def distance_measured(self, origin: Epoch, squared: float, now: float) -> list[Action]:
-        """The answer to ``MeasureDistance``."""
-        self._look_at_clock(now)
-        measured = self.consolidation.distance_measured(origin, squared)
-        return self._settle(self._after_consolidation(measured, now), now)
+    def sum_of(self, epoch: Epoch) -> Reduction | None:
+        """Return the sum of this name, if this worker takes part in it."""
+        current = self.consolidation.current
+        is_current = current is not None and current.epoch == epoch
+        return current if is_current else self.averages.sum_of(epoch)
+
+    def moved(self, peer: int, epoch: Epoch) -> None:
+        """Take note that payload of this sum or result came from ``peer`` or left for it."""
+        self._moving.setdefault(epoch, set()).add(peer)
+
+    @_input
+    def partial_landed(self, peer: int, epoch: Epoch, chunk: int, now: float) -> Sequence[_Inner]:
+        """Count a partial sum that was accepted and added."""
+        if self.averages.sum_of(epoch) is not None:
+            return self.averages.partial_landed(peer, epoch, chunk)
+        return self.consolidation.partial_landed(peer, epoch, chunk)
+
+    @_input
+    def chunk_finished(
+        self, epoch: Epoch, chunk: int, squared_distance: float, now: float
+    ) -> Sequence[_Inner]:
+        """Take the answer to ``FinishChunk``: |input - result|² of this worker's chunk."""
+        if self.averages.sum_of(epoch) is not None:
+            return self.averages.chunk_finished(epoch, chunk)
+        return self.consolidation.chunk_finished(epoch, chunk, squared_distance)
+
+    @_input
+    def result_landed(
+        self, peer: int, origin: Epoch, chunk: int, squared_distance: float, now: float
+    ) -> Sequence[_Inner]:
+        """Count a chunk of the result that consolidation accepted, and how far it is."""
+        return self.consolidation.result_landed(peer, origin, chunk, squared_distance)
+
+    @_input
+    def cannot_give(self, epoch: Epoch, rank: int, reason: str, now: float) -> Sequence[_Inner]:
+        """Say that the values of ``rank``, a child or this worker, are of no use to a sum."""
+        if self.averages.sum_of(epoch) is not None:
+            return self.averages.cannot_give(epoch, rank, reason)
+        return self.consolidation.cannot_give(epoch, rank, reason)
 
     # --- links and time --------------------------------------------------------------------
 
-    def link_up(self, peer: int, now: float) -> list[Action]:
+    @_input
+    def link_up(self, peer: int, now: float) -> Sequence[_Inner]:
         """A link to ``peer`` is ready; it replaces an older one."""
-        self._look_at_clock(now)
         actions: list[_Inner] = []
         if peer in self._links:
             actions += self._drop_link(peer)
@@ -360,49 +425,49 @@ class WorkerProtocol:
         self._presence.linked(peer)
         self._look_anew()
         actions += self.detector.heard(peer, now)
-        return self._settle([*actions, *self.detector.link_up(peer)], now)
+        return [*actions, *self.detector.link_up(peer)]
 
-    def link_down(self, peer: int, now: float) -> list[Action]:
+    @_input
+    def link_down(self, peer: int, now: float) -> Sequence[_Inner]:
         """The link to ``peer`` is closed."""
-        self._look_at_clock(now)
-        return self._settle([*self._drop_link(peer), *self.detector.link_lost(peer, now)], now)
+        return [*self._drop_link(peer), *self.detector.link_lost(peer, now)]
 
-    def heard(self, peer: int, now: float) -> list[Action]:
+    @_input
+    def heard(self, peer: int, now: float) -> Sequence[_Inner]:
         """Any byte came from ``peer``: a sign of life."""
-        self._look_at_clock(now)
-        return self._settle(self._note_life(peer, now), now)
+        return self._note_life(peer, now)
 
-    def outdated(self, peer: int, now: float) -> list[Action]:
+    @_input
+    def outdated(self, peer: int, now: float) -> Sequence[_Inner]:
         """``peer`` turned us away: it is linked to a later process of this worker's rank."""
-        self._look_at_clock(now)
-        return self._settle([*self._note_life(peer, now), *self._presence.outdated(now)], now)
+        return [*self._note_life(peer, now), *self._presence.outdated(now)]
 
-    def reached(self, peer: int, now: float) -> list[Action]:
+    @_input
+    def reached(self, peer: int, now: float) -> Sequence[_Inner]:
         """The address of ``peer`` answered, though it did not come to a link: it lives."""
-        self._look_at_clock(now)
-        return self._settle([*self._note_life(peer, now), *self._presence.reached(peer)], now)
+        return [*self._note_life(peer, now), *self._presence.reached(peer)]
 
+    @_input
     def dial_refused(
         self, peer: int, now: float, address: tuple[str, int] | None = None
-    ) -> list[Action]:
+    ) -> Sequence[_Inner]:
         """An address of ``peer`` refuses connections: it is suspect, and others are asked.
 
         Unless it is known to listen at another than ``address`` by now: it was started anew.
         """
         member = self.membership.get(peer)
         if member is not None and address not in (None, (member.host, member.port)):
-            self._look_at_clock(now)
-            return self._settle([], now)
+            return []
         return self._dialled_in_vain(peer, now, is_refused=True)
 
-    def peer_unreachable(self, peer: int, now: float) -> list[Action]:
+    @_input
+    def peer_unreachable(self, peer: int, now: float) -> Sequence[_Inner]:
         """A dial to ``peer`` came to nothing, but its address did not refuse: ask others."""
         return self._dialled_in_vain(peer, now, is_refused=False)
 
-    def _dialled_in_vain(self, peer: int, now: float, *, is_refused: bool) -> list[Action]:
-        self._look_at_clock(now)
+    def _dialled_in_vain(self, peer: int, now: float, *, is_refused: bool) -> Sequence[_Inner]:
         if peer in self._links or peer == self.rank:
-            return self._settle([], now)
+            return []
         actions: list[_Inner] = []
         if self._presence.dialled_in_vain(peer):
             self._look_anew()
@@ -410,27 +475,28 @@ class WorkerProtocol:
         found = self.detector.refused if is_refused else self.detector.unreachable
         actions += found(peer, now)
         self._look_anew()
-        return self._settle(actions, now)
+        return actions
 
-    def poll(self, now: float) -> list[Action]:
+    @_input
+    def poll(self, now: float) -> Sequence[_Inner]:
         """Time passed; to be called at :meth:`next_deadline`, and harmless at any time."""
-        self._look_at_clock(now)
         actions = self._notice_silence(now)
         if self._patience_ends_at() <= now:
             actions += self._end_standstill(now)
         if self._presence.welcomes_back(now):
             self._look_anew()
         actions += [*self._ticks(now), *self.detector.poll(now, self._presence.witnesses)]
-        if self.is_done and now >= self._tick_at:
+        if now >= self._tick_at and (self.is_done or not self.averages.is_idle):
             self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
-            ticked = self.consolidation.tick(self.live_links, self._moving)
-            self._moving = set()
-            actions += self._after_consolidation(ticked, now)
+            actions += self.averages.tick(self.live_links, self._moving)
+            if self.is_done:
+                actions += self.consolidation.tick(self.live_links, self._moving)
+            self._moving.clear()
         if now >= self._waits_until and self.consolidation.waits_for_all:
             self.consolidation.waits_for_all = False
             self._reviewed = None
         self._presence.forget(now)
-        return self._settle(actions, now)
+        return actions
 
     def next_deadline(self, now: float) -> float:
         """When :meth:`poll` must be called if nothing else happens before."""
@@ -461,9 +527,13 @@ class WorkerProtocol:
             self._look_anew()
         return self.detector.heard(peer, now)
 
-    def _drop_link(self, peer: int) -> list[PairingAction | ConsolidationAction]:
+    def _drop_link(self, peer: int) -> list[PairingAction | ReductionAction]:
         self._forget_link(peer)
-        return [*self.pairing.lost(peer), *self.consolidation.link_lost(peer)]
+        return [
+            *self.pairing.lost(peer),
+            *self.consolidation.link_lost(peer),
+            *self.averages.link_lost(peer),
+        ]
 
     def _forget_link(self, peer: int) -> None:
         self._links.drop(peer)
@@ -503,7 +573,7 @@ class WorkerProtocol:
         self._quiet_version = -1
 
     def _look_at_clock(self, now: float) -> None:
-        """What every input begins with: whether this worker itself was silent until now."""
+        """Begin all waits for others anew if this worker itself was silent until now."""
         slept_s = now - self._last_input
         if not self.timeout_s / 2 < slept_s < math.inf:
             return
@@ -565,6 +635,10 @@ class WorkerProtocol:
                     pass
                 case Verdict():
                     raise AssertionError("verdicts are carried out above")
+                case Finished():
+                    self.membership.set_status(Status.LEFT)
+                    self._links.say_all_at_once()
+                    outward.append(action)
                 case _:
                     outward.append(action)
         if now >= self._quiet_until or self._quiet_version != self.membership.version:
@@ -631,15 +705,18 @@ class WorkerProtocol:
         self._quiet_version = self.membership.version
 
     def _consolidate(self, now: float) -> list[_Inner]:
-        """What consolidation makes of new membership and messages.
+        """Tell the sums of new membership, and consolidation of its messages.
 
-        Not while an exchange runs: all are done before it begins, so none is asked for any more,
-        but the end that was asked for the last one may hear of the beginning before the last
-        chunks.
+        Consolidation hears nothing while an exchange runs: all are done before it begins, so none
+        is asked for any more, but the end that was asked for the last one may hear of the
+        beginning before the last chunks.
         """
-        if isinstance(self.pairing.state, Exchanging):
-            return []
         actions: list[_Inner] = []
+        if self._looked_for_deaths != self.membership.version:
+            self._looked_for_deaths = self.membership.version
+            actions += self.averages.review(self.membership.live())
+        if isinstance(self.pairing.state, Exchanging):
+            return actions
         if self._reviewed != self.membership.version:
             self._reviewed = self.membership.version
             actions += self.consolidation.review(self.membership.members())
@@ -649,15 +726,9 @@ class WorkerProtocol:
             except ProtocolError as error:
                 actions += self._break(peer, str(error))
         self._deferred.clear()
-        return self._after_consolidation(actions, now) if actions else []
-
-    def _after_consolidation(self, actions: Sequence[_Inner], now: float) -> list[_Inner]:
-        if any(isinstance(action, Prepare) for action in actions):
+        if self.consolidation.has_begun:
             actions = [*self._close("consolidation", now), *actions]
-        if any(isinstance(action, Finished) for action in actions):
-            self.membership.set_status(Status.LEFT)
-            self._links.say_all_at_once()
-        return list(actions)
+        return actions
 
     def _set_available(self, now: float) -> list[PairingAction]:
         """Tell the pairing who can exchange now. Links, membership and graph decide that."""

@@ -23,6 +23,7 @@ from gossipdp.protocol.actions import Begin
 from gossipdp.protocol.members import MAX_INCARNATION, MAX_RANK, Member, ProgressEntry, Status
 from gossipdp.protocol.messages import (
     Accept,
+    AskAverage,
     AskLife,
     Average,
     BeginEpoch,
@@ -38,16 +39,20 @@ from gossipdp.protocol.messages import (
     Held,
     NewerEpoch,
     Pass,
+    Progressed,
     Propose,
     ProtocolError,
     PullPartials,
     PullResults,
     Release,
+    Stalled,
+    TellAverage,
     TellLife,
     decode,
     encode,
 )
-from gossipdp.protocol.stalling import GIVE_UP_AFTER, TICKS_PER_TIMEOUT, pass_over_after
+from gossipdp.protocol.participants import PASS_OVER_AFTER
+from gossipdp.protocol.reduction import GRACE, STALLED_AFTER, TICKS_PER_TIMEOUT
 from gossipdp.simulate.network import Conditions, make_workers
 from simulated_faults.network import Data, FaultyNetwork, Loss
 
@@ -58,12 +63,12 @@ LONGEST_PAUSE_S = 8.0 * TIMEOUT_S
 """Of an honest worker's exchanges with the other honest ones."""
 WAIT_S = 2.0 * TIMEOUT_S
 """For those that are never done: ``consolidate(timeout_s=)``."""
-END_TICKS = pass_over_after(NUM_WORKERS) + 2 * GIVE_UP_AFTER
+END_TICKS = PASS_OVER_AFTER + 2 * (STALLED_AFTER + GRACE)
 LONGEST_END_S = WAIT_S + END_TICKS / TICKS_PER_TIMEOUT * TIMEOUT_S
 """Time to pass over one leader, and for the next to begin anew without a leaf."""
 TIMES_WITH_GHOSTS = 2
-"""As long, where members are made up: whenever one comes, done, and when it is found dead, the next
-leader begins anew. An epoch ends once none came for long enough, which is for chance to decide."""
+"""As long, where members or epochs are made up: whenever one comes, and when it is found dead, the
+next leader begins anew. An epoch ends once none came for long enough, which chance decides."""
 MOST_ITEMS = 200_000
 """In all tables of one honest worker."""
 MOST_MESSAGES_PER_S = 400.0
@@ -232,7 +237,11 @@ class _Network(FaultyNetwork):
                 NewerEpoch(epoch),
                 Held(epoch, average),
                 PullPartials(epoch, 0, 10**6),
-                PullResults(epoch, 0),
+                PullResults(epoch, epoch, 0, 10**6),
+                Progressed(epoch, random.getrandbits(20)),
+                Stalled(epoch, random.choice(ranks), random.random() < 0.5, "it is a lie"),
+                AskAverage(epoch, tuple(ranks)),
+                TellAverage(epoch, random.randrange(NUM_WORKERS), tuple(ranks[1:])),
                 Distance(epoch, 1e300),
                 CommitEpoch(epoch, 0.0),
                 Committed(epoch),
@@ -275,7 +284,9 @@ def run_adversary(adversary: Adversary, log: Callable[[str], None] | None = None
     if adversary.is_ever_done:
         engine.at(engine.now + random.random(), partial(network.done, adversary.rank))
     begin_s = engine.now + 1.0
-    longest_end_s = LONGEST_END_S * (TIMES_WITH_GHOSTS if "members" in adversary.lies else 1)
+    longest_end_s = LONGEST_END_S * (
+        1 if {"members", "epochs"}.isdisjoint(adversary.lies) else TIMES_WITH_GHOSTS
+    )
     while not set(honest) <= set(network.left) and engine.now < begin_s + 2 * longest_end_s:
         look()
     cost.end_s = engine.now - begin_s

@@ -1,42 +1,49 @@
-"""The rows of a population as what a simulated consolidation averages."""
+"""The rows of a population as parameters of real workers' sums, and links that carry their chunks.
+
+Everything that a sum does is done by :class:`gossipdp.gossip.sums.Sums`, as on a real worker: here
+are only its parameters (a worker's row, in place), its links (wires of the simulated network) and
+what the main thread does at the end.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from gossipdp.dynamics import update
-from gossipdp.protocol.actions import Commit
+from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.gossip.sums import Outcome
+from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.simulate.population import Population
 from simulated_faults.rows import put
+
+Frame: TypeAlias = tuple[FrameType, ChunkKey, bytes]
+"""A chunk on its way."""
 
 
 @dataclass(frozen=True)
 class Committed:
-    """What a worker committed.
+    """What a worker committed and, in float64, what it gave, each as one row; (d,)."""
 
-    Attributes:
-        commit: the protocol's word for it.
-        result: the row that stands for the worker's own now; (d,).
-    """
-
-    commit: Commit
+    outcome: Outcome
     result: Tensor
+    given: Tensor
 
 
 @final
 class AveragedRows:
-    """Sums and results of each worker's consolidation, in chunks of its row.
-
-    As on a real worker: input is the row flowed to infinity, x + c/2. Sums and results share one
-    buffer; the input stays until a result is committed.
+    """What each worker puts into a sum, and what it ended with.
 
     Args:
         population: the rows.
         num_chunks: into how many chunks a row is split, at most its number of columns.
+
+    Attributes:
+        committed: what each rank ended with last.
     """
 
     def __init__(self, population: Population, num_chunks: int) -> None:
@@ -44,58 +51,89 @@ class AveragedRows:
         if not 1 <= num_chunks <= num_columns:
             raise ValueError(f"num_chunks is {num_chunks}; a row of {num_columns} has 1 or more")
         self.committed: dict[int, Committed] = {}
-        """What each rank committed last."""
-        self.inputs: dict[int, Tensor] = {}
-        """What each rank put in."""
         self._population: Final = population
         self._bounds: Final = [chunk * num_columns // num_chunks for chunk in range(num_chunks + 1)]
-        self._buffers: dict[int, Tensor] = {}
 
     def forget(self, rank: int) -> None:
-        """A new process of ``rank`` begins: nothing of an old one is left."""
+        """Let go of what an old process of ``rank`` ended with."""
         self.committed.pop(rank, None)
-        self.inputs.pop(rank, None)
-        self._buffers.pop(rank, None)
 
-    def prepare(self, rank: int) -> None:
-        """Begin with the input of ``rank``."""
-        x, c = self._population.trained, self._population.c
-        if c is not None:
-            update.flow(x[rank], c[rank], 0.5)
-            c[rank].zero_()
-        self.inputs[rank] = self._population.x[rank].clone()
-        self._buffers[rank] = self.inputs[rank].clone()
+    def state(self, rank: int) -> State:
+        """Return the row of ``rank`` as the parameters of a worker, which share its memory."""
+        x, c = self._population.x[rank], self._population.c
+        segments = []
+        for start, stop in zip(self._bounds, self._bounds[1:], strict=False):
+            segment = Segment(x[start:stop], Role.TRAINED, momentum=c is not None)
+            if c is not None:
+                (chunk,) = segment.chunks
+                chunk.c, chunk.theta_c = c[rank, start:stop], chunk.theta
+            segments.append(segment)
+        return State(segments)
 
-    def chunk(self, rank: int, chunk: int) -> Tensor:
-        """One chunk of the sum or of the result, as it stands at ``rank``; a copy."""
-        return self._view(rank, chunk).clone()
+    def inputs(self, rank: int) -> Tensor:
+        """Return x + c/2 of ``rank``, in float64."""
+        row = self._population.x[rank].double().clone()
+        if self._population.c is not None:
+            row[: self._population.num_trained] += 0.5 * self._population.c[rank].double()
+        return row
 
-    def add(self, rank: int, chunk: int, partial: Tensor) -> None:
-        """Add what a child sent to the sum at ``rank``."""
-        self._view(rank, chunk).add_(partial)
-
-    def finish(self, rank: int, chunk: int, num_members: int) -> None:
-        """Turn the sum at ``rank``, which is complete, into the mean."""
-        self._view(rank, chunk).div_(num_members)
-
-    def take(self, rank: int, chunk: int, result: Tensor) -> None:
-        """Put in place at ``rank`` what arrived of a result."""
-        self._view(rank, chunk).copy_(result)
-
-    def squared_distance(self, rank: int) -> float:
-        """|input - result|² at ``rank``."""
-        return float((self._population.x[rank] - self._buffers[rank]).double().square().sum())
-
-    def commit(self, rank: int, commit: Commit) -> None:
-        """The result stands for the row of ``rank``."""
-        result = self._buffers[rank].clone()
-        self.committed[rank] = Committed(commit, result)
+    def end(self, rank: int, outcome: Outcome) -> None:
+        """Do what the main thread does: the result stands for the row of ``rank``."""
+        result = torch.cat(outcome.values)
+        self.committed[rank] = Committed(outcome, result, self.inputs(rank))
         put(self._population, rank, result)
 
     def is_same_everywhere(self, ranks: list[int]) -> bool:
-        """Whether the rows of these ranks have the same bits."""
+        """Return whether the rows of these ranks have the same bits."""
         rows = self._population.x.index_select(0, torch.tensor(ranks))
         return bool((rows == rows[0]).all())
 
-    def _view(self, rank: int, chunk: int) -> Tensor:
-        return self._buffers[rank][self._bounds[chunk] : self._bounds[chunk + 1]]
+
+def no_parameters(num_chunks: int) -> State:
+    """Return the state of a worker that has one number in each chunk, where no rows are kept."""
+    return State([Segment(torch.zeros(1), Role.TRAINED) for _ in range(num_chunks)])
+
+
+class SimulatedLink:
+    """One end of a wire, as far as sums need a link: chunks leave at once."""
+
+    def __init__(
+        self,
+        peer: int,
+        send: Callable[[Frame], None],
+        close: Callable[[], None],
+    ) -> None:
+        self.peer = peer
+        self.closed = False
+        self.queued_chunks = 0
+        self.chunk_bytes_sent: Counter[FrameType] = Counter()
+        self.chunk_bytes_received: Counter[FrameType] = Counter()
+        self._send, self._close = send, close
+
+    def send_chunk(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
+        if not self.closed:
+            self.chunk_bytes_sent[frame_type] += payload.nbytes
+            self._send((frame_type, key, bytes(payload)))
+
+    def close(self, reason: str) -> None:
+        self.closed = True
+        self._close()
+
+
+class Links(Mapping[int, Any]):
+    """The links that a worker has now, made from the wires of its network."""
+
+    def __init__(self, peers: Callable[[], list[int]], link: Callable[[int], Any]) -> None:
+        self._peers, self._link = peers, link
+
+    def __getitem__(self, peer: int) -> Any:
+        found = self._link(peer)
+        if found is None:
+            raise KeyError(peer)
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._peers())
+
+    def __len__(self) -> int:
+        return len(self._peers())

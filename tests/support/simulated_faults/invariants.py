@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
+import torch
+
+from gossipdp.gossip.sums import Outcome
 from gossipdp.graph.constants import LiveGraph
-from gossipdp.protocol.actions import Begin, Prepare, Stop
+from gossipdp.protocol.actions import Begin, Stop
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.pairing import Exchanging
 from gossipdp.protocol.worker import Action, WorkerProtocol
@@ -104,13 +107,12 @@ class Invariants:
                     if own is Status.JOINING:
                         invariant = "nobody exchanges without parameters"
                         raise self._broken(invariant, rank, f"it is {own.name}")
-                case Prepare():
-                    if running is not None:
-                        raise self._broken(ONE_AT_A_TIME, rank, "consolidates in one")
 
     def after(self, rank: int) -> None:
         """``rank`` has performed what an input asked for."""
         network, worker = self._network, self._network.workers[rank]
+        if worker.consolidation.has_begun and network.running(rank) is not None:
+            raise self._broken(ONE_AT_A_TIME, rank, "consolidates in one")
         seen = self._seen.get(worker)
         if seen is None:
             seen = self._seen[worker] = _Seen(
@@ -235,10 +237,10 @@ class Invariants:
             if committed is None:
                 raise self._broken("all hold the same bits", rank, "it left without a result")
             self._expect(
-                committed.commit == averaged.committed[live[0]].commit,
+                _numbers(committed.outcome) == _numbers(averaged.committed[live[0]].outcome),
                 "all hold the same bits",
                 rank,
-                f"{committed.commit} is not {averaged.committed[live[0]].commit}",
+                f"{committed.outcome} is not {averaged.committed[live[0]].outcome}",
             )
             for other in live:
                 peer = network.workers[other]
@@ -251,6 +253,17 @@ class Invariants:
                     f"{known} steps are known of rank {other}, which took {true}",
                 )
         self._expect(averaged.is_same_everywhere(live), "all hold the same bits", live[0], "")
+        ended = [averaged.committed[rank] for rank in live]
+        if ended[0].outcome.num_workers == len(live):  # none of those that it is over has died
+            mean = torch.stack([each.given for each in ended]).mean(dim=0)
+            distance = sum(float((each.given - mean).square().sum()) for each in ended) / len(live)
+            self._expect(
+                torch.allclose(ended[0].result.double(), mean, rtol=1e-12, atol=1e-12)
+                and math.isclose(ended[0].outcome.consensus_distance, distance, rel_tol=1e-9),
+                "it is the mean",
+                live[0],
+                f"{ended[0]} is not {mean}, {distance} from all",
+            )
 
     def _expect(self, holds: bool, invariant: str, rank: int, details: str) -> None:
         if not holds:
@@ -259,6 +272,10 @@ class Invariants:
     def _broken(self, invariant: str, rank: int, details: str) -> InvariantBroken:
         where = f"rank {rank} at {self._network.engine.now:.6f} s"
         return InvariantBroken(invariant, f"{where}: {details}")
+
+
+def _numbers(outcome: Outcome) -> tuple[int, float]:
+    return outcome.num_workers, outcome.consensus_distance
 
 
 def _steps_of(worker: WorkerProtocol, process_id: int) -> int:

@@ -6,18 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
+from gossipdp.gossip.sums import Outcome, Sums
 from gossipdp.protocol.actions import (
     Begin,
-    Commit,
-    FinishChunk,
     Finished,
-    MeasureDistance,
-    Prepare,
     Reach,
     Rebuilt,
     Send,
-    SendPartial,
-    SendResult,
     Stop,
     Superseded,
     Unlink,
@@ -25,7 +20,7 @@ from gossipdp.protocol.actions import (
 from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope, ExchangeId, decode, encode
 from gossipdp.protocol.worker import Action, WorkerProtocol
 from gossipdp.simulate.network import Conditions, Exchange, Network, Wire
-from simulated_faults.averaged_rows import AveragedRows
+from simulated_faults.averaged_rows import AveragedRows, Frame, Links, SimulatedLink, no_parameters
 from simulated_faults.rows import FaultyPayload
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 10.0
@@ -89,6 +84,9 @@ class FaultyNetwork(Network):
         """Back-off of each dial that is to be repeated, by who dials and whom."""
         self._outbox: dict[tuple[int, int], list[Envelope]] = {}
         self._faulty_payload = payload or FaultyPayload()
+        self.sums: dict[WorkerProtocol, Sums] = {}
+        self._ends_of: dict[Wire, dict[int, SimulatedLink]] = {}
+        self._pumping: set[int] = set()
         super().__init__(
             workers, edges, conditions, self._faulty_payload, keeps_exchanges=keeps_exchanges
         )
@@ -271,6 +269,12 @@ class FaultyNetwork(Network):
             self.act(rank, action)
             if rank in self.crashed:
                 break
+        if rank not in self.crashed and rank not in self._pumping:
+            self._pumping.add(rank)
+            sums = self._sums(rank)
+            while rank not in self.crashed and sums.pump():
+                pass
+            self._pumping.discard(rank)
         if rank not in self.crashed:
             self._set_alarm(rank)
         self.after(rank, actions)
@@ -368,6 +372,7 @@ class FaultyNetwork(Network):
             return
         if self.wire(rank, peer) is not None or rank in self.crashed:
             return  # made anew meanwhile, which said it already
+        self._sums(rank).link_lost(peer)
         self.perform(rank, self.workers[rank].link_down(peer, self.engine.now))
 
     def _want(self, rank: int, peer: int) -> None:
@@ -424,7 +429,7 @@ class FaultyNetwork(Network):
     # --- what only faults and consolidation bring ------------------------------------------
 
     def act(self, rank: int, action: Action) -> None:
-        averaged, worker, now = self._averaged, self.workers[rank], self.engine.now
+        now = self.engine.now
         match action:
             case Send() | Begin():
                 super().act(rank, action)
@@ -442,43 +447,66 @@ class FaultyNetwork(Network):
             case Superseded():
                 self.superseded.append(rank)
                 self.crash(rank)
-            case MeasureDistance(origin=origin):
-                distance = 0.0 if averaged is None else averaged.squared_distance(rank)
-                self.perform(rank, worker.distance_measured(origin, distance, now))
             case Finished():
+                self._sums(rank).on_end(partial(self._ended, rank))
+                self._sums(rank).perform(action)
                 self.left[rank] = now
-            case SendPartial() | SendResult():
-                wire = self.wire(rank, action.peer)
-                if wire is not None:
-                    data = None if averaged is None else averaged.chunk(rank, action.chunk)
-                    latency_s = self.conditions.latency_s(rank, action.peer)
-                    arrives = wire.carry_message(rank, now, latency_s)
-                    self.engine.at(arrives, partial(self._chunk_arrived, wire, rank, action, data))
-            case Prepare() if averaged is not None:
-                averaged.prepare(rank)
-            case FinishChunk() if averaged is not None:
-                averaged.finish(rank, action.chunk, action.num_members)
-            case Commit() if averaged is not None:
-                averaged.commit(rank, action)
             case _:
-                pass  # arithmetic on parameters, which are not here
+                self._sums(rank).perform(action)
 
-    def _chunk_arrived(
-        self, wire: Any, rank: int, sent: SendPartial | SendResult, data: Any
-    ) -> None:
-        again = partial(self._chunk_arrived, wire, rank, sent, data)
-        if self.holds_up(rank, sent.peer, again) or not wire.is_up:
+    # --- sums over a tree, by the code of real workers -------------------------------------
+
+    def average(self, rank: int) -> Any:
+        """Have ``rank`` ask for the average of the live workers; return the future."""
+        return self._sums(rank).ask()
+
+    def _sums(self, rank: int) -> Sums:
+        worker = self.workers[rank]
+        if worker not in self.sums:
+            averaged = self._averaged
+            num_chunks = worker.consolidation.num_chunks
+            self.sums[worker] = Sums(
+                no_parameters(num_chunks) if averaged is None else averaged.state(rank),
+                worker,
+                Links(partial(self._peers, rank), partial(self._link, rank)),
+                partial(self.perform, rank),
+                lambda: self.engine.now,
+            )
+        return self.sums[worker]
+
+    def _ended(self, rank: int, outcome: Outcome) -> None:
+        if self._averaged is not None:
+            self._averaged.end(rank, outcome)
+
+    def _peers(self, rank: int) -> list[int]:
+        return [b if a == rank else a for a, b in self._wires if rank in (a, b)]
+
+    def _link(self, rank: int, peer: int) -> SimulatedLink | None:
+        wire = self.wire(rank, peer)
+        if wire is None:
+            return None
+        ends = self._ends_of.setdefault(wire, {})
+        if rank not in ends:
+            send = partial(self.send_chunk, wire, rank, peer)
+            ends[rank] = SimulatedLink(peer, send, partial(self.cut, rank, peer, by=rank))
+        return ends[rank]
+
+    def send_chunk(self, wire: Wire, rank: int, peer: int, frame: Frame) -> None:
+        """Put one chunk of a sum on a wire."""
+        latency_s = self.conditions.latency_s(rank, peer)
+        arrives = wire.carry_message(rank, self.engine.now, latency_s)
+        self.engine.at(arrives, partial(self._chunk_arrived, wire, rank, peer, frame))
+
+    def _chunk_arrived(self, wire: Wire, rank: int, peer: int, frame: Frame) -> None:
+        again = partial(self._chunk_arrived, wire, rank, peer, frame)
+        if self.holds_up(rank, peer, again) or not wire.is_up:
             return
-        averaged, peer, now = self._averaged, sent.peer, self.engine.now
-        worker = self.workers[peer]
-        match sent:
-            case SendPartial(epoch=epoch, chunk=chunk):
-                if worker.consolidation.accepts_partial(rank, epoch, chunk):
-                    if averaged is not None:
-                        averaged.add(peer, chunk, data)
-                    self.perform(peer, worker.partial_landed(rank, epoch, chunk, now))
-            case SendResult(origin=origin, chunk=chunk):
-                if worker.consolidation.accepts_result(rank, origin, chunk):
-                    if averaged is not None:
-                        averaged.take(peer, chunk, data)
-                    self.perform(peer, worker.result_landed(rank, origin, chunk, now))
+        link, (frame_type, key, data) = self._link(peer, rank), frame
+        if link is None or self.wire(rank, peer) is not wire:
+            return
+        sums: Any = self._sums(peer)
+        room = sums.landing(link, frame_type, key)
+        if room is not None:
+            link.chunk_bytes_received[frame_type] += len(data)
+            room[:] = data
+            sums.landed(link, frame_type, key)

@@ -10,11 +10,11 @@ from random import Random
 from typing import final
 
 from gossipdp.graph.constants import LiveGraph
-from gossipdp.protocol.actions import Begin, Finished, Send, SendPartial, SendResult
-from gossipdp.protocol.messages import ConsolidationMessage
+from gossipdp.protocol.actions import Begin, Finished, Send
+from gossipdp.protocol.messages import ConsolidationMessage, ReductionMessage
 from gossipdp.protocol.worker import Action, WorkerProtocol
-from gossipdp.simulate.network import Conditions
-from simulated_faults.averaged_rows import AveragedRows
+from gossipdp.simulate.network import Conditions, Wire
+from simulated_faults.averaged_rows import AveragedRows, Frame
 from simulated_faults.invariants import Invariants
 from simulated_faults.ledger import Ledger
 from simulated_faults.network import FaultyNetwork
@@ -129,25 +129,27 @@ class WatchedNetwork(FaultyNetwork):
             case Finished():
                 leave = partial(self._leave, self.workers[rank])
                 self.engine.at(self.engine.now + LEAVES_AFTER_S, leave)
-                return
-            case Send(message=envelope):
-                if not isinstance(envelope.message, ConsolidationMessage):
-                    return
-            case SendPartial() | SendResult():
-                pass
-            case _:
-                return
+            case Send(peer=peer, message=envelope):
+                if isinstance(envelope.message, ConsolidationMessage | ReductionMessage):
+                    self._count_frame(rank, peer)
+
+    def send_chunk(self, wire: Wire, rank: int, peer: int, frame: Frame) -> None:
+        super().send_chunk(wire, rank, peer, frame)
+        if self._is_ending:
+            self._count_frame(rank, peer)
+
+    def _count_frame(self, rank: int, peer: int) -> None:
         kind = self._ending.get(self._num_frames)
         self._num_frames += 1
         if kind is None:
             return
         if self._log is not None:
-            self._log(f"{self.engine.now:.6f} FAULT {kind} with a frame of {rank} to {action.peer}")
+            self._log(f"{self.engine.now:.6f} FAULT {kind} with a frame of {rank} to {peer}")
         # Not at once: whoever performs actions just now must be left to do so.
         if kind == "cut":
-            self.engine.at(self.engine.now, partial(self.cut, rank, action.peer), priority=-1)
+            self.engine.at(self.engine.now, partial(self.cut, rank, peer), priority=-1)
         else:
-            victim = rank if kind == "sender crashes" else action.peer
+            victim = rank if kind == "sender crashes" else peer
             self.engine.at(self.engine.now, partial(self._die, self.workers[victim]), priority=-1)
 
     def _die(self, worker: WorkerProtocol) -> None:

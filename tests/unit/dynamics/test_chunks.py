@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
@@ -40,6 +41,74 @@ def test_a_checkpoint_copies_a_chunk_before_an_exchange_or_after_it() -> None:
         gossip.join()
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_chunk_follows_the_equations_wherever_it_is_flowed(seed: int) -> None:
+    """In float64, with y = x + pending, whichever of boundary and exchange flows first."""
+    random = Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    y, c, theta, alpha_tilde = (
+        torch.randn(9, generator=generator).double(),
+        torch.zeros(9),
+        0.0,
+        1.7,
+    )
+    c = c.double()
+    segment = Segment(y.clone(), Role.TRAINED)
+    (chunk,) = State([segment]).chunks
+    for _ in range(40):
+        now = theta + random.choice((0.0, 0.1, 0.7))
+        share, theta = 0.5 * (1.0 - math.exp(-2.0 * (now - theta))), now
+        y, c = y + share * c, (1.0 - 2.0 * share) * c
+        out, peers = torch.empty_like(y), torch.randn(9, generator=generator).double()
+        event = random.choice(("boundary", "flow", "exchange", "both", "step"))
+        if event == "exchange":
+            assert chunk.snapshot(theta, out)
+            if random.random() < 0.5:
+                assert chunk.boundary(theta)
+            norm = chunk.exchange(theta, out, peers, alpha_tilde)
+        elif event == "both":
+            norm = chunk.snapshot_and_exchange(theta, out, peers, alpha_tilde)
+        if event in ("exchange", "both"):
+            torch.testing.assert_close(out, y)
+            assert norm == pytest.approx(float(((y - peers) ** 2).sum()))
+            delta = y - peers
+            y, c = y - 0.5 * delta, c - (alpha_tilde - 0.5) * delta
+        elif event == "flow":
+            chunk.flow(theta)
+        else:
+            assert chunk.boundary(theta)
+            assert not chunk.pending.any()
+        if event == "step":
+            chunk.x.sub_(1.0)
+            y = y - 1.0
+        z = torch.empty_like(y)
+        # Of the phase that the chunk was flowed to: a step and a snapshot leave it where it was.
+        chunk.read_z(z)
+        torch.testing.assert_close(z, y + 0.5 * c)
+    chunk.flow(theta)
+    held = torch.empty_like(y)
+    chunk.read(held)
+    torch.testing.assert_close(held, y)
+    assert chunk.boundary(math.inf)
+    torch.testing.assert_close(chunk.x, y + 0.5 * c)
+
+
+@pytest.mark.parametrize("role", [Role.TRAINED, Role.BUFFER])
+def test_an_exchange_right_after_a_boundary_waits_for_the_next(role: Role) -> None:
+    (chunk,) = State([Segment(torch.full((3,), 6.0), role)]).chunks
+
+    def exchange() -> None:
+        chunk.snapshot_and_exchange(0.0, torch.empty(3), torch.full((3,), 2.0), 0.5)
+
+    exchange()
+    chunk.lock = lock = CallingLock(after=exchange)  # type: ignore[assignment]
+    assert chunk.boundary(0.0)
+    assert lock.has_called
+    assert chunk.x.tolist() == [4.0] * 3
+    assert chunk.boundary(0.0)
+    assert chunk.x.tolist() == [3.0] * 3
+
+
 ZERO, ONE = torch.zeros(4), torch.ones(4)
 
 
@@ -63,16 +132,6 @@ def assert_close(found: MomentumState, expected: MomentumState) -> None:
     torch.testing.assert_close(found.c, expected.c, rtol=0.0, atol=1e-6)
 
 
-def test_an_exchange_right_after_a_boundary_is_in_the_next_one() -> None:
-    chunk, _ = exchanged_once()
-    chunk.lock = lock = CallingLock(after=lambda: chunk.exchange(0.0, ONE, ZERO, 1.5))
-    assert chunk.boundary(0.0)
-    assert lock.has_called
-    assert chunk.x.tolist() == [-0.5] * 4
-    assert chunk.boundary(0.0)
-    assert chunk.x.tolist() == [-1.0] * 4
-
-
 def test_a_boundary_right_before_an_exchange_flows_once() -> None:
     chunk, state = exchanged_once()
     chunk.lock = lock = CallingLock(before=lambda: chunk.boundary(1.0))
@@ -91,17 +150,6 @@ def test_an_exchange_right_after_a_copy_is_in_no_part_of_it() -> None:
     assert lock.has_called
 
 
-def test_boundaries_and_exchanges_in_turn_are_those_of_the_reference() -> None:
-    chunk, state = exchanged_once()
-    for theta in (0.5, 1.25):
-        chunk.exchange(theta, ONE, ZERO, 1.25)
-        state = state.flow(1.0, 0.5).exchange(ONE.double(), 1.25)
-        assert_close(x_and_c(chunk), state)
-        chunk.boundary(theta + 0.25)
-        state = state.flow(1.0, 0.25)
-        assert_close(x_and_c(chunk), state)
-
-
 def test_what_a_checkpoint_and_a_joiner_take_has_decayed_by_now() -> None:
     chunk, state = exchanged_once()
     chunk.boundary(1.0)
@@ -115,8 +163,8 @@ def test_what_a_checkpoint_and_a_joiner_take_has_decayed_by_now() -> None:
 def test_what_takes_another_state_has_no_momentum_left() -> None:
     chunk, _ = exchanged_once()
     chunk.boundary(1.0)
-    chunk.reset()
-    values = chunk.x.clone()
+    values = ONE + chunk.x
+    chunk.replace(values)
     chunk.exchange(0.0, ZERO, ZERO, 1.5)  # momentum that was left would count from here
     chunk.boundary(1.0)
     assert torch.equal(chunk.x, values)
@@ -328,11 +376,10 @@ def test_a_helper_s_error_reaches_the_boundary(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("num_threads", [0, 1])
 def test_without_helpers_a_boundary_is_done_alone(monkeypatch, num_threads: int) -> None:
-    """The interpreter ends, or the system gives no more than ``num_threads`` threads."""
+    """The system gives no more than ``num_threads`` threads."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(chunks, "LEAST_HELPED_VALUES", 1)
     state = State([Segment(torch.zeros(40), Role.TRAINED, chunk_bytes=4)])
-    state.compile("numba")
     start, started = threading.Thread.start, []
 
     def start_few(thread: threading.Thread) -> None:
@@ -342,10 +389,17 @@ def test_without_helpers_a_boundary_is_done_alone(monkeypatch, num_threads: int)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_few)
+    state.compile("numba")
+    assert len(started) == num_threads
     for chunk in state.chunks:
         chunk.pending.fill_(1.0)
         chunk.has_pending = True
     assert state.boundary(0.0) == 0
     assert all((chunk.x == 1.0).all() for chunk in state.chunks)
-    assert not any(thread.is_alive() for thread in started), "none works after the boundary"
     state.end_helpers()
+    assert not any(thread.is_alive() for thread in started)
+    for chunk in state.chunks:
+        chunk.pending.fill_(1.0)
+        chunk.has_pending = True
+    assert state.boundary(0.0) == 0
+    assert all((chunk.x == 2.0).all() for chunk in state.chunks)

@@ -134,6 +134,20 @@ def test_after_a_repeat_the_step_covers_what_bfloat16_may_hide():
     assert 127 * 2.0 ** int(steps.exponents()[0]) > 4 * 3 * 2**-8
 
 
+@pytest.mark.parametrize("distance", [8.6e37, 3e38])
+def test_one_huge_difference_is_forgotten_in_time(distance):
+    """Four times it is beyond float32; the steps must not stay there."""
+    steps, sizes = LatticeSteps(1, torch.float32), torch.tensor([1.0])
+    steps.learn(torch.full((1, BLOCK), distance), sizes)
+    assert int(steps.exponents()[0]) == 120
+    assert float(steps._reach[0]) == 127 * 2.0**120
+    difference = torch.full((1, BLOCK), 0.25)
+    for _ in range(500):
+        steps.learn(difference, sizes)
+    # 4 times 0.25 is 1, and 1/127 is between 2**-7 and 2**-6.
+    assert steps.exponents().tolist() == [-6]
+
+
 def test_hostile_distances_give_ordinary_steps():
     steps = LatticeSteps(1, torch.float32)
     steps.learn(torch.full((1, BLOCK), 3e38), torch.tensor([3e38]))

@@ -182,7 +182,7 @@ def test_every_so_many_exchanges_begin_with_one() -> None:
         chunk.outer_step()
         found.append(outer_of(chunk).m[0].item())
     assert found == [0, 0, 3, 3, 3, 4.5, 4.5]
-    state.reset()
+    chunk.replace(chunk.x)
     chunk.outer_step()
     assert not outer_of(chunk).m.any()
 
@@ -204,7 +204,7 @@ def test_what_takes_another_state_begins_anew() -> None:
     _, base, m = outer_of(chunk)
     for begins_anew in (
         lambda: chunk.replace(torch.full((3,), 7.0)),
-        lambda: (chunk.x.fill_(7.0), state.reset()),
+        lambda: (chunk.x.fill_(7.0), chunk.forget(slice(None))),
     ):
         chunk.x.fill_(2.0)
         take_snapshots(state, 0.0)

@@ -62,7 +62,10 @@ class Computes:
     def boundary(self, chunk: Chunk, decay: float) -> None:
         share, _ = flow_of(decay)
         base = None if chunk.outer is None else chunk.outer.base
-        update.boundary(chunk.x, chunk.pending, chunk.c, share, base, **self.options)
+        operations = update.boundary_operations(
+            chunk.x, chunk.pending, chunk.c, share, base, **self.options
+        )
+        update.at_once(*operations)
 
     def outer_step(self, chunk: Chunk) -> None:
         assert chunk.outer is not None

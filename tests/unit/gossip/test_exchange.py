@@ -248,8 +248,8 @@ def test_two_threads_lose_nothing(switching_often, monkeypatch, kernels, dtype):
 
 def race(segment: Segment, state: State, seed: int) -> None:
     """Eight rounds of exchanges (with more, float32 would round) beside as many boundaries."""
-    segment.x.zero_()
-    state.reset()
+    for chunk in state.chunks:
+        chunk.replace(torch.zeros_like(chunk.x))
     total = torch.zeros(segment.x.numel())
     failures = []
 

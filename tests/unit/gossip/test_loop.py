@@ -15,13 +15,13 @@ from gossipdp.dynamics.chunks import Role, Segment, State
 from gossipdp.dynamics.phase import MAX_PERIODS, Phase
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.codec import Codec
-from gossipdp.gossip.loop import GossipLoop
+from gossipdp.gossip.loop import MAX_WAITING, GossipLoop
 from gossipdp.gossip.transfer import SLOTS
 from gossipdp.graph import build_graph
 from gossipdp.graph.constants import Constants
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Identity, Refusal
-from gossipdp.protocol.actions import Begin, Reach, Stop, Superseded
+from gossipdp.protocol.actions import Begin, Reach, Send, Stop, Superseded
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import (
     Accept,
@@ -104,12 +104,18 @@ class Worker:
     def address(rank: int) -> tuple[str, int]:
         return "127.0.0.1", 1 + rank
 
-    def beat(self, times: int, moving: Collection[FakeLink]) -> None:
+    def beat(
+        self,
+        times: int,
+        moving: Collection[FakeLink],
+        kind: FrameType = FrameType.EXCHANGE_CHUNK,
+    ) -> None:
         """Tenths of a time-out: words come on every link, bytes of a chunk on those ``moving``."""
         for _ in range(times):
             self.now += TIMEOUT_S / 10
             for link in self.links.values():
                 link.bytes_received += 10_100 if link in moving else 100
+                link.chunk_bytes_received[kind] += 10 * (link in moving)
                 link.last_heard_s = self.now
             self.loop.turn(0.0)
 
@@ -261,7 +267,9 @@ def test_an_exchange_ends_with_its_link_where_its_peer_only_beats(moves):
     worker = Worker()
     link = worker.links[1]
     worker.loop.control(link, encode(Envelope(Propose(ExchangeId(1, 0, 1), 0.6))))
-    worker.beat(12, moving=[] if moves == "nothing" else [link])
+    for _ in range(12):
+        link.bytes_received += 10_000  # news of many workers, on every heartbeat
+        worker.beat(1, moving=[] if moves == "nothing" else [link])
     assert (link.closed_for is not None) == (moves == "nothing")
     assert worker.loop.protocol.exchanges_failed == (moves == "nothing")
 
@@ -275,10 +283,15 @@ def test_who_is_done_and_only_beats_is_left_out_of_the_average(moves):
         Member(rank, 0, 7, Status.DONE, *worker.address(rank)) for rank in (1, 2)
     )
     ends = []
-    worker.loop.averaging.on_end(ends.append)
+    worker.loop.sums.on_end(ends.append)
     worker.loop.perform(protocol.done(worker.now))
-    worker.beat(100, moving=[] if moves == "nothing" else worker.links.values())
-    assert [end.left_out for end in ends] == ([(1, 2)] if moves == "nothing" else [])
+    epoch = protocol.consolidation.current.epoch
+    key = ChunkKey(epoch.leader, epoch.process_tag, epoch.number, 0)
+    for link in worker.links.values() if moves != "nothing" else ():
+        kind = FrameType.PARTIAL_CHUNK
+        assert worker.loop.chunk_buffer(link, kind, key, X.nbytes) is not None
+    worker.beat(100, worker.links.values(), FrameType.PARTIAL_CHUNK)
+    assert [set(end.without) for end in ends] == ([{1, 2}] if moves == "nothing" else [])
 
 
 def test_a_state_under_way_goes_on_where_consolidation_begins():
@@ -292,11 +305,24 @@ def test_a_state_under_way_goes_on_where_consolidation_begins():
     worker.loop.consolidate(lambda outcome: None)
     done = tuple(Member(rank, 0, 7, Status.DONE, *worker.address(rank)) for rank in (1, 2))
     worker.loop.control(worker.links[1], encode(Envelope(Heartbeat(), done)))
-    assert worker.loop.averaging.has_begun
+    assert worker.loop.protocol.consolidation.has_begun
     while len(joiner.chunks) < len(X):
         joiner.drain()
         worker.loop.writable(joiner)
     assert not [each for each in joiner.said if isinstance(each, StateRefused)]
+
+
+def test_for_a_peer_that_is_dialled_for_ever_the_last_messages_wait():
+    """A firewall drops its packets, so that no dial is refused, and words are said again."""
+    worker = Worker()
+    for counter in range(10_000):
+        ask = Envelope(AskLife(2, counter))
+        worker.loop.perform([Send(7, ask)])
+    assert len(worker.loop._outbox[7]) == MAX_WAITING
+    worker.loop.link_up(late := FakeLink(7))
+    asked = [each.counter for each in late.said if isinstance(each, AskLife)]
+    assert asked == list(range(10_000 - MAX_WAITING, 10_000))
+    assert not worker.loop._outbox
 
 
 def test_a_superseded_worker_ends_with_one_error():

@@ -2,17 +2,18 @@
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from threadpoolctl import threadpool_info
 
 from gossipdp.gossip import thread as threads
-from gossipdp.gossip.thread import GossipThread
-
-LONG_S = 30.0
+from gossipdp.gossip.thread import Background, GossipThread
+from gossipdp.protocol.neighbours import Place
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,100 @@ def test_steps_since_a_tick_came_due_are_counted(wake_at_step: float, behind: in
         thread.step(samples=1)
     assert thread.steps_behind == behind
     assert len(woken) == sum(step >= wake_at_step for step in range(1, 6))
+
+
+def place(rate: float) -> Place:
+    return Place({1: rate}, rate, 0.0, 0.5)
+
+
+def until_there(background: Background[Place], key: object, function: Callable[[], Place]) -> Place:
+    deadline_s = time.monotonic() + 30.0
+    while (found := background(key, function)) is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    return found
+
+
+def test_graphs_are_worked_out_in_a_thread_of_their_own_and_the_newest_counts() -> None:
+    """Its caller is never held up, and numpy's library takes one core, not all of them."""
+    background, go_on = Background[Place](), threading.Event()
+    ran_in: list[str] = []
+    blas: list[int] = []
+
+    def first() -> Place:
+        ran_in.append(threading.current_thread().name)
+        blas.extend(each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas")
+        go_on.wait()
+        return place(1.0)
+
+    assert background("first", first) is None
+    assert background("first", first) is None
+    assert background("second", lambda: place(2.0)) is None, "the first still runs"
+    go_on.set()
+    assert until_there(background, "second", lambda: place(2.0)) == place(2.0)
+    assert until_there(background, "first", lambda: place(3.0)) == place(3.0)
+    assert ran_in == ["gossipdp background"]
+    assert set(blas) == {1}
+
+
+def test_what_goes_wrong_with_a_graph_is_raised_where_it_was_asked_for() -> None:
+    def fail() -> Place:
+        raise ValueError("no such graph")
+
+    with pytest.raises(ValueError, match="no such graph"):
+        until_there(Background[Place](), "graph", fail)
+
+
+@pytest.mark.parametrize("meets", ["before the wish", "the wish", "within the step", "the turn"])
+def test_no_step_is_overlooked_however_two_threads_meet(meets: str) -> None:
+    """The loop looks at a step in that turn, which does not wait then, or is woken from it."""
+    waits_s: list[float] = []
+    woken: list[int] = []
+    looked_at: list[tuple[int, float]] = []
+    due: list[str] = []
+
+    class Loop:
+        protocol = SimpleNamespace(rank=0, step=lambda *step: looked_at.append(step))
+
+        def __init__(self) -> None:
+            self.protocol.clock = self
+            self.transport = SimpleNamespace(wake=lambda: woken.append(len(waits_s)))
+
+        def perform(self, _: object) -> None: ...
+
+        @property
+        def timed_from_step(self) -> float:
+            meet("the wish")
+            return 1.0
+
+        def clock(self) -> float:
+            meet("within the step")
+            return 5.0
+
+        def turn(self, timeout_s: float) -> None:
+            waits_s.append(timeout_s)
+            meet("the turn")
+            thread._stopping = True
+
+    def meet(place: str) -> None:
+        """Let the other thread have its turn, once."""
+        if due == [place]:
+            due.clear()
+            thread._turn_until_closed() if place == "within the step" else thread.step(3)
+
+    thread = GossipThread(Loop())  # type: ignore[arg-type]
+    due.append(meets)
+    if meets == "before the wish":
+        empty = thread._empty_queues
+        thread._empty_queues = lambda: (empty(), thread.step(3))  # type: ignore[method-assign]
+    if meets == "within the step":
+        thread.step(3)
+    else:
+        thread._turn_until_closed()
+    assert len(waits_s) == 1
+    assert waits_s == [0.0] or woken == [1]
+    GossipThread._empty_queues(thread)
+    assert looked_at == [(3, 5.0)]
 
 
 def test_calls_are_answered_even_if_closing_fails() -> None:
@@ -56,93 +151,26 @@ def test_calls_are_answered_even_if_closing_fails() -> None:
         future.result(0)
 
 
-class Loop:
-    """As much of a loop as the thread needs; it sleeps until it is woken, and counts its sleeps."""
-
-    def __init__(self) -> None:
-        self.clock: Callable[[], float] = lambda: 0.0
-        self.stepped: list[int] = []
-        self.is_asleep, self.has_stepped = threading.Event(), threading.Event()
-        self._woken = threading.Event()
-        self.protocol = SimpleNamespace(rank=0, step=self._step, clock=self)
-        self.transport = SimpleNamespace(wake=self._woken.set)
-        self.its_thread = nullcontext
-        self.perform = self.close = lambda *_: None
-
-    @property
-    def timed_from_step(self) -> float:
-        """When to be woken: by the next step."""
-        return len(self.stepped) + 1.0
-
-    def _step(self, samples: int, ended_s: float) -> list[object]:
-        self.stepped.append(samples)
-        self.has_stepped.set()
-        return []
-
-    def turn(self, longest_s: float) -> None:
-        if longest_s > 0.0:
-            self.is_asleep.set()
-            assert self._woken.wait(LONG_S), "it sleeps through a step"
-        self._woken.clear()
-
-
-def test_a_step_between_the_last_look_and_the_sleep_is_seen() -> None:
-    """The thread asks for the time of its next tick; at that moment a step ends."""
-
-    class Interrupted(Loop):
-        @property
-        def timed_from_step(self) -> float:
-            if not self.stepped and not thread._steps:
-                thread.step(samples=7)
-            return math.inf
-
-    turns: list[float] = []
-
-    def turn(longest_s: float) -> None:
-        turns.append(longest_s)
-        thread._stopping = len(turns) == 2
-
-    loop = Interrupted()
-    loop.turn = turn  # type: ignore[method-assign]
-    thread = GossipThread(loop)
-    thread._turn_until_closed()
-    assert turns[0] == 0.0
-    assert loop.stepped == [7]
-
-
-def test_a_thread_that_falls_asleep_under_a_step_is_woken_by_it() -> None:
-    """The step is under way, and not queued yet, when the thread publishes its wish and sleeps."""
-    loop = Loop()
-    thread = GossipThread(loop)
-
-    def falls_asleep() -> float:
-        if not thread._thread.is_alive():
-            thread.start()
-            assert loop.is_asleep.wait(LONG_S)
-        return 0.0
-
-    loop.clock = falls_asleep
-    thread.step(samples=7)
-    assert loop.has_stepped.wait(LONG_S)
-    thread.close()
-    assert loop.stepped == [7]
-
-
 def test_a_call_that_the_end_of_the_thread_overtakes_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loop = Loop()
-    thread = GossipThread(loop)
-
     def fail(longest_s: float) -> None:
         raise OSError("no such device")
 
     def ends_first() -> Future[object]:
-        loop.turn = fail  # type: ignore[method-assign]
         thread.start()
-        thread._thread.join(LONG_S)
+        thread._thread.join()
         return Future()
 
+    loop = SimpleNamespace(
+        protocol=SimpleNamespace(rank=0, clock=SimpleNamespace(timed_from_step=math.inf)),
+        clock=lambda: 0.0,
+        transport=SimpleNamespace(wake=lambda: None),
+        its_thread=nullcontext,
+        turn=fail,
+        close=lambda: None,
+    )
+    thread = GossipThread(loop)
     monkeypatch.setattr(threads, "Future", ends_first)
     with pytest.raises(OSError, match="no such device"):
-        thread.call(lambda: None).result(LONG_S)
+        thread.call(lambda: None).result(0)

@@ -8,7 +8,14 @@ from links import MemoryLink
 
 from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
 from gossipdp.errors import PeerLostError
-from gossipdp.gossip.transfer import CHUNK_BYTES, Offer, Transfers, TurnedAwayError
+from gossipdp.gossip.transfer import (
+    CHUNK_BYTES,
+    MAX_BREAKS,
+    SLOTS,
+    Offer,
+    Transfers,
+    TurnedAwayError,
+)
 from gossipdp.links.frames import FrameType
 from gossipdp.links.link import Link
 from gossipdp.protocol.messages import OfferTraining, RequestState, RequestTraining, StateRefused
@@ -47,7 +54,7 @@ class End:
             refusal=lambda: self.refusal,
             clock=lambda: self.now,
         )
-        self.transfers.offer = lambda: self.optimizers
+        self.transfers.offer = lambda key: self.optimizers
         self.optimizers: Offer | None = None
         self.ended: list[object] = []
         self.rooms: list[torch.Tensor] = []
@@ -149,6 +156,49 @@ def test_a_state_is_taken_over_and_a_request_may_come_before_there_is_one(ends):
     assert taker.ended == [None]
     assert served == [True]
     assert all(torch.equal(x, y) for x, y in zip(giver.values, taker.values, strict=True))
+
+
+class Counted(list):
+    """Counts how many of its items are looked at."""
+
+    num_seen = 0
+
+    def __getitem__(self, index):
+        self.num_seen += 1
+        return super().__getitem__(index)
+
+    def __iter__(self):
+        for item in super().__iter__():
+            self.num_seen += 1
+            yield item
+
+
+@pytest.mark.parametrize("what", ["parameters", "optimizers"])
+def test_no_turn_of_a_donor_looks_at_more_than_a_few_chunks(ends, what):
+    """However large the model: it would be silent for as long, and be taken for dead."""
+    giver, _ = ends
+    giver.transfers.serve([], lambda: None)
+    if what == "parameters":
+        chunks = giver.state.all_chunks
+        looked_at = giver.transfers._chunks = Counted(chunks * 1000)
+        request = RequestState(1, 0)
+    else:
+        giver.keep(3)
+        optimizers = giver.optimizers
+        looked_at = Counted(optimizers.tensors * 6000)
+        giver.optimizers = Offer(optimizers.text, looked_at, optimizers.copy)
+        request = RequestTraining(1)
+    total = len(looked_at)
+    link = giver.links[1]
+    most, num_sent = 0, 0
+    giver.transfers.receive(link, request)
+    while num_sent < total:
+        giver.transfers.pump()
+        most, looked_at.num_seen = max(most, looked_at.num_seen), 0
+        assert link.queued_chunks <= SLOTS
+        num_sent += link.queued_chunks
+        link.queue.clear()
+    assert most <= SLOTS + 1
 
 
 def test_what_a_closed_link_swallows_does_not_count_as_served(ends):
@@ -287,7 +337,25 @@ def test_a_chunk_lands_in_its_turn_and_in_its_own_state_alone(ends):
     assert landing(link, frame_type, key) is not None
 
 
-def test_who_has_nothing_to_give_says_so(ends):
+def test_a_link_that_breaks_again_and_again_ends_what_begins_anew_each_time(ends):
+    """Chunks arrive, so that no time-out ends it, and it would never be whole."""
+    giver, taker = ends
+    giver.keep(*SIZES, text=TEXT)
+    taker.fetch_training(0)
+    num_breaks = 0
+    while not taker.ended:
+        deliver(giver, taker, at_most=4)
+        unlink(giver, taker)
+        linked(giver, taker)
+        num_breaks += 1
+        assert num_breaks <= MAX_BREAKS
+    assert num_breaks == MAX_BREAKS
+    (error,) = taker.ended
+    assert isinstance(error, TurnedAwayError)
+    assert "its link broke 5 times" in str(error)
+
+
+def test_who_has_nothing_to_give_says_so(ends, caplog):
     giver, taker = ends
     giver.transfers.serve([], lambda: None)
     giver.refusal = "it is poisoned"
@@ -299,13 +367,16 @@ def test_who_has_nothing_to_give_says_so(ends):
     assert giver.transfers.num_chunks_sent == 0
     giver.refusal = None
 
-    def broken() -> Offer:
+    def broken(key: object) -> Offer:
         raise ValueError("its state cannot be described")
 
     giver.transfers.offer = broken
-    taker.fetch_training(0)
-    deliver(giver, taker)
-    assert "described" in str(taker.ended[-1])
+    for _ in range(2):
+        taker.fetch_training(0)
+        deliver(giver, taker)
+        assert "described" in str(taker.ended[-1])
+    (said,) = [each.getMessage() for each in caplog.records if "described" in each.getMessage()]
+    assert said.startswith("worker 1 cannot join by this one's state")
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])

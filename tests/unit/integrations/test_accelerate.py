@@ -4,18 +4,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
-accelerate = pytest.importorskip("accelerate")
-safetensors = pytest.importorskip("safetensors.torch")
-
-from gossipdp import Checkpoints, GossipDataParallel  # noqa: E402
-from gossipdp.integrations.accelerate import (  # noqa: E402
-    gossip_data_parallel,
-    torch_optimizer,
-)
+from gossipdp import Checkpoints, GossipDataParallel
+from gossipdp.integrations.accelerate import gossip_data_parallel, torch_optimizer
 
 
 def reset() -> None:
@@ -85,12 +81,14 @@ def test_the_optimizer_within_all_shells_is_the_one_that_steps() -> None:
 @pytest.mark.parametrize("are_several", [False, True])
 def test_a_prepared_optimizer_is_refused_by_the_plain_wrapper(are_several: bool) -> None:
     reset()
+    before = set(threading.enumerate())
     accelerator = accelerate.Accelerator(cpu=True)
     net = nn.Linear(4, 2)
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"AcceleratedOptimizer .*gossip_data_parallel"):
         GossipDataParallel(net, [optimizer] if are_several else optimizer)
-    assert not [each for each in threading.enumerate() if each.name.startswith("gossip")]
+    new = set(threading.enumerate()) - before
+    assert not [each for each in new if each.name.startswith("gossip")]
 
 
 def test_the_data_of_a_seedable_sampler_go_on_where_they_were(tmp_path: Path) -> None:
@@ -154,7 +152,7 @@ def test_what_accelerate_saves_is_whole(tmp_path: Path) -> None:
         return {name: value.clone() for name, value in net.state_dict().items()}
 
     def saved(file: Path) -> dict[str, torch.Tensor]:
-        tensors = safetensors.load_file(file)
+        tensors = safetensors.torch.load_file(file)
         tensors.setdefault("head.weight", tensors.get("embedding.weight"))
         tensors.setdefault("embedding.weight", tensors["head.weight"])
         return tensors

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning
 import pytest
 import torch
 from torch import nn
 
-lightning = pytest.importorskip("lightning")
-
-from gossipdp import Checkpoints, Monitor  # noqa: E402
-from gossipdp.integrations.lightning import GossipStrategy  # noqa: E402
-from gossipdp.parallel.checkpoint import saved_by  # noqa: E402
-from gossipdp.parallel.checkpointer import Termination  # noqa: E402
+from gossipdp import Checkpoints, Monitor
+from gossipdp.integrations.lightning import GossipStrategy
+from gossipdp.parallel.checkpoint import saved_by
+from gossipdp.parallel.termination import Termination
 
 
 class Module(lightning.LightningModule):

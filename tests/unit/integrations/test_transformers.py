@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from gossipdp import ProgressLR
-
-transformers = pytest.importorskip("transformers")
-
-from gossipdp.integrations.transformers import GossipCallback  # noqa: E402
+from gossipdp.integrations.transformers import GossipCallback
 
 
 class Model(nn.Module):

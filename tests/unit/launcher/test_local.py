@@ -5,11 +5,11 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from run_processes import runs
+from run_processes import wait_until_gone
+from waiting import wait_until
 
 from gossipdp.launcher.local import (
     MAX_LINE_BYTES,
@@ -72,7 +72,6 @@ def test_a_worker_that_prints_without_pause_is_left_for_the_others() -> None:
         assert PIPE_BYTES <= target.tell() < 2 * PIPE_BYTES
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="sets the size of a pipe")
 def test_all_that_an_ended_worker_wrote_is_shown() -> None:
     read, write = os.pipe()
     lines = b"line\n" * (MAX_LINE_BYTES // 2)
@@ -142,11 +141,9 @@ def test_identical_errors_are_reported_once_and_the_rest_is_ended() -> None:
     code = (
         "import os, time\n"
         "if os.environ['RANK'] in '12': raise ValueError('no good')\n"
-        "time.sleep(60)"
+        "time.sleep(3600)"
     )
-    before = time.monotonic()
     _, supervisor, _ = supervise(code, 4)
-    assert time.monotonic() - before < 20
     report = describe(supervisor.failures)
     assert report.startswith("workers 1, 2 ended with exit code 1:\nTraceback")
     assert report.count("ValueError: no good") == 1
@@ -167,18 +164,18 @@ def test_a_signal_ends_all_workers_and_what_they_started(number: int, tmp_path: 
         "import os, signal, subprocess, time\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = subprocess.Popen(['sleep', '60'])\n"
+        "child = subprocess.Popen(['sleep', '3600'])\n"
         f"name = {str(tmp_path)!r} + '/' + os.environ['RANK']\n"
         "open(name + '.part', 'w').write(f'{os.getpid()} {child.pid}')\n"
         "os.rename(name + '.part', name)\n"
-        "time.sleep(60)\n"
+        "time.sleep(3600)\n"
     )
-    sent_at: list[float] = []
 
     def interrupt() -> None:
-        while len([path for path in tmp_path.iterdir() if not path.suffix]) < 2:
-            time.sleep(0.05)
-        sent_at.append(time.monotonic())
+        wait_until(
+            lambda: len([path for path in tmp_path.iterdir() if not path.suffix]) == 2,
+            "both workers ignore signals",
+        )
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
@@ -186,11 +183,10 @@ def test_a_signal_ends_all_workers_and_what_they_started(number: int, tmp_path: 
     status, supervisor, _ = supervise(code, 2)
     thread.join()
     assert status == number
-    assert time.monotonic() - sent_at[0] < 3
     assert supervisor.failures == []
     pids = [int(pid) for path in tmp_path.iterdir() for pid in path.read_text().split()]
     assert len(pids) == 4
-    assert not [pid for pid in pids if runs(pid)]
+    wait_until_gone(pids)
 
 
 @pytest.mark.processes
@@ -202,10 +198,10 @@ def test_what_a_dead_worker_left_behind_ends_with_it(tmp_path: Path) -> None:
         "from gossipdp.launcher.team import Report, send_report\n"
         "if os.environ.get('GOSSIPDP_RESTARTS') is None:\n"
         "    send_report(Report(begins=True))\n"
-        f"    open({str(path)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\n"
+        f"    open({str(path)!r}, 'w').write(str(subprocess.Popen(['sleep', '3600']).pid))\n"
         "    os._exit(1)\n"
         f"print(open({str(path)!r}).read())\n"
     )
     ended_by, supervisor, output = supervise(code, 1, max_restarts=1)
     assert (ended_by, supervisor.failures) == (None, [])
-    assert not runs(int(output.removeprefix("[0] ")))
+    wait_until_gone([int(output.removeprefix("[0] "))])

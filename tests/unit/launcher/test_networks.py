@@ -84,15 +84,13 @@ def test_a_silent_one_is_not_waited_for() -> None:
 def test_one_that_answers_by_drops_is_not_waited_for() -> None:
     def drip(connection: socket.socket) -> None:
         with suppress(OSError):
-            for byte in MAGIC + bytes([VERSION]) + (4000).to_bytes(2, "little") + bytes(200):
-                connection.sendall(bytes([byte]))
+            connection.sendall(MAGIC + bytes(VERSION) + (4000).to_bytes(2, "little"))
+            while True:  # until it is closed at the other end
+                connection.sendall(b"\0")
                 time.sleep(0.02)
 
-    with listening(drip) as address:
-        before = time.monotonic()
-        with pytest.raises(RendezvousError):
-            ask_run_id([address], timeout_s=0.2)
-        assert time.monotonic() - before < 2.0
+    with listening(drip) as address, pytest.raises(RendezvousError):
+        ask_run_id([address], timeout_s=0.2)
 
 
 def test_another_reason_to_refuse_is_passed_on() -> None:

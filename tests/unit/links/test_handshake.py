@@ -210,7 +210,7 @@ def test_reflection_is_refused() -> None:
     dialler, acceptor = pair()
     feed(acceptor, dialler.take_output())
     feed(dialler, acceptor.take_output())
-    own_proof = msgspec.msgpack.decode(dialler.take_output()[7:])[1]
+    own_proof = msgspec.msgpack.decode(dialler.take_output()[8:])[1]
     feed(dialler, _message([4, msgspec.to_builtins(identity(1)), own_proof]))
     assert dialler.refusal == Refusal("secret", "", "")
 
@@ -225,26 +225,30 @@ def test_a_proof_is_of_one_rank_in_one_direction() -> None:
     assert dialler._prove("dialler", 1) not in others
 
 
-def test_another_protocol_version_is_told_to_both() -> None:
+@pytest.mark.parametrize("place", [4, 5])
+def test_another_version_of_gossipdp_is_told_to_both(place: int) -> None:
+    other = [*VERSION]
+    other[place - 4] = 9
+    ours, theirs = (".".join(map(str, version)) for version in (VERSION, other))
     dialler, acceptor = pair()
     data = bytearray(dialler.take_output())
-    data[4] = 9
+    data[place] = 9
     feed(acceptor, bytes(data))
-    assert acceptor.refusal == Refusal("protocol_version", f"{VERSION}", "9")
+    assert acceptor.refusal == Refusal("gossipdp_version", ours, theirs)
     reply = bytearray(acceptor.take_output())
-    reply[4] = 9  # as an acceptor of version 9 would answer
+    reply[place] = 9  # as an acceptor of that version would answer
     feed(dialler, bytes(reply))
-    assert dialler.refusal == Refusal("protocol_version", "9", f"{VERSION}")
+    assert dialler.refusal == Refusal("gossipdp_version", theirs, ours)
 
 
 @pytest.mark.parametrize(
     "data",
     [
         b"GET / HTTP/1.1\r\n",
-        struct.pack("<4sBH", b"GDPH", VERSION, 0),
-        struct.pack("<4sBH", b"GDPH", VERSION, MAX_MESSAGE_BYTES + 1),
-        struct.pack("<4sBH", b"GDPH", VERSION, 3) + b"\xff\xff\xff",
-        struct.pack("<4sBH", b"GDPH", VERSION, 4) + msgspec.msgpack.encode([1, 2, 3]),
+        struct.pack("<4sBBH", b"GDPH", *VERSION, 0),
+        struct.pack("<4sBBH", b"GDPH", *VERSION, MAX_MESSAGE_BYTES + 1),
+        struct.pack("<4sBBH", b"GDPH", *VERSION, 3) + b"\xff\xff\xff",
+        struct.pack("<4sBBH", b"GDPH", *VERSION, 4) + msgspec.msgpack.encode([1, 2, 3]),
     ],
 )
 def test_garbage_is_one_error(data: bytes) -> None:
@@ -294,4 +298,4 @@ def test_a_hello_keeps_to_the_bounds_of_membership(field: str, good: int, bad: i
 
 def _message(content: list[object]) -> bytes:
     body = msgspec.msgpack.encode(content)
-    return struct.pack("<4sBH", b"GDPH", VERSION, len(body)) + body
+    return struct.pack("<4sBBH", b"GDPH", *VERSION, len(body)) + body

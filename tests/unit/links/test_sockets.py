@@ -8,11 +8,11 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from waiting import LONGEST_S
 
 from gossipdp.links import sockets
 from gossipdp.links.sockets import listen
@@ -85,12 +85,12 @@ def test_a_fork_waits_for_a_descriptor_on_its_way(world: Any) -> None:
     def open_slowly() -> None:
         with sockets.descriptors_guard:
             opened.set()
-            go_on.wait(10)
+            go_on.wait(LONGEST_S)
             order.append("listed")
 
     thread = threading.Thread(target=open_slowly)
     thread.start()
-    opened.wait(10)
+    opened.wait(LONGEST_S)
     timer = threading.Timer(0.05, go_on.set)
     timer.start()
     child = os.fork()
@@ -154,7 +154,7 @@ VICTIM = """
 FORKED = """
     if os.fork() == 0:
         print(os.getpid(), flush=True)  # the child itself: by then it has closed its copies
-        time.sleep(60)
+        time.sleep(3600)
         os._exit(0)
 """
 
@@ -166,7 +166,7 @@ LOADER = """
         def __len__(self): return 100
         def __getitem__(self, index):
             if index > 4:
-                time.sleep(60)
+                time.sleep(3600)
             return torch.tensor(os.getpid())
 
     batches = iter(DataLoader(Slow(), batch_size=1, num_workers=2))
@@ -185,18 +185,16 @@ def test_a_kill_is_seen_although_children_live_on(world: Any, forks: str) -> Non
     children: list[int] = []
     assert victim.stdout is not None
     try:
-        world.until(lambda: node.handler.links, timeout_s=60)
+        world.until(lambda: node.handler.links)
         waiting = select.poll()
         waiting.register(victim.stdout, select.POLLIN)
-        world.until(lambda: waiting.poll(0), timeout_s=60)
+        world.until(lambda: waiting.poll(0))
         children = [int(text) for text in victim.stdout.readline().split()]
         assert children
         for child in children:
             os.kill(child, signal.SIGSTOP)  # so that none can end by noticing its parent's end
         victim.kill()
-        killed_s = time.monotonic()
         world.until(lambda: node.handler.of("link_down"))
-        assert time.monotonic() - killed_s < 1.0
         for child in children:
             os.kill(child, 0)  # it lives
     finally:

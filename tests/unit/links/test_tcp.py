@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+import gossipdp
 from gossipdp.errors import RendezvousError
-from gossipdp.links import sockets
+from gossipdp.links import sockets, tcp
 from gossipdp.links.frames import ChunkKey, FrameType, pack_header, run_tag
+from gossipdp.links.handshake import Handshake, Identity
 from gossipdp.links.sockets import PlainStream, listen
 from gossipdp.links.tcp import TcpTransport
 
@@ -459,6 +461,17 @@ def test_no_descriptor_for_a_guest(world: Any, monkeypatch: pytest.MonkeyPatch) 
     world.until(lambda: node.handler.links)
 
 
+def test_what_waits_for_a_peer_is_bounded_however_small_it_is(world: Any) -> None:
+    """A frame of one byte takes hundreds here."""
+    first, second = world.tcp(0), world.tcp(1)
+    there, _ = world.join(first, second)
+    for _ in itertools.takewhile(lambda _: not there.closed, range(80_000)):
+        there.send_control(b"x")
+    assert there.closed
+    world.until(lambda: first.handler.of("link_down"))
+    assert "unread" in first.handler.of("link_down")[0][1]
+
+
 def test_a_peer_that_breaks_the_frame_protocol_loses_its_link(world: Any) -> None:
     first, second = world.tcp(0), world.tcp(1)
     there, _ = world.join(first, second)
@@ -662,3 +675,37 @@ def test_logger_name(world: Any, caplog: pytest.LogCaptureFixture) -> None:
         node = world.tcp(0)
         node.transport.dial(1, "nowhere", 1)
     assert {record.name for record in caplog.records} == {"gossipdp"}
+
+
+@pytest.mark.parametrize("transport", ["tcp", "tls"])
+@pytest.mark.parametrize("dials", ["the older", "the newer"])
+def test_workers_of_two_minor_versions_refuse_each_other_and_say_what_to_do(
+    world: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    transport: str,
+    dials: str,
+) -> None:
+    class Newer(Handshake):
+        version = (7, 3)
+
+    def of_version(identity: Identity, *args: Any, **options: Any) -> Handshake:
+        return (Newer if identity.rank == 1 else Handshake)(identity, *args, **options)
+
+    monkeypatch.setattr(tcp, "Handshake", of_version)
+    older, newer = getattr(world, transport)(0), getattr(world, transport)(1)
+    dialler, acceptor = (older, newer) if dials == "the older" else (newer, older)
+    dialler.dial(acceptor)
+    world.until(lambda: dialler.handler.of("refused"))
+    world.settle()
+    assert not older.handler.links
+    assert not newer.handler.links
+    ((peer, refusal),) = dialler.handler.of("refused")
+    here = ".".join(gossipdp.__version__.split(".")[:2])
+    versions = {older: here, newer: "7.3"}
+    assert peer == acceptor.rank
+    assert str(refusal) == (
+        f"the other worker runs gossipdp {versions[acceptor]}, and this one {versions[dialler]}; "
+        "install the same version for all workers of a run"
+    )
+    assert str(refusal) in caplog.text

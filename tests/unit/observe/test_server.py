@@ -5,10 +5,10 @@ import logging
 import os
 import select
 import socket
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from waiting import LONGEST_S, wait_until
 
 from gossipdp.errors import RendezvousError
 from gossipdp.observe import server as status_server
@@ -37,7 +37,7 @@ def serve() -> Iterator[Serve]:
 def get(
     server: StatusServer, path: str = "/status", method: str = "GET"
 ) -> tuple[http.client.HTTPResponse, bytes]:
-    connection = http.client.HTTPConnection(*server.address, timeout=10)
+    connection = http.client.HTTPConnection(*server.address, timeout=LONGEST_S)
     try:
         connection.request(method, path)
         response = connection.getresponse()
@@ -48,7 +48,7 @@ def get(
 
 def say(server: StatusServer, data: bytes) -> bytes:
     """What comes back, to the end of the connection."""
-    with socket.create_connection(server.address, timeout=10) as connection:
+    with socket.create_connection(server.address, timeout=LONGEST_S) as connection:
         connection.sendall(data)
         answer = b""
         while more := connection.recv(4096):
@@ -106,11 +106,11 @@ def test_requests_good_and_bad(serve: Serve, request_: bytes, status: bytes) -> 
 
 def test_a_request_in_pieces_and_one_cut_off(serve: Serve) -> None:
     server = serve()
-    with socket.create_connection(server.address, timeout=10) as connection:
+    with socket.create_connection(server.address, timeout=LONGEST_S) as connection:
         for piece in (b"GET /sta", b"tus HTTP/1.1\r\n", b"\r\n"):
             connection.sendall(piece)
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK\r\n")
-    with socket.create_connection(server.address, timeout=10) as connection:
+    with socket.create_connection(server.address, timeout=LONGEST_S) as connection:
         connection.sendall(b"GET /status")
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
@@ -118,7 +118,7 @@ def test_a_request_in_pieces_and_one_cut_off(serve: Serve) -> None:
 
 def test_a_request_without_end_is_refused(serve: Serve) -> None:
     server = serve()
-    with socket.create_connection(server.address, timeout=10) as connection:
+    with socket.create_connection(server.address, timeout=LONGEST_S) as connection:
         try:
             for _ in range(100):
                 connection.sendall(b"x" * 1024)
@@ -137,7 +137,7 @@ def test_who_says_nothing_is_dropped_in_time(serve: Serve, monkeypatch: pytest.M
 def test_of_too_many_the_oldest_goes(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_server, "MAX_CONNECTIONS", 2)
     server = serve()
-    silent = [socket.create_connection(server.address, timeout=10) for _ in range(2)]
+    silent = [socket.create_connection(server.address, timeout=LONGEST_S) for _ in range(2)]
     assert get(server)[0].status == 200
     assert silent[0].recv(1) == b""
     assert not select.select([silent[1]], [], [], 0)[0]
@@ -181,7 +181,7 @@ def test_a_failure_of_the_thread_ends_it_with_a_warning(
     with caplog.at_level(logging.WARNING, "gossipdp"):
         server.serve({})
         assert server._thread is not None
-        server._thread.join(10)
+        server._thread.join(LONGEST_S)
     assert "shows nothing any more" in caplog.text
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(server.address, timeout=1)
@@ -212,7 +212,7 @@ class HeldUp:
 
     def send(self, data: bytes) -> int:
         assert self._server._thread is not None
-        with socket.create_connection(self._server.address, timeout=10):  # wakes the thread
+        with socket.create_connection(self._server.address, timeout=LONGEST_S):  # wakes the thread
             self._server._thread.join(0.1)
         return self._waker.send(data)
 
@@ -228,11 +228,9 @@ def test_the_thread_may_see_its_end_before_it_is_woken(
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_keeps_nothing_of_it(serve: Serve) -> None:
     server = serve()
-    with socket.create_connection(server.address, timeout=10) as connection:
+    with socket.create_connection(server.address, timeout=LONGEST_S) as connection:
         connection.sendall(b"GET /sta")
-        deadline_s = time.monotonic() + 10
-        while not server._connections and time.monotonic() < deadline_s:
-            time.sleep(0.001)
+        wait_until(lambda: server._connections, "the server holds the connection")
         held = [
             each.fileno()
             for each in (

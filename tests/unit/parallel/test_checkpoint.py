@@ -304,11 +304,6 @@ def test_auto_starts_afresh_where_there_is_nothing_and_never_mixes_two_runs(run,
     second, _, _ = run(tmp_path / "b", resume=tmp_path)
     assert second[0][0] == 5
     assert [saved.facts.step for saved in saved_by(tmp_path / "b", 0)] == [20, 16, 12]
-    net = nn.Linear(2, 2)
-    model = GossipDataParallel(net, torch.optim.SGD(net.parameters(), 0.1))
-    with pytest.raises(ValueError, match="there is no directory: wrap with checkpoints="):
-        model.save_checkpoint()
-    model.close()
 
 
 def damage(path: Path, how: str) -> None:
@@ -394,16 +389,74 @@ def test_poisoned_buffers_are_neither_saved_nor_averaged(tmp_path):
     assert saved_by(tmp_path, 0) == []
 
 
-def test_a_state_that_cannot_be_saved_is_one_clear_error(run, tmp_path):
+class PackedTensor(torch.Tensor):
+    """Stands for the states of optimizers that hold codes of 8 bits in a class of their own."""
+
+
+class PackedSGD(torch.optim.Optimizer):
+    """Keeps such a state from its first step on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad)
+            self.state[parameter]["codes"] = torch.zeros(2).as_subclass(PackedTensor)
+
+
+def test_a_state_that_cannot_be_saved_is_said_at_wrapping(wrap, tmp_path):
+    net = nn.Linear(3, 2)
+    net.register_buffer("phases", torch.ones(2, dtype=torch.complex128))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    message = r"the module\['phases'\] is a tensor of torch.complex128, .*: .*persistent=False"
+    with pytest.raises(ValueError, match=message):
+        wrap(net, optimizer, checkpoints=Checkpoints(tmp_path))
+    wrap(net, optimizer).close()  # which needs no file
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     optimizer.param_groups[0]["rule"] = test_poison_is_not_saved
-    model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(tmp_path))
-    with pytest.raises(
-        ValueError, match=r"\['param_groups'\]\[0\]\['rule'\] is a builtins.function"
-    ):
-        model.save_checkpoint()
-    model.close()
+    message = r"the SGD\['param_groups'\]\[0\]\['rule'\] is a builtins.function"
+    with pytest.raises(ValueError, match=message):
+        wrap(net, optimizer, checkpoints=Checkpoints(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_second", [False, True])
+def test_a_state_that_an_optimizer_makes_and_cannot_be_saved_is_said_after_its_first_step(
+    wrap, tmp_path, is_second
+):
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    plain = torch.optim.SGD(net[0].parameters(), 0.1)
+    packed = PackedSGD(net[1].parameters(), {})
+    optimizers = [plain, packed] if is_second else [packed, plain]
+    model = wrap(net, optimizers, checkpoints=Checkpoints(tmp_path, every_steps=100))
+    model(torch.ones(1, 3)).sum().backward()
+    plain.step()
+    message = r"of the PackedSGD\['state'\]\[0\]\['codes'\] is a PackedTensor; .*: use an optim"
+    with pytest.raises(ValueError, match=message):
+        packed.step()
+
+
+def test_without_checkpoints_a_state_that_no_joiner_can_take_is_a_warning(wrap, caplog):
+    net = nn.Linear(3, 2)
+    optimizer = PackedSGD(net.parameters(), {})
+    model = wrap(net, optimizer)
+    model._engine.world_size = 2
+    for _ in range(3):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    message = "cannot take over this one's optimizer, since the state of the PackedSGD['state'][0]"
+    assert caplog.text.count(message) == 1
+    model._engine.world_size = 1
+
+
+def test_another_object_whose_state_cannot_be_saved_is_said_where_it_is_named(wrap, tmp_path):
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    schedule.shape = test_poison_is_not_saved
+    model = wrap(net, optimizer, checkpoints=Checkpoints(tmp_path))
+    with pytest.raises(ValueError, match=r"'schedule'\['shape'\] is a builtins.function"):
+        model.also_checkpoint(schedule=schedule)
 
 
 @pytest.mark.parametrize("stop_after", [3, 7])

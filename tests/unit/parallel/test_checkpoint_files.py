@@ -1,6 +1,7 @@
 """Files are whole or absent, whatever fails in the middle of writing one."""
 
 import errno
+import fcntl
 import io
 import logging
 import os
@@ -8,6 +9,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import safetensors.torch
@@ -20,6 +22,7 @@ from gossipdp.parallel.checkpoint_files import (
     DamagedFileError,
     GivenUpError,
     read_tensors,
+    remove_unfinished,
     write_tensors,
     written_whole,
 )
@@ -71,15 +74,71 @@ def test_every_byte_is_under_the_checksum_or_refused(tmp_path: Path) -> None:
         assert same(tensors["a"], torch.arange(4.0))
 
 
-def test_the_temporary_file_is_a_new_one(tmp_path: Path) -> None:
-    """A link that waits under its name is not followed."""
-    path, victim = tmp_path / "file", tmp_path / "victim"
-    victim.write_bytes(b"of somebody else")
-    (tmp_path / f".file.{os.getpid()}.unfinished").symlink_to(victim)
-    with written_whole(path) as file:
+def test_two_writers_of_one_path_do_not_meet(tmp_path: Path) -> None:
+    """As two containers do, whose processes have the same number, and share a directory."""
+    path = tmp_path / "model.pt"
+    with written_whole(path) as one:
+        one.write(b"one")
+        with written_whole(path) as other:
+            other.write(b"the other")
+        assert path.read_bytes() == b"the other"
+        one.write(b", and more")
+    assert path.read_bytes() == b"one, and more"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_has_the_permissions_that_others_have(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    with written_whole(tmp_path / "file"):
+        pass
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_what_is_being_written_is_not_taken_for_what_a_killed_writer_left(tmp_path: Path) -> None:
+    left = tmp_path / ".file.77.unfinished"
+    left.write_bytes(b"half")
+    with written_whole(tmp_path / "file") as file:
+        file.write(b"con")
+        remove_unfinished(tmp_path)
+        assert not left.exists()
+        file.write(b"tent")
+    remove_unfinished(tmp_path)
+    assert (tmp_path / "file").read_bytes() == b"content"
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, num_locks = fcntl.flock, 0
+
+    def flock(file: IO[bytes], how: int) -> None:
+        nonlocal num_locks
+        num_locks += 1
+        if num_locks == 1:  # another worker's process looks for leftovers right now
+            remove_unfinished(tmp_path)
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with written_whole(tmp_path / "file") as file:
         file.write(b"content")
-    assert path.read_bytes() == b"content"
-    assert victim.read_bytes() == b"of somebody else"
+    assert (tmp_path / "file").read_bytes() == b"content"
+    assert num_locks == 3, "it was removed, and a second was made"
+
+
+def test_without_locks_files_are_written_and_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    left = tmp_path / ".file.77.unfinished"
+    left.write_bytes(b"perhaps of a live writer")
+    remove_unfinished(tmp_path)
+    with written_whole(tmp_path / "file") as file:
+        file.write(b"content")
+    assert (tmp_path / "file").read_bytes() == b"content"
+    assert left.exists()
 
 
 def full(*_: object, **__: object) -> None:
@@ -169,6 +228,50 @@ def step(model: GossipDataParallel, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     model._checkpointer.take_last()
     model._checkpointer._wait_for_writer()  # for the report on it, which comes a step later else
+
+
+def test_the_old_checkpoint_goes_when_the_new_one_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(tmp_path, 1, keep=1))
+    step(model, optimizer)
+    events = []
+    for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "unlink")):
+        real = getattr(owner, name)
+
+        def noted(
+            what: int | Path, *rest: object, name: str = name, real: Any = real, **named: object
+        ) -> object:
+            path = Path(os.readlink(f"/proc/self/fd/{what}")) if isinstance(what, int) else what
+            events.append((name, "directory" if path.is_dir() else path.name[:14]))
+            return real(what, *rest, **named)
+
+        monkeypatch.setattr(owner, name, noted)
+    step(model, optimizer)
+    model.close()
+    assert events == [
+        ("fsync", ".step-00000002"),
+        ("replace", ".step-00000002"),
+        ("fsync", "directory"),
+        ("unlink", "step-00000001."),
+    ]
+
+
+@pytest.mark.parametrize("where", FAULTS)
+def test_the_only_checkpoint_stays_where_the_next_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(tmp_path, 1, keep=1))
+    step(model, optimizer)
+    with monkeypatch.context() as patch:
+        FAULTS[where](patch)
+        step(model, optimizer)
+    assert [saved.facts.step for saved in saved_by(tmp_path, 0)] == [1]
+    model.close()
 
 
 @pytest.mark.parametrize("where", FAULTS)

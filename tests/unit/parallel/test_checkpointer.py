@@ -1,14 +1,8 @@
 """When checkpoints are taken: between two steps, and never at the price of training."""
 
-import gc
-import os
-import signal
 import subprocess
 import sys
 import threading
-import time
-import warnings
-from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,8 +15,8 @@ from torch import nn
 from gossipdp import Checkpoints, GossipDataParallel
 from gossipdp.dynamics.chunks import State
 from gossipdp.parallel.checkpoint import saved_by
-from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer, Termination, Write
-from gossipdp.parallel.feed import DataPosition
+from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer
+from gossipdp.parallel.data_position import DataPosition
 from gossipdp.parallel.options import Options
 
 
@@ -215,8 +209,6 @@ def test_names_are_taken_once_and_what_is_new_begins_anew(tmp_path, caplog):
     model, optimizer = make(None)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model.also_checkpoint(schedule=schedule)
-    with pytest.raises(ValueError, match="'schedule' is saved with the checkpoints already"):
-        model.also_checkpoint(schedule=schedule)
     model.save_checkpoint()
     model.close()
     model, optimizer = make("auto")
@@ -226,177 +218,6 @@ def test_names_are_taken_once_and_what_is_new_begins_anew(tmp_path, caplog):
     with pytest.raises(ValueError, match="before its first step"):
         model.also_checkpoint(other=schedule)
     model.close()
-
-
-@pytest.fixture
-def terminable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A model with checkpoints, in a process whose SIGTERM is as it comes."""
-    monkeypatch.setattr(Termination, "LONGEST_WAIT_S", 60.0)
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(tmp_path))
-    yield model, optimizer
-    model.close()
-    signal.signal(signal.SIGTERM, before)
-    gc.unfreeze()
-
-
-def test_sigterm_saves_between_two_steps_and_ends_the_worker(terminable, tmp_path):
-    model, optimizer = terminable
-    step(model, optimizer)
-    optimizer.zero_grad()
-    loss = model(torch.ones(1, 3)).sum()
-    for _ in range(2):  # one of each who ends the run
-        os.kill(os.getpid(), signal.SIGTERM)  # in the middle of the second step
-    loss.backward()
-    optimizer.step()
-    with pytest.raises(SystemExit) as ended:
-        step(model, optimizer)
-    assert ended.value.code == 128 + signal.SIGTERM
-    assert steps_saved(tmp_path) == [2]
-    assert gc.get_freeze_count() > 0, "the interpreter's end would take most of a second"
-
-
-def test_sigterm_in_the_middle_of_an_accumulation_saves_at_its_end(terminable, tmp_path):
-    model, optimizer = terminable
-    step(model, optimizer)
-    optimizer.zero_grad()
-    for batch in range(3):
-        model(torch.ones(1, 3)).sum().backward()
-        if batch == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-    optimizer.step()
-    with pytest.raises(SystemExit):
-        model(torch.ones(1, 3))
-    assert steps_saved(tmp_path) == [2]
-
-
-def test_sigterm_while_the_next_batch_is_loaded_saves_after_that_batch(terminable, tmp_path):
-    model, optimizer = terminable
-    model._feed.budget_samples = 100
-
-    class Loader:
-        def __iter__(self):
-            for index in range(5):
-                if index == 1:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                yield torch.ones(1, 3)
-
-    def train() -> None:
-        for batch in model.batches(Loader()):
-            optimizer.zero_grad()
-            model(batch).sum().backward()
-            optimizer.step()
-
-    with pytest.raises(SystemExit):
-        train()
-    assert steps_saved(tmp_path) == [2]
-
-
-def test_sigterm_after_the_last_batch_saves_before_the_consolidation(terminable, tmp_path):
-    model, optimizer = terminable
-    model._feed.budget_samples = 2
-    for batch in model.batches([torch.ones(1, 3)]):
-        optimizer.zero_grad()
-        model(batch).sum().backward()
-        optimizer.step()
-    os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(SystemExit):
-        model.consolidate()
-    assert steps_saved(tmp_path) == [2]
-
-
-def test_a_last_checkpoint_takes_what_it_takes(
-    terminable, tmp_path, monkeypatch: pytest.MonkeyPatch
-):
-    model, optimizer = terminable
-    step(model, optimizer)
-    begin = model._checkpointer._writer.begin
-
-    def slowly(write: Write) -> Future[Path]:
-        last._send_again()  # LONGEST_WAIT_S is over
-        return begin(write)
-
-    last = model._checkpointer._termination
-    monkeypatch.setattr(model._checkpointer._writer, "begin", slowly)
-    os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(SystemExit):
-        step(model, optimizer)
-    assert steps_saved(tmp_path) == [1]
-
-
-def test_a_last_checkpoint_that_cannot_be_made_ends_the_worker_too(
-    terminable, caplog: pytest.LogCaptureFixture
-):
-    model, optimizer = terminable
-
-    class Unsaved:
-        def state_dict(self) -> dict[str, object]:
-            return {"value": object()}
-
-    model.also_checkpoint(unsaved=Unsaved())
-    step(model, optimizer)
-    os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(SystemExit):
-        step(model, optimizer)
-    assert "SIGTERM; nothing saved: " in caplog.text
-
-
-def test_a_loop_that_does_not_get_there_is_ended_all_the_same(
-    terminable, tmp_path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(Termination, "LONGEST_WAIT_S", 0.05)
-    model, optimizer = terminable
-    step(model, optimizer)
-    os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(SystemExit):
-        threading.Event().wait(20)
-    assert not saved_by(tmp_path, 0)
-
-
-def test_a_signal_that_comes_after_another_process_s_breaks_into_no_save(terminable):
-    """As with shards, which end together though only one of them was asked yet."""
-    model, _ = terminable
-    termination = model._checkpointer._termination
-    termination.begin()
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert termination._again is None
-
-
-def test_a_forked_child_ends_by_sigterm_at_once(terminable):
-    """A loader's process is ended so, and waited for."""
-    ready, tell = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that this process has threads
-        child = os.fork()
-    if child == 0:
-        os.write(tell, b"x")
-        time.sleep(20)
-        os._exit(0)
-    os.read(ready, 1)
-    os.kill(child, signal.SIGTERM)
-    _, status = os.waitpid(child, 0)
-    os.close(ready)
-    os.close(tell)
-    assert os.WIFSIGNALED(status)
-    assert os.WTERMSIG(status) == signal.SIGTERM
-
-
-def test_a_handler_of_the_user_s_stays(tmp_path: Path):
-    heard: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-    try:
-        net = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        model = GossipDataParallel(net, optimizer, checkpoints=Checkpoints(tmp_path))
-        os.kill(os.getpid(), signal.SIGTERM)
-        step(model, optimizer)
-        step(model, optimizer)
-        model.close()
-        assert heard == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture

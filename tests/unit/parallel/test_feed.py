@@ -98,10 +98,7 @@ def test_the_first_tensor_tells_the_samples(
     assert (model.stats().samples, model.stats().gradient_steps) == (samples, 1)
 
 
-def test_a_batch_that_cannot_be_counted_is_an_error(wrap: Wrap) -> None:
-    model, _, _ = wrap(budget_samples=5)
-    with pytest.raises(ValueError, match=r"type str holds no tensor .* samples_per_step="):
-        next(model.batches(["abc"]))
+def test_a_batch_that_cannot_be_counted_may_be_of_a_given_size(wrap: Wrap) -> None:
     given, net, optimizer = wrap(budget_samples=6, samples_per_step=3)
     for _ in given.batches(["abc"]):
         step(net, optimizer, torch.ones(1, 2))
@@ -191,17 +188,11 @@ class Endless(IterableDataset[Tensor]):
             yield torch.ones(2)
 
 
-def test_how_long_an_epoch_is_must_be_known(wrap: Wrap) -> None:
+def test_how_long_an_epoch_is_may_be_given(wrap: Wrap) -> None:
     model, _, optimizer = wrap()
-    for loader in ([torch.ones(4, 2)], DataLoader(Endless(), batch_size=4)):
-        with pytest.raises(ValueError, match=r"give epochs\(\.\.\., samples=\)"):
-            model.epochs(loader, 2)
-    with pytest.raises(ValueError, match="num_epochs is 0"):
-        model.epochs([torch.ones(4, 2)], 0, samples=8)
+    with pytest.raises(ValueError, match=r"give epochs\(\.\.\., samples=\)"):
+        model.epochs(DataLoader(Endless(), batch_size=4), 2)
     for _, batches in model.epochs(DataLoader(Endless(), batch_size=4), 2, samples=8):
         for inputs in batches:
             step(model, optimizer, inputs)
     assert model.stats().samples == 16
-    budgeted, _, _ = wrap(budget_samples=4)
-    with pytest.raises(ValueError, match="wrap without budget_samples="):
-        budgeted.epochs([torch.ones(4, 2)], 1, samples=4)

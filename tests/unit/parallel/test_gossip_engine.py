@@ -1,6 +1,5 @@
-"""The main thread's end of the gossip: its pace, what it copies, drops and counts."""
+"""The pace of ``pace="strict"``, what a worker of several lives has trained, and its state."""
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from random import Random
@@ -8,15 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from reference import MomentumState
-from torch import nn
+from torch import Tensor, nn
 
-from gossipdp import GossipDataParallel, SupersededError
-from gossipdp.dynamics.chunks import Chunk
+from gossipdp import GossipDataParallel
+from gossipdp.dynamics.chunks import State
 from gossipdp.dynamics.phase import Phase
+from gossipdp.errors import SupersededError
 from gossipdp.parallel import gossip_engine
 from gossipdp.parallel.checkpoint import Counts
 from gossipdp.parallel.gossip_engine import MAX_LAG, GossipEngine, is_rate_low
+from gossipdp.protocol.members import Progress, ProgressEntry
 from gossipdp.protocol.messages import Accept, ExchangeId, Propose
 from gossipdp.protocol.neighbours import make_policy
 from gossipdp.protocol.pairing import Exchanging, Pairing
@@ -106,32 +106,121 @@ def test_a_low_rate_is_told_from_a_backlog(
     assert is_rate_low(num_steps, num_due, num_served) is is_low
 
 
-def momentum_and_pending(model: GossipDataParallel, theta: float) -> list[Chunk]:
-    """Give a worker alone, which has none, momentum of an exchange at phase 0; it is at theta."""
-    engine = model._engine
-    engine._theta = lambda: theta
-    for segment in engine._state.segments:
-        segment.c = torch.zeros_like(segment.pending)
-        for chunk, part in segment.split(segment.c):
-            chunk.c = part
-            chunk.exchange(0.0, 1.0 + chunk.x, chunk.x.clone(), 1.5)
-    return engine._state.chunks
-
-
-def test_a_checkpoint_is_of_one_phase(wrap: Callable[..., GossipDataParallel]) -> None:
-    """Chunks that boundaries flowed to different phases: each is saved as it is at the present."""
+def test_an_exchange_counts_for_both_of_its_ends(wrap: Callable[..., GossipDataParallel]) -> None:
     net = nn.Linear(2, 3)
     model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
-    x = {name: value.double() for name, value in copy.deepcopy(net).state_dict().items()}
-    chunks = momentum_and_pending(model, theta=1.0)
-    chunks[0].flow(0.25)
-    tensors = model._engine.capture().tensors
-    for name, start in x.items():
-        state = MomentumState(start, torch.zeros_like(start))
-        state = state.exchange(torch.ones_like(start), 1.5).flow(1.0, 1.0)
-        found = tensors[f"model/{name}"].double() + tensors[f"pending/{name}"].double()
-        torch.testing.assert_close(found, state.x, rtol=0.0, atol=1e-6)
-        torch.testing.assert_close(tensors[f"c/{name}"].double(), state.c, rtol=0.0, atol=1e-6)
+    engine = model._engine
+    published = dataclasses.replace(engine._loop.published, exchanges_initiated=3)
+    engine._loop = SimpleNamespace(
+        published=published, transfers=engine._loop.transfers, close=engine._loop.close
+    )
+    engine._gradient_steps = 4
+    assert engine.stats().achieved_comm_rate == 1.5
+
+
+# What a worker of several lives has trained.
+
+OTHERS = (ProgressEntry(1, 50, samples=80, steps=8), ProgressEntry(2, 60, samples=7, steps=1))
+
+
+class Counting(GossipEngine):
+    """As much of a worker as counts, in the life that ``arrive`` gives it."""
+
+    def __init__(self) -> None:
+        self._replica = SimpleNamespace(is_sharded=False)
+        self._arrival = SimpleNamespace(
+            world_size=3, incarnation=0, run_id="", settings=SimpleNamespace(graph="ring 1")
+        )
+        self._gradient_steps = self._samples = 0
+
+    def arrive(self, progress: Progress, rank: int, before: Counts) -> None:
+        """Join under a rank that had counted so much before."""
+        arrival = self._arrival
+        arrival.rank, arrival.before, self._heard = rank, before, progress
+        arrival.protocol = SimpleNamespace(progress=progress)
+        arrival.loop = SimpleNamespace(published=SimpleNamespace(others_samples=0))
+        arrival.thread = SimpleNamespace()
+
+    def train(self, samples: int) -> None:
+        """Count one step, as a boundary and the gossip thread after it do."""
+        self._gradient_steps += 1
+        self._samples += samples
+        self._heard.add(samples)
+        self._loop.published.others_samples = self._heard.others_samples
+
+
+def test_a_second_life_counts_what_the_first_trained_once() -> None:
+    progress = Progress(0, 12)
+    progress.merge_all([ProgressEntry(0, 11, samples=50, steps=5), *OTHERS])
+    worker = Counting()
+    worker.arrive(progress, 0, Counts(step=7, steps=5, samples=50))
+    worker._has_arrived()
+    for samples in (10, 10, 4):
+        worker.train(samples)
+    assert worker.total_samples() == 50 + 80 + 7 + 24 == progress.total_samples
+    assert worker.counts() == Counts(step=10, steps=8, samples=74)
+    assert progress.by_rank() == {0: (74, 8), 1: (80, 8), 2: (7, 1)}
+
+
+def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once() -> None:
+    worker, before = Counting(), Progress(3, 11)
+    before.merge_all(OTHERS)
+    worker.arrive(before, 3, Counts())
+    worker._has_arrived()
+    for samples in (10, 20):
+        worker.train(samples)
+
+    def come_anew(_: SupersededError) -> None:
+        after = Progress(4, 12)
+        after.merge_all(before.news()[0])
+        worker.arrive(after, 4, Counts())
+
+    worker._arrival.come_anew = come_anew
+    worker._come_anew(SupersededError("another process has rank 3"))
+    worker.train(5)
+    assert worker.rank == 4
+    assert worker.total_samples() == 80 + 7 + 30 + 5 == worker._heard.total_samples
+    assert worker.counts() == Counts(step=1, steps=1, samples=5)
+    assert worker._heard.by_rank() == {1: (80, 8), 2: (7, 1), 3: (30, 2), 4: (5, 1)}
+
+
+# What is captured and loaded.
+
+
+def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each was flowed to another phase before; z, which the flow leaves alone, is as it was."""
+    monkeypatch.setattr("gossipdp.parallel.flat_parameters.chunk_bytes_for", lambda _: 1 << 12)
+    monkeypatch.setattr(State, "drop_momentum", lambda _: None)  # as one worker alone does
+    net = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    engine = wrap(net, optimizer, method="a2cid2", graph="ring")._engine
+    chunks = engine._state.averaged_chunks
+    assert len(chunks) >= 3
+    theta, generator = 1.25, torch.Generator().manual_seed(0)
+    expected: dict[str, list[Tensor]] = {"model": [], "pending": [], "c": []}
+    z = []
+    for index, chunk in enumerate(chunks):
+        chunk.theta = chunk.theta_c = 0.3 * index
+        for part in (chunk.x, chunk.pending, chunk.c):
+            part.copy_(torch.randn(part.shape, generator=generator))
+        chunk.has_pending = True
+        x, pending, c = (each.double() for each in (chunk.x, chunk.pending, chunk.c))
+        left = torch.tensor(-2.0 * (theta - chunk.theta), dtype=torch.float64).exp()
+        expected["model"].append(x)
+        expected["pending"].append(pending + 0.5 * (1.0 - left) * c)
+        expected["c"].append(left * c)
+        z.append(x + pending + 0.5 * c)
+    monkeypatch.setattr(engine, "_theta", lambda: theta)
+    captured = engine.capture().tensors
+
+    def flat(kind: str) -> Tensor:
+        names = ("weight", "bias")
+        return torch.cat([captured[f"{kind}/{name}"].double().flatten() for name in names])
+
+    for kind, values in expected.items():
+        torch.testing.assert_close(flat(kind), torch.cat(values), rtol=0.0, atol=1e-6)
+    z_saved = flat("model") + flat("pending") + 0.5 * flat("c")
+    torch.testing.assert_close(z_saved, torch.cat(z), rtol=0.0, atol=1e-6)
 
 
 def test_what_an_exchange_brings_until_it_is_stopped_is_dropped_by_a_load(
@@ -152,36 +241,3 @@ def test_what_an_exchange_brings_until_it_is_stopped_is_dropped_by_a_load(
     loaded = {name: torch.full_like(value, 3.0) for name, value in net.state_dict().items()}
     model.load_state_dict(loaded)
     assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
-
-
-def test_who_takes_another_rank_begins_to_count_anew() -> None:
-    """What it did before is counted under its former rank."""
-    engine = GossipEngine.__new__(GossipEngine)
-    engine._gradient_steps, engine._samples = 5, 40
-    before = Counts(step=3, steps=2, samples=16)
-    engine._arrival = SimpleNamespace(
-        come_anew=lambda superseded: None,
-        rank=4,
-        world_size=3,
-        incarnation=0,
-        run_id="run",
-        settings=SimpleNamespace(graph="ring abc"),
-        before=before,
-        protocol=None,
-        loop=None,
-        thread=object(),
-    )
-    engine._come_anew(SupersededError("another has rank 3"))
-    assert (engine.rank, engine.counts()) == (4, before)
-
-
-def test_an_exchange_counts_for_both_of_its_ends(wrap: Callable[..., GossipDataParallel]) -> None:
-    net = nn.Linear(2, 3)
-    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
-    engine = model._engine
-    published = dataclasses.replace(engine._loop.published, exchanges_initiated=3)
-    engine._loop = SimpleNamespace(
-        published=published, transfers=engine._loop.transfers, close=engine._loop.close
-    )
-    engine._gradient_steps = 4
-    assert engine.stats().achieved_comm_rate == 1.5

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from gossipdp import GossipDataParallel, ProgressLR
+from gossipdp.dynamics.chunks import State
+from gossipdp.errors import ModelChangedError
 from gossipdp.parallel.hooks import warn_of_step_counters
 
 
@@ -54,6 +57,139 @@ def test_a_shell_around_an_optimizer_may_be_wrapped_or_what_is_in_it(wrap, wrapp
     assert model.stats().gradient_steps == 2
 
 
+class Parent(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad)
+        return loss
+
+
+class Child(Parent):
+    """Twice what the parent does, and 1 on top of it, which is a part of the same step."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        loss = super().step()
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1.0)
+        return loss
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_step_that_calls_its_parent_s_is_one_step(wrap, monkeypatch, is_wrapped: bool) -> None:
+    """Torch hooks into the classes one by one, as soon as there is an instance of each."""
+    net = nn.Linear(2, 1, bias=False)
+    Parent(nn.Linear(2, 1).parameters(), 0.1)
+    child = Child(net.parameters(), 0.5)
+    model = wrap(net, child if is_wrapped else sgd(net))
+    boundary, seen = State.boundary, []
+
+    def watched(state: State, *args: Any, **kwargs: Any) -> int:
+        seen.append(net.weight.detach().clone())
+        return boundary(state, *args, **kwargs)
+
+    monkeypatch.setattr(State, "boundary", watched)
+    net.weight.grad = torch.full((1, 2), 2.0)
+    expected = net.weight.detach() - 2 * 0.5 * 2.0 + 1.0
+    if is_wrapped:
+        for _ in range(2):
+            child.step()
+        assert model.stats().gradient_steps == 2
+        torch.testing.assert_close(torch.stack(seen), torch.stack([expected, expected - 1.0]))
+        with pytest.raises(ZeroDivisionError):
+            child.step(lambda: 1 / 0)
+        child.step()
+        assert model.stats().gradient_steps == 3
+    else:
+        with pytest.raises(RuntimeError, match="a Child that was not wrapped"):
+            child.step()
+        torch.testing.assert_close(net.weight.detach(), expected)
+
+
+class Repeated(Shell):
+    """A shell that has no step of its own that was wrapped, around one that calls its parent's."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+
+
+def test_a_shell_that_calls_its_parent_s_step_is_a_shell(wrap) -> None:
+    net = nn.Linear(2, 1)
+    inner = sgd(net)
+    Shell(sgd(nn.Linear(2, 1)))
+    shell = Repeated(inner)
+    model = wrap(net, inner)
+    shell.step()
+    shell.step()
+    assert model.stats().gradient_steps == 2
+
+
+def test_a_closure_that_is_called_often_counts_its_samples_once(wrap) -> None:
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=10)
+    model = wrap(net, optimizer)
+    calls = []
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        losses = [model(part).square().sum() for part in torch.randn(8, 2, 3)]
+        sum(losses).backward()
+        calls.append(losses)
+        return sum(losses)
+
+    optimizer.step(closure)
+    assert len(calls) > 5
+    assert model.stats().samples == 16
+    optimizer.step(closure=closure)
+    assert model.stats().samples == 32
+    model(torch.ones(5, 3)).sum().backward()  # the next step's
+    model(torch.ones(5, 3)).sum().backward()
+    optimizer.step(closure)  # of the same batch, as with SAM
+    assert model.stats().samples == 42
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_forward_pass_that_is_computed_again_for_the_backward_pass_counts_once(
+    wrap, use_reentrant: bool
+) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
+    optimizer = sgd(net)
+    model = wrap(net, optimizer)
+    passes = []
+    net[0].register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    for _ in range(2):
+        inputs = torch.ones(7, 3, requires_grad=True)
+        checkpoint(model, inputs, use_reentrant=use_reentrant).sum().backward()
+    optimizer.step()
+    assert passes == 2 * [not use_reentrant, True]
+    assert model.stats().samples == 14
+
+
+def test_gradients_are_accumulated_within_no_sync_and_without_it(wrap) -> None:
+    net = nn.Linear(2, 1, bias=False)
+    optimizer = sgd(net)
+    model = wrap(net, optimizer)
+    before = net.weight.detach().clone()
+    with model.no_sync():
+        model(torch.ones(4, 2)).sum().backward()
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(net.weight.detach(), before - 0.1 * 8.0)
+    assert (model.stats().gradient_steps, model.stats().samples) == (1, 8)
+    model.close()
+    assert wrap(net, optimizer, method="allreduce").no_sync()
+
+
 def test_a_step_that_raises_leaves_no_trace(wrap) -> None:
     net = nn.Linear(2, 1)
     optimizer = sgd(net)
@@ -80,10 +216,8 @@ def test_wrapping_twice_is_an_error(wrap) -> None:
     wrap(net, optimizer)
 
 
-def test_a_model_of_frozen_parameters_is_an_error(wrap) -> None:
+def test_a_model_of_frozen_parameters_may_be_exchanged(wrap) -> None:
     net = nn.Linear(2, 1).requires_grad_(False)
-    with pytest.raises(ValueError, match=r"all .* are frozen .* exchange_frozen=True"):
-        wrap(net, sgd(net))
     wrap(net, sgd(net), exchange_frozen=True)
 
 
@@ -159,3 +293,62 @@ def test_a_model_that_is_dropped_ends_its_thread(tmp_path, in_a_cycle: bool) -> 
     assert threads() == []
     optimizer.step()
     GossipDataParallel(net, optimizer).close()
+
+
+def test_who_trains_on_without_the_wrapper_is_told_so_once(caplog) -> None:
+    nets = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    optimizers = [sgd(net) for net in nets]
+    net = GossipDataParallel(nn.ModuleList(nets), optimizers).module  # and nothing keeps it
+    gc.collect()
+    assert not caplog.records
+    for _ in range(2):
+        for optimizer in optimizers:
+            net[0](torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("this model trains alone")
+
+
+@pytest.mark.parametrize("end", ["close", "consolidate", "wrap again"])
+def test_after_an_end_on_purpose_nothing_is_said(wrap, caplog, end: str) -> None:
+    net = nn.Linear(2, 1)
+    optimizer = sgd(net)
+    model = GossipDataParallel(net, optimizer)
+    if end != "wrap again":
+        getattr(model, end)()
+    del model
+    gc.collect()
+    if end == "wrap again":
+        wrap(net, optimizer)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("method", ["a2cid2", "allreduce"])
+@pytest.mark.parametrize("what", ["module", "parameter"])
+def test_what_is_added_to_the_module_is_an_error_at_the_next_step(
+    wrap, method: str, what: str
+) -> None:
+    net = nn.Sequential(nn.Linear(2, 1))
+    optimizer = sgd(net)
+    wrap(net, optimizer, method=method)
+    net.frozen = nn.Linear(1, 1).requires_grad_(False)
+    nn.Linear(2, 1)  # of nobody
+    optimizer.step()
+    if what == "module":
+        net.head, name = nn.Linear(1, 1), r"head\.weight"
+    else:
+        net[0].scale, name = nn.Parameter(torch.ones(1)), r"0\.scale"
+    for _ in range(2):
+        with pytest.raises(ModelChangedError, match=rf"'{name}' was added to the module after"):
+            optimizer.step()
+
+
+def test_a_new_head_that_takes_the_old_ones_place_is_an_error_at_its_own_step(wrap) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    wrap(net, sgd(net))
+    net[1] = nn.Linear(2, 1)
+    with pytest.raises(ModelChangedError, match=r"'1\.weight' was added"):
+        sgd(net[1]).step()

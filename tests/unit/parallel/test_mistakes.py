@@ -1,13 +1,15 @@
 """What is refused where it is said: a ValueError that names the value and what to say instead."""
 
 import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from gossipdp import Checkpoints, GossipDataParallel, Monitor, Network, ProgressLR
+from gossipdp import Checkpoints, GossipDataParallel, Monitor, Network, OuterStep, ProgressLR
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -24,7 +26,44 @@ def schedule(shape: Any, **arguments: Any) -> None:
     ProgressLR(sgd(nn.Linear(2, 1)), lambda: 0.0, shape, **arguments)
 
 
+def moments(which: Any) -> None:
+    net = nn.Linear(2, 1)
+    wrap(net, torch.optim.AdamW(net.parameters()), exchange_moments=which)
+
+
+def tied_through_data() -> nn.Module:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight.data = net[0].weight.data
+    return net
+
+
+def pieces_of_one_tensor(overlap: int) -> nn.Module:
+    """Two parameters that share so many values, among buffers that share more."""
+    memory, net = torch.zeros(20), nn.Module()
+    net.first = nn.Parameter(memory[:10])
+    net.second = nn.Parameter(memory[10 - overlap : 20 - overlap])
+    table = torch.zeros(10)
+    net.register_buffer("constants", table)
+    net.register_buffer("some_of_them", table[2:4])
+    return net
+
+
+def with_a_view_of_its_weight() -> nn.Module:
+    net = nn.Linear(2, 2)
+    net.register_buffer("turned", net.weight.detach().T, persistent=False)
+    return net
+
+
+def with_a_buffer(dtype: torch.dtype) -> nn.Module:
+    net = nn.Linear(2, 2)
+    net.register_buffer("phases", torch.zeros(2, dtype=dtype))
+    return net
+
+
 NET, OTHER = nn.Linear(3, 2), nn.Linear(2, 2)
+FROZEN = nn.Linear(3, 2).requires_grad_(False)
+LOADER = [torch.ones(4, 2)]
+SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
 
 
 @pytest.mark.parametrize(
@@ -33,13 +72,26 @@ NET, OTHER = nn.Linear(3, 2), nn.Linear(2, 2)
         (lambda: wrap(graph="rings"), "do you mean ring"),
         (lambda: wrap(comm_rate=0.0), r"comm_rate must be a positive number, not 0\.0"),
         (lambda: wrap(comm_rate=math.nan), "comm_rate must be a positive number, not nan"),
+        (lambda: wrap(comm_rate=True), "comm_rate must be a positive number, not True"),
         (lambda: wrap(comm_rate="often"), "comm_rate must be a positive number, not 'often'"),
         (lambda: wrap(method="magic"), "a2cid2, gossip, allreduce, none"),
         (lambda: wrap(pace="brisk"), "free, strict"),
         (lambda: wrap(neighbour_policy="rude"), "fresh"),
         (lambda: wrap(wire_format="float8"), "full, bfloat16, lattice8"),
-        (lambda: wrap(wire_format="bfloat16", method="allreduce"), "of the exchanges of gossip"),
+        *(
+            (
+                lambda method=method, given=given: wrap(method=method, **given),
+                f"of the exchanges of gossip, and method='{method}' has none",
+            )
+            for method in ("allreduce", "none")
+            for given in (
+                {"wire_format": "bfloat16"},
+                {"outer": OuterStep()},
+                {"exchange_moments": {"exp_avg": 1}},
+            )
+        ),
         (lambda: wrap(budget_samples=0), "budget_samples"),
+        (lambda: wrap(budget_samples=True), "budget_samples must be a whole number, not True"),
         (lambda: wrap(budget_samples=1234.5), "budget_samples must be a whole number, not 1234.5"),
         (lambda: wrap(samples_per_step=0), "samples_per_step"),
         (lambda: wrap(samples_per_step="8"), "samples_per_step must be a whole number, not '8'"),
@@ -49,12 +101,33 @@ NET, OTHER = nn.Linear(3, 2), nn.Linear(2, 2)
             lambda: wrap(network=Network(max_bytes_per_s=1e6), method="allreduce"),
             "caps the links of gossip",
         ),
-        (lambda: wrap(optimizer="sgd"), r"torch\.optim"),
+        (lambda: wrap(optimizer="sgd"), r"second argument is a torch\.optim.*a str is none"),
+        (lambda: wrap(optimizer=0.1), r"second argument .* a float is none: GossipDataParallel\("),
+        (lambda: wrap(NET, NET.parameters()), "second argument .* a Parameter is none"),
+        (lambda: wrap(sgd(NET), NET), r"first argument is the module, not a SGD: GossipData.*\("),
+        (lambda: wrap(nn.LazyLinear(2), sgd(NET)), "'weight' has no shape yet: .* a batch once"),
+        (lambda: wrap(nn.LazyBatchNorm1d(affine=False), sgd(NET)), "'running_mean' has no shape"),
         (lambda: wrap(optimizer=[]), "at least one"),
+        (lambda: wrap(FROZEN, sgd(FROZEN)), r"all .* are frozen .* exchange_frozen=True"),
+        (lambda: wrap(outer=0.7), r"outer is 0.7: give gossipdp.OuterStep\(...\)"),
+        (lambda: moments({"momentum_buffer": 1}), r"an? AdamW does not keep .* exp_avg, exp"),
+        (lambda: moments({"exp_avg": 0}), r"\['exp_avg'\] must be at least 1, not 0"),
+        (lambda: moments({"exp_avg": 1.5}), "must be a whole number, not 1.5"),
+        (lambda: moments({"exp_avg": True}), "must be a whole number, not True"),
+        (lambda: moments({3: 1}), "such as {'exp_avg_sq': 16}"),
+        (lambda: moments("exp_avg_sq"), "such as {'exp_avg_sq': 16}"),
         (lambda: wrap(NET, sgd(OTHER)), "not part of the module"),
         (lambda: wrap(NET, [sgd(NET), sgd(NET)]), "same parameter"),
         (lambda: wrap(nn.Linear(3, 2, dtype=torch.complex64)), "real view"),
         (lambda: wrap(nn.Linear(3, 2, device="meta")), "on meta.*CPU before wrapping"),
+        (lambda: wrap(tied_through_data()), r"'0\.weight' and '1\.weight' lie in the same memory"),
+        (lambda: wrap(pieces_of_one_tensor(1)), "'first' and 'second' lie in the same memory"),
+        (lambda: wrap(with_a_view_of_its_weight()), "'weight' and 'turned' lie|'turned' and 'wei"),
+        (lambda: wrap(nn.Linear(2, 1).share_memory()), "'weight' lies in memory that processes"),
+        (
+            lambda: wrap(with_a_buffer(torch.complex128), checkpoints=Checkpoints("d")),
+            r"'phases' is torch.complex128, which checkpoints cannot hold",
+        ),
         (lambda: Monitor(status_port=65536), r"status_port must be in 0\.\.65535, not 65536"),
         (lambda: Checkpoints(every_steps=0, directory="d"), "every_steps must be at least 1"),
         (lambda: Checkpoints(keep=0), "keep must be at least 1"),
@@ -70,3 +143,103 @@ NET, OTHER = nn.Linear(3, 2), nn.Linear(2, 2)
 def test_what_cannot_be_meant_is_refused(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def twice(model: GossipDataParallel) -> None:
+    for _ in range(2):
+        model.also_checkpoint(schedule=SCHEDULE)
+
+
+BUDGET = {"budget_samples": 4}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "call", "message"),
+    [
+        ({}, lambda m: m.batches(LOADER), r"budget_samples=, or loop over model\.epochs"),
+        (BUDGET, lambda m: next(m.batches([])), "yielded no batch: it is empty, or"),
+        (BUDGET, lambda m: next(m.batches(["abc"])), "type str holds no tensor .* samples_per_st"),
+        (BUDGET, lambda m: m.epochs(LOADER, 1, samples=4), "wrap without budget_samples="),
+        ({}, lambda m: m.epochs(LOADER, 2), r"give epochs\(\.\.\., samples=\)"),
+        ({}, lambda m: m.epochs(LOADER, 0, samples=8), "num_epochs is 0; it must be at least 1"),
+        ({}, lambda m: m.epochs(LOADER, 1, samples=0), "an epoch of 0 samples never .* samples="),
+        ({}, lambda m: m.load_state_dict(m.state_dict(), assign=True), "assign=True .* without it"),
+        ({}, lambda m: m.save_checkpoint(), "there is no directory: wrap with checkpoints="),
+        ({}, lambda m: m.save_averaged("model.bin"), r"let it end in \.pt, \.pth or \.safetensors"),
+        ({}, twice, "'schedule' is saved with the checkpoints already"),
+        *(
+            (
+                {},
+                lambda m, loss=loss: m.log(loss=loss),
+                r"log\(loss=\.\.\.\) takes one number, not ",
+            )
+            for loss in (torch.zeros(2), np.zeros(2), "small", [0.5])
+        ),
+        *(
+            (
+                {},
+                lambda m, value=value: m.log(rate=value),
+                r"log\(rate=\.\.\.\) takes numbers and te",
+            )
+            for value in (torch.tensor(0.5), [0.1])
+        ),
+        (
+            {},
+            lambda m: m.log(steps=10**400),
+            r"log\(steps=\.\.\.\) takes whole numbers of at most 64",
+        ),
+    ],
+)
+def test_what_a_wrapped_model_cannot_do_is_refused(
+    tmp_path: Path, arguments: dict[str, Any], call: Any, message: str
+) -> None:
+    net = nn.Linear(2, 1)
+    model = GossipDataParallel(net, sgd(net), monitor=Monitor(tmp_path), **arguments)
+    with pytest.raises(ValueError, match=message):
+        call(model)
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *(
+            (name, f"no argument '{name}': it is of DistributedDataParallel.* Leave it out")
+            for name in ("device_ids", "output_device", "find_unused_parameters", "static_graph")
+        ),
+        ("com_rate", "no argument 'com_rate': do you mean comm_rate"),
+        ("colour", "no argument 'colour'$"),
+    ],
+)
+def test_an_argument_that_there_is_not_leads_on(name: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        wrap(**{name: None})
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def generate(self) -> str:
+        return "text"
+
+
+def test_what_only_the_module_has_is_said_to_be_there() -> None:
+    net = Generator()
+    model = GossipDataParallel(net, sgd(net))
+    assert model.module.generate() == "text"
+    for name in ("generate", "layer"):
+        with pytest.raises(AttributeError, match=rf"use model\.module\.{name}"):
+            getattr(model, name)
+        assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match="no attribute 'invent'"):
+        model.invent()
+    model.close()
+
+
+def test_pieces_of_one_tensor_and_views_of_constants_are_no_mistake(tmp_path: Any) -> None:
+    for net in (pieces_of_one_tensor(0), with_a_buffer(torch.complex64)):
+        GossipDataParallel(net, sgd(net), checkpoints=Checkpoints(tmp_path)).close()
+    net = with_a_buffer(torch.complex128)
+    GossipDataParallel(net, sgd(net)).close()

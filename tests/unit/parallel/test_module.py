@@ -9,14 +9,17 @@ import pytest
 import torch
 from mixed_net import Net
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from gossipdp import (
     Checkpoints,
     ModelChangedError,
+    OuterStep,
     PoisonedError,
 )
+from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.gossip_engine import GossipEngine
 
 
@@ -34,6 +37,16 @@ class SignSGD(torch.optim.Optimizer):
                     state = self.state[parameter]
                     state["mean"] = 0.9 * state.get("mean", 0.0) + 0.1 * parameter.grad
                     parameter.sub_(group["lr"] * state["mean"].sign())
+
+
+class SmallNet(nn.Module):
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.layer, self.norm = nn.Linear(2, 3), nn.BatchNorm1d(3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(inputs)).tanh()
 
 
 def make(seed: int = 0, memory_format=torch.contiguous_format) -> nn.Module:
@@ -135,6 +148,32 @@ def test_lbfgs_with_a_closure_is_bitwise_the_plain_loop(wrap):
     assert_bitwise_equal(plain, wrapped)
 
 
+@pytest.mark.parametrize("order", ["compile, wrap", "wrap, compile", "compile()"])
+def test_compiled_in_any_order_there_is_one_graph_for_training(wrap, tmp_path, order):
+    """Whatever is due between two forward passes; and the bits are those of the plain module."""
+    plain, net = (SmallNet(seed=3) for _ in range(2))
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (plain, net)]
+    module = torch.compile(net, backend=graphs) if order == "compile, wrap" else net
+    model = wrap(module, optimizers[1], checkpoints=Checkpoints(tmp_path, every_steps=2))
+    called = torch.compile(model, backend=graphs) if order == "wrap, compile" else model
+    if order == "compile()":
+        model.compile(backend=graphs)
+    for _ in range(6):
+        inputs = torch.randn(4, 2)
+        for each, optimizer in zip((plain, called), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(inputs).sum().backward()
+            optimizer.step()
+    assert graphs.frame_count == 1
+    assert_bitwise_equal(plain, net)
+    assert model.stats().samples == 24
+    model.close()
+    assert model.stats().checkpoints >= 1
+    torch._dynamo.reset()
+
+
 def test_a_compiled_module_trains_and_keeps_its_names(wrap):
     plain, wrapped = make(), make()
     for module in (plain, wrapped):
@@ -211,13 +250,83 @@ def test_state_dict_has_the_modules_own_names_and_loads_both_ways(wrap):
     assert_bitwise_equal(model, other)
     net.load_state_dict(make(6).state_dict())
     assert_bitwise_equal(model, make(6))
-    with pytest.raises(ValueError, match="assign=True"):
-        model.load_state_dict(other.state_dict(), assign=True)
+
+
+class Holder(nn.Module):
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+@pytest.mark.parametrize(
+    ("loads", "names", "num_loads"),
+    [
+        (lambda net: net, ("0", "1", "2"), 1),
+        (lambda net: net[0], ("0",), 1),
+        (lambda net: net[1], ("1",), 1),
+        (lambda net: Holder(whole=net, other=nn.Linear(1, 1)), ("0", "1", "2"), 1),
+        (lambda net: Holder(first=net[0], other=nn.Linear(1, 1), third=net[2]), ("0", "2"), 2),
+    ],
+)
+def test_a_load_drops_what_exchanges_had_brought_to_what_was_loaded(
+    wrap, monkeypatch, loads, names, num_loads
+):
+    """And the last that one in flight brings, until it is broken off."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = wrap(net, optimizer)
+    engine = model._engine
+    hold, held = engine._loop.hold, []
+
+    def exchange_and_hold():
+        for chunk in () if held else engine._state.chunks:
+            mine, peers = torch.zeros_like(chunk.x), torch.full_like(chunk.x, 4.0)
+            chunk.exchange(0.0, mine, peers, 0.5)
+        held.append(True)
+        hold()
+
+    monkeypatch.setattr(engine._loop, "hold", exchange_and_hold)
+    expected = {}
+    for name, value in model.state_dict().items():
+        if name.startswith(names):
+            expected[name] = torch.full_like(value, 7)
+        elif name.startswith("1.running"):  # half of the way to what a peer has
+            expected[name] = (value + 4.0) / 2
+        else:  # half of the difference
+            expected[name] = value + 2.0 if value.is_floating_point() else value
+    loaded = loads(net)
+    loaded.load_state_dict({key: torch.full_like(v, 7) for key, v in loaded.state_dict().items()})
+    assert len(held) == num_loads
+    assert engine._protocol.pairing.answers
+    for now in (model.state_dict, net.state_dict):
+        for name, value in now().items():
+            torch.testing.assert_close(value, expected[name], msg=name)
+        optimizer.step()  # without a gradient: a boundary alone
+
+
+def test_what_is_forgotten_of_a_part_is_all_but_its_values():
+    net = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    flat = FlatParameters(net, [optimizer], momentum=True, outer=OuterStep(), chunk_bytes=48)
+    (segment,) = flat.state.segments
+    assert len(segment.chunks) > 3
+    _, base, m = segment.outer
+    for tensor in (segment.pending, segment.c, base, m):
+        tensor.fill_(9.0)
+    before = segment.x.clone()
+    flat.forget(net[0].parameters())
+    for name, tensor in (("pending", segment.pending), ("c", segment.c), ("m", m), ("base", base)):
+        for parameter, held in flat.named([tensor]).items():
+            zero = dict(net.named_parameters())[parameter] if name == "base" else 0.0
+            expected = zero if parameter.startswith("0") else 9.0
+            assert (held == expected).all(), (name, parameter)
+    assert torch.equal(segment.x, before)
 
 
 def test_loading_a_copy_of_the_module_leaves_the_run_as_it_is(wrap, monkeypatch):
     net, told = make(), []
-    monkeypatch.setattr(GossipEngine, "loaded", lambda _: told.append(True))
+    monkeypatch.setattr(GossipEngine, "loaded", lambda *_: told.append(True))
     wrap(net, torch.optim.SGD(trainable(net), 0.1))
     best, mean = copy.deepcopy(net), torch.optim.swa_utils.AveragedModel(net)
     best.load_state_dict(net.state_dict())
@@ -243,6 +352,24 @@ def test_moving_the_model_is_an_error_at_once_and_a_no_op_move_is_not(wrap):
     model.to("cpu")
     with pytest.raises(ModelChangedError, match="before wrapping"):
         model.to(torch.float64)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_channels_last_after_wrapping_is_an_error(wrap, is_whole):
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 1))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = wrap(net, optimizer)
+    if is_whole:
+        with pytest.raises(ModelChangedError, match=r"channels_last after wrapping.* before"):
+            model.to(memory_format=torch.channels_last)
+    else:
+        net[0].weight.data = net[0].weight.data.contiguous(memory_format=torch.channels_last)
+        with pytest.raises(ModelChangedError, match=r"channels_last after wrapping.* before"):
+            optimizer.step()
+    model.close()
+    wrap(net, optimizer).to(memory_format=torch.channels_last)
+    optimizer.step()
+    assert net[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_unfreezing_is_an_error_at_the_next_boundary(wrap):
@@ -302,12 +429,10 @@ def test_without_a_budget_progress_is_an_error_that_says_what_to_give(wrap):
     with pytest.raises(RuntimeError, match=r"budget_samples=, or loop over model\.epochs"):
         model.progress()
     assert not model.finished
-    with pytest.raises(ValueError, match="budget_samples"):
-        next(model.batches([1]))
 
 
 @pytest.mark.parametrize("within", [False, True])
-def test_batches_shuffles_anew_each_epoch_and_refuses_an_empty_loader(wrap, within):
+def test_batches_shuffles_anew_each_epoch(wrap, within):
     data = TensorDataset(torch.arange(8.0).reshape(8, 1))
     sampler = DistributedSampler(data, num_replicas=1, rank=0)
     loader = (
@@ -325,10 +450,6 @@ def test_batches_shuffles_anew_each_epoch_and_refuses_an_empty_loader(wrap, with
         optimizer.step()
     assert len(orders) == 2
     assert orders[0] != orders[1]
-    net = nn.Linear(1, 1)
-    empty = wrap(net, torch.optim.SGD(net.parameters(), 0.1), budget_samples=4)
-    with pytest.raises(ValueError, match="no batch"):
-        next(empty.batches([]))
 
 
 def test_averaged_alone_is_oneself_and_a_step_within_is_an_error(wrap):
@@ -341,6 +462,30 @@ def test_averaged_alone_is_oneself_and_a_step_within_is_an_error(wrap):
         loss_of(model, 0).backward()
         with pytest.raises(RuntimeError, match="averaged"):
             optimizer.step()
+
+
+def test_an_error_within_averaged_brings_the_worker_s_own_parameters_back(wrap):
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = wrap(net, optimizer)
+    for chunk in model._engine._state.chunks:
+        chunk.exchange(0.0, torch.zeros_like(chunk.x), torch.full_like(chunk.x, 4.0), 0.5)
+    own, pointers = copy.deepcopy(net.state_dict()), [p.data_ptr() for p in net.parameters()]
+
+    def fail() -> None:
+        assert torch.equal(net[0].weight, own["0.weight"] + 2.0)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), model.averaged():
+        fail()
+    assert all(torch.equal(value, own[name]) for name, value in net.state_dict().items())
+    assert [p.data_ptr() for p in net.parameters()] == pointers
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(parameter.detach(), own[name] - 0.1 + 2.0, msg=name)
+    assert model.stats().gradient_steps == 1
 
 
 def test_own_nan_is_not_averaged_into_what_is_shown_or_saved(wrap, tmp_path):
@@ -498,7 +643,7 @@ def test_data_that_is_swapped_at_every_step_is_no_load(wrap, monkeypatch):
     """As SAM does it: what exchanges brought stays, and no exchange is broken off."""
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    monkeypatch.setattr(GossipEngine, "loaded", lambda _: pytest.fail("it was taken for a load"))
+    monkeypatch.setattr(GossipEngine, "loaded", lambda *_: pytest.fail("it was taken for a load"))
     model = wrap(net, optimizer)
     for segment in model._engine._flat.state.segments:
         segment.pending.fill_(1.0)

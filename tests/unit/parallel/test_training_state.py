@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from bitwise import assert_bitwise
 from calling_back import CallingLock
 from torch import Tensor, nn
 
+from gossipdp.gossip.transfer import Offer
 from gossipdp.parallel import skeleton, training_state
 from gossipdp.parallel.training_state import Arriving, BetweenSteps, capture, restore
 
@@ -134,6 +136,15 @@ def step(weight: Tensor, optimizer: torch.optim.Optimizer, gradient: float = 1.0
     optimizer.step()
 
 
+def offered(between: BetweenSteps, key: object = "a request") -> Offer:
+    """What it gives once another thread has described it."""
+    deadline_s = time.monotonic() + 30.0
+    while (offer := between.offer(key)) is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    return offer
+
+
 def taken(offer: Any, max_bytes: int = 1 << 30) -> Any:
     """What a joiner makes of an offer."""
     arriving = Arriving(max_bytes)
@@ -145,7 +156,7 @@ def taken(offer: Any, max_bytes: int = 1 << 30) -> Any:
 def test_a_state_is_offered_and_taken_over_bitwise():
     weight, optimizer = weight_and_adam(1000)
     step(weight, optimizer)
-    offer = BetweenSteps([optimizer]).offer()
+    offer = offered(BetweenSteps([optimizer]))
     assert [tensor.numel() for tensor in offer.tensors] == [4000, 4000], "steps are in the text"
     _, other = weight_and_adam(1000)
     restore(taken(offer), [other])
@@ -162,21 +173,60 @@ def test_nothing_is_read_within_a_step_and_the_waiting_thread_is_woken_after_it(
     between.attach(lambda: woken.append("finished"), lambda: woken.append("woken"))
     step(weight, optimizer)
     assert woken == ["finished"], "nobody waits"
-    offer = between.offer()
+    offer = offered(between)
+    woken.clear()
     room = torch.empty(4000, dtype=torch.uint8)
     seen: list[Any] = []
 
     def closure() -> Tensor:
-        seen.extend([between.offer(), offer.copy(offer.tensors[0], room), list(woken)])
+        seen.extend([offer.copy(offer.tensors[0], room), list(woken)])
         return weight.sum()
 
     optimizer.step(closure)
-    assert seen == [None, False, ["finished"]]
-    assert woken == ["finished", "finished", "woken"]
+    assert seen == [False, []]
+    assert woken == ["finished", "woken"]
     assert offer.copy(offer.tensors[0], room)
     between.close()
     optimizer.step(closure)
-    assert seen[3] is not None, "closed, it lets the optimizers go"
+    assert seen[2] is True, "closed, it lets the optimizers go"
+
+
+def test_the_state_is_described_between_two_steps_by_another_thread(monkeypatch):
+    """Many tensors take long, and their worker would be silent meanwhile."""
+    weight, optimizer = weight_and_adam(1000)
+    step(weight, optimizer)
+    between = BetweenSteps([optimizer])
+    woken, go_on = threading.Event(), threading.Event()
+    between.attach(lambda: None, woken.set)
+    offer = offered(between, "the first")
+    pack, described = skeleton.pack, threading.Event()
+    threads: list[threading.Thread] = []
+
+    def slowly(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        described.set()
+        assert go_on.wait(30.0)
+        return pack(*args)
+
+    monkeypatch.setattr(skeleton, "pack", slowly)
+
+    def closure() -> Tensor:
+        assert between.offer("the second") is None
+        return weight.sum()
+
+    optimizer.step(closure)
+    assert described.wait(30.0), "once the step has ended"
+    room = torch.empty(4000, dtype=torch.uint8)
+    woken.clear()
+    assert not offer.copy(offer.tensors[0], room), "what is given to another waits as well"
+    go_on.set()
+    assert woken.wait(30.0)
+    second = offered(between, "the second")
+    (values,) = taken(second)["optimizers"]
+    assert values["state"][0]["step"] == 2
+    assert threads != [threading.current_thread()]
+    assert len(threads) == 1
+    assert offer.copy(offer.tensors[0], room)
 
 
 def test_who_asks_at_the_very_end_of_a_step_is_woken_or_served():
@@ -204,9 +254,11 @@ def test_after_a_step_that_raised_nothing_is_given_until_one_has_ended():
 
     with pytest.raises(ZeroDivisionError):
         optimizer.step(broken)
-    assert between.offer() is None
+    for _ in range(20):
+        assert between.offer("a request") is None
+        time.sleep(0.001)
     step(weight, optimizer)
-    assert between.offer() is not None
+    assert offered(between).text
 
 
 def test_every_chunk_is_of_one_step():
@@ -215,7 +267,7 @@ def test_every_chunk_is_of_one_step():
     optimizer.param_groups[0]["betas"] = (0.0, 0.0)  # so exp_avg is the last gradient
     step(weight, optimizer, 1.0)
     between = BetweenSteps([optimizer])
-    offer = between.offer()
+    offer = offered(between)
     ends = threading.Event()
 
     def train() -> None:
@@ -242,4 +294,4 @@ def test_what_an_optimizer_cannot_say_is_an_error_of_one_line():
     _, optimizer = weight_and_adam()
     optimizer.param_groups[0]["rule"] = weight_and_adam
     with pytest.raises(ValueError, match=r"\['rule'\] is a builtins.function"):
-        BetweenSteps([optimizer]).offer()
+        offered(BetweenSteps([optimizer]))

@@ -4,19 +4,18 @@ import math
 
 import msgspec
 import pytest
-from consolidation import begin, epoch, view, worker
+from consolidation import begin, begun, epoch, view, worker
 
 from gossipdp.protocol.actions import (
     Commit,
     FinishChunk,
     Finished,
-    MeasureDistance,
-    Prepare,
+    Forget,
     Send,
     SendPartial,
     SendResult,
 )
-from gossipdp.protocol.consolidate import MAX_REWINDS, Consolidation, ConsolidationMessage, tree
+from gossipdp.protocol.consolidate import Consolidation
 from gossipdp.protocol.members import Status
 from gossipdp.protocol.messages import (
     MAX_DISTANCE2,
@@ -24,6 +23,7 @@ from gossipdp.protocol.messages import (
     BeginEpoch,
     CommitEpoch,
     Committed,
+    ConsolidationMessage,
     Distance,
     Envelope,
     Held,
@@ -36,24 +36,30 @@ from gossipdp.protocol.messages import (
 )
 
 
+def pull_results(number: int, start: int) -> PullResults:
+    """Of a result of two chunks, all that are not here."""
+    return PullResults(epoch(number), epoch(number), start, 2)
+
+
 def test_alone_without_a_message() -> None:
     machine = worker(0, num_chunks=2, num_copied_chunks=1)
     assert machine.review(view(1)) == [
-        Prepare(),
-        FinishChunk(0, 1),
-        FinishChunk(1, 1),
-        MeasureDistance(epoch(1)),
+        FinishChunk(epoch(1), 0, 1),
+        FinishChunk(epoch(1), 1, 1),
     ]
-    assert machine.distance_measured(epoch(1), 0.0) == [Commit(epoch(1), 0.0, 1), Finished()]
+    assert machine.chunk_finished(epoch(1), 1, 0.0) == [], "out of order"
+    assert machine.chunk_finished(epoch(1), 0, 0.0) == []
+    assert machine.chunk_finished(epoch(2), 1, 0.0) == [], "of another sum"
+    assert machine.chunk_finished(epoch(1), 1, 0.0) == [Commit(epoch(1), 0.0, 1), Finished()]
     assert machine.is_finished
     assert machine.review(view(1)) == []
 
 
 def test_an_infinite_distance_is_the_largest_that_can_be_said() -> None:
     """Parameters near 1e20 are finite, and their squares are not in float32."""
-    machine = worker(0, num_chunks=2, num_copied_chunks=1)
+    machine = worker(0, num_chunks=1, num_copied_chunks=1)
     machine.review(view(1))
-    commit, _ = machine.distance_measured(epoch(1), math.inf)
+    commit, _ = machine.chunk_finished(epoch(1), 0, math.inf)
     assert commit == Commit(epoch(1), MAX_DISTANCE2, 1)
     told = Envelope(Distance(epoch(1), MAX_DISTANCE2))
     assert decode(encode(told)) == told
@@ -64,7 +70,7 @@ def test_waits_for_whoever_still_trains() -> None:
     assert machine.review(view(3, worker2=Status.ALIVE)) == []
     assert machine.missing() == (2,)
     assert machine.receive(1, begin(4, 1, 2)) == [], "not a member"
-    assert machine.review(view(3))[:2] == [Prepare(), Send(1, begin(5, 0, 1, 2))], "above epoch 4"
+    assert machine.review(view(3))[0] == Send(1, begin(5, 0, 1, 2)), "above epoch 4"
     assert machine.missing() == ()
 
 
@@ -73,33 +79,36 @@ def test_an_inner_worker_from_begin_to_release() -> None:
     assert machine.review(view(5)) == []
     start = begin(1, 0, 1, 2, 3, 4)
     assert machine.receive(0, start) == [
-        Prepare(),
         Send(3, start),
-        Send(3, PullPartials(epoch(1), 0, 2)),
         Send(4, start),
-        Send(0, PullResults(epoch(1), 0)),
+        Send(0, pull_results(1, 0)),
     ]
-    assert not machine.accepts_partial(4, epoch(1), 0), "the left child's comes first"
-    assert machine.accepts_partial(3, epoch(1), 0)
-    assert machine.partial_landed(3, epoch(1), 0) == [Send(4, PullPartials(epoch(1), 0, 1))]
-    assert machine.accepts_partial(4, epoch(1), 0)
-    assert machine.receive(0, PullPartials(epoch(1), 0, 1)) == []
-    assert machine.partial_landed(4, epoch(1), 0) == [SendPartial(0, epoch(1), 0)]
-    assert machine.partial_landed(3, epoch(1), 1) == [Send(4, PullPartials(epoch(1), 1, 2))]
-    assert machine.partial_landed(4, epoch(1), 1) == [], "its parent has not asked for chunk 1 yet"
-    assert machine.receive(0, PullPartials(epoch(1), 0, 2)) == [SendPartial(0, epoch(1), 1)]
+    assert machine.receive(0, PullPartials(epoch(1), 0, 1)) == [
+        Send(3, PullPartials(epoch(1), 0, 1)),
+        Send(4, PullPartials(epoch(1), 0, 1)),
+    ]
+    assert machine.partial_landed(4, epoch(1), 0) == []
+    assert machine.partial_landed(3, epoch(1), 1) == [], "out of order"
+    assert machine.partial_landed(3, epoch(1), 0) == [SendPartial(0, epoch(1), 0)]
+    assert machine.receive(0, PullPartials(epoch(1), 1, 2)) == [
+        Send(3, PullPartials(epoch(1), 1, 2)),
+        Send(4, PullPartials(epoch(1), 1, 2)),
+    ]
+    machine.partial_landed(3, epoch(1), 1)
+    assert machine.partial_landed(4, epoch(1), 1)[0] == SendPartial(0, epoch(1), 1)
 
-    assert machine.receive(3, PullResults(epoch(1), 0)) == []
-    assert machine.receive(4, PullResults(epoch(1), 1)) == []
+    assert machine.receive(3, pull_results(1, 0)) == []
+    assert machine.receive(4, pull_results(1, 1)) == []
     assert machine.accepts_result(0, epoch(1), 0)
-    assert machine.result_landed(0, epoch(1), 0) == [SendResult(3, epoch(1), 0)]
-    assert machine.result_landed(0, epoch(1), 1) == [
-        MeasureDistance(epoch(1)),
+    assert machine.result_landed(0, epoch(1), 0, 0.25) == [
+        Send(0, pull_results(1, 1)),
+        SendResult(3, epoch(1), 0),
+    ]
+    assert machine.result_landed(0, epoch(1), 1, 0.75) == [
         SendResult(3, epoch(1), 1),
         SendResult(4, epoch(1), 1),
     ]
     assert machine.receive(4, Distance(epoch(1), 4.0)) == []
-    assert machine.distance_measured(epoch(1), 1.0) == []
     assert machine.receive(3, Distance(epoch(1), 2.0)) == [Send(0, Distance(epoch(1), 7.0))]
     assert machine.receive(0, CommitEpoch(epoch(1), 0.5)) == [
         Commit(epoch(1), 0.5, 5),
@@ -130,7 +139,7 @@ def test_a_death_begins_a_new_epoch_under_the_next_lowest() -> None:
     machine.receive(0, begin(3, 0, 1, 2))
     start = begin(4, 1, 2)
     actions = machine.review(view(3, worker0=Status.DEAD))
-    assert actions[:2] == [Prepare(), Send(2, start)]
+    assert actions[:2] == [Forget(epoch(3)), Send(2, start)]
     assert not machine.accepts_result(0, epoch(3), 0)
 
 
@@ -138,11 +147,11 @@ def test_who_holds_a_result_refuses_to_compute_another_and_passes_it_on() -> Non
     machine = worker(1, num_chunks=1)
     machine.review(view(3))
     machine.receive(0, begin(1, 0, 1, 2))
-    machine.result_landed(0, epoch(1), 0)
-    machine.distance_measured(epoch(1), 2.0)
+    machine.result_landed(0, epoch(1), 0, 2.0)
     held = Average(epoch(1), 3, None)
     assert machine.receive(0, begin(2, 0, 1)) == [Send(0, Held(epoch(2), held))]
-    assert machine.receive(0, PullResults(epoch(1), 0)) == [SendResult(0, epoch(1), 0)]
+    asks = PullResults(epoch(2), epoch(1), 0, 1)
+    assert machine.receive(0, asks) == [SendResult(0, epoch(1), 0)]
     again = begin(3, 0, 1, average=held)
     assert machine.receive(0, again) == [Send(0, Distance(epoch(3), 2.0))], "measured once"
 
@@ -153,12 +162,12 @@ def test_a_leader_fetches_the_result_that_a_member_holds() -> None:
     held = Average(epoch(1), 3, 0.25)
     start = begin(2, 1, 2, average=held)
     assert machine.receive(2, Held(epoch(1, 1), held)) == [
-        Prepare(),
+        Forget(epoch(1, 1)),
         Send(2, start),
-        Send(2, PullResults(epoch(1), 0)),
+        Send(2, PullResults(epoch(2, 1), epoch(1), 0, 1)),
     ]
     assert machine.accepts_result(2, epoch(1), 0)
-    assert machine.result_landed(2, epoch(1), 0) == []
+    assert machine.result_landed(2, epoch(1), 0, 0.0) == []
     assert machine.receive(2, Distance(epoch(2, 1), 0.0)) == [
         Commit(epoch(1), 0.25, 3),
         Send(2, CommitEpoch(epoch(2, 1), 0.25)),
@@ -180,7 +189,6 @@ def test_nobody_else_begins_an_epoch_of_a_leader_that_is_linked() -> None:
     for linked in (True, False):
         machine = Consolidation(2, 102, 1, is_linked=lambda rank, linked=linked: linked)  # type: ignore[misc]
         machine.review(view(4))
-        assert tree(begin(7, 0, 2))[2] == 0
         assert machine.receive(1, begin(7, 0, 2)) == [], "not its parent"
         chain = BeginEpoch(forged.epoch, forged.members, None, has_suspects=True)
         assert (machine.receive(1, chain) != []) is not linked
@@ -192,18 +200,51 @@ def test_a_child_that_joined_before_its_parent_says_once_more_what_it_wants() ->
     machine = Consolidation(3, 103, 1, is_linked=lambda rank: True)
     machine.review(view(4))
     start = begin(1, 0, 1, 2, 3)
-    wants = Send(1, PullResults(epoch(1), 0))
-    assert machine.receive(0, start) == [Prepare(), wants], "by the word of its leader"
+    wants = Send(1, PullResults(epoch(1), epoch(1), 0, 1))
+    assert machine.receive(0, start) == [wants], "by the word of its leader"
     assert machine.receive(1, start) == [wants]
     assert machine.receive(1, start) == [], "a repetition"
 
 
-def test_results_are_sent_anew_only_so_often() -> None:
-    machine = worker(0, num_chunks=1)
+def test_a_result_is_sent_once_an_epoch_and_link_and_never_beyond_what_there_is_room_for() -> None:
+    machine = worker(0, num_chunks=1, num_copied_chunks=2)
     machine.review(view(2))
     machine.partial_landed(1, epoch(1), 0)
-    sent = [machine.receive(1, PullResults(epoch(1), 0)) for _ in range(100)]
-    assert sum(map(bool, sent)) == 1 + MAX_REWINDS
+    machine.chunk_finished(epoch(1), 0, 0.0)
+    sent = [SendResult(1, epoch(1), chunk) for chunk in range(3)]
+    asks = PullResults(epoch(1), epoch(1), 0, 2)
+    assert machine.receive(1, asks)[-2:] == sent[:2]
+    assert machine.receive(1, asks) == [], "they are on their way"
+    assert machine.receive(1, PullResults(epoch(1), epoch(1), 1, 9)) == sent[2:]
+    again = machine.receive(1, PullResults(epoch(2), epoch(1), 0, 9))
+    assert [each for each in again if isinstance(each, SendResult)] == sent
+    machine.link_lost(1)
+    again = machine.receive(1, PullResults(epoch(2), epoch(1), 1, 9))
+    assert [each for each in again if isinstance(each, SendResult)] == sent[1:]
+
+
+def test_a_leader_releases_nobody_while_one_lives_that_was_no_member() -> None:
+    """It came while the epoch was under way, and has no result."""
+    machine = worker(0, num_chunks=0)
+    machine.review(view(2))
+    machine.receive(1, Distance(epoch(1), 0.0))
+    actions = machine.review(view(3))
+    assert begin(2, 0, 1, 2, average=Average(epoch(1), 2, 0.0)) in begun(actions)
+    assert machine.receive(1, Committed(epoch(1))) == []
+    assert not machine.is_finished
+
+
+def test_a_sum_that_was_given_up_takes_nothing_more() -> None:
+    machine = worker(0, num_chunks=1)
+    machine.review(view(3))
+    machine.partial_landed(1, epoch(1), 0)
+    machine.review(view(3, worker2=Status.DEAD))
+    assert machine.partial_landed(2, epoch(1), 0) == []
+    assert machine.chunk_finished(epoch(1), 0, 0.0) == []
+    assert machine.partial_landed(1, epoch(2), 0) == [
+        FinishChunk(epoch(2), 0, 2),
+        Send(1, PullPartials(epoch(2), 1, 1)),
+    ], "divided by those that are left"
 
 
 @pytest.mark.parametrize("ranks", [[], [1, 0], [0, 0, 1], [1, 2]])

@@ -27,6 +27,33 @@ def record(table: Membership, rank: int) -> Member:
     return member
 
 
+class Watched(dict):
+    """Counts what is looked at from its end."""
+
+    num_seen = 0
+
+    def __reversed__(self):
+        for key in super().__reversed__():
+            self.num_seen += 1
+            yield key
+
+
+def test_news_costs_what_is_new_and_not_what_is_known() -> None:
+    """At the end of a run of n workers n of them say that they are done, one after another."""
+    table, n = view(), 1000
+    table.merge_all(Member(rank, 0, 1) for rank in range(1, n))
+    table._by_version = watched = Watched(table._by_version)
+    for rank in range(1, n):
+        before = table.version
+        done = Member(rank, 0, 1, Status.DONE)
+        table.merge(done)
+        assert table.news(before) == ((done,), table.version)
+    assert n - 1 <= watched.num_seen <= 2 * n
+    news, brought_to = table.news(0, n + 1)
+    assert [member.rank for member in news] == list(range(n))
+    assert brought_to == table.version
+
+
 def test_higher_incarnation_beats_higher_status() -> None:
     table = view()
     assert table.merge(Member(1, 1, 5, Status.DEAD))

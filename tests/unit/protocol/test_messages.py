@@ -24,11 +24,11 @@ from gossipdp.protocol.messages import (
     Heartbeat,
     Members,
     Message,
+    NewerEpoch,
     OfferTraining,
     Pass,
     Propose,
     ProtocolError,
-    PullResults,
     RequestState,
     RequestTraining,
     StateRefused,
@@ -76,7 +76,7 @@ def test_round_trip_with_news(message: Message) -> None:
 
 def test_consolidation_messages_travel_too() -> None:
     fields = dict.fromkeys(Epoch.__struct_fields__, 1)
-    envelope = Envelope(PullResults(msgspec.convert(list(fields.values()), Epoch), 0))
+    envelope = Envelope(NewerEpoch(msgspec.convert(list(fields.values()), Epoch)))
     assert decode(encode(envelope)) == envelope
 
 

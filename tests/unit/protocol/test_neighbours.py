@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Hashable
 from itertools import pairwise
 from random import Random
 
@@ -16,6 +17,7 @@ from gossipdp.protocol.neighbours import (
     NEIGHBOUR_POLICIES,
     REBUILD_INTERVAL_S,
     Neighbourhood,
+    Place,
     make_policy,
 )
 
@@ -164,6 +166,37 @@ def test_a_burst_of_deaths_is_followed_once_an_interval() -> None:
     assert neighbourhood.next_deadline() == 5.0 + REBUILD_INTERVAL_S
     neighbourhood.review(members(r1=Status.DEAD, r2=Status.ALIVE))
     assert neighbourhood.next_deadline() == math.inf, "as it was"
+
+
+def test_the_old_graph_holds_while_the_next_is_worked_out_elsewhere() -> None:
+    """Meanwhile another worker dies: what comes of the first set is not taken for the second."""
+    results: dict[Hashable, Place] = {}
+    asked: list[Hashable] = []
+
+    def later(key: Hashable, function: Callable[[], Place]) -> Place | None:
+        asked.append(key)
+        return results.get(key)
+
+    neighbourhood = Neighbourhood(0, LiveGraph(RING), has_momentum=True, work_out=later)
+    now = 5.0
+    for view in (members(r1=Status.DEAD), members(r1=Status.DEAD, r2=Status.DEAD)):
+        neighbourhood.review(view)
+        assert neighbourhood.next_deadline() <= now
+        assert neighbourhood.rebuild(view, now, has_ended=False) is None
+        assert neighbourhood.rates == RING.neighbours(0)
+        assert now < neighbourhood.next_deadline() <= now + REBUILD_INTERVAL_S
+        now += 1.0
+    first, second = asked
+    for key, live in ((first, {0, 2, 3, 4, 5, 6, 7}), (second, {0, 3, 4, 5, 6, 7})):
+        constants = LiveGraph(RING).constants(live)
+        results[key] = Place(
+            constants.neighbours(0), constants.worker_rate(0), constants.eta, constants.alpha_tilde
+        )
+    rebuilt = neighbourhood.rebuild(view, now, has_ended=False)
+    assert rebuilt is not None
+    assert rebuilt.neighbours == {3, 7}
+    assert neighbourhood.alpha_tilde == results[second].alpha_tilde != results[first].alpha_tilde
+    assert neighbourhood.next_deadline() == math.inf
 
 
 def test_the_last_worker_has_no_neighbours() -> None:

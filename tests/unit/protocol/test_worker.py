@@ -150,7 +150,9 @@ def test_a_failed_link_is_not_chosen_until_it_is_made_anew() -> None:
     worker.receive(2, ask(2), 0.3)
     worker.failed(ExchangeId(2, 0, 1), 0.4)
     assert worker.pairing.available.keys() == {0}
-    assert worker.receive(2, ask(2, 2), 0.5) == []  # nothing from an old link is acted on
+    actions = worker.receive(2, ask(2, 2), 0.5)
+    assert 2 not in [action.peer for action in actions if isinstance(action, Send)]
+    assert worker.pairing.state == Idle(), "nothing from an old link is acted on"
     worker.link_down(2, 0.6)
     worker.link_up(2, 0.7)
     assert worker.pairing.available.keys() == {0, 2}
@@ -280,6 +282,13 @@ def test_news_is_told_once_a_link_and_anew_on_a_new_one() -> None:
     assert [known.rank for known in hello.message.members] == [0, 1, 3]
 
 
+def test_for_whom_there_is_no_link_no_news_is_gathered() -> None:
+    """Who leads an average of n says the same to all of them, before it is linked to any."""
+    worker = make_worker()
+    worker.receive(0, Envelope(Heartbeat(), (member(3),)), 1.0)
+    assert worker.wrap(5, Heartbeat(), 1.0) == Send(5, Envelope(Heartbeat()))
+
+
 def test_news_does_not_wait_for_the_heartbeat() -> None:
     worker = linked()
     run_polls(worker, 0.0, 1.0, {0, 2})
@@ -367,6 +376,7 @@ def test_done_asks_no_more_but_answers() -> None:
 
 def test_done_is_announced_once_its_own_proposal_is_settled() -> None:
     worker = linked()
+    worker.receive(0, Envelope(Heartbeat(), (member(0),)), 0.1)  # who trains, and is waited for
     state = ask_others(worker, 0.1)
     worker.done(0.2)
     assert worker.membership.own.status is Status.ALIVE

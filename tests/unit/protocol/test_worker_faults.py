@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 from driven_worker import TIMEOUT_S, make_worker, member, of_type, run, said, tell
 
 from gossipdp.protocol.actions import (
     Begin,
-    Prepare,
     Send,
     Stop,
     Unlink,
@@ -16,6 +17,7 @@ from gossipdp.protocol.members import Member, ProgressEntry, Status
 from gossipdp.protocol.messages import (
     Accept,
     AskLife,
+    BeginEpoch,
     Busy,
     Envelope,
     Epoch,
@@ -27,6 +29,7 @@ from gossipdp.protocol.messages import (
     encode,
 )
 from gossipdp.protocol.pairing import Exchanging, Idle, Proposing
+from gossipdp.protocol.worker import WorkerProtocol
 
 # --- exchanges that stand still, and what breaks the rules --------------------------------
 
@@ -117,24 +120,47 @@ def test_an_epoch_out_of_all_order_closes_the_link() -> None:
 # --- its own stalls ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", ["poll", "heard", "receive", "step", "link_down"])
+INPUTS = [
+    name
+    for name, method in inspect.getmembers(WorkerProtocol, inspect.isfunction)
+    if not name.startswith("_") and "now" in inspect.signature(method).parameters
+]
+GIVEN = {
+    "samples": 1,
+    "reason": "a test",
+    "peer": 0,
+    "envelope": tell(),
+    "message": Heartbeat(),
+    "id": ExchangeId(0, 0, 1),
+    "epoch": Epoch(1, 0, 70),
+    "origin": Epoch(1, 0, 70),
+    "chunk": 0,
+    "squared_distance": 0.0,
+    "rank": 0,
+}
+"""A value for every parameter without a default of any input, but the time."""
+
+
+@pytest.mark.parametrize("first", INPUTS)
 def test_who_slept_blames_nobody_whatever_it_is_told_first(first: str) -> None:
     worker = make_worker(0, 2)
     run(worker, 0.0, 4.0, [0, 2])
-    now = 4.0 + 0.9 * TIMEOUT_S
-    match first:
-        case "poll":
-            actions = worker.poll(now)
-        case "heard":
-            actions = worker.heard(0, now)
-        case "receive":
-            actions = worker.receive(0, tell(), now)
-        case "step":
-            actions = worker.step(1, now)
-        case _:
-            actions = worker.link_down(0, now)
-    actions += run(worker, now, now + 0.1, [0])
-    assert [message for message in said(actions, 0) if isinstance(message, AskLife)] == []
+    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 4.0)
+    now = 4.0 + 3600.0
+    parameters = inspect.signature(getattr(WorkerProtocol, first)).parameters.values()
+    given = {
+        each.name: GIVEN[each.name]
+        for each in list(parameters)[1:]
+        if each.name != "now" and each.default is inspect.Parameter.empty
+    }
+    told = getattr(worker, first)(**given, now=now)
+    actions = []
+    if first not in ("next_deadline", "progressed", "wrap"):
+        actions += told
+        assert worker.next_deadline(now) > now, "it settled: all that was due was looked at"
+    actions += run(worker, now, now + 0.4 * TIMEOUT_S, [])
+    asked = [each for each in said(actions, 0) if isinstance(each, AskLife)]
+    assert [each for each in asked if each.suspect == 2] == []
     assert worker.suspects() == frozenset()
     assert worker.membership.live() == tuple(range(6))
 
@@ -190,10 +216,11 @@ def test_the_average_goes_on_without_one_whose_training_hangs() -> None:
     worker.receive(0, tell(*(member(rank, Status.DEAD) for rank in (3, 4, 5))), 0.1)
     worker.receive(2, tell(member(2, Status.DONE)), 0.1)
     actions = worker.done(1.0, wait_s=30.0) + run(worker, 1.0, 30.9, [0, 2])
-    assert of_type(actions, Prepare) == []
+    assert not worker.consolidation.has_begun
     assert worker.consolidation.missing() == (0,)
     actions = run(worker, 30.9, 31.2, [0, 2])
-    assert len(of_type(actions, Prepare)) == 1
+    (begun,) = (each for each in said(actions, 2) if isinstance(each, BeginEpoch))
+    assert [rank for rank, _ in begun.members] == [1, 2]
     assert worker.membership.get(0) == member(0), "nobody is declared dead"
     assert worker.answer_joiner(1).is_ending
 

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gossipdp.observe.log import (
     EndRecord,
@@ -49,10 +50,9 @@ def test_it_says_whether_tensorboard_is_installed(
 
 
 def test_the_scalars_of_each_worker_are_read_back(run_log: RunLog, tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     write_tensorboard(run_log, tmp_path)
     for rank, worker in run_log.workers.items():
-        events = accumulator.EventAccumulator(str(tmp_path / f"worker-{rank}")).Reload()
+        events = EventAccumulator(str(tmp_path / f"worker-{rank}")).Reload()
         losses = events.Scalars("train/loss")
         assert [event.step for event in losses] == [step.gradient_steps for step in worker.steps]
         assert losses[-1].value == pytest.approx(worker.steps[-1].loss)
@@ -64,16 +64,15 @@ def test_the_scalars_of_each_worker_are_read_back(run_log: RunLog, tmp_path: Pat
         # By sockets and by shared memory.
         assert events.Scalars("exchanges/megabytes_sent")[-1].value == pytest.approx(0.006)
         assert events.Scalars("exchanges/consensus_distance")[0].value == pytest.approx(0.002)
-    pictures = accumulator.EventAccumulator(str(tmp_path / "run")).Reload()
+    pictures = EventAccumulator(str(tmp_path / "run")).Reload()
     assert sorted(pictures.Tags()["images"]) == ["run/exchanges", "run/graph"]
     assert pictures.Images("run/graph")[0].width == 550
 
 
 def test_a_second_call_replaces_the_files_of_the_first(run_log: RunLog, tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     write_tensorboard(run_log, tmp_path)
     write_tensorboard(RunLog({rank: run_log.workers[rank] for rank in range(1)}), tmp_path)
-    events = accumulator.EventAccumulator(str(tmp_path / "worker-0")).Reload()
+    events = EventAccumulator(str(tmp_path / "worker-0")).Reload()
     assert len(events.Scalars("train/loss")) == len(run_log.workers[0].steps)
     assert not list((tmp_path / "worker-1").iterdir())
 

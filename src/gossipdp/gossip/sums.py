@@ -1,0 +1,306 @@
+"""The data side of sums over a tree: the protocol decides, this reads, adds, divides and sends.
+
+What a worker gives is read chunk by chunk when the sum is sent, z = x + pending + c/2, and nothing
+here writes the parameters: at every moment x + pending is this worker's, also for a main
+thread that no longer waits in ``consolidate``. Sums and results are tensors of their own, one for
+each chunk and each sum, made as they are needed; a new attempt has new ones, so that what is still
+on its way from an old one is left alone. Driven by the gossip thread.
+
+No call takes longer than a few chunks do: actions that cost a pass wait here, and :meth:`Sums.pump`
+does them for ``BUSY_S`` in a turn.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gossipdp.dynamics.chunks import Chunk, Role, State
+from gossipdp.dynamics.update import difference, is_finite
+from gossipdp.errors import PeerLostError
+from gossipdp.gossip.codec import tensor_bytes
+from gossipdp.links.frames import ChunkKey, FrameType
+from gossipdp.links.link import Link
+from gossipdp.protocol.actions import (
+    AverageEnded,
+    Commit,
+    DataAction,
+    FinishChunk,
+    Finished,
+    Forget,
+    SendPartial,
+    SendResult,
+)
+from gossipdp.protocol.messages import Epoch
+from gossipdp.protocol.worker import Action, WorkerProtocol
+
+MAX_QUEUED_CHUNKS = 4
+BUSY_S = 0.01
+TYPES = (FrameType.PARTIAL_CHUNK, FrameType.RESULT_CHUNK)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One chunk of a sum: of the children alone, or whole, with this worker's own values."""
+
+    values: Tensor
+    is_whole: bool
+
+
+@dataclass(frozen=True)
+class Average:
+    """The mean over some workers, one tensor for each averaged chunk, then the copied ones.
+
+    ``without``: the live workers that are not in it, and why.
+    """
+
+    values: list[Tensor]
+    num_workers: int
+    without: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class Outcome(Average):
+    """The average that was committed, and how far apart the workers were."""
+
+    consensus_distance: float
+
+
+class Sums:
+    """Carries out the actions of sums over a tree.
+
+    Args:
+        state: the parameters.
+        protocol: told what has landed and what was divided.
+        links: by peer; the loop's own table, which it keeps up to date.
+        perform: does the actions that the protocol answers with.
+        clock: seconds, monotonic.
+
+    Attributes:
+        outcome: what consolidation committed.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        protocol: WorkerProtocol,
+        links: Mapping[int, Link],
+        perform: Callable[[list[Action]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.outcome: Outcome | None = None
+        self._on_end: Callable[[Outcome], None] | None = None
+        self._asked: Future[Average] | None = None
+        self._protocol = protocol
+        self._links = links
+        self._perform = perform
+        self._clock = clock
+        self._chunks = state.averaged_chunks + state.copied_chunks
+        self._num_averaged = len(state.averaged_chunks)
+        self._slots: dict[Epoch, dict[int, _Slot]] = {}
+        self._to_finish: deque[FinishChunk] = deque()
+        self._queues: dict[int, deque[SendPartial | SendResult]] = {}
+        self._rooms: dict[int, Tensor] = {}  # where the chunk of a peer lands
+        # Whose payload moves on a link: which sum's was put there last, which comes, how much did.
+        self._leaving: dict[int, Epoch] = {}
+        self._coming: dict[int, Epoch] = {}
+        self._moved: dict[Link, tuple[int, int]] = {}
+
+    # What the loop asks for.
+
+    def ask(self) -> "Future[Average]":
+        """Average all live workers while they train; the future is of the caller's thread."""
+        if self._asked is not None:
+            raise RuntimeError("this worker averages already")
+        self._asked = Future()
+        asked = self._asked
+        self._perform(self._protocol.average(self._clock()))
+        return asked
+
+    def on_end(self, callback: Callable[[Outcome], None]) -> None:
+        """Call ``callback`` in the loop's thread when this worker may leave."""
+        self._on_end = callback
+
+    def end(self, reason: str) -> None:
+        """Fail what this worker has asked for: it closes."""
+        if self._asked is not None:
+            self._asked.set_exception(PeerLostError(reason))
+            self._asked = None
+
+    def perform(self, action: DataAction) -> None:
+        """Do one action of a sum, or keep it for :meth:`pump`."""
+        match action:
+            case SendPartial(peer=peer) | SendResult(peer=peer):
+                self._queues.setdefault(peer, deque()).append(action)
+            case FinishChunk():
+                self._to_finish.append(action)
+            case Forget(epoch=epoch, before=None):
+                self._slots.pop(epoch, None)
+            case Forget(epoch=epoch, before=before):
+                slots = self._slots.get(epoch, {})
+                for index in [index for index in slots if before is not None and index < before]:
+                    del slots[index]
+            case AverageEnded(epoch=epoch, count=count, without=without):
+                slots = self._slots.pop(epoch, {})
+                asked, self._asked = self._asked, None
+                if asked is not None and count == 0:
+                    asked.set_exception(PeerLostError("no worker has parameters to average"))
+                elif asked is not None:
+                    values = [slots[index].values for index in sorted(slots)]
+                    asked.set_result(Average(values, count, without))
+            case Commit(origin=origin, consensus_distance=distance, num_members=num_members):
+                # A leader's own copied chunks have not been asked for yet, if it was alone.
+                values = [self._values(origin, index) for index in range(len(self._chunks))]
+                left_out = self._protocol.consolidation.left_out
+                self.outcome = Outcome(values, num_members, left_out, distance)
+            case Finished():
+                assert self.outcome is not None
+                assert self._on_end is not None
+                self._on_end(self.outcome)
+
+    # Sending, and what else takes a pass.
+
+    def link_lost(self, peer: int) -> None:
+        """Forget what was to be sent to ``peer``; the protocol asks for it again."""
+        for table in (self._queues, self._rooms, self._leaving, self._coming):
+            table.pop(peer, None)
+
+    def pump(self) -> bool:
+        """Divide and send, as far as the links' queues are short; return whether work is left."""
+        until_s = self._clock() + BUSY_S
+        while self._to_finish:
+            self._finish(self._to_finish.popleft())
+            if self._clock() > until_s:
+                return True
+        for peer, queue in list(self._queues.items()):
+            link = self._links.get(peer)
+            while queue and link is not None and link.queued_chunks < MAX_QUEUED_CHUNKS:
+                self._send(link, queue.popleft())
+                if self._clock() > until_s:
+                    return True
+        return False
+
+    def _send(self, link: Link, action: SendPartial | SendResult) -> None:
+        if isinstance(action, SendPartial):
+            epoch, frame_type = action.epoch, FrameType.PARTIAL_CHUNK
+            if self._protocol.sum_of(epoch) is None:
+                return  # given up since
+        else:
+            epoch, frame_type = action.origin, FrameType.RESULT_CHUNK
+            if epoch not in self._slots:
+                return
+        values = self._values(epoch, action.chunk)
+        if self._protocol.sum_of(epoch) is None and isinstance(action, SendPartial):
+            return  # its own values have just been found to be of no use
+        self._leaving[link.peer] = epoch
+        key = ChunkKey(epoch.leader, epoch.process_tag, epoch.number, action.chunk)
+        link.send_chunk(frame_type, key, tensor_bytes(values))
+
+    def _finish(self, action: FinishChunk) -> None:
+        if self._protocol.sum_of(action.epoch) is None:
+            return
+        values = self._values(action.epoch, action.chunk).div_(action.divisor)
+        distance = self._squared_distance(self._chunks[action.chunk], values)
+        finished = self._protocol.chunk_finished
+        self._perform(finished(action.epoch, action.chunk, distance, self._clock()))
+
+    def _values(self, epoch: Epoch, index: int) -> Tensor:
+        """Return the sum or result of one chunk; to a sum this worker's own values are added."""
+        slots = self._slots.setdefault(epoch, {})
+        slot, chunk = slots.get(index), self._chunks[index]
+        if slot is not None and slot.is_whole:
+            return slot.values
+        own, reduction = self._empty(index), self._protocol.sum_of(epoch)
+        if index >= self._num_averaged:
+            chunk.read(own)
+        elif reduction is not None and not reduction.gives:
+            own.zero_()
+        else:
+            chunk.read_z(own)
+            if not is_finite(own):
+                rank, reason = self._protocol.rank, "its parameters hold NaN or infinity"
+                self._perform(self._protocol.cannot_give(epoch, rank, reason, self._clock()))
+        if slot is not None:
+            own.add_(slot.values)
+        slots[index] = _Slot(own, is_whole=True)
+        return own
+
+    def _empty(self, index: int) -> Tensor:
+        """Return room for a chunk, in the precision in which it is summed and travels."""
+        chunk = self._chunks[index]
+        dtype = chunk.pending.dtype if index < self._num_averaged else chunk.x.dtype
+        return torch.empty(chunk.num_elements, dtype=dtype)
+
+    def _squared_distance(self, chunk: Chunk, result: Tensor) -> float:
+        """Return how far this worker's own values are from the result."""
+        if chunk.role is not Role.TRAINED:
+            return 0.0
+        own = torch.empty_like(result)
+        chunk.read_z(own)
+        return difference(own, own, result)
+
+    # Landing.
+
+    def landing(self, link: Link, frame_type: FrameType, key: ChunkKey) -> memoryview | None:
+        """Return where a partial sum or a result goes, or None if it is not awaited."""
+        peer, epoch = link.peer, _epoch(key)
+        if not self._accepts(peer, frame_type, key):
+            self._coming.pop(peer, None)
+            return None
+        self._coming[peer] = epoch
+        room = self._rooms[peer] = self._empty(key.index)
+        return tensor_bytes(room)
+
+    def landed(self, link: Link, frame_type: FrameType, key: ChunkKey) -> None:
+        """Add the partial sum, or keep the result, that has just landed, if still awaited."""
+        peer, index, epoch, now = link.peer, key.index, _epoch(key), self._clock()
+        if not self._accepts(peer, frame_type, key):
+            return
+        values, slots = self._rooms.pop(peer), self._slots.setdefault(epoch, {})
+        if index < self._num_averaged and not is_finite(values):
+            reason = "what it sent to be averaged holds NaN or infinity"
+            link.close(reason)
+            self._perform(self._protocol.cannot_give(epoch, peer, reason, now))
+        elif frame_type is FrameType.PARTIAL_CHUNK:
+            if index in slots:
+                values.add_(slots[index].values)
+            slots[index] = _Slot(values, is_whole=False)
+            self._perform(self._protocol.partial_landed(peer, epoch, index, now))
+        else:
+            slots[index] = _Slot(values, is_whole=True)
+            distance = self._squared_distance(self._chunks[index], values)
+            self._perform(self._protocol.result_landed(peer, epoch, index, distance, now))
+
+    def _accepts(self, peer: int, frame_type: FrameType, key: ChunkKey) -> bool:
+        epoch = _epoch(key)
+        if frame_type is FrameType.RESULT_CHUNK:
+            return self._protocol.consolidation.accepts_result(peer, epoch, key.index)
+        reduction = self._protocol.sum_of(epoch)
+        return reduction is not None and reduction.accepts(peer, key.index)
+
+    def note_progress(self) -> None:
+        """Tell the protocol with whom payload of which sum moves: bytes, not whole chunks.
+
+        On a slow link one chunk may take longer than the time-out.
+        """
+        if self._protocol.averages.is_idle and not self._protocol.consolidation.has_begun:
+            return
+        moved: dict[Link, tuple[int, int]] = {}
+        for peer, link in self._links.items():
+            moved[link] = (
+                sum(link.chunk_bytes_sent[each] for each in TYPES),
+                sum(link.chunk_bytes_received[each] for each in TYPES),
+            )
+            before = self._moved.get(link, moved[link])
+            for which, table in enumerate((self._leaving, self._coming)):
+                epoch = table.get(peer)
+                if epoch is not None and moved[link][which] > before[which]:
+                    self._protocol.moved(peer, epoch)
+        self._moved = moved
+
+
+def _epoch(key: ChunkKey) -> Epoch:
+    return Epoch(key.counter, key.initiator, key.incarnation)

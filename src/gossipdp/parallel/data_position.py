@@ -1,0 +1,240 @@
+"""Where in its data a loop is, and the way back there after a resume."""
+
+import logging
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+logger = logging.getLogger("gossipdp")
+
+Batch = TypeVar("Batch")
+
+
+class DataPosition:
+    """The epoch and the batch at which ``batches()`` is, and how to come back there.
+
+    An epoch's order follows from ``set_epoch`` and from the random states at its start, so these
+    are kept: to come back, they are set, the epoch is begun, and the batches that were trained on
+    are loaded and dropped. ``batch`` counts those that were yielded or dropped.
+    """
+
+    def __init__(self) -> None:
+        self.batch = 0
+        self._epoch = 0
+        self._start: dict[str, Any] | None = None
+        self._goes_on = False
+        self._resumed: dict[str, Any] | None = None
+        self._random_states: dict[str, Any] | None = None
+
+    def capture(self) -> dict[str, Any]:
+        """Return what :meth:`resume` takes."""
+        return {"epoch": self._epoch, "batch": self.batch, "start": self._start}
+
+    def resume(
+        self, position: dict[str, Any], random_states: dict[str, Any] | None, *, is_own: bool
+    ) -> None:
+        """Make the next :meth:`epoch` go on where ``position`` was captured.
+
+        The random states are set once it is reached. If this worker's share of the data is not the
+        one that it was captured in (``is_own``), the epoch begins anew.
+        """
+        self._epoch = position["epoch"]
+        self._goes_on = True
+        if is_own and position["start"] is not None:
+            self._resumed = position
+            self._random_states = random_states
+
+    def begin(self) -> None:
+        """Count epochs from 0, unless the position was just resumed."""
+        if not self._goes_on:
+            self._epoch = 0
+        self._goes_on = False
+
+    def epoch(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the batches of one epoch, or what a resumed one has left."""
+        resumed, self._resumed = self._resumed, None
+        order = _Order(loader)
+        if resumed is None:
+            self._start = order.capture()
+        else:
+            self._start = resumed["start"]
+            order.restore(resumed["start"])
+        self.batch = 0
+        order.set_epoch(self._epoch)
+        iterator = iter(loader)
+        if resumed is not None:
+            self._drop(iterator, resumed["batch"], order.doubt())
+        for batch in iterator:
+            self.batch += 1
+            yield batch
+        self._epoch += 1
+
+    def _drop(self, iterator: Iterator[Batch], num_batches: int, doubt: str) -> None:
+        """Pass over the batches that were trained on before, and set the random states after."""
+        if num_batches and doubt:
+            logger.warning(
+                "the run goes on in the middle of a pass through the loader, after %d batches, "
+                "which are loaded and dropped; but %s, so samples may come twice or not at all",
+                num_batches,
+                doubt,
+            )
+        while self.batch < num_batches and next(iterator, self) is not self:
+            self.batch += 1
+        if self.batch < num_batches:
+            logger.warning(
+                "the loader ended after %d of the %d batches that were trained on before: it is "
+                "not what it was, and the next pass begins",
+                self.batch,
+                num_batches,
+            )
+        if self._random_states is not None:
+            restore_random_states(self._random_states)
+
+
+class _Order:
+    """What the order of a loader's batches follows from.
+
+    Samplers, the loader and its dataset may hold random generators of their own, of torch, Python
+    or NumPy. Of a loader that is none of torch's only ``set_epoch`` is known.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._is_loader = isinstance(loader, DataLoader)
+        self._holders = [loader]
+        if self._is_loader:
+            self._holders += [loader.batch_sampler, loader.sampler, loader.dataset]
+        for holder in self._holders:  # a sampler may hold another, and a dataset too
+            found = [each for each in _attributes(holder).values() if _is_holder(each)]
+            self._holders += [each for each in found if not _is_among(each, self._holders)]
+
+    def capture(self) -> dict[str, Any]:
+        """Return what :meth:`restore` takes, before a pass begins."""
+        return {
+            "random": random_states(),
+            "generators": {name: _state(each) for name, each in self._generators().items()},
+            "has_workers": self._has_workers(),
+        }
+
+    def restore(self, start: dict[str, Any]) -> None:
+        """Make the next pass begin as the captured one did.
+
+        A loader draws a random number when it starts worker processes. With persistent ones that
+        is at its first pass alone, so those of a later one are started before the states are set.
+        """
+        if self._is_loader and self._has_workers() != start["has_workers"]:
+            self._loader._iterator = None
+            if start["has_workers"]:
+                DataLoader.__iter__(self._loader)
+        restore_random_states(start["random"])
+        for name, generator in self._generators().items():
+            if name in start["generators"]:
+                _set_state(generator, start["generators"][name])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins, as to torch's ``DistributedSampler`` and Accelerate's loaders."""
+        for holder in self._holders:
+            set_epoch = getattr(holder, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(epoch)
+
+    def doubt(self) -> str:
+        """Say why a pass may not come again as it was; empty: nothing is known to speak for it."""
+        if not self._is_loader:
+            return ""
+        if isinstance(self._loader.dataset, IterableDataset):
+            return "an IterableDataset alone knows what it yields, and its state is not saved"
+        if self._loader.num_workers and not self._loader.in_order:
+            return "with in_order=False the order of its batches depends on timing"
+        return ""
+
+    def _has_workers(self) -> bool:
+        return getattr(self._loader, "_iterator", None) is not None
+
+    def _generators(self) -> dict[str, Any]:
+        """Return each distinct random generator, by the place where it is held."""
+        found: dict[str, Any] = {}
+        for index, holder in enumerate(self._holders):
+            for name, value in _attributes(holder).items():
+                is_generator = isinstance(value, _GENERATORS)
+                is_system_s = isinstance(value, random.SystemRandom)  # which has no state
+                if is_generator and not is_system_s and not _is_among(value, found.values()):
+                    found[f"{index}.{name}"] = value
+        return found
+
+
+_GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
+
+
+def _attributes(holder: Any) -> dict[str, Any]:
+    return getattr(holder, "__dict__", {})
+
+
+def _is_holder(value: Any) -> bool:
+    return isinstance(value, (Sampler, Dataset))
+
+
+def _is_among(value: Any, others: Iterable[Any]) -> bool:
+    return any(value is each for each in others)
+
+
+def _state(generator: Any) -> Any:
+    """Return the state of a random generator, of what a checkpoint can hold."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, numpy.random.RandomState):
+        return _with_tensors(generator.get_state(legacy=False))
+    return _with_tensors(generator.bit_generator.state)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, numpy.random.RandomState):
+        generator.set_state(_with_arrays(state))
+    else:
+        generator.bit_generator.state = _with_arrays(state)
+
+
+def _with_tensors(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_tensors(held) for key, held in value.items()}
+    return torch.from_numpy(value.copy()) if isinstance(value, numpy.ndarray) else value
+
+
+def _with_arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_arrays(held) for key, held in value.items()}
+    return value.numpy() if isinstance(value, torch.Tensor) else value
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of the random generators of Python, NumPy and torch, in host memory.
+
+    Those of CUDA where it was used.
+    """
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": _with_tensors(numpy.random.get_state(legacy=False)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Set the generators to what :func:`random_states` gave."""
+    random.setstate(states["python"])
+    numpy.random.set_state(_with_arrays(states["numpy"]))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])

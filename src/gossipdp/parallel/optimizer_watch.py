@@ -1,0 +1,193 @@
+"""What a look at an optimizer tells after its first step: copies of the weights, and no effect."""
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossipdp.parallel.shards import local
+
+logger = logging.getLogger("gossipdp")
+
+MAX_SAMPLES = 256
+# Two or three values may agree by chance.
+MIN_VALUES = 4
+TOLERANCE = 0.01
+# Two optimizers may hold each other.
+MAX_DEPTH = 6
+# Their steps never read the copy, so training is sound; it stays each worker's own.
+ONLY_WRITES_ITS_COPY = (torch.optim.ASGD,)
+
+
+class OptimizerWatch:
+    r"""Finds out whether an optimizer keeps a copy of the weights, or changes none.
+
+    Exchanges move a parameter, and no copy of it that an optimizer keeps: float32 master weights,
+    slow weights (Lookahead), the z of schedule-free, an average. Such an optimizer pulls the
+    parameter back to its copy, at one end of an exchange only, or ends with a copy that was not
+    averaged. To add to the copy what an exchange adds to the parameter is no cure: z then still
+    drifts apart between workers of unlike data. To exchange the copy itself is one.
+
+    A copy is known by its values. With b and a some values of a parameter before and after a step,
+    s of a tensor in the optimizer with as many elements, and t in 0..1:
+
+    .. math:: \min_t \lVert s - b - t (a - b) \rVert \le 0.01 \, \lVert b - \bar b \rVert
+
+    A parameter proves nothing if it is constant, if the step was larger than itself, or if its
+    gradient looks like it: an ordinary momentum would then look like a copy. All is looked at after
+    an optimizer's first step, and again when its state gets further tensors.
+
+    Args:
+        optimizer: one of the wrapper, which has moved the parameters already.
+        names: of the module's parameters, by their id.
+        exchanged: the tensors in its state that the user wants exchanged, by name.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        exchanged: Collection[str] = (),
+    ) -> None:
+        self._optimizer = optimizer
+        self._exchanged = exchanged
+        self._parameters = {
+            names[id(parameter)]: parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._is_first = True
+        self._before = self._values()
+        self._versions = self._counted_writes()
+        self._num_kept = -1, -1
+
+    def _values(self) -> dict[str, Tensor]:
+        return {name: _sample(parameter) for name, parameter in self._parameters.items()}
+
+    def _counted_writes(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters.values()]
+
+    def stepped(self) -> None:
+        """Look at an optimizer that has stepped; its boundary has not begun.
+
+        Raises:
+            ValueError: it keeps a copy of a parameter.
+        """
+        state = self._optimizer.state
+        num_kept = len(state), len(next(iter(state.values()), ()))
+        if num_kept == self._num_kept:
+            return
+        self._num_kept = num_kept
+        after = self._values()
+        if self._is_first:
+            self._warn_if_unmoved(after)
+        self._find_copy(self._before if self._is_first else after, after)
+        self._is_first = False
+        self._before = {}
+
+    def _warn_if_unmoved(self, after: Mapping[str, Tensor]) -> None:
+        """Say that nothing was written: values that only stay, as at a learning rate of 0, may."""
+        is_moved = self._versions != self._counted_writes() or any(
+            not torch.equal(values, self._before[name]) for name, values in after.items()
+        )
+        if not is_moved:
+            logger.warning(
+                "the first step of the %s changed no parameter. Either no gradient was there: call "
+                "backward() before step(); or it writes to memory that it took from the parameters "
+                "before they were wrapped, which moves them: let it look at the parameters "
+                "(the parameter, and not its storage) in each step",
+                type(self._optimizer).__name__,
+            )
+
+    def _find_copy(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        telling = {
+            name: (before[name], values)
+            for name, values in after.items()
+            if _is_telling(self._parameters[name], before[name], values)
+        }
+        by_size: dict[int, list[str]] = {}
+        for name in telling:
+            by_size.setdefault(local(self._parameters[name]).numel(), []).append(name)
+        own = {local(parameter).data_ptr() for parameter in self._parameters.values()}
+        for key, owner, tensor in self._kept():
+            if tensor.data_ptr() in own or (owner is not None and key in self._exchanged):
+                continue
+            for name in by_size.get(tensor.numel(), ()):
+                if owner in (None, name) and _is_between(_sample(tensor), *telling[name]):
+                    self._report(key, name)
+                    return
+
+    def _kept(self) -> Iterator[tuple[str, str | None, Tensor]]:
+        """Yield each tensor that the optimizer holds: its name, and of which parameter it is."""
+        for attribute, value in vars(self._optimizer).items():
+            if attribute != "state":
+                yield from ((attribute, None, tensor) for tensor in _tensors(value))
+        for parameter, state in self._optimizer.state.items():
+            owner = self._names.get(id(parameter))
+            for key, value in state.items() if isinstance(state, dict) else ():
+                yield from ((str(key), owner, tensor) for tensor in _tensors(value))
+
+    def _report(self, key: str, name: str) -> None:
+        who = type(self._optimizer).__name__
+        if isinstance(self._optimizer, ONLY_WRITES_ITS_COPY):
+            logger.warning(
+                "the %s keeps an average of the parameters (%r of %r), which exchanges and "
+                "consolidate() leave as it is: read the parameters, and not %r, which is this "
+                "worker's own",
+                who,
+                key,
+                name,
+                key,
+            )
+            return
+        raise ValueError(
+            f"the {who} keeps its own copy of the weights: {key!r} of parameter {name!r}. "
+            "Exchanges and consolidate() move the parameter alone, and the copy would undo that "
+            f"here. Let exchanges average the copy too, exchange_moments={{{key!r}: 1}}; or use an "
+            "optimizer that keeps none. In place of float32 master weights train float32 "
+            "parameters under torch.autocast; of Lookahead, wrap with outer=OuterStep(); of an "
+            "average, update a torch.optim.swa_utils.AveragedModel after each step"
+        )
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """Yield the dense tensors of real numbers in nested containers, and in inner optimizers."""
+    if isinstance(value, torch.optim.Optimizer):
+        value = vars(value)
+    if isinstance(value, Tensor):
+        tensor = local(value)
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        if is_plain and tensor.is_floating_point():
+            yield tensor
+    elif isinstance(value, (dict, list, tuple)) and depth < MAX_DEPTH:
+        for held in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(held, depth + 1)
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    values = local(tensor).detach().reshape(-1)
+    return values[:: -(-values.numel() // MAX_SAMPLES) or 1].to("cpu", torch.float64, copy=True)
+
+
+def _is_telling(parameter: Tensor, before: Tensor, after: Tensor) -> bool:
+    """Whether a tensor that looks like this parameter must be a copy of it."""
+    spread = _spread(before)
+    if before.numel() < MIN_VALUES or spread == 0.0 or float((after - before).norm()) > spread:
+        return False
+    gradient = next(_tensors(parameter.grad), None)
+    return gradient is None or not _is_between(_sample(gradient), before, after)
+
+
+def _is_between(held: Tensor, before: Tensor, after: Tensor) -> bool:
+    """Whether values lie on the way from ``before`` to ``after``."""
+    step = after - before
+    size = float(step @ step)
+    along = min(1.0, max(0.0, float((held - before) @ step) / size)) if size else 0.0
+    return float((held - before - along * step).norm()) <= TOLERANCE * _spread(before)
+
+
+def _spread(values: Tensor) -> float:
+    return float((values - values.mean()).norm())

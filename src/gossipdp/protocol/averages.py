@@ -1,0 +1,322 @@
+"""The average of all live workers while they train on: ``model.averaged()``.
+
+A sum over the tree of those that live (:mod:`~gossipdp.protocol.reduction`) whose root is the
+worker that asks; its result goes nowhere else. So every worker sends one model, however many there
+are, and nobody holds more than a few chunks but the worker that asked.
+
+- *Counts* go up first (``TellAverage``), since the root divides by them. A worker that has no
+  state to give (it joins, or is poisoned) passes on what is below it and is not counted.
+- *A death*, or a worker that gives nothing, has the root begin anew without it.
+- *Several at once*: a request is named by its root; each worker has one of its own at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from gossipdp.protocol.actions import AverageEnded, Forget, Send
+from gossipdp.protocol.messages import (
+    AskAverage,
+    AverageMessage,
+    Epoch,
+    Progressed,
+    ProtocolError,
+    PullPartials,
+    ReductionMessage,
+    Stalled,
+    TellAverage,
+)
+from gossipdp.protocol.reduction import (
+    ABANDONED_AFTER,
+    REPEAT_AFTER,
+    Blame,
+    Reduction,
+    ReductionAction,
+    tree,
+)
+
+Actions = list[ReductionAction]
+
+MAX_REQUESTS = 64
+"""Sums for others that a worker takes part in at once; one more is answered that it cannot."""
+
+
+@dataclass
+class _Request:
+    """One sum, and the counts that have come up."""
+
+    ask: AskAverage
+    sum: Reduction
+    told: dict[int, TellAverage] = field(default_factory=dict)
+    own: TellAverage | None = None
+    """Over how many workers this one's sums are; None: not all below have said."""
+    idle_ticks: int = 0
+
+
+@dataclass
+class _Own:
+    """The request of this worker: whom it does without."""
+
+    blame: Blame
+    live: frozenset[int]
+    without: dict[int, str] = field(default_factory=dict)
+
+
+class LiveAverages:
+    """All sums over live workers that this worker takes part in.
+
+    Args:
+        rank, process_id: this worker.
+        number: its requests are numbered from here on; no two lives of a rank have the same.
+        num_chunks: that are averaged.
+        can_give: whether this worker's parameters are worth averaging.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        process_id: int,
+        number: int,
+        num_chunks: int,
+        can_give: Callable[[], bool],
+    ) -> None:
+        self.rank = rank
+        self._process_tag = process_id % 2**32
+        self._number = number
+        self._num_chunks = num_chunks
+        self._can_give = can_give
+        self._requests: dict[int, _Request] = {}  # by who asks
+        self._own: _Own | None = None
+        self._actions: Actions = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sum is under way here."""
+        return not self._requests
+
+    def sum_of(self, epoch: Epoch) -> Reduction | None:
+        """Return the sum of this name, if this worker takes part in it."""
+        request = self._requests.get(epoch.leader)
+        return request.sum if request is not None and request.sum.epoch == epoch else None
+
+    # --- the worker that asks --------------------------------------------------------------
+
+    def ask(self, live: Collection[int]) -> Actions:
+        """Sum over this worker and those that live; ``AverageEnded`` follows."""
+        self._own = _Own(Blame(self.rank), frozenset(live) - {self.rank})
+        self._begin(self._own)
+        return self._flush()
+
+    def give_up(self) -> Actions:
+        """Forget every request: this worker closes."""
+        self._own = None
+        self._actions += [Forget(request.sum.epoch) for request in self._requests.values()]
+        self._requests.clear()
+        return self._flush()
+
+    def _begin(self, own: _Own) -> None:
+        self._number += 1
+        epoch = Epoch(self._number, self.rank, self._process_tag)
+        others = own.blame.order(own.live - own.without.keys())
+        has_suspects = not own.blame.suspects.isdisjoint(others)
+        ask = AskAverage(epoch, (self.rank, *others), has_suspects)
+        self._join(ask, own.blame)
+
+    # --- inputs ----------------------------------------------------------------------------
+
+    def receive(self, peer: int, message: AverageMessage | ReductionMessage) -> Actions:
+        """Take in a message from ``peer``.
+
+        Raises:
+            ProtocolError: no worker of this version says that.
+        """
+        if isinstance(message, AskAverage):
+            self._asked(peer, message)
+            return self._flush()
+        request = self._requests.get(message.epoch.leader)
+        if request is None or request.sum.epoch != message.epoch:
+            return []
+        match message:
+            case TellAverage() if peer in request.sum.children:
+                request.told[peer] = message
+                request.sum.moved(peer)
+                self._tell(request)
+            case PullPartials(start=start) if (
+                start >= self._num_chunks and peer == request.sum.parent
+            ):
+                self._forget(message.epoch.leader)  # all has arrived
+            case PullPartials(start=start, stop=stop) if peer == request.sum.parent:
+                self._actions.append(Forget(message.epoch, start))
+                request.sum.moved(peer)
+                request.sum.pulled(start, stop)
+            case Progressed(count=count):
+                request.sum.progressed(peer, count)
+            case Stalled():
+                request.sum.accused(peer, message)
+            case _:
+                pass
+        return self._flush()
+
+    def partial_landed(self, peer: int, epoch: Epoch, chunk: int) -> Actions:
+        """Count a partial sum that was accepted and added."""
+        reduction = self.sum_of(epoch)
+        if reduction is not None and reduction.accepts(peer, chunk):
+            reduction.landed(peer)
+        return self._flush()
+
+    def chunk_finished(self, epoch: Epoch, chunk: int) -> Actions:
+        """Count a chunk of this worker's own average."""
+        request = self._requests.get(self.rank)
+        if request is not None and request.sum.epoch == epoch:
+            request.sum.finished(chunk)
+            self._end_if_whole(request)
+        return self._flush()
+
+    def cannot_give(self, epoch: Epoch, rank: int, reason: str) -> Actions:
+        """Say of ``rank``, a child or this worker itself, that its values are of no use."""
+        reduction = self.sum_of(epoch)
+        if reduction is None:
+            return []
+        if self._own is not None and epoch.leader == self.rank == rank:
+            self._end(0)
+        else:
+            reduction.accuse(rank, reason)
+            self._forget(epoch.leader)
+        return self._flush()
+
+    def link_lost(self, peer: int) -> Actions:
+        """Ask and say again: the link to ``peer`` is gone, and what was on its way."""
+        for request in self._requests.values():
+            request.sum.link_lost(peer)
+            self._repeat(request, peer)
+        return self._flush()
+
+    def review(self, live: Collection[int]) -> Actions:
+        """Go on without those that no longer live."""
+        for caller, request in list(self._requests.items()):
+            if caller not in live and caller != self.rank:
+                self._forget(caller)
+            elif self._own is not None and caller == self.rank:
+                dead = set(request.ask.members[1:]) - set(live)
+                if dead:
+                    self._own.live -= dead
+                    self._begin(self._own)
+        return self._flush()
+
+    def tick(self, heard: Collection[int], moving: Mapping[Epoch, Collection[int]]) -> Actions:
+        """Count a quarter of a time-out; see :meth:`Consolidation.tick`."""
+        for caller, request in list(self._requests.items()):
+            reduction = request.sum
+            awaited = [
+                child
+                for child in reduction.children
+                if child not in request.told or reduction.awaits(child)
+            ]
+            gets_on = reduction.tick(moving.get(reduction.epoch, ()), awaited, heard)
+            request.idle_ticks = 0 if gets_on else request.idle_ticks + 1
+            if self._own is not None and caller == self.rank:
+                left_out = self._own.blame.tick()
+                if left_out is not None:
+                    self._own.without |= left_out
+                    self._begin(self._own)
+                    continue
+            elif request.idle_ticks >= ABANDONED_AFTER:
+                self._forget(caller)
+                continue
+            if request.idle_ticks and request.idle_ticks % REPEAT_AFTER == 0:
+                for peer in [*reduction.children, reduction.parent]:
+                    if peer is not None:
+                        self._repeat(request, peer)
+        return self._flush()
+
+    # --- what they come to -----------------------------------------------------------------
+
+    def _asked(self, peer: int, ask: AskAverage) -> None:
+        ranks, epoch = ask.members, ask.epoch
+        if not ranks or ranks[0] != epoch.leader or len(set(ranks)) != len(ranks):
+            raise ProtocolError(f"worker {peer} asks for an average over {len(ranks)} in disorder")
+        if tree(ranks, has_suspects=ask.has_suspects).get(self.rank) != peer:
+            raise ProtocolError(f"worker {peer} asks for an average out of its turn")
+        known = self._requests.get(epoch.leader)
+        if known is not None and known.sum.epoch.order >= epoch.order:
+            if known.sum.epoch == epoch:
+                self._repeat(known, peer)
+            return
+        if known is None and len(self._requests) >= MAX_REQUESTS:
+            reason = f"it takes part in {MAX_REQUESTS} averages already"
+            refused = Stalled(epoch, self.rank, True, reason)
+            self._actions.append(Send[ReductionMessage](epoch.leader, refused))
+            return
+        self._join(ask, None)
+
+    def _join(self, ask: AskAverage, blame: Blame | None) -> None:
+        """Take part in a sum, in place of an older one of the same caller."""
+        self._forget(ask.epoch.leader)
+        reduction = Reduction(
+            ask.epoch,
+            self.rank,
+            tree(ask.members, has_suspects=ask.has_suspects),
+            self._num_chunks,
+            self._actions,
+            blame=blame,
+            gives=self._can_give(),
+        )
+        request = self._requests[ask.epoch.leader] = _Request(ask, reduction)
+        for child in reduction.children:
+            self._say(child, ask)
+        self._tell(request)
+        reduction.advance()
+
+    def _tell(self, request: _Request) -> None:
+        """Say over how many workers the sums are, once all children have."""
+        reduction, told = request.sum, request.told.values()
+        if request.own is not None or len(told) < len(reduction.children):
+            return
+        without = tuple(rank for each in told for rank in each.without)
+        request.own = TellAverage(
+            reduction.epoch,
+            reduction.gives + sum(each.count for each in told),
+            without if reduction.gives else (*without, self.rank),
+        )
+        if reduction.parent is not None:
+            self._say(reduction.parent, request.own)
+        elif request.own.count == 0:
+            self._end(0)
+        else:
+            reduction.divisor = request.own.count
+            reduction.advance()
+            self._end_if_whole(request)
+
+    def _end_if_whole(self, request: _Request) -> None:
+        if request.own is not None and request.sum.num_finished == self._num_chunks:
+            self._end(request.own.count, request.own.without)
+
+    def _end(self, count: int, without: Collection[int] = ()) -> None:
+        own, request = self._own, self._requests.pop(self.rank)
+        assert own is not None
+        self._own = None
+        reasons = dict.fromkeys(without, "it has no parameters to give just now") | own.without
+        self._actions.append(AverageEnded(request.sum.epoch, count, reasons))
+
+    def _repeat(self, request: _Request, peer: int) -> None:
+        """Say to ``peer`` again all that it may have missed."""
+        if peer in request.sum.children:
+            if peer not in request.told:
+                self._say(peer, request.ask)
+            request.sum.repeat(peer)
+        elif peer == request.sum.parent and request.own is not None:
+            self._say(peer, request.own)
+
+    def _forget(self, caller: int) -> None:
+        request = self._requests.pop(caller, None)
+        if request is not None:
+            self._actions.append(Forget(request.sum.epoch))
+
+    def _say(self, peer: int, message: AverageMessage) -> None:
+        self._actions.append(Send(peer, message))
+
+    def _flush(self) -> Actions:
+        actions = self._actions[:]
+        self._actions.clear()  # the sums add to this very list
+        return actions

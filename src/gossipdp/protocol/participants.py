@@ -1,0 +1,113 @@
+"""The workers that a consolidation averages: all who are done, but for those left out.
+
+A live worker may be done, beat, and hold all others up. Who gives nothing to a sum is judged by its
+root (:class:`~gossipdp.protocol.reduction.Blame`). A root under which nothing moves is *passed
+over*: left out by those that wait for it, so that the next lowest leads. A worker that was left out
+by mistake consolidates by itself once the others have left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from gossipdp.protocol.members import Member, Status
+from gossipdp.protocol.messages import Epoch, Process
+from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT
+
+PASS_OVER_AFTER = 16
+"""Ticks in which nothing moves under a leader; it begins anew, without whoever stalls, sooner."""
+MAX_RESTARTS = 8
+"""Epochs that a leader begins anew on the word of one worker."""
+MAX_EPOCHS = 16
+"""Epochs that one leader may begin while nobody dies or comes."""
+
+
+class Participants:
+    """Who is to be averaged, as one worker sees it.
+
+    Args:
+        rank, process_id: this worker.
+
+    Attributes:
+        left_out: who is done and gave nothing for too long, and why.
+    """
+
+    def __init__(self, rank: int, process_id: int) -> None:
+        self.rank = rank
+        self.process_id = process_id
+        self.left_out: dict[Process, str] = {}
+        self._view: dict[int, Member] = {}
+        self._restarts: Counter[int] = Counter()
+        self._watched: Epoch | None = None
+        self._num_epochs: Counter[int] = Counter()
+        self._waited_ticks: Counter[int] = Counter()  # for those that are not done
+        self._idle_ticks: Counter[int] = Counter()
+
+    def review(self, members: Iterable[Member]) -> None:
+        """Take over the membership view, which changed."""
+        before, self._view = self.done(), {member.rank: member for member in members}
+        if self.done() != before:
+            self._num_epochs.clear()
+
+    @property
+    def includes_self(self) -> bool:
+        """Whether this very process is done."""
+        own = self._view.get(self.rank)
+        return own is not None and (own.process_id, own.status) == (self.process_id, Status.DONE)
+
+    def missing(self) -> tuple[int, ...]:
+        """Return the live workers that are not done yet."""
+        return tuple(member.rank for member in self._view.values() if member.status is Status.ALIVE)
+
+    def done(self) -> tuple[Process, ...]:
+        """Return who is to be averaged, the one who leads first."""
+        done = ((rank, self._view[rank].process_id) for rank in sorted(self._view)
+                if self._view[rank].status is Status.DONE)  # fmt: skip
+        return tuple(process for process in done if process not in self.left_out)
+
+    def is_left_out(self, rank: int) -> bool:
+        """Return whether the process that has this rank now is left out."""
+        member = self._view.get(rank)
+        return member is not None and (rank, member.process_id) in self.left_out
+
+    def leave_out(self, rank: int, reason: str) -> None:
+        """Average without ``rank`` from now on."""
+        if rank in self._view and rank != self.rank:
+            self.left_out[rank, self._view[rank].process_id] = reason
+
+    def restarted_by(self, peer: int) -> None:
+        """Note that this leader begins anew on the word of ``peer``."""
+        self._restarts[peer] += 1
+        if self._restarts[peer] > MAX_RESTARTS:
+            self.leave_out(peer, f"it had worker {self.rank} begin anew {MAX_RESTARTS} times")
+
+    def watch_leader(self, epoch: Epoch | None, *, gets_on: bool, wait_ticks: float) -> None:
+        """Pass over a leader under which nothing moves, or that begins anew without end.
+
+        Args:
+            epoch: the one under way. While it gets on, whoever leads it, nobody is passed over.
+            gets_on: whether anything of it moved since the last tick.
+            wait_ticks: for how long a leader may wait for those that are not done.
+        """
+        leader = self.done()[0][0]
+        if leader == self.rank:
+            return
+        if epoch is not None and epoch != self._watched:
+            self._watched = epoch
+            self._num_epochs[epoch.leader] += 1
+            if self._num_epochs[epoch.leader] > MAX_EPOCHS:
+                reason = f"it began {MAX_EPOCHS} times, and worker {self.rank} had no result"
+                self.leave_out(epoch.leader, reason)
+            gets_on = True
+        if gets_on:
+            self._idle_ticks.clear()
+            return
+        if (epoch is None or epoch.leader != leader) and self.missing():
+            self._waited_ticks[leader] += 1
+            if self._waited_ticks[leader] <= wait_ticks:
+                return  # it waits for them too, since it is done itself
+        self._idle_ticks[leader] += 1
+        if self._idle_ticks[leader] >= PASS_OVER_AFTER:
+            idle = f"{PASS_OVER_AFTER / TICKS_PER_TIMEOUT:g} time-outs"
+            self.leave_out(leader, f"it led, and worker {self.rank} had nothing of it for {idle}")

@@ -1,0 +1,332 @@
+"""One sum over a tree: what ``consolidate()`` and ``averaged()`` have in common.
+
+The members form a binary tree (:func:`tree`). For each chunk a member adds the partial sums of its
+children and then its own values, own + (left + right), and sends the sum to its parent; the root
+divides. So the bits do not depend on which child is the quicker one. Nothing passes over the model
+before: a member reads its own values of a chunk when the sum of it is sent.
+
+*Credit.* A parent says up to which chunk a child may send, never more than ``WINDOW`` beyond what
+has landed. So no member holds or computes more than a few chunks at once, whatever the size of the
+model, and what it is asked for again after a lost link is still there.
+
+*Who gives nothing.* Only payload of this very sum counts, and words of the protocol that bring it
+further: never heartbeats, never other bytes of the link. Whoever sees payload move tells its
+parent and its children so with each tick (``Progressed``); that is passed on, so one slow link is
+no reason to accuse those above it. A child that should give and brings nothing for
+``STALLED_AFTER`` ticks is named to the root. :class:`Blame` is how the root judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from gossipdp.protocol.actions import DataAction, FinishChunk, Send, SendPartial
+from gossipdp.protocol.messages import (
+    AverageMessage,
+    ConsolidationMessage,
+    Epoch,
+    Progressed,
+    PullPartials,
+    ReductionMessage,
+    Stalled,
+)
+
+WINDOW = 4
+"""Chunks that a child may be ahead of its parent, and a result on its way may be ahead of it."""
+TICKS_PER_TIMEOUT = 4
+"""How often time is counted. The next four are in these ticks."""
+STALLED_AFTER = 8
+"""A child that is to give and brings nothing for so long is named to the root."""
+REPEAT_AFTER = 4
+"""What was said in vain is said again."""
+GRACE = 2
+"""The root waits for accusations from further down, which began at the same time."""
+ABANDONED_AFTER = 24
+"""A member forgets a sum in which nothing moves, whose root must have given it up."""
+
+ReductionAction: TypeAlias = (
+    Send[ReductionMessage] | Send[ConsolidationMessage] | Send[AverageMessage] | DataAction
+)
+
+
+def tree(ranks: Sequence[int], *, has_suspects: bool = False) -> dict[int, int | None]:
+    """Return the parent of each member, in the order of the tree; None for the root.
+
+    The binary heap over the members in their order. Where some of them, the last ones, are suspect
+    the root has one child, with the heap below it, so that there is a way round any bad link.
+
+    Example:
+        >>> tree(range(4))
+        {0: None, 1: 0, 2: 0, 3: 1}
+    """
+    root, *others = ranks
+    parents: dict[int, int | None] = {root: None}
+    if has_suspects and others:
+        parents[others[0]] = root
+        return parents | {rank: others[i // 2] for i, rank in enumerate(others[1:])}
+    return parents | {rank: ranks[i // 2] for i, rank in enumerate(others)}
+
+
+@dataclass
+class _Child:
+    """The state of a parent about one child."""
+
+    landed: int = 0
+    """Chunks of its partial sums that have been added."""
+    stop: int = 0
+    """It may send those below."""
+    count: int = 0
+    """Of its last ``Progressed``."""
+    quiet_ticks: int = 0
+
+
+class Reduction:
+    """One sum as one of its members sees it; a new attempt is a new object.
+
+    Args:
+        epoch: its name.
+        rank: this worker.
+        parents: the tree, of all members.
+        num_chunks: that are summed; 0 where a result at hand is spread.
+        actions: where this puts what is to be done.
+        blame: of the root alone.
+        divisor: what the root divides by; None: not known yet.
+        gives: whether this worker adds values of its own.
+
+    Attributes:
+        num_finished: at the root, the chunks whose result is there.
+        progress: ticks in which payload of the sum moved: at the root anywhere, elsewhere in the
+            subtree.
+    """
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        rank: int,
+        parents: Mapping[int, int | None],
+        num_chunks: int,
+        actions: list[ReductionAction],
+        *,
+        blame: Blame | None = None,
+        divisor: int | None = None,
+        gives: bool = True,
+    ) -> None:
+        self.epoch = epoch
+        self.rank = rank
+        self.parents = parents
+        self.parent = parents[rank]
+        self.children = {child: _Child() for child, above in parents.items() if above == rank}
+        self.num_chunks = num_chunks
+        self.divisor = divisor
+        self.gives = gives
+        self.num_finished = 0
+        self.progress = 0
+        self._actions = actions
+        self._blame = blame
+        if blame is not None:
+            blame.begin()
+        self._granted = 0
+        self._next: int | None = None
+        """The next chunk to send to the parent, or to finish; None until it asked on this link."""
+        self._parent_count = 0
+        self._moved: set[int] = set()
+        """The peers that have brought this sum further since the last tick."""
+
+    # --- inputs ----------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Ask the children for what there is room for, and pass on the sums that are whole."""
+        if self.parent is None:
+            self._granted = min(self.num_chunks, self.num_finished + WINDOW)
+            self._next = self._next or 0
+        for rank, child in self.children.items():
+            if self._granted > child.stop:
+                child.stop = self._granted
+                self._pull(rank, child)
+        num_whole = min((c.landed for c in self.children.values()), default=self._granted)
+        if self._next is None or (self.parent is None and self.divisor is None):
+            return
+        for chunk in range(self._next, num_whole):
+            if self.parent is not None:
+                self._actions.append(SendPartial(self.parent, self.epoch, chunk))
+            elif self.divisor is not None:
+                self._actions.append(FinishChunk(self.epoch, chunk, self.divisor))
+        self._next = max(self._next, num_whole)
+
+    def pulled(self, start: int, stop: int) -> None:
+        """Take the parent's word for how much it has room for."""
+        if self._next is None:
+            self._next = start
+        self._granted = max(self._granted, min(stop, self.num_chunks))
+        self.advance()
+
+    def accepts(self, peer: int, chunk: int) -> bool:
+        """Return whether this Partial frame is the next one expected from ``peer``."""
+        child = self.children.get(peer)
+        return child is not None and child.landed == chunk < child.stop
+
+    def landed(self, peer: int) -> None:
+        """Count the partial sum of ``peer`` that was accepted and added."""
+        child = self.children[peer]
+        child.landed += 1
+        self.moved(peer)
+        self.advance()
+        if child.landed == self.num_chunks:
+            self._pull(peer, child)  # so that it knows that all of it has arrived
+
+    def finished(self, chunk: int) -> None:
+        """Count a chunk of the result: the root's sum of it is divided."""
+        assert chunk == self.num_finished
+        self.num_finished += 1
+        self.moved(self.rank)
+        self.advance()
+
+    def moved(self, peer: int) -> None:
+        """Note that ``peer`` has brought this sum further."""
+        self._moved.add(peer)
+        if peer in self.children:
+            self.children[peer].quiet_ticks = 0
+
+    def progressed(self, peer: int, count: int) -> None:
+        """Take the word of ``peer`` that payload moves, below it or, of a parent, anywhere."""
+        if peer == self.parent and count > self._parent_count:
+            self._parent_count = count
+            self.moved(peer)
+        elif peer in self.children and count > self.children[peer].count:
+            self.children[peer].count = count
+            self.moved(peer)
+
+    def link_lost(self, peer: int) -> None:
+        """Wait for a parent to say where to go on: what was on its way to it is lost."""
+        if peer == self.parent:
+            self._next = None
+
+    def repeat(self, peer: int) -> None:
+        """Ask ``peer`` again for what it may not have heard."""
+        child = self.children.get(peer)
+        if child is not None and self.awaits(peer):
+            self._pull(peer, child)
+
+    def awaits(self, child: int) -> bool:
+        """Return whether it is the turn of this child to send a partial sum."""
+        return self.children[child].landed < self.children[child].stop
+
+    # --- at each tick ----------------------------------------------------------------------
+
+    def tick(
+        self, moving: Collection[int], awaited: Collection[int], heard: Collection[int]
+    ) -> bool:
+        """Count for how long children give nothing; name them; pass on that payload moves.
+
+        Args:
+            moving: peers with which payload of this sum was exchanged since the last tick.
+            awaited: children whose turn it is.
+            heard: peers whose links show life.
+
+        Returns:
+            Whether the sum gets on, here or, by what the parent says, elsewhere.
+        """
+        for peer in [*self.children, self.parent]:
+            if peer is not None and peer in moving:
+                self.moved(peer)
+        is_below = not self._moved <= {self.parent}
+        for rank, child in self.children.items():
+            child.quiet_ticks = 0 if rank in self._moved else child.quiet_ticks + (rank in awaited)
+            late_ticks = child.quiet_ticks - STALLED_AFTER
+            if late_ticks >= 0 and late_ticks % REPEAT_AFTER == 0:
+                seconds = f"{child.quiet_ticks / TICKS_PER_TIMEOUT:g} time-outs"
+                reason = f"worker {self.rank} had nothing of it for {seconds}"
+                self.accuse(rank, reason, is_heard=rank in heard)
+        if is_below:
+            self.progress += 1
+            if self.parent is not None:
+                self._say(self.parent, Progressed(self.epoch, self.progress))
+        of_all = self.progress if self.parent is None else self._parent_count
+        if is_below or self._moved:
+            for rank in self.children:
+                self._say(rank, Progressed(self.epoch, of_all))
+        gets_on = bool(self._moved)
+        self._moved.clear()
+        return gets_on
+
+    def accuse(self, rank: int, reason: str, *, is_heard: bool = True) -> None:
+        """Name ``rank`` to the root as one that gives nothing."""
+        said = Stalled(self.epoch, rank, is_heard, reason)
+        if self._blame is not None:
+            self._blame.said(self.rank, said)
+        else:
+            self._say(self.epoch.leader, said)
+
+    def accused(self, accuser: int, said: Stalled) -> None:
+        """Take the word of a member that one of its children, or it itself, gives nothing."""
+        is_its_own = said.rank == accuser and accuser in self.parents
+        if self._blame is not None and (is_its_own or self.parents.get(said.rank) == accuser):
+            self._blame.said(accuser, said)
+
+    def _pull(self, rank: int, child: _Child) -> None:
+        self._say(rank, PullPartials(self.epoch, child.landed, child.stop))
+
+    def _say(self, peer: int, message: ReductionMessage) -> None:
+        self._actions.append(Send(peer, message))
+
+
+@dataclass(frozen=True)
+class _Accusation:
+    """A child is said to give nothing: since which tick, and in which words."""
+
+    since: int
+    is_heard: bool
+    reason: str
+
+
+class Blame:
+    """How the root judges who gives nothing, from sum to sum.
+
+    It may be the child, the one who accuses it, or the link between them. So both are *suspect*:
+    in the next tree they come last, where they have no child to accuse and another parent. A
+    suspect that stalls again is left out. One that the root itself awaits and hears, and one that
+    says so of itself, is left out at once.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.suspects: set[int] = set()
+        self._rank = rank
+        self._tick = 0
+        self._said: dict[tuple[int, int], _Accusation] = {}
+
+    def begin(self) -> None:
+        """Forget what was said of an earlier attempt."""
+        self._said.clear()
+
+    def said(self, accuser: int, message: Stalled) -> None:
+        """Note what ``accuser``, the parent of the one it names or that one itself, says."""
+        first = _Accusation(self._tick, message.is_heard, message.reason)
+        self._said.setdefault((accuser, message.rank), first)
+
+    def tick(self) -> dict[int, str] | None:
+        """Count time; return whom to leave out of a sum that begins anew, and why.
+
+        None: nobody has been accused for long enough.
+        """
+        self._tick += 1
+        said = self._said
+        if all(self._tick - each.since < GRACE for each in said.values()):
+            return None
+        self._said = {}
+        suspects, left_out = set(self.suspects), {}
+        accusers = {accuser for accuser, rank in said if accuser != rank}
+        for (accuser, rank), each in said.items():
+            if accuser == rank or (
+                rank not in accusers
+                and (rank in suspects or (accuser == self._rank and each.is_heard))
+            ):
+                left_out[rank] = each.reason
+            elif rank not in accusers:  # else it waits for another itself
+                self.suspects |= {accuser, rank} - {self._rank}
+        return left_out
+
+    def order(self, ranks: Collection[int]) -> list[int]:
+        """Return the members below the root in the order of their tree, the suspects last."""
+        return sorted(ranks, key=lambda rank: (rank in self.suspects, rank))

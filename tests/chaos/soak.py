@@ -1,0 +1,572 @@
+"""``make soak``: half an hour of everything at once, and is all flat and the end right.
+
+    .venv/bin/python tests/chaos/soak.py                            30 minutes, 8 workers
+    .venv/bin/python tests/chaos/soak.py --minutes 2 --seed 17
+
+Workers of ``gossipdp run``, each with 256 descriptors at most and all with a /dev/shm of 64 MB (as
+root), train while every second a link is cut, now and then one is killed and started again, others
+join and leave, all save checkpoints, and one makes an average. Even ranks live all the time: their
+memory, descriptors and threads are the longest series. What happens follows from the seed as far
+as the machine's speed allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+
+import psutil
+import torch
+from mean_of_members import inputs_in, wrong_end, wrong_steps
+from rich.console import Console
+from rich.table import Table
+from run_processes import VARIABLES, RunCommand, runs
+from trends import Trend, averaged_over, trend
+
+import gossipdp
+from gossipdp import Consolidated
+from gossipdp.progress import ProgressView
+
+SCRIPT = "tests/chaos/soak.py"
+WORKER = Path(__file__).with_name("soak_worker.py")
+SHM = "size=64m"
+# For eight interpreters that import torch on a busy machine, and for the end.
+PATIENCE_S = 300.0
+# What a killed worker made in its last time-out may be known to nobody.
+UNTOLD_S = 5.0
+CUT_EVERY_S = 1.0
+SAMPLE_EVERY_S = 5.0
+# Neighbouring samples resemble each other.
+STRETCH_MINUTES = 0.5
+# Of a life, before it is judged, and the least that it has to last after that. In the first minutes
+# the allocator comes to rest, by steps of a MB or two.
+WARM_UP_MINUTES, JUDGED_MINUTES = 5.0, 10.0
+BATCH = 16
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often things happen, in a run so long; all in seconds."""
+
+    duration_s: float
+    kill_every_s: float
+    average_every_s: float
+    join_for_s: float
+
+    @classmethod
+    def of(cls, duration_s: float) -> Pace:
+        """Return that of a run of 12 minutes or more; in a shorter one all happens sooner."""
+        return cls(
+            duration_s,
+            kill_every_s=min(45.0, duration_s / 4),
+            average_every_s=min(60.0, duration_s / 4),
+            join_for_s=min(240.0, duration_s / 3),
+        )
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One thing that is sampled; its slope, less two standard errors, may be ``most`` a minute."""
+
+    name: str
+    unit: str
+    most: float
+
+
+MEASURES = (
+    Measure("memory", "MB", 0.5),
+    Measure("descriptors", "", 0.1),  # but for links, of which there is one to a peer at most
+    Measure("threads", "", 0.1),
+)
+# Beyond one to each worker that there is: those just cut, and those that two dial at once.
+LINKS_BESIDES = 4
+
+
+@dataclass
+class Life:
+    """One process of a worker; ``killed_s`` is when we killed it or asked it to go."""
+
+    name: str
+    process: psutil.Process
+    began_s: float
+    killed_s: float | None = None
+    most_links: int = 0
+    samples: list[tuple[float, float, float, float]] = field(default_factory=list)
+    ports: set[int] = field(default_factory=set)
+
+    @property
+    def is_live(self) -> bool:
+        return self.killed_s is None and runs(self.process.pid)
+
+    def sample(self, now_s: float) -> None:
+        """Note memory in MB, descriptors, links and threads."""
+        with suppress(psutil.Error):
+            memory = self.process.memory_info().rss / 2**20
+            connections = self.process.net_connections(kind="tcp")
+            num_links = sum(each.status != psutil.CONN_LISTEN for each in connections)
+            descriptors = self.process.num_fds() - num_links
+            self.most_links = max(self.most_links, num_links)
+            sample = memory, float(descriptors), float(self.process.num_threads())
+            self.samples.append(((now_s - self.began_s) / 60, *sample))
+
+    def series(self, least_minutes: float = 0.0) -> dict[str, list[list[float]]]:
+        """Return minutes and means of each measure, by stretches, from so late in this life on."""
+        after = [sample for sample in self.samples if sample[0] >= least_minutes]
+        minutes = [sample[0] for sample in after]
+        return {
+            measure.name: list(
+                averaged_over(minutes, [sample[place] for sample in after], STRETCH_MINUTES)
+            )
+            for place, measure in enumerate(MEASURES, start=1)
+        }
+
+    def trends(self) -> dict[str, Trend]:
+        """Return the trend of each measure; none of a life that was too short."""
+        if not self.samples or self.samples[-1][0] < WARM_UP_MINUTES + JUDGED_MINUTES:
+            return {}
+        return {name: trend(*line) for name, line in self.series(WARM_UP_MINUTES).items()}
+
+
+@dataclass(frozen=True)
+class WorkerLife:
+    """A worker's life by its files: rank and process."""
+
+    rank: int
+    pid: int
+
+    @classmethod
+    def of(cls, path: Path) -> WorkerLife:
+        return cls(*map(int, path.name.split("-")[1:3]))
+
+
+def cut_a_link(process: psutil.Process, is_link: Callable[[Any], bool], random: Random) -> bool:
+    """Shut a connection down in the midst, as a network would; return whether there was one.
+
+    The descriptor is duplicated out of the worker (pidfd_getfd, Linux 5.6), so nothing in it knows.
+    """
+    links = [each for each in process.net_connections(kind="tcp") if is_link(each)]
+    if not links:
+        return False
+    number = random.choice(sorted(links, key=lambda each: each.fd)).fd
+    system = ctypes.CDLL(None, use_errno=True)
+    pid = os.pidfd_open(process.pid)
+    try:
+        descriptor = system.syscall(438, pid, number, 0)  # SYS_pidfd_getfd, alike everywhere
+    finally:
+        os.close(pid)
+    if descriptor < 0:
+        code = ctypes.get_errno()
+        if code in (9, 3):  # EBADF, ESRCH: it was quicker to end
+            return False
+        raise OSError(code, f"pidfd_getfd: {os.strerror(code)}; cuts need the right to trace")
+    with socket.socket(fileno=descriptor) as duplicate, suppress(OSError):
+        duplicate.shutdown(socket.SHUT_RDWR)
+        return True
+    return False
+
+
+class Soak:
+    """One run, what befalls it, and what is seen of it."""
+
+    def __init__(self, directory: Path, num_workers: int, pace: Pace, seed: int) -> None:
+        self.directory, self.num_workers, self.pace = directory, num_workers, pace
+        self.random = Random(seed)
+        self.counts = dict.fromkeys(("cuts", "kills", "joins", "leaves", "averages"), 0)
+        self.problems: list[str] = []
+        self.lives: dict[WorkerLife, Life] = {}
+        self.seen: set[int] = set()
+        self.files = directory / "files"
+        self.temporary = directory / "tmp"
+        for each in (self.files, self.temporary):
+            each.mkdir(parents=True)
+        self.secret = directory / "secret"
+        self.secret.write_text(secrets.token_hex(16))
+        self.secret.chmod(0o600)
+        self.run = self._start("run", "-n", str(num_workers), "--max-restarts", "100000")
+        self.supervisor = Life("supervisor", psutil.Process(self.run.process.pid), time.monotonic())
+        self.joiner: RunCommand | None = None
+        self._joins_s = self._leaves_s = 0.0
+        self._victim: int | None = None
+
+    def _start(self, name: str, *words: str) -> RunCommand:
+        variables = VARIABLES | {
+            "TMPDIR": str(self.temporary),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "default",
+        }
+        options = ["--secret-file", str(self.secret), "--log-dir", str(self.directory / "log")]
+        return RunCommand(
+            self.directory / f"{name}.output",
+            [*words, *options, str(WORKER), str(self.files)],
+            timeout_s=PATIENCE_S,
+            environment=variables,
+        )
+
+    # What is seen.
+
+    def look(self) -> None:
+        """Note new lives, and that the supervisors run."""
+        now_s = time.monotonic()
+        for path in self.files.glob("life-*"):
+            key = WorkerLife.of(path)
+            if key not in self.lives and runs(key.pid):
+                name = f"worker {key.rank}"
+                life = self.lives[key] = Life(name, psutil.Process(key.pid), now_s)
+                with suppress(psutil.Error):
+                    connections = life.process.net_connections(kind="tcp")
+                    listening = [each for each in connections if each.status == "LISTEN"]
+                    life.ports = {each.laddr.port for each in listening}
+        for command in self.commands:
+            if command.process.poll() is not None and not (self.files / "end").exists():
+                raise RuntimeError(f"the run ended early:\n{command.output.read_text()[-4000:]}")
+
+    @property
+    def commands(self) -> list[RunCommand]:
+        """All supervisors that have not been asked to leave."""
+        return [self.run] if self.joiner is None else [self.run, self.joiner]
+
+    def live(self) -> dict[int, Life]:
+        """Return the live workers that train, by rank."""
+        return {key.rank: life for key, life in self.lives.items() if life.is_live}
+
+    def are_all_back(self) -> bool:
+        """Return whether all of the run and, if one is to be there, the one that joined train."""
+        live = self.live()
+        num_joined = sum(rank >= self.num_workers for rank in live)
+        return set(range(self.num_workers)) <= live.keys() and num_joined == len(self.commands) - 1
+
+    def sample(self) -> None:
+        """Take one sample of everyone, and note what processes there are."""
+        now_s = time.monotonic()
+        for life in (self.supervisor, *self.live().values()):
+            life.sample(now_s)
+        for command in self.commands:
+            with suppress(psutil.Error):
+                own = psutil.Process(command.process.pid)
+                self.seen |= {each.pid for each in (own, *own.children(recursive=True))}
+
+    # What befalls it.
+
+    def cut(self) -> None:
+        """Cut one link of one worker."""
+        live = self.live()
+        ports = {port for life in live.values() for port in life.ports}
+
+        def is_link(connection: Any) -> bool:
+            if connection.status != "ESTABLISHED":
+                return False
+            return bool({connection.laddr.port, connection.raddr.port} & ports)
+
+        if live:
+            life = live[self.random.choice(sorted(live))]
+            with suppress(psutil.Error):
+                self.counts["cuts"] += cut_a_link(life.process, is_link, self.random)
+
+    def kill(self) -> bool:
+        """Kill a worker of odd rank; False: the one that was killed last is not back."""
+        live = self.live()
+        if not set(range(self.num_workers)) <= live.keys():
+            return False
+        odd = [rank for rank in range(1, self.num_workers, 2) if rank != self._victim]
+        self._victim = self.random.choice(odd or [1])
+        life = live[self._victim]
+        life.killed_s = time.monotonic()
+        os.kill(life.process.pid, signal.SIGKILL)
+        self.counts["kills"] += 1
+        return True
+
+    def average(self) -> None:
+        """Ask a worker that is never killed for an average."""
+        even = range(0, self.num_workers, 2)
+        (self.files / f"average-{even[self.counts['averages'] % len(even)]}").touch()
+        self.counts["averages"] += 1
+
+    def join_or_leave(self, now_s: float, last_s: float) -> None:
+        """Let one join, or after a while leave again; the last one stays."""
+        pause_s = self.pace.join_for_s / 8
+        if self.joiner is None and now_s >= self._joins_s and 0 in self.live():
+            (port,) = self.live()[0].ports
+            self.counts["joins"] += 1
+            self.joiner = self._start(f"join-{self.counts['joins']}", "--join", f"127.0.0.1:{port}")
+            self._leaves_s = now_s + self.pace.join_for_s
+        elif self.joiner is not None and self._leaves_s <= now_s < last_s - self.pace.join_for_s:
+            here = [life for rank, life in self.live().items() if rank >= self.num_workers]
+            if not here:
+                return
+            here[0].killed_s = time.monotonic()
+            joiner, self.joiner = self.joiner, None
+            joiner.process.send_signal(signal.SIGTERM)
+            if joiner.process.wait(60) != 128 + signal.SIGTERM:
+                self.problems.append(f"one that was to leave ended with {joiner.process.poll()}")
+            self.counts["leaves"] += 1
+            self._joins_s = now_s + pause_s
+
+    def train(self, view: ProgressView) -> None:
+        """Wait until all train, and let everything happen for the time of the run."""
+        self.run.wait_for(lambda: (self.look(), self.are_all_back())[1])
+        began_s = time.monotonic()
+        ends_s = began_s + self.pace.duration_s
+        self._joins_s = began_s + self.pace.join_for_s / 8
+        every = {
+            self.cut: CUT_EVERY_S,
+            self.sample: min(SAMPLE_EVERY_S, self.pace.duration_s / 60),
+            self.kill: self.pace.kill_every_s,
+            self.average: self.pace.average_every_s,
+        }
+        due = {what: began_s + period_s for what, period_s in every.items()}
+        while (now_s := time.monotonic()) < ends_s:
+            self.look()
+            for what, at_s in due.items():
+                if now_s >= at_s:
+                    again_s = CUT_EVERY_S if what() is False else every[what]
+                    due[what] = max(at_s + again_s, time.monotonic())
+            self.join_or_leave(now_s, ends_s)
+            counts = ", ".join(f"{number} {name}" for name, number in self.counts.items())
+            view.advance((now_s - began_s) / self.pace.duration_s, counts)
+            time.sleep(0.1)
+
+    def end(self) -> dict[int, dict[str, Any]]:
+        """Let all who are to be there come back, and end; return what they told."""
+        self.run.wait_for(lambda: (self.look(), self.are_all_back())[1])
+        asked = [each.name for each in self.files.glob("average-*")]
+        if asked:
+            self.run.wait_for(lambda: not list(self.files.glob("average-*")))
+        (self.files / "unfinished-end").write_text(str(len(self.live())))
+        (self.files / "unfinished-end").replace(self.files / "end")
+        for command in self.commands:
+            code = command.process.wait(PATIENCE_S)
+            if code:
+                last = command.output.read_text()[-4000:]
+                self.problems.append(f"{command.output.name} ended with {code}:\n{last}")
+        paths = self.files.glob("ended-*.json")
+        return {int(path.stem.split("-")[1]): json.loads(path.read_text()) for path in paths}
+
+    def stop(self) -> None:
+        """End what still runs."""
+        for command in self.commands:
+            command.stop()
+
+    # What came of it.
+
+    def judge(self, ends: dict[int, dict[str, Any]]) -> None:
+        """Add to the problems what is not as it should be."""
+        self._judge_values(ends)
+        self._judge_what_is_left(ends)
+        self._judge_output()
+        trends = [(life, life.trends()) for life in (self.supervisor, *self.lives.values())]
+        if not any(found for _, found in trends):
+            least = WARM_UP_MINUTES + JUDGED_MINUTES
+            self.problems.append(f"no life lasted {least:g} minutes, so none could be judged flat")
+        most = self.num_workers + LINKS_BESIDES
+        self.problems += [
+            f"{life.name}, process {life.process.pid}, had {life.most_links} links"
+            for life in self.lives.values()
+            if life.most_links > most
+        ]
+        for life, found in trends:
+            for measure in MEASURES:
+                line = found.get(measure.name)
+                if line is not None and not line.is_flat(measure.most):
+                    self.problems.append(
+                        f"{measure.name} of {life.name}, process {life.process.pid}, grows by "
+                        f"{line.slope:.2f} ± {line.error:.2f} {measure.unit} a minute, more than "
+                        f"{measure.most:g}"
+                    )
+
+    def _judge_values(self, ends: dict[int, dict[str, Any]]) -> None:
+        consolidated = {rank: Consolidated(**end["consolidated"]) for rank, end in ends.items()}
+        paths = {rank: self.files / f"result-{rank}.pt" for rank in ends}
+        results = {rank: torch.load(path, weights_only=True) for rank, path in paths.items()}
+        trained = [
+            name
+            for name in next(iter(results.values()), {})
+            if name.split(".")[1] in ("weight", "bias")
+        ]
+        self.problems += wrong_end(inputs_in(self.files), results, consolidated, trained)
+        for rank, end in ends.items():
+            told = {
+                int(rank): n for rank, n in end["consolidated"]["gradient_steps_by_rank"].items()
+            }
+            self.problems += [
+                f"worker {rank} tells {line}" for line in wrong_steps(told, self.diaries())
+            ]
+            steps, samples = sum(told.values()), end["consolidated"]["samples"]
+            if samples != steps * BATCH or steps != end["consolidated"]["gradient_steps"]:
+                self.problems.append(f"worker {rank} tells {samples} samples of {steps} steps")
+
+    def diaries(self) -> dict[int, list[tuple[int, int]]]:
+        """Return of each rank's lives the fewest and the most steps that others may know."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for path in self.files.glob("diary-*"):
+            key = WorkerLife.of(path)
+            times = [float(line) for line in path.read_text().splitlines()]
+            life = self.lives.get(key)
+            killed_s = life.killed_s if life else None
+            known = [time_s for time_s in times if killed_s is None or time_s < killed_s - UNTOLD_S]
+            found.setdefault(key.rank, []).append((len(known), len(times)))
+        return found
+
+    def _judge_what_is_left(self, ends: dict[int, dict[str, Any]]) -> None:
+        for rank, end in ends.items():
+            if end["threads_left"]:
+                self.problems.append(f"threads of worker {rank} are left: {end['threads_left']}")
+            if end["descriptors_left"]:
+                left = end["descriptors_left"]
+                self.problems.append(f"descriptors of worker {rank} are left: {left}")
+        processes = [pid for pid in self.seen if runs(pid)]
+        if processes:
+            self.problems.append(f"processes are left: {processes}")
+        own = [f"{key.pid}" for key in self.lives]
+        shared = [path.name for path in Path("/dev/shm").iterdir()]
+        files = [name for name in shared if set(own) & set(name.split("_"))]
+        # torch leaves a directory of its compiler, and a loader that is killed one of Python's.
+        others = ("torchinductor_", "pymp-")
+        temporary = [path for path in self.temporary.iterdir() if not path.name.startswith(others)]
+        files += [str(path) for path in temporary]
+        files += [str(path) for path in (self.files / "checkpoints").rglob("*.tmp*")]
+        if files:
+            self.problems.append(f"files are left: {files}")
+        asked = self.counts["averages"]
+        made = len(list(self.files.glob("averaged-*")))
+        if made != asked:
+            self.problems.append(f"of {asked} averages {made} were made")
+
+    def _judge_output(self) -> None:
+        """Nobody said anything of an error, but that a worker was killed."""
+        for path in sorted(self.directory.glob("*.output")):
+            lines = path.read_text().splitlines()
+            bad = [line for line in lines if "Error" in line or "Too many open files" in line]
+            if bad:
+                self.problems.append(f"{path.name}: {len(bad)} errors, the first: {bad[0]}")
+
+
+def lives_table(soak: Soak) -> Table:
+    """Return the lives that were long enough to judge, a row each."""
+    table = Table(title="slope per minute ± its standard error, and the last value")
+    table.add_column("life", no_wrap=True)
+    for name in ("minutes", *(f"{each.name} {each.unit}".rstrip() for each in MEASURES)):
+        table.add_column(name, justify="right", no_wrap=True)
+    for life in (soak.supervisor, *soak.lives.values()):
+        lines = life.trends().values()
+        cells = [f"{line.slope:+.2f} ± {line.error:.2f}  {line.last:.0f}" for line in lines]
+        if cells:
+            table.add_row(life.name, f"{life.samples[-1][0]:.1f}", *cells)
+    return table
+
+
+def results_of(soak: Soak, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """Return what is written as JSON."""
+    lives = []
+    for life in (soak.supervisor, *soak.lives.values()):
+        found = life.trends()
+        lives.append(
+            {
+                "name": life.name,
+                "process": life.process.pid,
+                "minutes": life.samples[-1][0] if life.samples else 0.0,
+                "was_killed": life.killed_s is not None,
+                "most_links": life.most_links,
+                "trends_per_minute": {name: asdict(line) for name, line in found.items()},
+                "minutes_and_means": {
+                    name: [[round(value, 3) for value in values] for values in both]
+                    for name, both in life.series().items()
+                },
+            }
+        )
+    return {
+        "command": command_of(arguments),
+        "version": gossipdp.__version__,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python "
+        f"{platform.python_version()}, torch {torch.__version__}",
+        "small_shared_memory": arguments.has_own_shm,
+        "seconds": round(seconds, 1),
+        "counts": soak.counts,
+        "most_per_minute": {measure.name: measure.most for measure in MEASURES},
+        "lives": lives,
+        "problems": soak.problems,
+    }
+
+
+def command_of(arguments: argparse.Namespace) -> str:
+    """Return the command that runs the same again."""
+    words = ["python", SCRIPT, "--minutes", f"{arguments.minutes:g}"]
+    words += ["--workers", str(arguments.workers), "--seed", str(arguments.seed)]
+    return shlex.join(words)
+
+
+def with_small_shared_memory(words: list[str]) -> None:
+    """Become the same command in a mount namespace of its own, with a /dev/shm of 64 MB."""
+    mount = f'mount -t tmpfs -o {SHM} tmpfs /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount, "sh"]
+    os.execvp(command[0], [*command, sys.executable, *words, "--has-own-shm"])
+
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=30.0, help="of training")
+    parser.add_argument("--workers", type=int, default=8, help="of the run; one more joins")
+    parser.add_argument("--seed", type=int, help="of what happens; default: drawn")
+    parser.add_argument("--results", type=Path, default=Path("runs/soak.json"), help="JSON file")
+    parser.add_argument("--has-own-shm", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.workers < 2:
+        parser.error(f"--workers {arguments.workers}: at least 2, of which one may be killed")
+    if arguments.seed is None:
+        arguments.seed = secrets.randbelow(10**9)
+    return arguments
+
+
+def main() -> int:
+    arguments = _parsed()
+    console = Console(soft_wrap=True)
+    if not arguments.has_own_shm:
+        if os.geteuid() == 0 and shutil.which("unshare"):
+            sys.stdout.flush()
+            seed = ["--seed", str(arguments.seed)] if "--seed" not in sys.argv else []
+            with_small_shared_memory([*sys.argv, *seed])
+        console.print("not root, or no unshare: the /dev/shm of 64 MB is left out")
+    print(f"to run it again: {command_of(arguments)}", flush=True)
+    directory = Path("runs/soak").absolute()
+    shutil.rmtree(directory, ignore_errors=True)
+    pace = Pace.of(60 * arguments.minutes)
+    began_s = time.monotonic()
+    soak = Soak(directory, arguments.workers, pace, arguments.seed)
+    try:
+        with ProgressView("soaking", console=console, redraw_every_s=1, line_every_s=10) as view:
+            soak.train(view)
+        ends = soak.end()
+    finally:
+        soak.stop()
+    soak.judge(ends)
+    Console(width=100).print(lives_table(soak))
+    results = results_of(soak, arguments, time.monotonic() - began_s)
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    arguments.results.write_text(json.dumps(results, indent=1) + "\n")
+    counts = ", ".join(f"{number} {name}" for name, number in soak.counts.items())
+    print(f"{arguments.minutes:g} minutes: {counts}; {len(soak.problems)} problems")
+    print(f"written to {arguments.results}; files of the run in {directory}")
+    for problem in soak.problems:
+        print(f"PROBLEM: {problem}", file=sys.stderr)
+    return 1 if soak.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

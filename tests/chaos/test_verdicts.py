@@ -1,0 +1,123 @@
+"""The verdicts of ``soak.py`` and ``many.py``: they pass what is right, and nothing else."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from mean_of_members import squared_distance, wrong_average, wrong_end, wrong_steps
+from trends import averaged_over, trend
+
+from gossipdp import Consolidated
+
+
+def test_a_line_and_the_error_of_its_slope() -> None:
+    random = np.random.default_rng(0)
+    times = np.linspace(3.0, 9.0, 200)
+    found = []
+    for _ in range(400):
+        line = trend(list(times), list(5.0 + 0.7 * times + random.normal(0.0, 2.0, 200)))
+        found.append((line.slope, line.error))
+    slopes, errors = np.array(found).T
+    assert slopes.mean() == pytest.approx(0.7, abs=0.02)
+    # The error that is told is how much slopes of equal series differ.
+    assert errors.mean() == pytest.approx(slopes.std(), rel=0.1)
+    fitted, covariance = np.polyfit(times, times**2, 1, cov=True)
+    line = trend(list(times), list(times**2))
+    assert (line.slope, line.error) == pytest.approx((fitted[0], covariance[0, 0] ** 0.5))
+    assert (line.first, line.last, line.largest) == (9.0, 81.0, 81.0)
+
+
+def test_what_is_flat() -> None:
+    times = [float(time) for time in range(30)]
+    noise = [(-1.0) ** time for time in range(30)]
+    assert trend(times, [7.0] * 30).is_flat(0.0)
+    assert trend(times, [100.0 - time for time in times]).is_flat(0.0)
+    assert trend(times, noise).is_flat(0.0)
+    leak = trend(times, [0.6 * time + each for time, each in zip(times, noise, strict=True)])
+    assert not leak.is_flat(0.5)
+    assert leak.is_flat(0.6)
+    assert not replace(leak, slope=float("nan")).is_flat(1e9)
+
+
+def test_a_trend_takes_points_of_several_times() -> None:
+    with pytest.raises(ValueError, match="4 points; a trend takes at least 5"):
+        trend([0.0, 1.0, 2.0, 3.0], [1.0] * 4)
+    with pytest.raises(ValueError, match="all 6 points are of the time 2"):
+        trend([2.0] * 6, [1.0] * 6)
+
+
+def test_stretches_are_averaged() -> None:
+    times = [10.0, 10.4, 11.0, 11.8, 14.0]
+    assert averaged_over(times, [1.0, 3.0, 5.0, 9.0, 2.0], 1.0) == (
+        [10.2, 11.4, 14.0],
+        [2.0, 7.0, 2.0],
+    )
+
+
+INPUTS = {
+    rank: {
+        "weight": torch.randn(1000, generator=torch.Generator().manual_seed(rank)),
+        "count": torch.tensor(rank + 40),
+    }
+    for rank in (1, 3, 4, 7)
+}
+MEAN = {
+    "weight": torch.stack([state["weight"].double() for state in INPUTS.values()]).mean(0).float(),
+    "count": torch.tensor(41),
+}
+DISTANCE = squared_distance(INPUTS, ["weight"])
+END = Consolidated(DISTANCE, world_size=4, samples=640, gradient_steps=40)
+
+
+def ends(average: dict[str, torch.Tensor], **changes: object) -> list[str]:
+    """What is wrong where worker 4 alone ends so."""
+    averages = {rank: average if rank == 4 else MEAN for rank in INPUTS}
+    told = {rank: replace(END, **(changes if rank == 4 else {})) for rank in INPUTS}
+    return wrong_end(INPUTS, averages, told, ["weight"])
+
+
+def test_the_mean_in_any_order_of_summing_is_right() -> None:
+    weights = [state["weight"] for state in INPUTS.values()]
+    for order in (weights, weights[::-1]):
+        total = torch.zeros(1000)
+        for weight in order:
+            total += weight
+        assert wrong_average(INPUTS, MEAN | {"weight": total / 4}) == []
+    assert ends(MEAN) == []
+
+
+@pytest.mark.parametrize(
+    ("average", "changes", "problem"),
+    [
+        ({"weight": MEAN["weight"] * (1 + 1e-5)}, {}, "other bits than 1 in \\['weight'\\]"),
+        ({}, {"world_size": 3}, "worker 4 averaged 3 workers, not 4"),
+        ({}, {"samples": 656}, "count unlike samples"),
+        ({}, {"consensus_distance": DISTANCE * 1.001}, "worker 4 tells a consensus distance"),
+    ],
+)
+def test_one_that_ends_otherwise_is_told(
+    average: dict[str, torch.Tensor], changes: dict[str, object], problem: str
+) -> None:
+    (line,) = ends(MEAN | average, **changes)
+    assert re.search(problem, line), line
+
+
+def test_a_mean_of_others_is_wrong() -> None:
+    of_three = torch.stack([INPUTS[rank]["weight"] for rank in (1, 3, 4)]).mean(0)
+    (line,) = wrong_average(INPUTS, MEAN | {"weight": of_three})
+    assert line.startswith("weight: 100% are not the mean, by up to ")
+    (line,) = wrong_average(INPUTS, MEAN | {"count": torch.tensor(43)})
+    assert line == "count is 43, of worker 1 41"
+    assert wrong_average(INPUTS, MEAN | {"weight": torch.full((1000,), torch.nan)})
+
+
+def test_steps_that_fit_the_diaries() -> None:
+    diaries = {0: [(100, 100)], 1: [(35, 40), (7, 7)]}
+    assert wrong_steps({0: 100, 1: 42}, diaries) == []
+    assert wrong_steps({0: 100, 1: 47}, diaries) == []
+    assert wrong_steps({0: 100, 1: 48}, diaries) == ["48 steps of worker 1, not 42 to 47"]
+    assert wrong_steps({0: 99, 1: 42}, diaries) == ["99 steps of worker 0, not 100 to 100"]
+    assert wrong_steps({1: 42}, diaries) == ["0 steps of worker 0, not 100 to 100"]
+    assert wrong_steps({0: 100, 1: 42, 2: 1}, diaries) == ["steps of worker 2, which kept no diary"]

@@ -1,0 +1,322 @@
+"""Ctrl+C at any bytecode of a boundary: no lock stays taken, nothing is added twice or lost."""
+
+import contextlib
+import ctypes
+import math
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossipdp.dynamics import chunks
+from gossipdp.dynamics.chunks import BufferChunk, Chunk, Moment, Role, Segment, State
+from gossipdp.dynamics.device import Mark, QueuedDevice
+from gossipdp.dynamics.outer import OuterStep
+
+# A trace function without bytecodes of its own: the signal arrives, and it is the traced code where
+# the interpreter looks for it next. In a trace function of Python's it would be that one.
+SEND_SIGINT = ctypes.pythonapi.PyErr_SetInterrupt
+SEND_SIGINT.argtypes = [ctypes.py_object] * 3
+SEND_SIGINT.restype = None
+
+
+def is_interrupted(
+    call: Callable[[], object], number: int, meanwhile: Callable[[], object] = lambda: None
+) -> bool | None:
+    """Call with a SIGINT that comes after so many bytecodes of this thread.
+
+    Returns whether it was delivered; None where the call has fewer bytecodes.
+    """
+    num_left = number
+    is_sent = False
+
+    def in_a_frame(_frame: FrameType, event: str, _: object) -> Any:
+        nonlocal num_left, is_sent
+        num_left -= event == "opcode"
+        if num_left > 0 or is_sent:
+            return in_a_frame
+        is_sent = True
+        return SEND_SIGINT
+
+    def tracer(frame: FrameType, _event: str, _: object) -> Any:
+        frame.f_trace_opcodes = True
+        return in_a_frame
+
+    def interrupt(*_: object) -> None:
+        sys.settrace(None)
+        meanwhile()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        sys.settrace(tracer)
+        call()
+        sys.settrace(None)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+        signal.signal(signal.SIGINT, before)
+    return False if is_sent else None
+
+
+class WatchedMark(Mark):
+    """Is left behind the work that it should be behind, or all work was waited for."""
+
+    is_open = False
+
+    def leave(self) -> None:
+        self.is_open = False
+
+    def precede(self) -> None:
+        assert not self.is_open, "the work before it was neither marked nor waited for"
+        self.is_open = True
+
+    def wait(self) -> None:
+        raise AssertionError
+
+
+class AtOnce(QueuedDevice):
+    """Works at once, and watches that its locks' holders are in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks: list[WatchedMark] = []
+        self.num_finished = 0
+
+    def mark(self) -> Mark:
+        self.marks.append(WatchedMark())
+        return self.marks[-1]
+
+    def finish_all(self) -> None:
+        self.num_finished += 1
+        for mark in self.marks:
+            mark.is_open = False
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        raise AssertionError
+
+    room = pinned
+
+    def holds(self, values: Tensor) -> bool:
+        return True
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "flow alone": {"has_pending": False},
+    "to the end of time": {"theta": math.inf},
+    "outer step": {"outer": OuterStep()},
+    "outer step, flow alone": {"outer": OuterStep(), "has_pending": False},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "compiled": {"kernels": "numba"},
+    "compiled bfloat16 with an outer step": {
+        "kernels": "numba",
+        "outer": OuterStep(),
+        "dtype": torch.bfloat16,
+    },
+    "buffers": {"role": Role.BUFFER},
+    "moments": {"role": Role.MOMENT},
+    "in order": {"is_ordered": True},
+    "waited for": {"wait": True},
+    "helped": {"kernels": "numba", "num_helpers": 2},
+}
+
+
+class World:
+    """A state of two chunks, or six that helpers do, and how its boundary is made."""
+
+    def __init__(
+        self,
+        *,
+        role: Role = Role.TRAINED,
+        dtype: torch.dtype = torch.float32,
+        outer: OuterStep | None = None,
+        has_pending: bool = True,
+        theta: float = 0.3,
+        kernels: str = "torch",
+        is_ordered: bool = False,
+        num_helpers: int = 0,
+        wait: bool = False,
+    ) -> None:
+        generator = torch.Generator().manual_seed(1)
+        num_chunks = 6 if num_helpers else 2
+        moment = Moment("exp_avg_sq", 1, 0.5, steps=1) if role is Role.MOMENT else None
+        segment = Segment(
+            torch.rand(8 * num_chunks, generator=generator).to(dtype),
+            role,
+            outer=outer,
+            moment=moment,
+            chunk_bytes=8 * dtype.itemsize,
+        )
+        self.device = AtOnce() if is_ordered else None
+        segments = [[segment], []]
+        trained, moments = segments if moment is None else segments[::-1]
+        self.state = State(trained, self.device, moments=moments)
+        self.chunks = segment.chunks
+        self.state.compile(kernels)
+        self.theta, self.wait = theta, wait
+        for chunk in self.chunks:
+            chunk.pending.copy_(torch.rand(8, generator=generator) * has_pending)
+            chunk.has_pending = has_pending
+            if chunk.c is not None:
+                chunk.c.copy_(torch.rand(8, generator=generator))
+                chunk.theta_c = 0.0
+            if isinstance(chunk, BufferChunk):
+                chunk.weight = 0.5
+        self.began = self.held()
+
+    def boundary(self) -> None:
+        self.state.boundary(self.theta, wait=self.wait)
+
+    def held(self) -> list[dict[str, Any]]:
+        """Of each chunk, all there is."""
+        return [
+            {
+                "x": chunk.x.clone(),
+                "pending": chunk.pending.clone(),
+                "c": None if chunk.c is None else chunk.c.clone(),
+                "base": None if chunk.outer is None else chunk.outer.base.clone(),
+                "phases": (chunk.theta, chunk.theta_c),
+                "flag": chunk.has_pending,
+                "weight": getattr(chunk, "weight", 1.0),
+            }
+            for chunk in self.chunks
+        ]
+
+    def restore(self) -> None:
+        for chunk, held in zip(self.chunks, self.began, strict=True):
+            chunk.x.copy_(held["x"])
+            chunk.pending.copy_(held["pending"])
+            if chunk.outer is not None:
+                chunk.outer.base.copy_(held["base"])
+            chunk.theta, chunk.theta_c = held["phases"]
+            chunk.has_pending = held["flag"]
+            if isinstance(chunk, BufferChunk):
+                chunk.weight = held["weight"]
+
+
+def z_of(chunk: Chunk) -> Tensor:
+    """What the chunk stands for, in float64: neither flow nor boundary changes it."""
+    z = chunk.pending.double() + getattr(chunk, "weight", 1.0) * chunk.x.double()
+    if chunk.c is not None:
+        z += 0.5 * math.exp(-2.0 * (chunk.theta - chunk.theta_c)) * chunk.c.double()
+    return z
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(
+        torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
+        for name, value in one.items()
+    )
+
+
+@contextlib.contextmanager
+def world_of(monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]) -> Iterator[World]:
+    num_helpers = shape.get("num_helpers", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_helpers + 1)
+    if num_helpers:
+        monkeypatch.setattr(chunks, "LEAST_HELPED_VALUES", 1)
+    world = World(**shape)
+    try:
+        yield world
+    finally:
+        world.state.end_helpers()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_wherever_a_boundary_is_interrupted_it_is_done_or_not_done(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    with world_of(monkeypatch, SHAPES[name]) as world:
+        world.boundary()
+        done = world.held()
+        expected = None if SHAPES[name].get("role") else [z_of(chunk) for chunk in world.chunks]
+        world.restore()
+        if expected is not None and world.theta != math.inf:
+            for chunk, z in zip(world.chunks, expected, strict=True):
+                torch.testing.assert_close(z_of(chunk), z, atol=1e-6, rtol=0)
+        num_interrupts, outcomes = 0, set()
+        for number in range(1, 5000):
+            delivered = is_interrupted(world.boundary, number)
+            for chunk in world.chunks:
+                assert not chunk.lock.locked(), number
+            for chunk, now, before, after in zip(
+                world.chunks, world.held(), world.began, done, strict=True
+            ):
+                assert same(now, before) or same(now, after), (number, chunk.index)
+                outcomes.add(same(now, before))
+            world.boundary()
+            assert all(map(same, world.held(), done)), "the next boundary does the rest"
+            world.restore()
+            if delivered is None:
+                break
+            num_interrupts += delivered
+        assert num_interrupts > 100
+        assert outcomes == {True, False}
+        if world.device is not None:
+            assert world.device.num_finished > 0
+
+
+def test_any_thread_can_exchange_after_each_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock of a chunk in use is left to its holder."""
+    with world_of(monkeypatch, {}) as world:
+        chunk, other = world.chunks
+        for number in range(1, 60):
+            with chunk.lock:
+                is_interrupted(world.boundary, 4 * number)
+                assert chunk.lock.locked()
+                assert same(world.held()[0], world.began[0])
+            assert not other.lock.locked()
+            mine = torch.empty(8)
+
+            def exchange(mine: Tensor = mine) -> None:
+                chunk.snapshot(0.0, mine)
+                chunk.exchange(0.0, mine, torch.zeros(8), 0.5)
+
+            gossip = threading.Thread(target=exchange, daemon=True)
+            gossip.start()
+            gossip.join(30)
+            assert not gossip.is_alive()
+            world.restore()
+
+
+def test_an_interrupted_boundary_waits_for_its_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a helper would write parameters beside whoever uses them next."""
+    with world_of(monkeypatch, SHAPES["helped"]) as world:
+        main, helped, goes_on = threading.get_ident(), threading.Event(), threading.Event()
+        ended = []
+        original = Chunk.boundary
+
+        def boundary(chunk: Chunk, theta: float, *, wait: bool) -> bool:
+            if threading.get_ident() == main:
+                assert helped.wait(30)
+                signal.raise_signal(signal.SIGINT)
+            helped.set()
+            assert goes_on.wait(30)
+            outcome = original(chunk, theta, wait=wait)
+            ended.append(chunk)
+            return outcome
+
+        monkeypatch.setattr(Chunk, "boundary", boundary)
+
+        def interrupt(*_: object) -> None:
+            threading.Timer(0.05, goes_on.set).start()
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGINT, interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                world.boundary()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert ended
+        num_ended = len(ended)
+        world.state.end_helpers()
+        assert len(ended) == num_ended, "none goes on"

@@ -1,0 +1,265 @@
+"""Optimizers that keep a copy of the weights are found by their values, and no others are."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Own(torch.optim.Optimizer):
+    """Plain descent; what subclasses do besides is theirs."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.move(parameter, parameter.grad, self.state[parameter], group["lr"])
+
+    def move(self, parameter: Any, gradient: Any, state: Any, lr: float) -> None:
+        parameter.sub_(gradient, alpha=lr)
+
+
+class ScheduleFree(Own):
+    """The parameter is y, from which z goes its own way (arXiv 2405.15682)."""
+
+    def move(self, parameter: Any, gradient: Any, state: Any, lr: float) -> None:
+        z = state.setdefault("z", parameter.clone())
+        weight = 1 / self.num_steps
+        parameter.lerp_(z, weight)
+        parameter.sub_(gradient, alpha=lr * (1 - 0.9 * (1 - weight)))
+        z.sub_(gradient, alpha=lr)
+
+
+class Lookahead(Own):
+    """Every fifth step goes back half of the way (arXiv 1907.08610)."""
+
+    def move(self, parameter: Any, gradient: Any, state: Any, lr: float) -> None:
+        super().move(parameter, gradient, state, lr)
+        if self.num_steps % 5 == 0:
+            slow = state.setdefault("slow", parameter.clone())
+            slow.lerp_(parameter, 0.5)
+            parameter.copy_(slow)
+
+
+class EarlyLookahead(Lookahead):
+    """Takes its slow weights at once."""
+
+    def move(self, parameter: Any, gradient: Any, state: Any, lr: float) -> None:
+        state.setdefault("slow", parameter.clone())
+        super().move(parameter, gradient, state, lr)
+
+
+class Masters(Own):
+    """Steps float32 copies, and writes them over the parameters."""
+
+    def move(self, parameter: Any, gradient: Any, state: Any, lr: float) -> None:
+        master = state.setdefault("master", parameter.detach().float())
+        master.sub_(gradient.float(), alpha=lr)
+        parameter.copy_(master)
+
+
+class MastersAside(Own):
+    """The same, with the copies outside of its state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.masters = [each.detach().float() for each in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        for parameter, master in zip(self.param_groups[0]["params"], self.masters, strict=True):
+            master.sub_(parameter.grad.float(), alpha=0.05)
+            parameter.data.copy_(master)
+
+
+class Shell(Own):
+    """The same, with the copies as the parameters of an optimizer within."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.masters = [each.detach().float() for each in self.param_groups[0]["params"]]
+        self.inner = torch.optim.SGD(self.masters, 0.05)
+
+    def step(self, closure: Any = None) -> None:
+        for parameter, master in zip(self.param_groups[0]["params"], self.masters, strict=True):
+            master.grad = parameter.grad.float()
+        self.inner.step()
+        for parameter, master in zip(self.param_groups[0]["params"], self.masters, strict=True):
+            parameter.data.copy_(master)
+
+
+class Average(Own):
+    """Keeps an average, begun before the step."""
+
+    def move(self, parameter: Any, gradient: Any, state: Any, lr: float) -> None:
+        average = state.setdefault("average", parameter.clone())
+        super().move(parameter, gradient, state, lr)
+        average.lerp_(parameter, 0.3)
+
+
+class FlatStart(Own):
+    """Remembers where it began, as Prodigy does."""
+
+    def move(self, parameter: Any, gradient: Any, state: Any, lr: float) -> None:
+        state.setdefault("p0", parameter.flatten().clone())
+        super().move(parameter, gradient, state, lr)
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def train(wrap: Any, make: Make, steps: int = 3, dtype: Any = torch.float32, **options: Any) -> Any:
+    net = make_net().to(dtype)
+    optimizer = make(net)
+    model = wrap(net, optimizer, **options)
+    for step in range(steps):
+        torch.manual_seed(step)
+        inputs, targets = torch.randn(16, 8, dtype=dtype), torch.randn(16, 4, dtype=dtype)
+
+        def loss(inputs: Any = inputs, targets: Any = targets) -> torch.Tensor:
+            optimizer.zero_grad()
+            value = (model(inputs) - targets).square().mean()
+            value.backward()
+            return value
+
+        loss()
+        optimizer.step(loss)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "dtype"),
+    [
+        (ScheduleFree, "z", torch.float32),
+        (Lookahead, "slow", torch.float32),
+        (EarlyLookahead, "slow", torch.float32),
+        (Masters, "master", torch.bfloat16),
+        (MastersAside, "masters", torch.bfloat16),
+        (MastersAside, "masters", torch.float32),  # in memory that was the parameters'
+        (Shell, "masters", torch.bfloat16),
+        (Average, "average", torch.float64),
+        (FlatStart, "p0", torch.float32),
+    ],
+)
+def test_a_copy_of_the_weights_is_found(wrap: Any, kind: Any, key: str, dtype: Any) -> None:
+    message = rf"the {kind.__name__} keeps its own copy of the weights: '{key}' of parameter '0\."
+    with pytest.raises(ValueError, match=message):
+        train(wrap, lambda net: kind(net.parameters()), steps=6, dtype=dtype)
+
+
+def test_it_is_found_at_the_step_at_which_it_appears(wrap: Any) -> None:
+    train(wrap, lambda net: Lookahead(net.parameters()), steps=4)
+    train(wrap, lambda net: EarlyLookahead(net.parameters()), steps=0)
+    with pytest.raises(ValueError, match="its own copy"):
+        train(wrap, lambda net: EarlyLookahead(net.parameters()), steps=1)
+
+
+def test_a_copy_that_is_to_be_exchanged_is_none_of_our_business(wrap: Any) -> None:
+    train(wrap, lambda net: Average(net.parameters()), exchange_moments={"average": 1})
+
+
+def matrices(net: nn.Module) -> Any:
+    return [each for each in net.parameters() if each.dim() == 2]
+
+
+ORDINARY: dict[str, Make] = {
+    name: (lambda net, kind=kind: kind(net.parameters()))
+    for name, kind in sorted(vars(torch.optim).items())
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and kind not in (torch.optim.Optimizer, torch.optim.SparseAdam, torch.optim.Muon)
+} | {
+    "Muon": lambda net: torch.optim.Muon(matrices(net)),
+    "momentum": lambda net: torch.optim.SGD(net.parameters(), 1.0, momentum=0.9),
+    "foreach": lambda net: torch.optim.AdamW(net.parameters(), foreach=True),
+    "fused": lambda net: torch.optim.AdamW(net.parameters(), fused=True),
+    "sums from 1": lambda net: torch.optim.Adagrad(net.parameters(), initial_accumulator_value=1),
+    "none": lambda net: Own(net.parameters()),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_no_ordinary_optimizer_is_taken_for_one(
+    wrap: Any, caplog: Any, name: str, dtype: Any
+) -> None:
+    num_steps = 1 if name == "LBFGS" and dtype == torch.bfloat16 else 4  # then it diverges
+    train(wrap, ORDINARY[name], num_steps, dtype)
+    warnings = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    if name == "ASGD":
+        assert [each[:39] for each in warnings] == ["the ASGD keeps an average of the parame"]
+    else:
+        assert warnings == []
+
+
+class Velocity(Own):
+    """Keeps its last step, which equals a parameter that began at zero."""
+
+    def move(self, parameter: Any, gradient: Any, state: Any, lr: float) -> None:
+        velocity = state.setdefault("velocity", torch.zeros_like(parameter))
+        velocity.mul_(0.9).sub_(gradient, alpha=lr)
+        parameter.add_(velocity)
+
+
+@pytest.mark.parametrize("start", [0.0, 1.0, 1e-6])
+def test_a_parameter_that_begins_at_a_constant_proves_nothing(wrap: Any, start: float) -> None:
+    def make(net: nn.Module) -> torch.optim.Optimizer:
+        with torch.no_grad():
+            net[3].weight.fill_(start)
+            net[0].weight.mul_(start)
+        return Velocity(net.parameters())
+
+    train(wrap, make)
+
+
+def test_a_gradient_that_looks_like_the_parameter_proves_nothing(wrap: Any) -> None:
+    """As in half the square of the parameters: a momentum would begin as their copy."""
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, dampening=0.9)
+    wrap(net, optimizer)
+    before = net[0].weight.detach().clone()
+    sum(each.square().sum() / 2 for each in net.parameters()).backward()
+    optimizer.step()
+    assert torch.allclose(optimizer.state[net[0].weight]["momentum_buffer"], before)
+
+
+class OfOldMemory(torch.optim.SGD):
+    """Steps the memory that the parameters had when it was made."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, 0.1)
+        self.memory = [each.data for each in params]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter, memory in zip(self.param_groups[0]["params"], self.memory, strict=True):
+            memory.sub_(parameter.grad)
+
+
+def test_a_first_step_without_an_effect_gets_a_warning(wrap: Any, caplog: Any) -> None:
+    net = train(wrap, lambda net: OfOldMemory(net.parameters()), steps=3)
+    assert torch.equal(net[0].weight, make_net()[0].weight)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the first step of the OfOldMemory changed no parameter")
+
+
+def test_a_learning_rate_of_zero_gets_none(wrap: Any, caplog: Any) -> None:
+    for make in (
+        lambda net: torch.optim.SGD(net.parameters(), 0.0),
+        lambda net: torch.optim.AdamW(net.parameters(), 0.0),
+    ):
+        train(wrap, make)
+    assert not caplog.records

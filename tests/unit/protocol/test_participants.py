@@ -1,0 +1,151 @@
+"""Who is left out and who is passed over, seen from one worker's consolidation machine."""
+
+import pytest
+from consolidation import begin, begun, epoch, process, ticks, view, worker
+
+from gossipdp.protocol.actions import Finished
+from gossipdp.protocol.members import Status
+from gossipdp.protocol.messages import (
+    BeginEpoch,
+    Distance,
+    LeftOut,
+    NewerEpoch,
+    Progressed,
+    PullResults,
+    Stalled,
+)
+from gossipdp.protocol.participants import MAX_EPOCHS, MAX_RESTARTS, PASS_OVER_AFTER
+from gossipdp.protocol.reduction import GRACE, STALLED_AFTER
+
+LEFT_OUT_AFTER = STALLED_AFTER + GRACE
+
+
+def test_a_leader_leaves_out_a_leaf_that_lives_and_gives_nothing() -> None:
+    machine = worker(0)
+    machine.review(view(3))
+    machine.partial_landed(1, epoch(1), 0)
+    machine.partial_landed(1, epoch(1), 1)
+    assert begun(ticks(machine, LEFT_OUT_AFTER - 2)) <= {begin(1, 0, 1, 2)}
+    (again,) = begun(ticks(machine, 2)) - {begin(1, 0, 1, 2)}
+    reason = "worker 0 had nothing of it for 2 time-outs"
+    members = (process(0), process(1))
+    assert again == BeginEpoch(epoch(2), members, None, left_out=(LeftOut(process(2), reason),))
+    assert machine.left_out == {2: reason}
+    assert machine.receive(2, NewerEpoch(epoch(9, 2))) == [], "it has no say any more"
+
+
+def test_who_gets_on_however_slowly_is_waited_for() -> None:
+    machine = worker(0, num_chunks=100)
+    machine.review(view(2))
+    for chunk in range(100):
+        assert begun(ticks(machine, STALLED_AFTER - 1)) <= {begin(1, 0, 1)}
+        machine.partial_landed(1, epoch(1), chunk)
+        machine.chunk_finished(epoch(1), chunk, 0.0)
+    machine.receive(1, PullResults(epoch(1), epoch(1), 0, 100))
+    for landed in range(1, 100):
+        assert begun(ticks(machine, STALLED_AFTER - 1)) <= {begin(1, 0, 1)}
+        machine.receive(1, PullResults(epoch(1), epoch(1), landed, 100))
+    assert machine.left_out == {}
+    assert Finished() in ticks(machine, LEFT_OUT_AFTER), "who holds the result is alone now"
+
+
+def test_a_leader_under_which_nothing_moves_is_passed_over() -> None:
+    machine = worker(1)
+    machine.review(view(3))
+    assert begun(ticks(machine, PASS_OVER_AFTER - 1)) == set()
+    (own,) = begun(ticks(machine, 1))
+    assert [rank for rank, _ in own.members] == [1, 2]
+    assert "it led" in own.left_out[0].reason
+    assert own.left_out[0].process == process(0)
+
+
+@pytest.mark.parametrize("how", ["chunks", "what moves elsewhere", "new epochs"])
+def test_a_leader_under_which_anything_moves_is_not_passed_over(how: str) -> None:
+    machine = worker(1, num_chunks=100)
+    machine.review(view(3))
+    machine.receive(0, begin(1, 0, 1, 2))
+    for number in range(2, 12):
+        ticks(machine, PASS_OVER_AFTER - 1)
+        match how:
+            case "chunks":
+                machine.result_landed(0, epoch(1), number - 2, 0.0)
+            case "what moves elsewhere":
+                machine.receive(0, Progressed(epoch(1), number))
+            case "new epochs":
+                machine.receive(0, begin(number, 0, 1, 2))
+        ticks(machine, 1)
+    assert machine.left_out == {}
+
+
+def test_a_leader_that_begins_anew_without_end_is_passed_over() -> None:
+    machine = worker(1)
+    machine.review(view(3))
+    for number in range(1, MAX_EPOCHS + 3):
+        machine.receive(0, begin(number, 0, 1, 2))
+        ticks(machine, 1)
+    assert set(machine.left_out) == {0}
+    assert f"it began {MAX_EPOCHS} times" in machine.left_out[0]
+
+
+def test_a_leader_waits_for_those_that_train_as_long_as_was_asked() -> None:
+    machine = worker(1)
+    machine.wait_ticks = 100
+    machine.review(view(3, worker2=Status.ALIVE))
+    ticks(machine, 100 + PASS_OVER_AFTER - 1)
+    assert machine.left_out == {}
+    ticks(machine, 1)
+    assert set(machine.left_out) == {0}
+
+
+def test_who_has_a_leader_begin_anew_again_and_again_is_left_out() -> None:
+    machine = worker(0)
+    machine.review(view(3))
+    for number in range(2, 2 * MAX_RESTARTS + 4, 2):
+        machine.receive(2, NewerEpoch(epoch(number, 2)))
+    assert set(machine.left_out) == {2}
+    assert "begin anew" in machine.left_out[2]
+
+
+def test_a_worker_that_cannot_give_says_so_and_is_left_out() -> None:
+    leaf = worker(2)
+    leaf.review(view(3))
+    leaf.receive(0, begin(1, 0, 1, 2))
+    (said,) = leaf.cannot_give(epoch(1), 2, "its parameters hold NaN or infinity")
+    assert said.peer == 0
+    leader = worker(0)
+    leader.review(view(3))
+    leader.receive(2, said.message)
+    (again,) = begun(ticks(leader, GRACE)) - {begin(1, 0, 1, 2)}
+    assert again.left_out == (LeftOut(process(2), "its parameters hold NaN or infinity"),)
+
+
+def test_who_holds_the_result_and_does_not_send_it_is_left_out() -> None:
+    machine = worker(1, num_chunks=1)
+    machine.review(view(3, worker0=Status.DEAD))
+    from gossipdp.protocol.messages import Average, Held
+
+    machine.receive(2, Held(epoch(1, 1), Average(epoch(1), 3, 0.25)))
+    ticks(machine, STALLED_AFTER)
+    assert set(machine.left_out) == {2}
+
+
+def test_one_that_is_left_out_alone_ends_alone() -> None:
+    machine = worker(1, num_chunks=0)
+    machine.review(view(2))
+    actions = ticks(machine, PASS_OVER_AFTER)
+    assert Finished() in actions
+
+
+def test_accuser_and_accused_come_last_in_the_next_tree() -> None:
+    machine = worker(0)
+    machine.review(view(8))
+    stalled = begin(1, *range(8))
+    machine.receive(3, Stalled(epoch(1), 6, True, "not a child of it"))
+    machine.receive(3, Stalled(epoch(1), 7, True, "nothing came"))
+    (second,) = begun(ticks(machine, GRACE)) - {stalled}
+    assert [rank for rank, _ in second.members] == [0, 1, 2, 4, 5, 6, 3, 7]
+    assert second.has_suspects
+    machine.receive(5, Distance(epoch(1), 0.0))
+    machine.receive(4, Stalled(epoch(2), 7, True, "nothing came again"))
+    (third,) = begun(ticks(machine, GRACE)) - {second}
+    assert third.left_out == (LeftOut(process(7), "nothing came again"),)

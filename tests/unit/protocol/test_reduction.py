@@ -1,0 +1,252 @@
+"""One sum over a tree, driven by hand; and how its root judges who gives nothing."""
+
+import pytest
+from consolidation import epoch
+
+from gossipdp.protocol.actions import FinishChunk, Send, SendPartial
+from gossipdp.protocol.messages import Progressed, PullPartials, Stalled
+from gossipdp.protocol.reduction import (
+    GRACE,
+    STALLED_AFTER,
+    WINDOW,
+    Blame,
+    Reduction,
+    tree,
+)
+
+EPOCH = epoch(1)
+
+
+class Sum:
+    """One member's sum over ``num_members``, and what it asks for since it was looked at last."""
+
+    def __init__(self, rank: int, num_members: int, num_chunks: int = 9, **options) -> None:
+        self.actions = []
+        self.blame = Blame(rank) if rank == 0 else None
+        parents = tree(range(num_members))
+        options.setdefault("divisor", num_members)
+        self.sum = Reduction(
+            EPOCH, rank, parents, num_chunks, self.actions, blame=self.blame, **options
+        )
+
+    def asked(self):
+        asked, self.actions[:] = list(self.actions), []
+        return asked
+
+    def ticks(self, number, moving=(), awaited=(), heard=(0, 1, 2, 3, 4)):
+        for _ in range(number):
+            self.sum.tick(moving, awaited, heard)
+        return [each.message for each in self.asked() if isinstance(each, Send)]
+
+
+def pull(start, stop):
+    return PullPartials(EPOCH, start, stop)
+
+
+@pytest.mark.parametrize("num_members", range(1, 70))
+@pytest.mark.parametrize("has_suspects", [False, True])
+def test_a_tree_is_binary_flat_and_has_its_last_members_as_leaves(num_members, has_suspects):
+    ranks = list(range(100, 100 + num_members))
+    parents = tree(ranks, has_suspects=has_suspects)
+    assert list(parents) == ranks
+    assert parents[100] is None
+    for rank, above in list(parents.items())[1:]:
+        assert above is not None
+        assert above < rank, "no circle"
+        assert list(parents.values()).count(rank) <= 2
+    depth = 0
+    rank = ranks[-1]
+    while (rank := parents[rank]) is not None:
+        depth += 1
+    assert depth <= num_members.bit_length() + has_suspects - 1
+    assert list(parents.values()).count(100) <= (1 if has_suspects else 2)
+
+
+def test_a_root_alone_finishes_a_few_chunks_at_a_time():
+    alone = Sum(0, 1, num_chunks=WINDOW + 1)
+    alone.sum.advance()
+    assert alone.asked() == [FinishChunk(EPOCH, chunk, 1) for chunk in range(WINDOW)]
+    alone.sum.finished(0)
+    assert alone.asked() == [FinishChunk(EPOCH, WINDOW, 1)]
+
+
+def test_a_root_divides_only_once_it_knows_by_what():
+    root = Sum(0, 1, num_chunks=1, divisor=None)
+    root.sum.advance()
+    assert root.asked() == []
+    root.sum.divisor = 1
+    root.sum.advance()
+    assert root.asked() == [FinishChunk(EPOCH, 0, 1)]
+
+
+def test_a_leaf_sends_what_it_is_asked_for_and_begins_anew_only_on_a_new_link():
+    leaf = Sum(1, 2)
+    leaf.sum.advance()
+    assert leaf.asked() == [], "its parent has no room yet"
+    leaf.sum.pulled(0, 2)
+    assert leaf.asked() == [SendPartial(0, EPOCH, 0), SendPartial(0, EPOCH, 1)]
+    leaf.sum.pulled(0, 2)
+    assert leaf.asked() == [], "a repetition"
+    leaf.sum.pulled(1, 3)
+    assert leaf.asked() == [SendPartial(0, EPOCH, 2)]
+    leaf.sum.link_lost(0)
+    leaf.sum.advance()
+    assert leaf.asked() == [], "where to begin is for its parent to say"
+    leaf.sum.pulled(1, 4)
+    assert leaf.asked() == [SendPartial(0, EPOCH, chunk) for chunk in (1, 2, 3)]
+    leaf.sum.pulled(4, 100)
+    assert len(leaf.asked()) == 9 - 4, "as many as there are"
+
+
+def test_an_inner_member_sends_what_both_children_gave_and_stays_within_its_window():
+    inner = Sum(1, 5)
+    inner.sum.pulled(0, WINDOW)
+    assert inner.asked() == [Send(3, pull(0, WINDOW)), Send(4, pull(0, WINDOW))]
+    assert inner.sum.accepts(4, 0)
+    assert not inner.sum.accepts(4, 1), "out of order"
+    assert not inner.sum.accepts(2, 0), "no child"
+    inner.sum.landed(4)
+    assert not inner.sum.accepts(4, 0), "it is there already"
+    assert inner.asked() == []
+    inner.sum.landed(3)
+    assert inner.asked() == [SendPartial(0, EPOCH, 0)]
+    for _ in range(WINDOW - 1):
+        inner.sum.landed(3)
+        inner.sum.landed(4)
+    assert not inner.sum.accepts(3, WINDOW), "its parent has no room for more"
+
+
+def test_a_child_is_told_that_all_of_it_has_arrived():
+    root = Sum(0, 2, num_chunks=1)
+    root.sum.advance()
+    root.asked()
+    root.sum.landed(1)
+    assert root.asked() == [FinishChunk(EPOCH, 0, 2), Send(1, pull(1, 1))]
+
+
+# Who gives nothing.
+
+
+def test_a_child_that_gives_nothing_is_named_after_a_while_again_and_again():
+    inner = Sum(1, 5)
+    inner.sum.pulled(0, 1)
+    said = inner.ticks(STALLED_AFTER - 1, awaited=[3])
+    assert not [each for each in said if isinstance(each, Stalled)]
+    (named,) = (each for each in inner.ticks(1, awaited=[3]) if isinstance(each, Stalled))
+    assert (named.rank, named.is_heard) == (3, True)
+    assert "worker 1 had nothing of it for 2 time-outs" in named.reason
+    assert len([e for e in inner.ticks(8, awaited=[3], heard=[]) if isinstance(e, Stalled)]) == 2
+
+
+@pytest.mark.parametrize("how", ["payload", "a chunk", "a word of what is below", "not its turn"])
+def test_a_child_that_brings_the_sum_further_is_not_named(how):
+    inner = Sum(1, 5, num_chunks=100)
+    inner.sum.pulled(0, 100)
+    for count in range(1, 50):
+        match how:
+            case "a chunk":
+                inner.sum.landed(3)
+            case "a word of what is below":
+                inner.sum.progressed(3, count)
+        said = inner.ticks(
+            1, moving=[3] if how == "payload" else [], awaited=[] if how == "not its turn" else [3]
+        )
+        assert not [each for each in said if isinstance(each, Stalled)]
+
+
+def test_a_word_that_does_not_count_up_is_no_progress():
+    inner = Sum(1, 5)
+    inner.sum.pulled(0, 1)
+    said = []
+    for _ in range(STALLED_AFTER + 1):
+        inner.sum.progressed(3, 1)
+        said += inner.ticks(1, awaited=[3])
+    assert [each.rank for each in said if isinstance(each, Stalled)] == [3]
+
+
+def test_payload_below_is_told_to_the_parent_and_that_of_all_to_the_children():
+    inner = Sum(1, 5)
+    assert inner.ticks(1) == [], "nothing moves, nothing is said"
+    assert inner.ticks(1, moving=[3])[0] == Progressed(EPOCH, 1)
+    inner.sum.progressed(0, 7)
+    assert inner.ticks(1) == [Progressed(EPOCH, 7), Progressed(EPOCH, 7)], "on to both children"
+    root = Sum(0, 3)
+    root.sum.progressed(1, 3)
+    assert root.ticks(1) == [Progressed(EPOCH, 1), Progressed(EPOCH, 1)]
+    assert root.ticks(1) == []
+
+
+# How the root judges.
+
+
+def stalled(rank, is_heard=True):
+    return Stalled(EPOCH, rank, is_heard, f"{rank} it is")
+
+
+def judged(blame: Blame):
+    verdicts = [blame.tick() for _ in range(GRACE)]
+    assert verdicts[:-1] == [None] * (GRACE - 1), "those from further down are waited for"
+    return verdicts[-1]
+
+
+def test_whom_the_root_awaits_and_hears_is_left_out_at_once():
+    blame = Blame(0)
+    assert blame.tick() is None
+    blame.said(0, stalled(1))
+    assert judged(blame) == {1: "1 it is"}
+    assert blame.tick() is None
+    assert blame.suspects == set()
+
+
+def test_whom_the_root_does_not_hear_may_be_heard_by_others():
+    blame = Blame(0)
+    blame.said(0, stalled(1, is_heard=False))
+    assert judged(blame) == {}
+    assert blame.suspects == {1}
+    assert blame.order([1, 2, 3]) == [2, 3, 1]
+    blame.said(3, stalled(1))
+    assert judged(blame) == {1: "1 it is"}
+
+
+def test_of_two_one_of_whom_accuses_the_other_both_are_suspect():
+    blame = Blame(0)
+    blame.said(2, stalled(5))
+    assert judged(blame) == {}
+    assert blame.suspects == {2, 5}
+    assert blame.order([1, 2, 3, 4, 5]) == [1, 3, 4, 2, 5]
+    blame.said(4, stalled(5))
+    assert judged(blame) == {5: "5 it is"}
+    assert blame.suspects == {2, 5}, "whom a suspect stalls is none for it"
+
+
+def test_who_waits_for_another_itself_is_not_to_blame():
+    blame = Blame(0)
+    blame.said(0, stalled(1))
+    blame.said(1, stalled(3))
+    assert judged(blame) == {}
+    assert blame.suspects == {1, 3}
+
+
+def test_who_says_that_it_cannot_give_is_left_out_at_once():
+    blame = Blame(0)
+    blame.said(6, stalled(6))
+    blame.said(2, stalled(6))
+    assert judged(blame) == {6: "6 it is"}
+
+
+def test_what_was_said_of_an_earlier_attempt_does_not_count():
+    blame = Blame(0)
+    blame.said(0, stalled(1))
+    blame.tick()
+    Reduction(EPOCH, 0, tree(range(3)), 1, [], blame=blame)
+    assert [blame.tick() for _ in range(50)] == [None] * 50
+
+
+@pytest.mark.parametrize(
+    ("accuser", "rank", "counts"),
+    [(1, 3, True), (3, 3, True), (2, 3, False), (1, 2, False), (9, 9, False), (3, 1, False)],
+)
+def test_only_a_parent_and_the_worker_itself_may_accuse(accuser, rank, counts):
+    root = Sum(0, 5)
+    root.sum.accused(accuser, stalled(rank))
+    assert bool(root.blame._said) is counts
