@@ -8,8 +8,8 @@ BIN := $(VENV)/bin
 LOCK := constraints.txt
 PIP := $(if $(LOCK),PIP_CONSTRAINT=$(LOCK) PIP_BUILD_CONSTRAINT=$(LOCK)) $(BIN)/python -m pip
 
-.PHONY: demo test lint types fuzz chaos soak many large browser-test cluster-test bench docs \
-  docs-serve dist lock clean
+.PHONY: demo test lint types fuzz chaos soak many large mutants browser-test cluster-test bench \
+  docs docs-serve dist lock clean
 
 # All-reduce and gossip side by side, in a little over a minute; ARGS="--workers 6" for another demo.
 demo: $(VENV)/base.installed
@@ -26,6 +26,11 @@ lint: $(VENV)/dev.installed
 
 types: $(VENV)/dev.installed
 	$(BIN)/mypy
+
+# Faults put into copies of the library, one at a time: none may pass the tests that are named for
+# it. ARGS="--only NAME", ARGS="--list".
+mutants: $(VENV)/dev.installed
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 # Coverage-guided, SECONDS for each parser; findings stay under runs/fuzz.
 SECONDS ?= 60

@@ -192,7 +192,6 @@ class Supervisor:
             _Lives(-1 - local_rank if first is None else first + local_rank)
             for local_rank in range(team.num_local)
         ]
-        self._one_ended_well = False
         self._end_at: float | None = None
         self._kill_at: float | None = None
 
@@ -331,8 +330,6 @@ class Supervisor:
             worker.kill_group()  # what it started and left behind, such as loader processes
         if not self.ending and ending.reason:
             self._fail(local_rank, ending, now)
-        elif not self.ending:
-            self._one_ended_well = True
 
     def _fail(self, local_rank: int, ending: Ending, now: float) -> None:
         """A life of this worker failed, or could not begin."""
@@ -360,7 +357,7 @@ class Supervisor:
         waiting = [each for each, lives in enumerate(self._lives) if lives.due is not None]
         due = [each for each in waiting if (self._lives[each].due or 0.0) <= now]
         anew = not self.running and not self._team.others_elsewhere
-        if anew and (self._one_ended_well or len(waiting) < self._team.num_local):
+        if anew and len(waiting) < self._team.num_local:  # one has ended, well or for good
             self._give_up_waiting()
             return
         if anew and due:

@@ -1,12 +1,13 @@
 """What ``gossipdp run`` makes of its options and of what a launcher says."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from gossipdp.cli.main import main
-from gossipdp.cli.run import RunArguments, _common_variables, _join_line
-from gossipdp.launcher import networks
+from gossipdp.cli.run import NOT_INHERITED, RunArguments, _common_variables, _join_line, run
+from gossipdp.launcher import local, networks
 
 TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -103,3 +104,25 @@ def test_the_cores_are_shared_with_the_launchers_other_workers(
     for name, value in (TOLD | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "100000"}).items():
         monkeypatch.setenv(name, value)
     assert _common_variables(RunArguments(), 1) == {"OMP_NUM_THREADS": "1"}
+
+
+def test_a_worker_inherits_nothing_that_another_launcher_has_told(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in NOT_INHERITED:
+        monkeypatch.setenv(name, "7")
+    monkeypatch.delenv("GOSSIPDP_SECRET")
+    monkeypatch.setenv("MY_OWN", "7")
+
+    class StartedError(Exception):
+        pass
+
+    def start(command: list[str], variables: Mapping[str, str], label: str) -> None:
+        sevens = {name for name, value in variables.items() if value == "7"}
+        assert sevens == {"MY_OWN"}
+        assert variables["RANK"] == "0"
+        raise StartedError
+
+    monkeypatch.setattr(local, "ScriptWorker", start)
+    with pytest.raises(StartedError):
+        run(RunArguments(workers=2, script=(script,)))

@@ -7,6 +7,8 @@ from random import Random
 
 import pytest
 import torch
+from calling_back import CallingLock
+from reference import MomentumState
 from torch import Tensor
 
 from gossipdp.dynamics import chunks
@@ -91,27 +93,6 @@ def test_a_chunk_follows_the_equations_wherever_it_is_flowed(seed: int) -> None:
     torch.testing.assert_close(chunk.x, y + 0.5 * c)
 
 
-class CallsBack:
-    """A lock after whose release, before its former holder goes on, another thread has its turn."""
-
-    def __init__(self, then: Callable[[], object]) -> None:
-        self._lock, self._then = threading.Lock(), then
-
-    def acquire(self, blocking: bool = True) -> bool:
-        return self._lock.acquire(blocking)
-
-    def release(self) -> None:
-        self._lock.release()
-        then, self._then = self._then, lambda: None
-        then()
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
 @pytest.mark.parametrize("role", [Role.TRAINED, Role.BUFFER])
 def test_an_exchange_right_after_a_boundary_waits_for_the_next(role: Role) -> None:
     (chunk,) = State([Segment(torch.full((3,), 6.0), role)]).chunks
@@ -120,11 +101,73 @@ def test_an_exchange_right_after_a_boundary_waits_for_the_next(role: Role) -> No
         chunk.snapshot_and_exchange(0.0, torch.empty(3), torch.full((3,), 2.0), 0.5)
 
     exchange()
-    chunk.lock = CallsBack(exchange)  # type: ignore[assignment]
+    chunk.lock = lock = CallingLock(after=exchange)  # type: ignore[assignment]
     assert chunk.boundary(0.0)
+    assert lock.has_called
     assert chunk.x.tolist() == [4.0] * 3
     assert chunk.boundary(0.0)
     assert chunk.x.tolist() == [3.0] * 3
+
+
+ZERO, ONE = torch.zeros(4), torch.ones(4)
+
+
+def exchanged_once() -> tuple[Chunk, MomentumState]:
+    """A chunk that is 1 from its peer after one exchange at phase 0; what it holds by now."""
+    (chunk,) = State([Segment(torch.zeros(4), Role.TRAINED)]).chunks
+    chunk.exchange(0.0, ONE, ZERO, 1.5)
+    start = MomentumState(torch.zeros(4).double(), torch.zeros(4).double())
+    return chunk, start.exchange(ONE.double(), 1.5)
+
+
+def x_and_c(chunk: Chunk) -> MomentumState:
+    """What a chunk holds, flowed to its phase; its pending is in x."""
+    c, pending = torch.empty(4), torch.empty(4)
+    chunk.copy_momentum(pending, c)
+    return MomentumState((chunk.x + pending).double(), c.double())
+
+
+def assert_close(found: MomentumState, expected: MomentumState) -> None:
+    torch.testing.assert_close(found.x, expected.x, rtol=0.0, atol=1e-6)
+    torch.testing.assert_close(found.c, expected.c, rtol=0.0, atol=1e-6)
+
+
+def test_a_boundary_right_before_an_exchange_flows_once() -> None:
+    chunk, state = exchanged_once()
+    chunk.lock = lock = CallingLock(before=lambda: chunk.boundary(1.0))
+    chunk.exchange(1.0, ONE, ZERO, 1.5)
+    assert lock.has_called
+    expected = state.flow(1.0, 1.0).exchange(ONE.double(), 1.5)
+    assert_close(x_and_c(chunk), expected)
+    assert chunk.boundary(2.0)
+    assert_close(x_and_c(chunk), expected.flow(1.0, 1.0))
+
+
+def test_an_exchange_right_after_a_copy_is_in_no_part_of_it() -> None:
+    chunk, state = exchanged_once()
+    chunk.lock = lock = CallingLock(after=lambda: chunk.exchange(0.0, ONE, ZERO, 1.5))
+    assert_close(x_and_c(chunk), state)
+    assert lock.has_called
+
+
+def test_what_a_checkpoint_and_a_joiner_take_has_decayed_by_now() -> None:
+    chunk, state = exchanged_once()
+    chunk.boundary(1.0)
+    state = state.flow(1.0, 1.0)
+    assert_close(x_and_c(chunk), state)
+    z = torch.empty(4)
+    chunk.read_z(z)
+    torch.testing.assert_close(z.double(), state.z, rtol=0.0, atol=1e-6)
+
+
+def test_what_takes_another_state_has_no_momentum_left() -> None:
+    chunk, _ = exchanged_once()
+    chunk.boundary(1.0)
+    values = ONE + chunk.x
+    chunk.replace(values)
+    chunk.exchange(0.0, ZERO, ZERO, 1.5)  # momentum that was left would count from here
+    chunk.boundary(1.0)
+    assert torch.equal(chunk.x, values)
 
 
 def buffers(values: Tensor) -> Chunk:

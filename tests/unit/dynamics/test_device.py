@@ -21,6 +21,8 @@ from gossipdp.dynamics.device import (
     LEAST_HUGE_BYTES,
     CudaDevice,
     Device,
+    Mark,
+    OrderedLock,
     Slot,
     device_of,
     is_cuda_allowed,
@@ -455,3 +457,24 @@ def test_large_memory_is_zeros_on_page_ends_of_its_own():
         values[:5].fill_(1.0)
         assert not others.any()
     assert zeros(5, torch.float32, cpu).tolist() == [0.0] * 5
+
+
+def test_a_lock_s_mark_comes_before_its_holder_s_work_and_is_left_behind_it() -> None:
+    """Both while the lock is held: the next holder may be there as soon as it is free."""
+    seen: list[tuple[str, bool]] = []
+
+    class Watched(Mark):
+        def leave(self) -> None:
+            seen.append(("leave", lock._lock.locked()))
+
+        def precede(self) -> None:
+            seen.append(("precede", lock._lock.locked()))
+
+        def wait(self) -> None:
+            raise AssertionError("the host waits for nothing")
+
+    lock = OrderedLock(Watched())
+    with lock:
+        seen.append(("work", lock._lock.locked()))
+    assert seen == [("precede", True), ("work", True), ("leave", True)]
+    assert not lock._lock.locked()

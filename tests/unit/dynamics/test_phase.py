@@ -1,6 +1,7 @@
 import math
 
 import pytest
+from calling_back import CallingLock
 
 from gossipdp.dynamics.phase import MAX_GAP_IN_MEANS, MAX_PERIODS, Phase
 
@@ -74,6 +75,8 @@ def test_a_new_graph_changes_the_speed_and_never_the_phase():
     phase.set_speed(0.1, 1.0, 1.5)
     assert phase.at(1.5) == before
     assert phase.at(2.5) == pytest.approx(before + 0.1)
+    phase.set_speed(1.0, 1.0, 3.5)  # a period after the last look, at the speed until now
+    assert phase.at(3.5) == pytest.approx(before + 0.2)
 
 
 def test_without_neighbours_or_momentum_nothing_flows():
@@ -87,3 +90,12 @@ def test_two_exchanges_at_once_are_a_bug():
     phase.start_exchange(0.0)
     with pytest.raises(AssertionError, match="one exchange"):
         phase.start_exchange(1.0)
+
+
+def test_an_exchange_that_starts_under_a_look_freezes_what_the_look_sees():
+    phase = Phase(eta=0.5, worker_rate=1.0)
+    exchange_at(phase, 0.0, 1.0)
+    frozen: list[float] = []
+    phase._lock = lock = CallingLock(before=lambda: frozen.append(phase.start_exchange(2.0)))
+    assert [phase.at(2.75)] == frozen == [0.5]
+    assert lock.has_called

@@ -14,7 +14,7 @@ from gossipdp.dynamics import chunks
 from gossipdp.dynamics.chunks import Moment, Role, Segment, State
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.update import LEAST_COMPILED_VALUES
-from gossipdp.gossip.codec import WIRE_FORMATS, Codec, PoisonFound, make_codec
+from gossipdp.gossip.codec import WIRE_FORMATS, Codec, LatticeCodec, PoisonFound, make_codec
 from gossipdp.gossip.exchange import Exchange
 from gossipdp.links.frames import HEADER_BYTES, ChunkKey, FrameType
 from gossipdp.protocol.messages import ExchangeId
@@ -100,7 +100,8 @@ def test_chunks_of_another_exchange_or_out_of_turn_are_not_taken():
     exchanges[0].pump()
     assert exchanges[1].landing(CHUNK, ChunkKey(0, 0, 1, 0)) is not None
     assert exchanges[1].landing(FrameType.EXCHANGE_REPEAT, ChunkKey(0, 0, 1, 0)) is None
-    for key in (ChunkKey(0, 0, 2, 0), ChunkKey(0, 0, 1, 1), ChunkKey(0, 0, 1, 10**6)):
+    others = (ChunkKey(0, 0, 2, 0), ChunkKey(0, 1, 1, 0), ChunkKey(1, 0, 1, 0))
+    for key in (*others, ChunkKey(0, 0, 1, 1), ChunkKey(0, 0, 1, 10**6)):
         assert exchanges[1].landing(CHUNK, key) is None
 
 
@@ -485,6 +486,61 @@ def test_many_agree_to_the_level_of_float32(name):
     floor = 3e-14
     assert all(late < max(0.3 * early, floor) for early, late in pairwise(distances))
     assert distances[-1] < floor  # float32 values of 1 to 4 are 1e-7 to 5e-7 apart
+
+
+def test_a_slot_waits_for_the_repeat_in_it_though_its_chunk_is_closed():
+    """The peer's repeat came while ours is queued: the next chunk of the slot must not be taken."""
+    states = [make_state(0, chunk_bytes=512), make_state(1, chunk_bytes=512)]
+    codecs = [make_codec("lattice8", state) for state in states]
+    (mine, theirs), (here, there) = start(states, codecs=codecs)
+    window = LatticeCodec.window
+    for each in (here, there):  # the steps: the finest, with which no code can be read
+        each.pump()
+    deliver(mine, there)
+    deliver(theirs, here)
+    here.pump()
+    deliver(mine, there)
+    there.pump()  # its verdict on our first code, and one code of its own
+    for _ in range(window - 1):
+        here.pump()
+        deliver(mine, there)
+    while theirs.queue:
+        deliver(theirs, here)
+    deliver(mine, there)  # our verdict: both know now that both repeat
+    while theirs.queue:
+        deliver(theirs, here)
+    ((frame_type, key, repeat),) = mine.queue
+    assert (frame_type, key.index) == (FrameType.EXCHANGE_REPEAT, 0)
+    before = bytes(repeat)
+    here.pump()
+    assert len(mine.queue) == 1
+    assert bytes(repeat) == before
+    deliver(mine, there)
+    here.pump()
+    assert [key.index for _, key, _ in mine.queue] == [window]
+
+
+def test_the_end_that_knows_the_distance_decides_on_the_steps():
+    states = [make_state(0, chunk_bytes=4096), make_state(1, chunk_bytes=4096)]
+    codecs = [make_codec("lattice8", state) for state in states]
+    _, ends = exchange(states, codecs, Random(0))
+    assert all(end.num_repeated == end.num_chunks for end in ends)
+    states[1].segments[0].x.add_(make_state(2).segments[0].x)  # as far apart as before
+    codecs[1] = make_codec("lattice8", states[1])
+    _, ends = exchange(states, codecs, Random(0), id=ExchangeId(0, 0, 2))
+    assert [end.num_repeated for end in ends] == [0, 0]
+
+
+def test_the_distance_is_that_of_trained_parameters():
+    states = []
+    for seed in (0, 1):
+        state = make_state(seed)
+        buffers = Segment(torch.full((100,), 10.0 * seed), Role.BUFFER, chunk_bytes=256)
+        states.append(State([*state.segments, buffers]))
+    squared = float((make_state(0).segments[0].x - make_state(1).segments[0].x).square().sum())
+    _, ends = exchange(states, [make_codec("full", state) for state in states], Random(0))
+    for end in ends:
+        assert end.squared_distance == pytest.approx(squared, rel=1e-5)
 
 
 def test_a_distance_beyond_the_steps_is_repeated_and_learnt():

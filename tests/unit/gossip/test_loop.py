@@ -1,11 +1,15 @@
 """How the loop performs what the protocol asks when something goes wrong, without a network."""
 
+import gc
+import math
+import weakref
 from collections.abc import Collection
 from random import Random
 
 import pytest
 import torch
 from links import MemoryLink, MemoryTransport
+from reference import MomentumState
 
 from gossipdp.dynamics.chunks import Role, Segment, State
 from gossipdp.dynamics.phase import MAX_PERIODS, Phase
@@ -17,10 +21,12 @@ from gossipdp.graph import build_graph
 from gossipdp.graph.constants import Constants
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.handshake import Identity, Refusal
-from gossipdp.protocol.actions import Begin, Reach, Send, Superseded
+from gossipdp.protocol.actions import Begin, Reach, Send, Stop, Superseded
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.messages import (
+    Accept,
     AskLife,
+    Busy,
     Envelope,
     ExchangeId,
     Heartbeat,
@@ -67,9 +73,9 @@ def no_network(handler):
 class Worker:
     """Worker 0 of a ring of three, linked to 1 and 2, on a clock of the test's own."""
 
-    def __init__(self, chunk_bytes: int = X.nbytes) -> None:
+    def __init__(self, chunk_bytes: int = X.nbytes, x: torch.Tensor = X) -> None:
         self.now = 0.0
-        self.segment = Segment(X.clone(), Role.TRAINED, chunk_bytes=chunk_bytes)
+        self.segment = Segment(x.clone(), Role.TRAINED, chunk_bytes=chunk_bytes)
         state, self.phase = State([self.segment]), Phase(0.4, 1.0)
         protocol = WorkerProtocol(
             rank=0,
@@ -91,6 +97,7 @@ class Worker:
         self.links = {peer: FakeLink(peer) for peer in (1, 2)}
         for link in self.links.values():
             self.loop.link_up(link)
+        self.is_held_at_first = Busy in self.answers_to_a_proposal(2)
         self.loop.release()
 
     @staticmethod
@@ -112,6 +119,14 @@ class Worker:
                 link.last_heard_s = self.now
             self.loop.turn(0.0)
 
+    def answers_to_a_proposal(self, peer: int) -> list[type]:
+        """What is said to ``peer`` at once where it asks for an exchange."""
+        link = self.links[peer]
+        link.controls.clear()
+        proposal = Propose(ExchangeId(peer, 0, 99), 0.6)
+        self.loop.control(link, encode(Envelope(proposal)))
+        return [type(each) for each in link.said]
+
     def request(self, link: FakeLink) -> RequestState | None:
         return next((each for each in link.said if isinstance(each, RequestState)), None)
 
@@ -127,6 +142,88 @@ class Worker:
     @property
     def parameters(self) -> torch.Tensor:
         return self.segment.x + self.segment.pending
+
+
+def test_nobody_exchanges_before_it_has_parameters():
+    worker = Worker()
+    assert worker.is_held_at_first
+    assert Accept in worker.answers_to_a_proposal(2)
+
+
+def test_an_exchange_is_that_of_the_reference_with_the_gain_that_was_agreed_on():
+    """The phase stands still from its beginning to its end, and goes on from there."""
+    worker = Worker()
+    link, flowed_to = worker.links[1], 0.0
+    gain, peers = 0.55, X.flip(0).contiguous()
+    assert gain != worker.loop.protocol.alpha_tilde
+    state = MomentumState(X.double(), torch.zeros(8).double())
+    for number in (1, 2, 3):
+        worker.now = float(number)
+        worker.loop.perform([Begin(1, ExchangeId(1, 0, number), gain, False)])
+        theta = worker.phase.at(worker.now + 0.5)
+        state, flowed_to = state.flow(1.0, theta - flowed_to), theta
+        key = ChunkKey(1, 0, number, 0)
+        room = worker.loop.chunk_buffer(link, FrameType.EXCHANGE_CHUNK, key, peers.nbytes)
+        room[:] = memoryview(peers.numpy()).cast("B")
+        delta = state.x - peers.double()
+        worker.loop.chunk(link, FrameType.EXCHANGE_CHUNK, key, room)
+        worker.loop.writable(link)
+        state = state.exchange(delta, gain)
+        torch.testing.assert_close(worker.parameters.double(), state.x, rtol=0.0, atol=1e-5)
+        torch.testing.assert_close(worker.segment.c.double(), state.c, rtol=0.0, atol=1e-5)
+        worker.loop.turn(0.0)
+        done = worker.loop.published.recent_exchanges[-1]
+        assert done.half_squared_distance == pytest.approx(0.5 * float(delta.square().sum()))
+    assert theta > 0.0
+    assert worker.phase.at(worker.now + 1.0) > theta
+
+
+def test_after_an_exchange_that_was_stopped_the_phase_goes_on():
+    worker = Worker()
+    for number in (1, 2):
+        worker.now = float(number)
+        worker.loop.perform([Begin(1, ExchangeId(1, 0, number), 0.6, False)])
+        theta = worker.phase.at(worker.now)
+        worker.loop.perform([Stop(1, ExchangeId(1, 0, number), "enough")])
+    assert worker.phase.at(worker.now + 1.0) == pytest.approx(theta + 0.4)
+
+
+def test_a_worker_that_finds_poison_in_itself_exchanges_no_more():
+    worker = Worker(x=torch.full((8,), math.nan))
+    worker.loop.perform([Begin(1, ExchangeId(1, 0, 1), 0.6, False)])
+    worker.loop.writable(worker.links[1])
+    assert "worker 0 hold NaN" in str(worker.loop.poisoned)
+    assert not worker.links[1].chunks
+    assert Busy in worker.answers_to_a_proposal(2)
+
+
+def test_what_went_over_a_link_counts_when_it_has_ended():
+    worker = Worker()
+    worker.links[1].bytes_sent, worker.links[1].shared_bytes_received = 10, 1000
+    worker.links[2].bytes_sent = 100
+    worker.loop.link_down(worker.links[1], "lost")
+    worker.loop.link_up(FakeLink(1))
+    worker.loop.turn(0.0)
+    published = worker.loop.published
+    assert (published.bytes_sent, published.shared_bytes_received) == (110, 1000)
+
+
+def test_no_link_that_has_ended_is_kept():
+    worker = Worker()
+    worker.loop.serve_state((), lambda: None)
+    ended = []
+    for counter in range(5):
+        link = FakeLink(1, leaves_at_once=False)
+        worker.loop.link_up(link)
+        worker.loop.control(link, encode(Envelope(RequestState(counter, 0))))
+        worker.beat(1, moving=[link])
+        worker.loop.link_down(link, "lost")
+        ended.append(weakref.ref(link))
+        del link
+    worker.links[1] = FakeLink(1)
+    worker.loop.turn(0.0)
+    gc.collect()
+    assert [link() for link in ended] == [None] * 5
 
 
 def test_what_an_old_address_refuses_is_not_laid_to_the_new_one():

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from threadpoolctl import threadpool_info
 
+from gossipdp.gossip import thread as threads
 from gossipdp.gossip.thread import Background, GossipThread
 from gossipdp.protocol.neighbours import Place
 
@@ -148,3 +149,28 @@ def test_calls_are_answered_even_if_closing_fails() -> None:
         thread._run()
     with pytest.raises(OSError, match="no such device"):
         future.result(0)
+
+
+def test_a_call_that_the_end_of_the_thread_overtakes_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(longest_s: float) -> None:
+        raise OSError("no such device")
+
+    def ends_first() -> Future[object]:
+        thread.start()
+        thread._thread.join()
+        return Future()
+
+    loop = SimpleNamespace(
+        protocol=SimpleNamespace(rank=0, clock=SimpleNamespace(timed_from_step=math.inf)),
+        clock=lambda: 0.0,
+        transport=SimpleNamespace(wake=lambda: None),
+        its_thread=nullcontext,
+        turn=fail,
+        close=lambda: None,
+    )
+    thread = GossipThread(loop)
+    monkeypatch.setattr(threads, "Future", ends_first)
+    with pytest.raises(OSError, match="no such device"):
+        thread.call(lambda: None).result(0)

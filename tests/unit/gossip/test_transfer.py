@@ -1,5 +1,7 @@
 """Whole states and optimizers' states between two workers, in one thread and on a fake clock."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from links import MemoryLink
@@ -14,6 +16,7 @@ from gossipdp.gossip.transfer import (
     Transfers,
     TurnedAwayError,
 )
+from gossipdp.links.frames import FrameType
 from gossipdp.links.link import Link
 from gossipdp.protocol.messages import OfferTraining, RequestState, RequestTraining, StateRefused
 
@@ -318,6 +321,22 @@ def test_a_chunk_finds_room_of_the_length_that_it_must_have(ends):
     assert len(room) == payload.nbytes, "of another length it ends the link"
 
 
+def test_a_chunk_lands_in_its_turn_and_in_its_own_state_alone(ends):
+    giver, taker = ends
+    giver.transfers.serve([], lambda: None)
+    taker.fetch(0)
+    deliver(giver, taker, at_most=1)
+    giver.transfers.pump()
+    link, landing = taker.links[0], taker.transfers.landing
+    frame_type, key, _ = giver.links[1].queue[0]
+    assert frame_type is FrameType.STATE_CHUNK
+    assert landing(link, frame_type, replace(key, index=1)) is None
+    assert landing(link, frame_type, replace(key, counter=key.counter + 1)) is None
+    assert landing(link, FrameType.TRAINING_CHUNK, key) is None
+    assert landing(QueueLink(5), frame_type, key) is None
+    assert landing(link, frame_type, key) is not None
+
+
 def test_a_link_that_breaks_again_and_again_ends_what_begins_anew_each_time(ends):
     """Chunks arrive, so that no time-out ends it, and it would never be whole."""
     giver, taker = ends
@@ -345,6 +364,7 @@ def test_who_has_nothing_to_give_says_so(ends, caplog):
     taker.fetch_training(0)
     deliver(giver, taker)
     assert ["it is poisoned" in str(error) for error in taker.ended] == [True, True]
+    assert giver.transfers.num_chunks_sent == 0
     giver.refusal = None
 
     def broken(key: object) -> Offer:

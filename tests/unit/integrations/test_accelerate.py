@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gossipdp import Checkpoints, GossipDataParallel
-from gossipdp.integrations.accelerate import gossip_data_parallel
+from gossipdp.integrations.accelerate import gossip_data_parallel, torch_optimizer
 
 
 def reset() -> None:
@@ -69,15 +69,26 @@ def test_several_optimizers_step_their_own_parameters() -> None:
     assert model.consolidate().samples == 8
 
 
+def test_the_optimizer_within_all_shells_is_the_one_that_steps() -> None:
+    reset()
+    accelerate.Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)
+    shell = accelerate.optimizer.AcceleratedOptimizer
+    for wrapped in (optimizer, shell(optimizer), shell(shell(optimizer))):
+        assert torch_optimizer(wrapped) is optimizer
+
+
 @pytest.mark.parametrize("are_several", [False, True])
 def test_a_prepared_optimizer_is_refused_by_the_plain_wrapper(are_several: bool) -> None:
     reset()
+    before = set(threading.enumerate())
     accelerator = accelerate.Accelerator(cpu=True)
     net = nn.Linear(4, 2)
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"AcceleratedOptimizer .*gossip_data_parallel"):
         GossipDataParallel(net, [optimizer] if are_several else optimizer)
-    assert not [each for each in threading.enumerate() if each.name.startswith("gossip")]
+    new = set(threading.enumerate()) - before
+    assert not [each for each in new if each.name.startswith("gossip")]
 
 
 def test_the_data_of_a_seedable_sampler_go_on_where_they_were(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from calling_back import CallingLock
 from torch.distributed import TCPStore
 from waiting import LONGEST_S, wait_until
 
@@ -67,6 +68,7 @@ def test_a_run_of_its_own_has_an_id_and_a_secret() -> None:
     assert {worker.secret for worker in workers} == {str(team.secret).encode()}
     assert {worker.key_prefix for worker in workers} == {team.key_prefix}
     assert not team.others_elsewhere
+    assert str(team.secret) not in repr(team)
 
 
 def test_the_second_of_three_hosts() -> None:
@@ -168,6 +170,17 @@ def test_a_store_on_loopback_stays_for_the_users_process_groups(
         begin(store, team)
         time.sleep(2 * stores.CHECK_EVERY_S)
         assert store.check([ready_key(team.key_prefix, 0)])
+
+
+def test_a_store_that_is_closed_while_torch_is_imported_is_not_opened() -> None:
+    """The owner closes it just before the thread that has imported torch takes the lock."""
+    store = stores.HostedStore()
+    address = store.host, store.port
+    store._lock = lock = CallingLock(before=store.close)
+    store._open()
+    assert lock.has_called
+    assert not teams.listens(address)
+    assert not store.have_all_begun()
 
 
 def test_a_failure_before_the_beginning_is_told_once() -> None:

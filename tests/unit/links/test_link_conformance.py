@@ -151,13 +151,14 @@ def test_chunks_without_a_buffer_are_dropped_and_the_stream_goes_on(pair: Any, w
     assert [event[3] is None for event in second.handler.of("chunk")] == [False, True] * 2
 
 
-def test_a_buffer_of_another_size_ends_the_link(pair: Any, world: Any) -> None:
+@pytest.mark.parametrize("size", [10, 12])
+def test_a_buffer_of_another_size_ends_the_link(pair: Any, world: Any, size: int) -> None:
     first, second, there, _ = pair
-    second.handler.hooks["chunk_buffer"] = lambda *_: memoryview(bytearray(10))
+    second.handler.hooks["chunk_buffer"] = lambda *_: memoryview(bytearray(size))
     there.send_chunk(EXCHANGE, key(0), first.payload(bytes(11)))
     world.until(lambda: second.handler.of("link_down") and first.handler.of("link_down"))
     assert second.handler.of("link_down")[0][1] == (
-        "the peer broke the protocol: a chunk of 11 bytes, not 10"
+        f"the peer broke the protocol: a chunk of 11 bytes, not {size}"
     )
 
 

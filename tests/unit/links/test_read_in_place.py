@@ -21,7 +21,7 @@ from gossipdp.links.frames import (
 from gossipdp.links.handshake import Identity
 from gossipdp.links.shared_memory import PeerSegments, SharedSegment, SlotMemory
 from gossipdp.links.sockets import Stream
-from gossipdp.links.tcp_link import LinkOwner, TcpLink
+from gossipdp.links.tcp_link import TURN_BYTES, LinkOwner, TcpLink
 from gossipdp.logs import OnceLog
 
 KEY = ChunkKey(0, 0, 0, 0)
@@ -155,3 +155,34 @@ def test_an_older_segment_goes_when_a_chunk_names_a_newer() -> None:
     assert segments.find(chunk_at(2, 0, 1)) == b"\x02"
     with pytest.raises(FrameError):
         segments.find(chunk_at(1, 0, 1))
+
+
+class Endless(Taking):
+    """A peer that sends one message after the other, as fast as they are read."""
+
+    MESSAGE_BYTES = 1 << 16
+
+    def __init__(self) -> None:
+        self.num_read = self._sequence = 0
+        self._rest = b""
+
+    def receive_into(self, rooms: Sequence[memoryview]) -> int:
+        for room in rooms:
+            while len(self._rest) < len(room):
+                header = pack_header(TAG, FrameType.CONTROL, self._sequence, self.MESSAGE_BYTES)
+                self._rest += header + bytes(self.MESSAGE_BYTES)
+                self._sequence += 1
+            room[:], self._rest = self._rest[: len(room)], self._rest[len(room) :]
+            self.num_read += len(room)
+        assert self.num_read < 2 * TURN_BYTES, "no other link gets its turn"
+        return sum(map(len, rooms))
+
+
+def test_a_turn_ends_however_much_there_is_to_read() -> None:
+    owner, stream = Owner(), Endless()
+    link = TcpLink(owner, stream, Identity(2, 0, 1, "run", *5 * [""]), dialler=0)
+    owner.handler.link_up(link)
+    link.read_some()
+    assert TURN_BYTES <= stream.num_read < TURN_BYTES + 2 * stream.MESSAGE_BYTES
+    assert link.has_input, "the rest has its turn after the others"
+    assert not link.closed

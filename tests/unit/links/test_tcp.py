@@ -1,6 +1,7 @@
 """The TCP transport: dials that fail or cross, refusals, strangers, limits."""
 
 import errno
+import gc
 import itertools
 import logging
 import os
@@ -8,6 +9,7 @@ import random
 import socket
 import sys
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -605,14 +607,67 @@ def test_closing_leaves_no_descriptor(world: Any, open_descriptors: Any) -> None
 
 
 def test_a_transport_that_is_forgotten_closes_itself(world: Any, open_descriptors: Any) -> None:
-    import gc
-
     before = open_descriptors()
     node = world.tcp(0)
     world.nodes.remove(node)
     del node
     gc.collect()
     assert open_descriptors() == before
+
+
+def test_a_wake_that_the_close_overtakes_writes_to_nobody_s_descriptor(
+    world: Any,
+) -> None:
+    """Another thread closes the transport, and opens a file of its own, just before the guard."""
+    node = world.tcp(0)
+    world.nodes.remove(node)
+    number = node.transport._wake_descriptor
+    opened: list[int] = []
+
+    def close_and_open() -> None:
+        node.transport.close()
+        other = os.eventfd(0, os.EFD_NONBLOCK)
+        opened.append(number if other == number else os.dup2(other, number))
+        if other != number:
+            os.close(other)
+
+    guard = node.transport._wake_guard
+
+    class Guard:
+        """Calls back once, before it is taken."""
+
+        def __enter__(self) -> None:
+            node.transport._wake_guard = guard
+            close_and_open()
+            guard.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            guard.release()
+
+    node.transport._wake_guard = Guard()
+    node.transport.wake()
+    try:
+        assert opened == [number]
+        with pytest.raises(BlockingIOError):  # nobody has written to it
+            os.eventfd_read(number)
+    finally:
+        os.close(number)
+
+
+def test_no_link_that_has_ended_is_kept(world: Any) -> None:
+    """A worker that comes and goes for hours leaves nothing behind at the others."""
+    hub, guest = world.tcp(0), world.tcp(1)
+    links = []
+    for _ in range(5):
+        there, back = world.join(hub, guest)
+        links += [weakref.ref(there), weakref.ref(back)]
+        there.close("enough")
+        world.until(lambda: not hub.handler.links and not guest.handler.links)
+        del there, back
+        for node in (hub, guest):
+            node.handler.events.clear()
+    gc.collect()
+    assert [link() for link in links] == [None] * len(links)
 
 
 def test_logger_name(world: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,9 +2,11 @@
 
 from concurrent.futures import Future
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
+from gossipdp.parallel import arrival
 from gossipdp.parallel.arrival import wait_while_it_advances
 
 
@@ -19,6 +21,24 @@ def test_a_transfer_that_advances_is_waited_for_beyond_the_time_limit() -> None:
         return number
 
     wait_while_it_advances(ended, advance, timeout_s=0.001)
+    assert ended.done()
+
+
+def test_each_advance_gives_it_the_whole_time_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the test's clock a look takes 1 s, the limit is 5 s, and something comes every fourth."""
+    now_s = count()
+    monkeypatch.setattr(arrival, "time", SimpleNamespace(monotonic=lambda: float(next(now_s))))
+    monkeypatch.setattr(arrival, "LOOK_AT_PROGRESS_EVERY_S", 0.0)
+    ended: Future[None] = Future()
+    looks = count()
+
+    def advance() -> int:
+        number = next(looks)
+        if number == 40:
+            ended.set_result(None)
+        return number // 4
+
+    wait_while_it_advances(ended, advance, timeout_s=5.0)
     assert ended.done()
 
 

@@ -152,6 +152,16 @@ def test_only_the_progress_of_what_is_left_behind_is_taken(tmp_path, caplog, wor
     assert "step-00000010.safetensors is passed over: its worker died" in caplog.text
 
 
+def test_with_fewer_workers_each_starts_from_the_mean_of_its_files(tmp_path):
+    """Of three that saved, two go on: z = x + c/2 of files 0 and 2 for the first."""
+    for rank, value in enumerate((1.0, 10.0, 4.0)):
+        save(tmp_path, facts(rank, 80, world_size=3), value)
+    for rank, mean in enumerate(((1.0 + 4.0) / 2 + 1.0, 10.0 + 1.0)):
+        resumption = resumed(tmp_path, rank, 2)
+        assert resumption.tensors["model/w"].tolist() == [mean] * 3
+        assert resumption.tensors.keys() == {"model/w"}, "momentum begins anew"
+
+
 def heard_of(rank: int, samples: int) -> ProgressEntry:
     return ProgressEntry(rank, 70 + rank, samples, samples // 8)
 

@@ -1,5 +1,6 @@
-"""The pace of ``pace="strict"``, what a worker of several lives has trained, what is captured."""
+"""The pace of ``pace="strict"``, what a worker of several lives has trained, and its state."""
 
+import dataclasses
 from collections.abc import Callable
 from random import Random
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gossipdp import GossipDataParallel
 from gossipdp.dynamics.chunks import State
 from gossipdp.dynamics.phase import Phase
 from gossipdp.errors import SupersededError
@@ -104,6 +106,18 @@ def test_a_low_rate_is_told_from_a_backlog(
     assert is_rate_low(num_steps, num_due, num_served) is is_low
 
 
+def test_an_exchange_counts_for_both_of_its_ends(wrap: Callable[..., GossipDataParallel]) -> None:
+    net = nn.Linear(2, 3)
+    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
+    engine = model._engine
+    published = dataclasses.replace(engine._loop.published, exchanges_initiated=3)
+    engine._loop = SimpleNamespace(
+        published=published, transfers=engine._loop.transfers, close=engine._loop.close
+    )
+    engine._gradient_steps = 4
+    assert engine.stats().achieved_comm_rate == 1.5
+
+
 # What a worker of several lives has trained.
 
 OTHERS = (ProgressEntry(1, 50, samples=80, steps=8), ProgressEntry(2, 60, samples=7, steps=1))
@@ -170,7 +184,7 @@ def test_who_takes_another_rank_counts_what_it_trained_under_the_first_once() ->
     assert worker._heard.by_rank() == {1: (80, 8), 2: (7, 1), 3: (30, 2), 4: (5, 1)}
 
 
-# What is captured.
+# What is captured and loaded.
 
 
 def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,3 +221,23 @@ def test_a_checkpoint_holds_every_chunk_at_one_phase(wrap, monkeypatch: pytest.M
         torch.testing.assert_close(flat(kind), torch.cat(values), rtol=0.0, atol=1e-6)
     z_saved = flat("model") + flat("pending") + 0.5 * flat("c")
     torch.testing.assert_close(z_saved, torch.cat(z), rtol=0.0, atol=1e-6)
+
+
+def test_what_an_exchange_brings_until_it_is_stopped_is_dropped_by_a_load(
+    wrap: Callable[..., GossipDataParallel],
+) -> None:
+    """The exchange runs until the gossip thread holds it, which is after the load."""
+    net = nn.Linear(2, 3)
+    model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))
+    engine = model._engine
+    hold = engine._loop.hold
+
+    def last_chunk_then_hold() -> None:
+        for chunk in engine._state.chunks:
+            chunk.exchange(0.0, 1.0 + chunk.x, chunk.x.clone(), 1.5)
+        hold()
+
+    engine._loop.hold = last_chunk_then_hold
+    loaded = {name: torch.full_like(value, 3.0) for name, value in net.state_dict().items()}
+    model.load_state_dict(loaded)
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())

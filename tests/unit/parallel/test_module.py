@@ -555,6 +555,26 @@ def test_within_averaged_nothing_touches_the_worker_s_own_parameters(wrap, tmp_p
         torch.testing.assert_close(chunk.x + chunk.pending, torch.full_like(chunk.x, 2.0))
 
 
+def test_after_an_error_within_averaged_the_module_holds_its_own_parameters(wrap):
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model = wrap(net, optimizer)
+    before = copy.deepcopy(net.state_dict())
+    for segment in model._engine._flat.state.segments:
+        for chunk in segment.chunks:
+            chunk.pending.fill_(1.0)
+            chunk.restored()
+    with pytest.raises(ZeroDivisionError), model.averaged():
+        raise ZeroDivisionError
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    model(torch.ones(3, 2)).sum().backward()
+    gradients = {key: each.grad.double() for key, each in net.named_parameters()}
+    optimizer.step()
+    for key, value in net.state_dict().items():
+        stepped = before[key].double() - 0.1 * gradients[key] + 1.0
+        torch.testing.assert_close(value.double(), stepped, rtol=0.0, atol=1e-6)
+
+
 def test_a_consolidation_that_was_broken_off_before_it_began_loses_nothing(wrap, monkeypatch):
     net = nn.Linear(2, 2)
     model = wrap(net, torch.optim.SGD(net.parameters(), 0.1))

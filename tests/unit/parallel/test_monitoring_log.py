@@ -1,6 +1,7 @@
 """Any run writes its log: the wrapper's ``log_dir``."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import nn
 from waiting import LONGEST_S, pause, wait_until
 
 from gossipdp import Checkpoints, GossipDataParallel, Monitor, Network
+from gossipdp.gossip.published import Notice
 from gossipdp.observe.log import RunLog, RunLogWriter, WorkerLog, worker_file
 
 
@@ -59,6 +61,21 @@ def test_who_stands_still_is_logged_with_the_age_of_its_last_step(
     )
     assert list(read(tmp_path).exchanges[-1].idle_s) == [0]
     model.close()
+
+
+def test_what_was_noticed_is_written_once_however_often_the_log_is_looked_at(
+    tmp_path: Path,
+) -> None:
+    model = train(tmp_path)
+    log, stats = model._monitoring._log, model._engine.stats()
+    assert log is not None
+    notices = (Notice(1, "dead", 5.0, 1), Notice(2, "dead", 5.5, 2), Notice(1, "rejoined", 6.0, 3))
+    for number in (1, 1, 3, 3):
+        log._stats = lambda number=number: replace(stats, noticed=notices[:number])
+        log.write_last(lambda: None)
+    model.close()
+    found = [(notice.rank, notice.what) for notice in read(tmp_path).notices]
+    assert found == [(notice.rank, notice.kind) for notice in notices]
 
 
 def test_the_secret_is_not_logged(tmp_path: Path) -> None:

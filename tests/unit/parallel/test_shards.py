@@ -222,6 +222,24 @@ def test_one_process_agrees_with_itself() -> None:
     assert not replica.is_sharded
 
 
+def test_a_replica_adds_up_samples_and_knows_of_the_others_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both processes have heard of the other replicas' samples: the first shard's word counts."""
+    sent: list[list[int]] = []
+
+    def all_reduce(numbers: torch.Tensor, group: object) -> None:
+        sent.append(numbers.tolist())
+        numbers.copy_(torch.tensor([sum(each) for each in zip(*sent, strict=True)]))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    told = [Agreed(samples=3, others_samples=50), Agreed(5, others_samples=48, is_stopped=True)]
+    for shard, own in enumerate(told):
+        replica = Replica(Environment(shard=shard, num_shards=2), group=object())  # type: ignore[arg-type]
+        agreed = replica.agree(own)
+    assert agreed == Agreed(samples=8, others_samples=50, is_stopped=True)
+
+
 def test_each_shard_has_files_of_its_own(tmp_path: Path) -> None:
     replica = Replica(Environment(shard=1, num_shards=2))
     saving = replica.own_files(Checkpoints(tmp_path, resume="auto"))

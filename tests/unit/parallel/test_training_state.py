@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bitwise import assert_bitwise
+from calling_back import CallingLock
 from torch import Tensor, nn
 
 from gossipdp.gossip.transfer import Offer
@@ -226,6 +227,22 @@ def test_the_state_is_described_between_two_steps_by_another_thread(monkeypatch)
     assert threads != [threading.current_thread()]
     assert len(threads) == 1
     assert offer.copy(offer.tensors[0], room)
+
+
+def test_who_asks_at_the_very_end_of_a_step_is_woken_or_served():
+    """Another thread asks just before the end of the step takes the lock."""
+    weight, optimizer = weight_and_adam(1000)
+    between = BetweenSteps([optimizer])
+    answers: list[Any] = []
+    woken: list[str] = []
+
+    def finish() -> None:
+        between._lock = CallingLock(before=lambda: answers.append(between.offer()))
+
+    between.attach(finish, lambda: woken.append("woken"))
+    step(weight, optimizer)
+    assert answers == [None]
+    assert woken == ["woken"]
 
 
 def test_after_a_step_that_raised_nothing_is_given_until_one_has_ended():

@@ -298,6 +298,14 @@ def test_a_stop_is_heard_of_and_not_taken_back() -> None:
     assert hearing.news()[0] == stopping.news()[0] == (ProgressEntry(0, 11, 10, 2, True),)
 
 
+def test_old_news_with_something_new_in_it_takes_nothing_back() -> None:
+    hearing = Progress(1, 12)
+    hearing.merge_all([ProgressEntry(0, 11, samples=40, steps=4)])
+    hearing.merge_all([ProgressEntry(0, 11, samples=16, steps=2, is_stopped=True)])
+    assert hearing.news()[0] == (ProgressEntry(0, 11, 40, 4, is_stopped=True),)
+    assert (hearing.total_samples, hearing.total_steps) == (40, 4)
+
+
 def test_when_a_rank_stepped_last() -> None:
     progress = Progress(0, 11)
     assert progress.stepped_at(1) is None

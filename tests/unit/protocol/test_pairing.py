@@ -121,6 +121,17 @@ def test_loss_of_the_freed_waiter_frees_the_next() -> None:
         assert (pairing.lost(8) if is_lost else pairing.overdue([8])) == [Send(1, Free())]
 
 
+def test_while_one_free_is_unanswered_nobody_else_is_freed() -> None:
+    """Between FREE and its answer another worker asks, and its exchange ends."""
+    pairing = make_pairing()
+    id = answered(pairing, 2)
+    for peer in (8, 1):
+        pairing.receive(peer, ask(peer))
+    assert pairing.finished(id) == [Send(8, Free())]
+    assert pairing.finished(answered(pairing, 2, counter=2)) == []
+    assert pairing.receive(8, Pass()) == [Send(1, Free())]
+
+
 def test_backlog_is_served_before_waiters() -> None:
     pairing = make_pairing()
     id = answered(pairing, 2)

@@ -125,6 +125,15 @@ def test_steps_bring_ticks_and_exchanges() -> None:
     assert (worker.exchanges_initiated, worker.exchanges_answered) == (1, 0)
 
 
+@pytest.mark.parametrize("comm_rate", [1.0, 0.25])
+def test_a_worker_asks_for_half_of_its_exchanges(comm_rate: float) -> None:
+    """Its neighbours ask for the other half."""
+    worker = make_worker(constants=Constants.of(build_graph("ring", 4), comm_rate))
+    for second in range(2001):
+        worker.step(1, float(second))
+    assert worker.clock.num_ticks == pytest.approx(2000 * comm_rate / 2, rel=0.02)
+
+
 def test_answered_and_failed_exchanges_are_counted() -> None:
     worker = linked()
     worker.receive(0, ask(0), 0.1)

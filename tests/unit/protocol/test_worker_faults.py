@@ -78,6 +78,13 @@ def test_who_was_shunned_is_welcome_again_once_an_exchange_ends_well() -> None:
     worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 2), 0.6)), 12.0)
     worker.finished(ExchangeId(0, 0, 2), 12.1)
     assert worker.exchanges_answered == 1
+    # It is forgiven: the next time it is shunned for as long as the first time.
+    worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 3), 0.6)), 12.2)
+    run(worker, 12.2, 12.4 + TIMEOUT_S, [0, 2])
+    worker.link_up(0, 18.0)
+    assert worker.pairing.available.keys() == {2}
+    run(worker, 18.0, 12.6 + 2 * TIMEOUT_S, [0, 2])
+    assert worker.pairing.available.keys() == {0, 2}
 
 
 def test_its_own_sleep_ends_no_exchange() -> None:

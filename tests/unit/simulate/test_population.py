@@ -42,6 +42,18 @@ def test_flow_exchange_and_step_are_those_of_the_reference() -> None:
     assert population.drift() < 1e-14
 
 
+def test_a_row_never_flows_back() -> None:
+    population = Population(start(), 5, momentum=True)
+    mine, peers = population.x[0].clone(), population.x[1].clone()
+    population.apply(0, mine, peers, ALPHA_TILDE)
+    population.flow(0, 0.5)
+    x, c = population.x.clone(), population.c.clone()
+    population.flow(0, 0.2)
+    assert torch.equal(population.x, x)
+    assert torch.equal(population.c, c)
+    assert population.theta[0] == 0.5
+
+
 def test_buffers_are_averaged_without_momentum() -> None:
     population = Population(start(), 3, momentum=True)
     mine, peers = population.x[0].clone(), population.x[1].clone()

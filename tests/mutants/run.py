@@ -1,0 +1,262 @@
+"""``make mutants``: whether the tests notice faults that are put into the library on purpose.
+
+    make mutants                                    every mutant of the catalogue
+    make mutants ARGS="--only stall-without-a-cap"  one of them; may be repeated
+    make mutants ARGS="--list"                      what each stands for
+
+A mutant is an entry of a ``*.toml`` file beside this one, which has one file for each package::
+
+    [its-name]
+    stands_for = "What is wrong, in one sentence."
+    file = "dynamics/phase.py"
+    old = '''text that is there exactly once'''
+    new = '''text that takes its place'''
+    tests = ["tests/unit/dynamics/test_phase.py::test_that_must_fail"]
+
+First all named tests are run as they are, and must pass. Then each mutant is made in a fresh copy
+of the tree, and its own tests are run there: it is killed if one of them fails. It survives if all
+pass; if they cannot even be run, such as by an error at import, that is an error of the catalogue.
+
+Each run is a process of its own, forked from a server that has imported torch and pytest, and
+nothing of the library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+# What tests need of the tree.
+COPIED = ("src", "tests", "tools", "pyproject.toml")
+PACKAGE = Path("src", "gossipdp")
+# One test may take this long, and all of one mutant.
+TEST_TIMEOUT_S, TIMEOUT_S = 60.0, 180.0
+PASSED, FAILED = 0, 1
+PRELOADED = ["torch", "numba", "networkx", "scipy", "cryptography.x509", "hypothesis", "pytest"]
+
+servers = multiprocessing.get_context("forkserver")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One entry of the catalogue; see the module."""
+
+    name: str
+    package: str
+    stands_for: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def problem(self, root: Path = ROOT) -> str | None:
+        """Return why it is out of step with the tree, None where it is not."""
+        path = root / PACKAGE / self.file
+        if not path.is_file():
+            return f"there is no {PACKAGE / self.file}"
+        text = path.read_text()
+        if text.count(self.old) != 1:
+            count = text.count(self.old)
+            return f"its old text occurs {count} times in {PACKAGE / self.file}, not once"
+        if self.old == self.new:
+            return "it changes nothing"
+        compile(text.replace(self.old, self.new), self.name, "exec")
+        if not self.tests:
+            return "no test is to kill it"
+        for test in self.tests:
+            file, *names = re.sub(r"\[.*", "", test).split("::")
+            if not (root / file).is_file():
+                return f"there is no {file}"
+            for name in names:
+                if not re.search(rf"^\s*(def|class) {name}\b", (root / file).read_text(), re.M):
+                    return f"there is no {name} in {file}"
+        return None
+
+    def apply(self, root: Path) -> None:
+        """Make it in a copy of the tree."""
+        path = root / PACKAGE / self.file
+        path.write_text(path.read_text().replace(self.old, self.new))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutant: ``killed``, ``killed (time-out)``, ``SURVIVED`` or ``ERROR``."""
+
+    mutant: Mutant
+    verdict: str
+    by: str
+    seconds: float
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the tests noticed."""
+        return self.verdict.startswith("killed")
+
+
+def load() -> list[Mutant]:
+    """Return the catalogue, in the order of its files."""
+    mutants: list[Mutant] = []
+    for path in sorted(HERE.glob("*.toml")):
+        for name, entry in tomllib.loads(path.read_text()).items():
+            tests = tuple(entry.pop("tests"))
+            mutants.append(Mutant(name=name, package=path.stem, tests=tests, **entry))
+    return mutants
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
+    parser.add_argument("--only", action="append", metavar="NAME", help="may be repeated")
+    parser.add_argument("--list", action="store_true", help="what each stands for, and no more")
+    arguments = parser.parse_args()
+    mutants = load()
+    unknown = set(arguments.only or ()) - {mutant.name for mutant in mutants}
+    if unknown:
+        parser.error(f"no mutant {', '.join(sorted(unknown))}; --list names all")
+    mutants = [each for each in mutants if not arguments.only or each.name in arguments.only]
+    if arguments.list:
+        for mutant in mutants:
+            print(f"{mutant.package + '/' + mutant.name:55} {mutant.stands_for}")
+        return 0
+    problems = [(each.name, found) for each in mutants if (found := each.problem())]
+    for name, found in problems:
+        print(f"{name} is out of step with the code: {found}")
+    if problems:
+        return 1
+    began = time.monotonic()
+    servers.set_forkserver_preload(PRELOADED)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        if not _pass_unmutated(mutants, pool, arguments.jobs):
+            return 1
+        outcomes = []
+        for number, outcome in enumerate(pool.map(_run, mutants), start=1):
+            outcomes.append(outcome)
+            count = f"[{number:{len(str(len(mutants)))}}/{len(mutants)}]"
+            print(f"{count} {outcome.verdict:17} {outcome.seconds:5.1f} s  {outcome.mutant.name}")
+            if not outcome.is_good:
+                print(outcome.by)
+            sys.stdout.flush()
+    _show(outcomes, time.monotonic() - began)
+    return 0 if all(outcome.is_good for outcome in outcomes) else 1
+
+
+def _show(outcomes: Sequence[Outcome], seconds: float) -> None:
+    """Print what killed each, then how many of each package were."""
+    print()
+    for outcome in outcomes:
+        by = outcome.by if outcome.is_good else "-"
+        print(f"{outcome.mutant.package:12} {outcome.mutant.name:44} {outcome.verdict:17} {by}")
+    print()
+    for package in dict.fromkeys(outcome.mutant.package for outcome in outcomes):
+        here = [outcome for outcome in outcomes if outcome.mutant.package == package]
+        print(f"{package:12} {sum(each.is_good for each in here):3} of {len(here)} killed")
+    bad = [outcome.mutant.name for outcome in outcomes if not outcome.is_good]
+    print(f"{len(outcomes) - len(bad)} of {len(outcomes)} mutants killed in {seconds:.0f} s")
+    if bad:
+        print(f"not killed: {', '.join(bad)}")
+
+
+def _pass_unmutated(mutants: Sequence[Mutant], pool: ThreadPoolExecutor, jobs: int) -> bool:
+    """Say whether all the tests pass as long as nothing is wrong."""
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    began = time.monotonic()
+    # By files, so that none is imported twice.
+    files = sorted({test.partition("::")[0] for test in tests})
+    shares = [
+        [test for test in tests if test.partition("::")[0] in files[job::jobs]]
+        for job in range(jobs)
+    ]
+    with _Copy() as root:
+        runs = list(pool.map(lambda share: _pytest(share, root, 10 * TIMEOUT_S), shares))
+    for share, (code, output) in zip(shares, runs, strict=True):
+        if share and code != PASSED:
+            print(f"these tests must pass without any mutant:\n{output}")
+            return False
+    print(f"{len(tests)} tests pass unmutated, in {time.monotonic() - began:.0f} s", flush=True)
+    return True
+
+
+def _run(mutant: Mutant) -> Outcome:
+    began = time.monotonic()
+    with _Copy() as root:
+        mutant.apply(root)
+        code, output = _pytest(mutant.tests, root, TIMEOUT_S)
+    seconds = time.monotonic() - began
+    if code == PASSED:
+        return Outcome(mutant, "SURVIVED", f"    {mutant.stands_for}", seconds)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+    if code != FAILED or failed is None:
+        return Outcome(mutant, "ERROR", output, seconds)
+    is_late = "Timeout (>" in output
+    return Outcome(mutant, "killed (time-out)" if is_late else "killed", failed[1], seconds)
+
+
+class _Copy:
+    """A copy of the tree for as long as it is needed; with what Python and numba have compiled."""
+
+    def __enter__(self) -> Path:
+        self._directory = tempfile.TemporaryDirectory(prefix="gossipdp-mutant-")
+        root = Path(self._directory.name).resolve()
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, root / name)
+            else:
+                shutil.copy2(ROOT / name, root / name)
+        return root
+
+    def __exit__(self, *_: object) -> None:
+        self._directory.cleanup()
+
+
+def _pytest(tests: Sequence[str], root: Path, timeout_s: float) -> tuple[int | None, str]:
+    """Run tests of the tree at ``root`` up to the first failure; return status and output."""
+    if not tests:
+        return PASSED, ""
+    output = root / "output"
+    process = servers.Process(target=_run_there, args=(tests, root, output))
+    process.start()
+    process.join(timeout_s)
+    if process.is_alive():
+        assert process.pid is not None
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        return None, f"{output.read_text()}\nnot over within {timeout_s:g} s"
+    return process.exitcode, output.read_text()
+
+
+def _run_there(tests: Sequence[str], root: Path, output: Path) -> None:
+    """Leave this process with the status of the tests."""
+    import pytest
+
+    os.setsid()
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    os.chdir(root)
+    os.environ["PYTHONPATH"] = str(root / "src")
+    sys.path.insert(0, str(root / "src"))
+    library = importlib.import_module("gossipdp")
+    assert Path(str(library.__file__)).is_relative_to(root), f"{library.__file__} is no copy"
+    options = ["-x", "-q", "--tb=short", "--assert=plain", "-n", "0", "-p", "no:cacheprovider"]
+    options += ["-m", "not processes"]  # those start a server of their own
+    sys.exit(pytest.main([*options, f"--timeout={TEST_TIMEOUT_S:g}", *tests]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

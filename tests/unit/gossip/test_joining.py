@@ -1,0 +1,118 @@
+"""Asking a run for its members, on a clock and a network of the test's own."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gossipdp.errors import RefusedError, RendezvousError
+from gossipdp.gossip import joining
+from gossipdp.gossip.joining import MAX_ROUNDS_REFUSED, PAUSE_S, ask_members
+from gossipdp.links.handshake import FIRST_VISITOR_RANK, Identity, Refusal
+from gossipdp.protocol.members import Member
+from gossipdp.protocol.messages import AskMembers, Envelope, Members, decode, encode
+
+ADDRESSES = [("127.0.0.1", 4000), ("127.0.0.1", 4001)]
+TIMEOUT_S = 60.0
+
+
+def members(counter: int, **changes: Any) -> bytes:
+    alive = (Member(0, 2, 7), Member(1, 0, 8))
+    told = {"num_workers": 2, "is_ending": False, "members": alive, "progress": ()}
+    return encode(Envelope(Members(counter, **told | changes)))
+
+
+class Network:
+    """Each dial ends as ``answers`` says, in the order of the addresses; time passes in waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: bytes | Refusal | bool | None):
+        self.now_s = 0.0
+        self.num_rounds = 0
+        self.ranks: set[int] = set()
+        self._answers = answers
+        monkeypatch.setattr(joining, "TcpTransport", self._transport)
+        monkeypatch.setattr(joining, "listen", lambda host, port: None)
+        monkeypatch.setattr(joining, "time", SimpleNamespace(sleep=self._pass))
+
+    def _pass(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def _transport(self, handler: Any, identity: Identity, *_: object, tls: None) -> Any:
+        self.num_rounds += 1
+        self.ranks.add(identity.rank)
+        dials: list[tuple[str, int]] = []
+
+        def poll(timeout_s: float) -> None:
+            self._pass(timeout_s)
+            while dials:
+                address = dials.pop(0)
+                self._end(handler, address, self._answers[ADDRESSES.index(address)])
+
+        return SimpleNamespace(
+            dial=lambda peer, *address: dials.append(address), poll=poll, close=lambda: None
+        )
+
+    def _end(self, handler: Any, address: tuple[str, int], answer: Any) -> None:
+        def control(data: bytes) -> None:
+            assert decode(data).message == AskMembers(0)
+            handler.control(link, answer)
+
+        link = SimpleNamespace(send_control=control)
+        match answer:
+            case bytes():
+                handler.link_up(link)
+            case Refusal():
+                handler.refused(None, answer)
+            case bool():
+                handler.dial_failed(None, address, answer)
+
+    def ask(self) -> Members:
+        identity = Identity(0, 0, 5, "run", "", "", "", "", "", host="127.0.0.1")
+        return ask_members(
+            ADDRESSES, identity, b"secret", tls=None, timeout_s=TIMEOUT_S, clock=lambda: self.now_s
+        )
+
+
+def test_any_answer_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Network(monkeypatch, True, members(0))
+    assert [each.rank for each in network.ask().members] == [0, 1]
+    assert network.num_rounds == 1
+    assert min(network.ranks) >= FIRST_VISITOR_RANK
+
+
+def test_a_run_that_ends_takes_in_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RefusedError, match="the run is ending"):
+        Network(monkeypatch, members(0, is_ending=True), True).ask()
+
+
+def test_a_refusal_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Network(monkeypatch, Refusal("secret"), False)
+    with pytest.raises(RefusedError, match="the secrets differ"):
+        network.ask()
+    assert network.num_rounds == 1
+
+
+def test_where_all_refuse_connections_nobody_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Network(monkeypatch, True, True)
+    with pytest.raises(RendezvousError, match="refused the connection; the run has ended"):
+        network.ask()
+    assert network.num_rounds == MAX_ROUNDS_REFUSED
+
+
+@pytest.mark.parametrize("answer", [None, False])
+def test_nobody_is_asked_for_ever(monkeypatch: pytest.MonkeyPatch, answer: bool | None) -> None:
+    network = Network(monkeypatch, answer, answer)
+    network.now_s = 1000.0
+    ends_s = [network.now_s + TIMEOUT_S]
+    keep: Callable[[float], None] = network._pass
+
+    def passes(seconds: float) -> None:
+        keep(seconds)
+        assert network.now_s < ends_s[0] + 2 * PAUSE_S, "it asks for ever"
+
+    monkeypatch.setattr(network, "_pass", passes)
+    monkeypatch.setattr(joining, "time", SimpleNamespace(sleep=passes))
+    with pytest.raises(RendezvousError, match="within 60 s nobody answered"):
+        network.ask()
+    assert network.now_s >= ends_s[0]
