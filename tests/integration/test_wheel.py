@@ -94,4 +94,4 @@ def test_installed_it_runs(dist: Path, tmp_path: Path) -> None:
     assert run(*command, "--version", **variables) == f"gossipdp {gossipdp.__version__}\n"
     where = run(sys.executable, "-c", "import gossipdp; print(gossipdp.__file__)", **variables)
     assert Path(where.strip()).is_relative_to(tmp_path)
-    assert "doctor" in run(*command, "--help", **variables)
+    assert "simulate" in run(*command, "--help", **variables)

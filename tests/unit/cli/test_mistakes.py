@@ -19,7 +19,6 @@ MISTAKES = [
     ("plan --workers x", "--workers is 'x'; it must be a whole number; gossipdp plan --help"),
     ("plan --json nowhere/x.json", "--json nowhere/x.json: the directory to write it to does"),
     ("plan --workers 4 --json .", "--json . cannot be written"),
-    ("doctor --json nowhere/x", "the directory to write it to does not exist"),
     ("simulate --figure nowhere/x.png", "--figure nowhere/x.png: the directory to write it"),
     ("report nowhere", "there is no directory nowhere; give the run's log_dir"),
     ("report .", ". holds no log of a worker"),
