@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from gossipdp.cli.option_checks import check_number, read_text
-from gossipdp.graph.network_plan import LATENCY_S, check_step_spread
 from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
 from gossipdp.simulate.module_objective import digits_objective
 from gossipdp.simulate.objectives import Consensus, Objective, Quadratic
 from gossipdp.simulate.optimizers import AdamW, RowOptimizer, Sgd
 from gossipdp.simulate.scenario import (
+    LATENCY_S,
     ComputeTime,
     ConstantTime,
     Link,
@@ -30,6 +30,7 @@ from gossipdp.simulate.scenario import (
     MeasuredTime,
     Scenario,
     SlowedTime,
+    check_step_spread,
 )
 from gossipdp.simulate.study import (
     METHODS_OF,

@@ -13,7 +13,6 @@ import networkx as nx
 
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.graph.constants import Constants
-from gossipdp.graph.network_plan import LATENCY_S, check_step_spread
 from gossipdp.graph.topology import build_graph
 from gossipdp.simulate.objectives import Consensus, Objective
 from gossipdp.simulate.optimizers import RowOptimizer, Sgd
@@ -23,6 +22,22 @@ StepTimes: TypeAlias = Callable[[int], float]
 ExchangeTimes: TypeAlias = Callable[[int, int], float]
 """Draws how long the data of one exchange occupy the link between two ranks, in seconds."""
 Fidelity: TypeAlias = Literal["ideal", "links"]
+
+LATENCY_S = 0.0005
+"""How long a message travels where nothing else is said: within one data center."""
+
+LARGEST_STEP_SPREAD = 3.0
+"""With more the mean comes from steps so rare that a run does not see them: nearly all of its steps
+take next to no time, and there is no end of them."""
+
+
+def check_step_spread(name: str, spread: float) -> None:
+    """Raise a ValueError unless ``spread`` can be the spread of the logarithm of step times."""
+    if not 0.0 <= spread <= LARGEST_STEP_SPREAD:
+        raise ValueError(
+            f"{name} is {spread:g}, but must be from 0 to {LARGEST_STEP_SPREAD:g}: it is the "
+            "standard deviation of the logarithm of step times, 0.1 is typical"
+        )
 
 
 class ComputeTime(ABC):
