@@ -60,7 +60,7 @@ def test_its_metadata_name_the_command_and_the_extras(dist: Path) -> None:
     metadata = email.message_from_bytes(wheel[f"{NAME}.dist-info/METADATA"])
     assert metadata["Version"] == gossipdp.__version__
     extras = set(metadata.get_all("Provides-Extra", []))
-    assert {"tensorboard", "lightning", "transformers", "ray", "dev"} <= extras
+    assert {"lightning", "transformers", "ray", "dev"} <= extras
     entry = wheel[f"{NAME}.dist-info/entry_points.txt"].decode()
     assert "gossipdp = gossipdp.cli.main:main" in entry
 
