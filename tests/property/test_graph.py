@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossipdp.graph import Constants, without
+from gossipdp.graph.constants import laplacian_matrix
 
 
 @st.composite
@@ -34,7 +35,8 @@ def pieces(constants):
     size = len(constants.workers)
     differences = [np.eye(size)[i] - np.eye(size)[j] for i, j in constants.edges]
     centre = np.eye(size) - 1.0 / size
-    pseudo_inverse = np.linalg.pinv(constants.laplacian, hermitian=True)
+    laplacian = laplacian_matrix(size, np.array(constants.edges), np.array(constants.rates))
+    pseudo_inverse = np.linalg.pinv(laplacian, hermitian=True)
     return list(zip(constants.rates, differences, strict=True)), centre, pseudo_inverse
 
 
