@@ -21,8 +21,6 @@ from gossipdp.dynamics.device import (
     LEAST_HUGE_BYTES,
     CudaDevice,
     Device,
-    Mark,
-    OrderedLock,
     Slot,
     device_of,
     is_cuda_allowed,
@@ -459,22 +457,30 @@ def test_large_memory_is_zeros_on_page_ends_of_its_own():
     assert zeros(5, torch.float32, cpu).tolist() == [0.0] * 5
 
 
-def test_a_lock_s_mark_comes_before_its_holder_s_work_and_is_left_behind_it() -> None:
-    """Both while the lock is held: the next holder may be there as soon as it is free."""
-    seen: list[tuple[str, bool]] = []
+def test_the_order_is_entered_and_left_while_the_lock_is_held() -> None:
+    """The next holder may be there as soon as it is free."""
+    (chunk,) = State([Segment(torch.ones(4), Role.TRAINED)]).chunks
+    seen: list[bool] = []
 
-    class Watched(Mark):
-        def leave(self) -> None:
-            seen.append(("leave", lock._lock.locked()))
+    @contextmanager
+    def order() -> Iterator[None]:
+        seen.append(chunk.lock.locked())
+        yield
+        seen.append(chunk.lock.locked())
 
-        def precede(self) -> None:
-            seen.append(("precede", lock._lock.locked()))
-
-        def wait(self) -> None:
-            raise AssertionError("the host waits for nothing")
-
-    lock = OrderedLock(Watched())
-    with lock:
-        seen.append(("work", lock._lock.locked()))
-    assert seen == [("precede", True), ("work", True), ("leave", True)]
-    assert not lock._lock.locked()
+    out, peers = torch.empty(4), torch.zeros(4)
+    for use in (
+        lambda: chunk.boundary(0.1),
+        lambda: chunk.flow(0.2),
+        lambda: chunk.snapshot(0.3, out),
+        lambda: chunk.exchange(0.3, out, peers, 1.5),
+        lambda: chunk.snapshot_and_exchange(0.4, out, peers, 1.5),
+        lambda: chunk.read(out),
+        lambda: chunk.read_z(out),
+        lambda: chunk.copy_momentum(out, out),
+        lambda: chunk.replace(peers),
+    ):
+        chunk.order = order()
+        use()
+        assert seen == [True, True]
+        seen.clear()

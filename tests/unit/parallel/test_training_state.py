@@ -232,16 +232,19 @@ def test_the_state_is_described_between_two_steps_by_another_thread(monkeypatch)
 def test_who_asks_at_the_very_end_of_a_step_is_woken_or_served():
     """Another thread asks just before the end of the step takes the lock."""
     weight, optimizer = weight_and_adam(1000)
+    step(weight, optimizer)
     between = BetweenSteps([optimizer])
-    answers: list[Any] = []
+    offer, room = offered(between), torch.empty(4000, dtype=torch.uint8)
+    answers: list[bool] = []
     woken: list[str] = []
 
     def finish() -> None:
-        between._lock = CallingLock(before=lambda: answers.append(between.offer()))
+        lock = CallingLock(before=lambda: answers.append(offer.copy(offer.tensors[0], room)))
+        between._guard = threading.Condition(lock)  # type: ignore[arg-type]
 
     between.attach(finish, lambda: woken.append("woken"))
     step(weight, optimizer)
-    assert answers == [None]
+    assert answers == [False]
     assert woken == ["woken"]
 
 
