@@ -193,6 +193,8 @@ def test_poison_of_its_own_is_not_given() -> None:
 def test_what_arrives_of_a_sum_that_was_given_up_is_left_alone() -> None:
     """A chunk is on its way in when the next attempt begins."""
     root = Member(0, torch.tensor([1.0, 2.0]))
+    root.land(PARTIAL, 2, torch.tensor([3.0, 3.0]))
+    root.said.clear()
     root.lands(PARTIAL, 1, torch.tensor([5.0, 5.0]))
     root.perform([Forget(EPOCH)])
     root.begin(epoch(2))
