@@ -299,7 +299,7 @@ ROWS |= {
     "gossip, beta_2 0.95": _row("gossip", 0.064, **_SLOWER),
     "gossip, beta_2 0.95, v every 5th": _row("gossip", 0.064, exchange_moments=_v(5), **_SLOWER),
 }
-_AS_ONE: dict[str, Any] = {"sync_every": 1, "overlap_steps": 0, "outer": PLAIN_MEAN}
+_AS_ONE: dict[str, Any] = {"sync_every": 1, "outer": PLAIN_MEAN}
 ROWS |= {  # workers that never differ, and take the mean of their own steps: what is left is Adam's
     "own steps, averaged each time": _row("diloco", 0.064, **_AS_ONE),
     "own steps, averaged each time, beta_2 0.95": _row("diloco", 0.064, **_AS_ONE, **_SLOWER),

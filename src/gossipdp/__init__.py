@@ -16,7 +16,7 @@ parallel    GossipDataParallel: the module wrapper, optimizer hooks, schedules, 
 tasks       built-in trainings: digits, bytes, CIFAR-10, ImageNet
 integrations    callbacks and strategies for the training loops of other frameworks
 simulate    the same protocol on a virtual clock
-report      pages and TensorBoard files from the logs; pictures of simulations
+report      pages from the logs; pictures of simulations
 cli         the command line
 
 The way of a parameter: optimizer.step → parallel/gossip_engine (boundary) → dynamics/chunks, update

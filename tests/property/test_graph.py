@@ -3,10 +3,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.linalg import block_diag
 
 from gossipdp.graph import Constants, without
-from gossipdp.graph.network_plan import GradientNoise, stationary_distance
+from gossipdp.graph.constants import laplacian_matrix
 
 
 @st.composite
@@ -36,7 +35,8 @@ def pieces(constants):
     size = len(constants.workers)
     differences = [np.eye(size)[i] - np.eye(size)[j] for i, j in constants.edges]
     centre = np.eye(size) - 1.0 / size
-    pseudo_inverse = np.linalg.pinv(constants.laplacian, hermitian=True)
+    laplacian = laplacian_matrix(size, np.array(constants.edges), np.array(constants.rates))
+    pseudo_inverse = np.linalg.pinv(laplacian, hermitian=True)
     return list(zip(constants.rates, differences, strict=True)), centre, pseudo_inverse
 
 
@@ -112,57 +112,3 @@ def test_a2cid2_decays_at_least_as_fast_as_its_bound(constants):
         generator += rate * (step.T @ energy @ step - energy)
     excess = generator + constants.eta * energy
     assert np.linalg.eigvalsh(excess)[-1] <= 1e-9 * constants.exchanges_per_unit_time
-
-
-@settings(max_examples=40)
-@given(
-    constants=rated_graphs(max_workers=5),
-    method=st.sampled_from(["a2cid2", "gossip"]),
-    momentum=st.sampled_from([0.0, 0.6]),
-)
-def test_the_stationary_distance_is_that_of_the_dense_operator(constants, method, momentum):
-    # The covariance of (x, c, m, b): flow, exchanges and Poisson steps as Kronecker products,
-    # with no use of modes, ranks or autocovariances.
-    eta = constants.eta
-    excess = max(0.0, constants.alpha_tilde - 0.5) if method == "a2cid2" else 0.0
-    edges, centre, _ = pieces(constants)
-    size = len(centre)
-    whole = np.eye(4 * size)
-    zero, one = np.zeros((size, size)), np.eye(size)
-    operator = np.zeros((16 * size**2, 16 * size**2))
-    flow = np.block([[zero, eta * one, zero, zero], [zero, -2 * eta * one, zero, zero]])
-    flow = np.vstack([flow, np.zeros((2 * size, 4 * size))])
-    operator += np.kron(flow, whole) + np.kron(whole, flow)
-    for rate, difference in edges:
-        outer = np.outer(difference, difference)
-        step = whole.copy()
-        step[:size, :size] -= 0.5 * outer
-        step[size : 2 * size, :size] -= excess * outer
-        operator += rate * (np.kron(step, step) - np.kron(whole, whole))
-    source = np.zeros((4 * size, 4 * size))
-    for worker in range(size):
-        # m <- beta m + b + noise, then x -= (1 - beta) m.
-        x_row, _, m_row, b_row = (np.kron(block, one[worker]) for block in np.eye(4))
-        step = whole + np.outer(m_row, (momentum - 1) * m_row + b_row)
-        step += (momentum - 1) * np.outer(x_row, momentum * m_row + b_row)
-        into = m_row + (momentum - 1) * x_row
-        operator += np.kron(step, step) - np.kron(whole, whole)
-        source += np.outer(into, into)
-    drift = np.zeros((4 * size, 4 * size))
-    drift[3 * size :, 3 * size :] = one
-    # Of x and c only what differs from the mean is stationary; b is given, not solved for.
-    basis = np.linalg.svd(centre)[0][:, : size - 1]
-    lift = block_diag(basis, basis, one, one)
-    both = np.kron(lift, lift)
-    reduced = both.T @ operator @ both
-    fixed = both.T @ drift.ravel()
-    index = np.arange(reduced.shape[0]).reshape(lift.shape[1], -1)
-    is_free = np.ones(reduced.shape[0], dtype=bool)
-    is_free[index[-size:, -size:].ravel()] = False
-    right_hand = -(both.T @ source.ravel() + 0.5 * reduced @ fixed)[is_free]
-    inner = reduced[np.ix_(is_free, is_free)]
-    solved = np.zeros(reduced.shape[0])
-    solved[is_free] = np.linalg.solve(inner, right_hand)
-    distance = np.trace(solved.reshape(index.shape)[: size - 1, : size - 1]) / size
-    noise = GradientNoise(white=1.0, drift=0.5, momentum=momentum)
-    assert stationary_distance(constants, noise, method) == pytest.approx(distance, rel=1e-6)

@@ -1,14 +1,10 @@
-"""The paper's claims, and the exactness of planning, on small simulated runs."""
+"""The paper's claims, and the distance that theory says, on small simulated runs."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from gossipdp.graph.constants import Constants
-from gossipdp.graph.network_plan import GradientNoise
-from gossipdp.graph.network_plan import stationary_distance as planned_distance
-from gossipdp.graph.topology import build_graph
 from gossipdp.simulate import Quadratic, Scenario, Sgd, simulate
 
 MOMENTUM = 0.9
@@ -40,10 +36,11 @@ def test_on_a_ring_a2cid2_is_worth_more_than_twice_the_exchanges() -> None:
     assert accelerated < doubled < plain
 
 
-@pytest.mark.parametrize("method", ["gossip", "a2cid2"])
-def test_simulated_noise_is_what_planning_computes(method: str) -> None:
-    # Without momentum it makes no difference that simulated steps are regular, planned ones not.
-    constants = Constants.of(build_graph("ring", 64))
-    expected = planned_distance(constants, GradientNoise(white=1.0), method)
+@pytest.mark.parametrize(("method", "expected"), [("gossip", 11.633), ("a2cid2", 9.700)])
+def test_simulated_noise_keeps_workers_as_far_apart_as_theory_says(
+    method: str, expected: float
+) -> None:
+    # The covariance of the ideal network with white noise of variance 1, solved exactly. Without
+    # momentum it makes no difference that simulated steps are regular, those of theory Poisson.
     # Eight coordinates over 400 units of time; the slowest mode of gossip forgets within 200.
     assert stationary_distance(method, 1.0, 0.0, WHITE) == pytest.approx(expected, rel=0.25)

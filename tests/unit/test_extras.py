@@ -19,7 +19,7 @@ def test_whoever_names_an_extra_names_one_that_exists() -> None:
             for name in names.split(","):
                 assert name in EXTRAS or name == "NAME", f"{path}: {name}"
                 named.add(name)
-    assert {"tensorboard"} <= named
+    assert {"lightning", "ray"} <= named
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

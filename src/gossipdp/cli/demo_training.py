@@ -177,8 +177,7 @@ def _opening(arguments: DemoArguments) -> str:
 def _clear(directory: Path) -> None:
     """Remove what a former run left here, so that no worker of it is taken for one of this."""
     directory.mkdir(parents=True, exist_ok=True)
-    events = "tensorboard/worker-*/events.out.tfevents.*"
-    for pattern in (FILE_PATTERN, "averaged_model-*.pt", events):
+    for pattern in (FILE_PATTERN, "averaged_model-*.pt"):
         for path in directory.glob(pattern):
             path.unlink()
 
@@ -385,21 +384,15 @@ def not_back(faults: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def write_reports(arguments: DemoArguments, run_log: RunLog) -> list[str]:
-    """Write the page of the run and TensorBoard files from the logs; where everything is."""
+    """Write the page of the run; return lines that say where everything is."""
     from gossipdp.report.page import render
-    from gossipdp.report.tensorboard import tensorboard_is_installed, write_tensorboard
 
     directory = arguments.directory
     (directory / REPORT_FILE).write_text(render(run_log, directory.name), "utf-8")
-    tensorboard = "not written, tensorboard is not installed: pip install 'gossipdp[tensorboard]'"
-    if tensorboard_is_installed():
-        write_tensorboard(run_log, directory / "tensorboard")
-        tensorboard = f"tensorboard --logdir {shown(directory / 'tensorboard')}"
     return [
         f"report: {escape(str(shown(directory / REPORT_FILE)))}",
         f"logs: {escape(str(shown(directory / FILE_PATTERN)))}",
         f"averaged model: {escape(str(shown(directory / AVERAGE_FILE)))}",
-        f"TensorBoard files: {escape(tensorboard)}",
     ]
 
 

@@ -32,7 +32,7 @@ from gossipdp.errors import GossipError, RendezvousError
 # A subcommand NAME is the module gossipdp.cli.NAME (tls-init: tls_init), which holds the dataclass
 # NameArguments (its docstring is the help) and run(arguments) -> exit code, and imports nothing
 # slow by itself.
-COMMANDS = ("run", "train", "plan", "simulate", "demo", "top", "doctor", "report", "tls-init")
+COMMANDS = ("run", "train", "plan", "simulate", "demo", "top", "report", "tls-init")
 
 DESCRIPTION = "Asynchronous, decentralized data-parallel training for PyTorch."
 # No "None" among the choices, no --no-FLAG.

@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +16,6 @@ from rich.text import Text
 if TYPE_CHECKING:
     import networkx as nx
 
-    from gossipdp.cli.plan_network import NetworkPlan
     from gossipdp.graph import Plan
 
 DEFAULT_GRAPH = "ring"
@@ -54,50 +53,7 @@ class PlanArguments:
     """Seed of the random graphs."""
 
     json: Path | None = None
-    """Also write chi1, chi2, eta, alpha_tilde, exchanges_per_unit_time and edges (their number);
-    with a network, its predictions too."""
-
-    noise: Literal["white", "momentum", "drift"] | None = None
-    """Gradient noise that is assumed: white, the same with SGD momentum 0.9 (default), or
-    heterogeneous data alone."""
-
-    parameters: str | None = None
-    """Size of the model, such as 25.6M (float32): predict a run on a network. Needs --step-ms and
-    --link-mbps."""
-
-    model_mb: float | None = None
-    """Size of the model in megabytes, instead of --parameters."""
-
-    optimizer: Literal["sgd", "adam"] | None = None
-    """What trains, sgd by default: exchanges carry Adam's second moment too, now and then."""
-
-    step_ms: float | None = None
-    """Mean duration of a gradient step in milliseconds."""
-
-    link_mbps: float | None = None
-    """Megabits per second of a worker's link, each way."""
-
-    latency_ms: float | None = None
-    """Latency of a link in milliseconds, 0.5 by default."""
-
-    step_spread: float | None = None
-    """Standard deviation of the logarithm of step times, such as 0.1; 0 by default."""
-
-    sync_every: int | None = None
-    """Beside gossip and DistributedDataParallel, whose all-reduce overlaps with the backward pass,
-    a rival that averages once in so many steps; 16 by default."""
-
-
-NETWORK_OPTIONS = (
-    "parameters",
-    "model_mb",
-    "optimizer",
-    "step_ms",
-    "link_mbps",
-    "latency_ms",
-    "step_spread",
-    "sync_every",
-)
+    """Also write chi1, chi2, eta, alpha_tilde, exchanges_per_unit_time and edges (their number)."""
 
 
 def run(arguments: PlanArguments) -> int:
@@ -105,36 +61,17 @@ def run(arguments: PlanArguments) -> int:
     if "numpy" not in sys.modules:
         # Many small matrices: on a busy machine the threads of a BLAS cost up to 20 times the work.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    given = [name for name in NETWORK_OPTIONS if getattr(arguments, name) is not None]
-    if arguments.noise is not None and not given:
-        raise ValueError(f"--noise {arguments.noise} needs a network: add --step-ms 100")
-    for name, example in (("step_ms", "--step-ms 100"), ("link_mbps", "--link-mbps 1000")):
-        if given and getattr(arguments, name) is None:
-            option = given[0].replace("_", "-")
-            raise ValueError(f"--{option} plans a run on a network: add {example}")
     graph = _graph(arguments)
     from gossipdp.graph import plan
 
-    network: NetworkPlan | None = None
-    with Console(stderr=True).status("eigenvalues, resistances and what else is asked for"):
+    with Console(stderr=True).status("eigenvalues and resistances"):
         planned = plan(graph, arguments.comm_rate)
-        if given:
-            from gossipdp.cli.plan_network import network_plan
-
-            network = network_plan(graph, arguments)
     console = Console()
     console.print(_table(planned))
     console.print(_verdict(planned), highlight=False)
     console.print(LEARNING_RATE_RULE, highlight=False)
     written: dict[str, Any] = {name: getattr(planned, name) for name in WRITTEN}
     written["edges"] = planned.num_edges
-    if network is not None:
-        console.print()
-        console.print(network.table())
-        console.print(network.times())
-        for remark in network.remarks():
-            console.print(remark, highlight=False, markup=False)
-        written["network"] = network.as_json()
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
     return 0

@@ -27,7 +27,7 @@ class SimulateArguments:
 
     methods: str = "a2cid2,gossip"
     """Methods, with commas between them. Asynchronous: a2cid2, gossip, none, released. Synchronous:
-    allreduce, dpsgd, diloco, streaming-diloco, noloco, sparta."""
+    allreduce, dpsgd, diloco."""
 
     workload: str = "consensus"
     """consensus (random vectors that only agree), quadratic, digits, digits-convolutional, or
@@ -108,32 +108,18 @@ class SimulateArguments:
 
     outer_momentum: float | None = None
     """Momentum of the outer step. With a2cid2 and gossip there is one if this or --outer-lr is
-    given; the other is then 0.5 or 1. diloco, streaming-diloco and noloco always have one, by
-    default as in their papers."""
+    given; the other is then 0.5 or 1. diloco always has one, by default as in its paper."""
 
     outer_lr: float | None = None
     """Learning rate of the outer step."""
 
     sync_every: int | None = None
-    """diloco, streaming-diloco, noloco: gradient steps from one average to the next; default 16."""
+    """diloco: gradient steps from one average to the next; by default 16."""
 
     exchange_moments: UseAppendAction[tuple[str, ...]] = ()
     """a2cid2, gossip, diloco: also average tensors of the optimizer: NAME:PERIOD. exp_avg_sq:16
     averages AdamW's second moment at every 16th exchange that a worker asks for. Separate several
     with commas, or repeat the option."""
-
-    fragments: int | None = None
-    """streaming-diloco: into how many pieces the parameters are cut; by default 4."""
-
-    overlap_steps: int | None = None
-    """streaming-diloco: for how many steps a fragment may be under way; by default 1."""
-
-    mixing: float | None = None
-    """streaming-diloco: how much of its own value a worker keeps when a fragment arrives; by
-    default 0.5."""
-
-    share: float | None = None
-    """sparta: the share of the parameters that is averaged at each step; by default 0.005."""
 
     dimension: int | None = None
     """Length of a worker's vector, for consensus and quadratic; by default 64."""

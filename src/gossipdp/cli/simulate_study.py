@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from gossipdp.cli.option_checks import check_number, read_text
-from gossipdp.graph.network_plan import LATENCY_S, check_step_spread
 from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
 from gossipdp.simulate.module_objective import digits_objective
 from gossipdp.simulate.objectives import Consensus, Objective, Quadratic
 from gossipdp.simulate.optimizers import AdamW, RowOptimizer, Sgd
 from gossipdp.simulate.scenario import (
+    LATENCY_S,
     ComputeTime,
     ConstantTime,
     Link,
@@ -30,6 +30,7 @@ from gossipdp.simulate.scenario import (
     MeasuredTime,
     Scenario,
     SlowedTime,
+    check_step_spread,
 )
 from gossipdp.simulate.study import (
     METHODS_OF,
@@ -70,8 +71,6 @@ OPTIMIZER_OPTIONS = (
     *("optimizer", "learning_rate", "momentum", "weight_decay"),
     "learning_rate_decay",
 )
-NUMBERS = ("sync_every", "fragments", "overlap_steps", "mixing", "share")
-"""Options of the methods, of the same name in a scenario."""
 LINK_OPTIONS = ("latency_ms", "link_mbps", "jitter", "slow_link", "model_mb")
 
 
@@ -219,7 +218,7 @@ def make_study(arguments: SimulateArguments) -> Study:
         learning_rate_decay=arguments.learning_rate_decay,
         outer=outer_step(arguments.outer_momentum, arguments.outer_lr),
         exchange_moments=moment_periods(_split(arguments.exchange_moments)),
-        **{name: value for name in NUMBERS if (value := getattr(arguments, name)) is not None},
+        sync_every=Scenario.sync_every if arguments.sync_every is None else arguments.sync_every,
     )
     for method in methods:
         check_method(base, method)

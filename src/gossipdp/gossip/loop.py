@@ -47,8 +47,6 @@ from gossipdp.protocol.worker import Action, WorkerProtocol
 logger = logging.getLogger("gossipdp")
 
 LONGEST_TURN_S = 0.5
-# More than the heartbeats of a time-out.
-BYTES_OF_PROGRESS = 4096
 # Messages that wait for one peer's link. Of more the oldest are dropped, which is no loss: what
 # consolidation and the failure detector are not answered they say again, and a state or an average
 # that does not come is asked for anew after its time-out.
@@ -503,8 +501,3 @@ class GossipLoop(LinkHandler):
         if self.protocol.can_donate:
             return None
         return str(self.poisoned or "its parameters are not to be taken over just now")
-
-
-def _bytes_moved(link: Link) -> int:
-    sockets = link.bytes_sent + link.bytes_received
-    return sockets + link.shared_bytes_sent + link.shared_bytes_received

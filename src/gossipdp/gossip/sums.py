@@ -112,9 +112,10 @@ class Sums:
     # What the loop asks for.
 
     def ask(self) -> "Future[Average]":
-        """Average all live workers while they train; the future is of the caller's thread."""
-        if self._asked is not None:
-            raise RuntimeError("this worker averages already")
+        """Average all live workers while they train; the future is of the caller's thread.
+
+        It takes the place of one that its caller no longer waits for, such as after Ctrl+C.
+        """
         self._asked = Future()
         asked = self._asked
         self._perform(self._protocol.average(self._clock()))
@@ -190,7 +191,9 @@ class Sums:
                 return  # given up since
         else:
             epoch, frame_type = action.origin, FrameType.RESULT_CHUNK
-            if epoch not in self._slots:
+            slot = self._slots.get(epoch, {}).get(action.chunk)
+            is_copied = action.chunk >= self._num_averaged
+            if not (is_copied or (slot is not None and slot.is_whole)):
                 return
         values = self._values(epoch, action.chunk)
         if self._protocol.sum_of(epoch) is None and isinstance(action, SendPartial):

@@ -35,6 +35,7 @@ class Background(Generic[Result]):
         self.wake: Callable[[], None] = lambda: None
         self._key: Hashable = None
         self._future: Future[Result] | None = None
+        self._thread: threading.Thread | None = None
 
     def __call__(self, key: Hashable, function: Callable[[], Result]) -> Result | None:
         """Return what ``function`` returns, None as long as it runs; ``key`` names the result.
@@ -42,13 +43,20 @@ class Background(Generic[Result]):
         With another key, call this ``function`` once the one before has ended.
         """
         if self._future is None or (self._future.done() and self._key != key):
+            self.close()  # the one before has at most its wake-up left
             self._key, self._future = key, Future()
             target = partial(self._run, self._future, function)
-            threading.Thread(target=target, name="gossipdp background", daemon=True).start()
+            self._thread = threading.Thread(target=target, name="gossipdp background", daemon=True)
+            self._thread.start()
         if self._key != key or not self._future.done():
             return None
         future, self._future = self._future, None
         return future.result()
+
+    def close(self) -> None:
+        """Wait for the thread's end, but not for long: what it works out cannot be stopped."""
+        if self._thread is not None:
+            self._thread.join(JOIN_TIMEOUT_S)
 
     def _run(self, future: "Future[Result]", function: Callable[[], Result]) -> None:
         # Here, so that who only imports the package need not.
@@ -56,7 +64,9 @@ class Background(Generic[Result]):
 
         try:
             with threadpool_limits(1, user_api="blas"):
-                future.set_result(function())
+                result = function()
+            # The limit is lifted by now: a next thread would take it for the process's own.
+            future.set_result(result)
         except Exception as error:
             future.set_exception(error)
         self.wake()

@@ -1,16 +1,16 @@
 """Who may exchange with whom, how often, and how fast that mixes.
 
-    topology      named graphs, edge lists, checks, the graph after deaths    (networkx graphs)
-    constants     a graph with its rates: chi1, chi2, eta, alpha_tilde, by the spectrum of its
-                  Laplacian; the graph over the live
-    network_plan  what a graph promises: how fast workers agree, how far apart noise keeps them
+    topology   named graphs, edge lists, checks, the graph after deaths    (networkx graphs)
+    constants  a graph with its rates: chi1, chi2, eta, alpha_tilde, by the spectrum of its
+               Laplacian; the graph over the live
+    promise    what a graph promises: how fast workers agree
 
 Pure: no thread, socket, file descriptor kept open, or clock. Everything above may import this
 package; it imports numpy, scipy and networkx alone.
 """
 
 from gossipdp.graph.constants import Constants
-from gossipdp.graph.network_plan import Plan, plan
+from gossipdp.graph.promise import Plan, plan
 from gossipdp.graph.topology import GRAPH_NAMES, build_graph, read_edge_list, without
 
 __all__ = [

@@ -166,13 +166,6 @@ class Constants:
         """Expected exchanges over the whole network per unit of time: the sum of the rates."""
         return math.fsum(self.rates)
 
-    @cached_property
-    def laplacian(self) -> FloatArray:
-        """L, in the order of ``workers``; read-only. Shape (n, n)."""
-        matrix = laplacian_matrix(len(self.workers), self._positions, np.array(self.rates))
-        matrix.flags.writeable = False
-        return matrix
-
     def neighbours(self, worker: int) -> dict[int, float]:
         """lambda_ij of each neighbour j of worker i, in ascending order of rank."""
         self._check_worker(worker)

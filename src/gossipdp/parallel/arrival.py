@@ -135,14 +135,17 @@ class Arrival:
             "worker %d takes another rank: one that joined at the same time has this one",
             self.rank,
         )
-        assert self.thread is not None
-        self.thread.close()
+        self._end_thread()
 
     def close(self) -> None:
-        """End the thread, if there is one, and what reads the optimizers' state."""
+        """End the thread, if there is one, and then what it has others do."""
+        self._end_thread()
         self._between_steps.close()
+
+    def _end_thread(self) -> None:
         if self.thread is not None:
             self.thread.close()
+            self._work_out.close()
 
     def _take_place(self, rank: int, num_workers: int, incarnation: int) -> None:
         """Take a rank among the workers that the run began with, or beyond them."""
@@ -212,6 +215,7 @@ class Arrival:
         options, network, (run_id, secret) = self._options, self._network, run
         self.run_id = run_id
         process_id = secrets.randbits(62)
+        self._work_out = Background[Place]()
         self.protocol = protocol = WorkerProtocol(
             rank=self.rank,
             incarnation=self.incarnation,
@@ -226,7 +230,7 @@ class Arrival:
             num_chunks=len(self._state.averaged_chunks),
             num_copied_chunks=len(self._state.copied_chunks),
             is_joining=is_joining,
-            work_out=Background[Place](),
+            work_out=self._work_out,
             status_address=("", 0) if self._page is None else self._page.announced(host),
         )
         protocol.membership.merge_all(others)

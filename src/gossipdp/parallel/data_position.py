@@ -158,16 +158,16 @@ class _Order:
     def _generators(self) -> dict[str, Any]:
         """Return each distinct random generator, by the place where it is held."""
         found: dict[str, Any] = {}
+        # Here, for numpy imports its random numbers, and cython with them, when they are named.
+        arrays = numpy.random.Generator, numpy.random.RandomState
+        kinds = (torch.Generator, random.Random, *arrays)
         for index, holder in enumerate(self._holders):
             for name, value in _attributes(holder).items():
-                is_generator = isinstance(value, _GENERATORS)
+                is_generator = isinstance(value, kinds)
                 is_system_s = isinstance(value, random.SystemRandom)  # which has no state
                 if is_generator and not is_system_s and not _is_among(value, found.values()):
                     found[f"{index}.{name}"] = value
         return found
-
-
-_GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 
 
 def _attributes(holder: Any) -> dict[str, Any]:

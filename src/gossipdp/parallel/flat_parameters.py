@@ -24,19 +24,20 @@ AVERAGED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MOST_FOLLOWING = 2.0
 """Parameters of no optimizer are averaged at the end if they are at most so many times the trained
 ones: an average network and a target network, and not the frozen base of an adapter."""
-MAX_CHUNK_BYTES = 1 << 24
+MAX_CHUNK_BYTES = 1 << 22
+"""One pass over a chunk is a part of a turn of the gossip thread, which must stay short."""
 CHUNKS_PER_MODEL = 256
 
 
 def chunk_bytes_for(model_bytes: int) -> int:
-    """Return the size of a chunk of a model of this size: 1 to 16 MiB, in whole MiB.
+    """Return the size of a chunk of a model of this size: 1 to 4 MiB, in whole MiB.
 
     A boundary takes one lock for each chunk, so chunks grow with the model. All workers must cut
     alike: the size depends on nothing else.
 
     Example:
         >>> [chunk_bytes_for(1 << bits) >> 20 for bits in (20, 29, 40)]
-        [1, 2, 16]
+        [1, 2, 4]
     """
     chunk_bytes = model_bytes // CHUNKS_PER_MODEL
     return min(max(chunk_bytes, CHUNK_BYTES), MAX_CHUNK_BYTES) // CHUNK_BYTES << 20

@@ -99,7 +99,6 @@ class GossipEngine(Engine):
             moments=chosen_moments(choice, optimizers, options.comm_rate),
         )
         self._state = self._flat.state
-        self._state.compile()
         self._moments = Moments(
             self._flat.moment_places,
             optimizers,
@@ -114,6 +113,7 @@ class GossipEngine(Engine):
             self._flat, optimizers, options, replica, resumption=resumption, page=page
         )
         try:
+            self._state.compile()
             self._arrival.start()
             self._has_arrived()
             reshard(module)
@@ -489,11 +489,13 @@ class GossipEngine(Engine):
 
     def _close(self) -> None:
         _engines.discard(self)
-        self._arrival.close()
-        if self._arrival.thread is not None:
-            # What the last exchange brought belongs to the parameters.
-            self._state.boundary(self._theta(), wait=True)
-        self._state.end_helpers()
+        try:
+            self._arrival.close()
+            if self._arrival.thread is not None:
+                # What the last exchange brought belongs to the parameters.
+                self._state.boundary(self._theta(), wait=True)
+        finally:
+            self._state.end_helpers()
 
     # What other threads may ask: of one published value.
 

@@ -33,7 +33,7 @@ class Stats:
         shared_bytes_sent, shared_bytes_received: of chunks that went by shared memory instead:
             read in place by neighbours of the same host, and theirs by this worker.
         exchange_seconds: time with an exchange under way, in the background.
-        chunks_exchanged: chunks (1 to 16 MiB) in completed exchanges.
+        chunks_exchanged: chunks (1 to 4 MiB) in completed exchanges.
         chunks_repeated: those of them sent again in bfloat16, under ``wire_format="lattice8"``.
         waited_seconds: time that training waited for others: ``pace="strict"``, or the part of
             an all-reduce that the backward pass did not hide.

@@ -95,6 +95,7 @@ class BetweenSteps:
         with self._guard:
             self._stepping.clear()
             self._guard.notify_all()
+        self._described.close()
 
     def _begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         with self._guard:

@@ -99,32 +99,32 @@ class Worker:
                 joins=joins,
                 resumes=resumption is not None,
             )
+            self.feed = Feed(
+                position,
+                self.engine.total_samples,
+                lambda: self.engine.is_stopped,
+                options,
+                between=self.checkpointer.take_due,
+                within=self.checkpointer.of_batches,
+            )
+            # A compiled wrapper breaks its graph before this, and so has the module's graphs alone.
+            disable: Callable[[Any], Any] = torch.compiler.disable
+            self.begin_forward = disable(self._begin_forward)
+            self._watches: list[OptimizerWatch] = []
+            if options.method != "allreduce":
+                choice = options.exchange_moments
+                exchanged = choice if isinstance(choice, Mapping) else ()
+                names = {id(parameter): name for name, parameter in module.named_parameters()}
+                self._watches = [OptimizerWatch(each, names, exchanged) for each in optimizers]
+            self._hooks = Hooks(
+                module,
+                optimizers,
+                stepped=self.stepped,
+                counting_once=self.feed.counting_once,
+                loaded=self.engine.loaded,
+                watches_others=options.method != "allreduce",
+            )
             opened.pop_all()
-        self.feed = Feed(
-            position,
-            self.engine.total_samples,
-            lambda: self.engine.is_stopped,
-            options,
-            between=self.checkpointer.take_due,
-            within=self.checkpointer.of_batches,
-        )
-        # A compiled wrapper breaks its graph before this, and so has the module's graphs alone.
-        disable: Callable[[Any], Any] = torch.compiler.disable
-        self.begin_forward = disable(self._begin_forward)
-        self._watches: list[OptimizerWatch] = []
-        if options.method != "allreduce":
-            choice = options.exchange_moments
-            exchanged = choice if isinstance(choice, Mapping) else ()
-            names = {id(parameter): name for name, parameter in module.named_parameters()}
-            self._watches = [OptimizerWatch(each, names, exchanged) for each in optimizers]
-        self._hooks = Hooks(
-            module,
-            optimizers,
-            stepped=self.stepped,
-            counting_once=self.feed.counting_once,
-            loaded=self.engine.loaded,
-            watches_others=options.method != "allreduce",
-        )
 
     def _check_savable(self, optimizer: torch.optim.Optimizer) -> None:
         """Say at once what no checkpoint and no joining worker could take.

@@ -108,13 +108,6 @@ class LiveAverages:
         self._begin(self._own)
         return self._flush()
 
-    def give_up(self) -> Actions:
-        """Forget every request: this worker closes."""
-        self._own = None
-        self._actions += [Forget(request.sum.epoch) for request in self._requests.values()]
-        self._requests.clear()
-        return self._flush()
-
     def _begin(self, own: _Own) -> None:
         self._number += 1
         epoch = Epoch(self._number, self.rank, self._process_tag)

@@ -36,13 +36,15 @@ from gossipdp.protocol.messages import (
 WINDOW = 4
 """Chunks that a child may be ahead of its parent, and a result on its way may be ahead of it."""
 TICKS_PER_TIMEOUT = 4
-"""How often time is counted. The next four are in these ticks."""
-STALLED_AFTER = 8
+"""How often time is counted. The next five are in these ticks."""
+STALLED_AFTER = 6
 """A child that is to give and brings nothing for so long is named to the root."""
 REPEAT_AFTER = 4
 """What was said in vain is said again."""
-GRACE = 2
-"""The root waits for accusations from further down, which began at the same time."""
+GRACE = 4
+"""The root waits for accusations from elsewhere, which began at about the same time."""
+RIPE_AFTER = 2
+"""An accusation counts from then on: one by the one accused, of another, may be on its way."""
 ABANDONED_AFTER = 24
 """A member forgets a sum in which nothing moves, whose root must have given it up."""
 
@@ -315,9 +317,10 @@ class Blame:
         if all(self._tick - each.since < GRACE for each in said.values()):
             return None
         self._said = {}
+        ripe = {pair: each for pair, each in said.items() if self._tick - each.since >= RIPE_AFTER}
         suspects, left_out = set(self.suspects), {}
         accusers = {accuser for accuser, rank in said if accuser != rank}
-        for (accuser, rank), each in said.items():
+        for (accuser, rank), each in ripe.items():
             if accuser == rank or (
                 rank not in accusers
                 and (rank in suspects or (accuser == self._rank and each.is_heard))

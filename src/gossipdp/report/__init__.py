@@ -3,6 +3,5 @@
 view          what the logs say, on one clock
 page          a run as one page that opens offline: gossipdp report. charts: its drawings;
               page.html, charts.html: jinja templates; page.css, page.js
-tensorboard   scalars per worker, heat map, graph, where tensorboard is installed
 simulation_figures    pictures of simulated runs
 """

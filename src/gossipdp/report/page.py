@@ -30,7 +30,7 @@ from gossipdp.report.charts import (
 from gossipdp.report.view import Event, Points, RunView
 
 if TYPE_CHECKING:
-    from gossipdp.graph.network_plan import Plan
+    from gossipdp.graph.promise import Plan
 
 MOST_HEAT_WORKERS = 64
 SECTIONS = {
@@ -314,7 +314,7 @@ def _planned(view: RunView) -> tuple[Plan, dict[Pair, float]] | None:
     import networkx as nx
 
     from gossipdp.graph.constants import Constants
-    from gossipdp.graph.network_plan import plan
+    from gossipdp.graph.promise import plan
 
     graph: nx.Graph[int] = nx.Graph()
     graph.add_nodes_from(range(view.log.num_workers))

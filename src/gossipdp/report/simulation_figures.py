@@ -19,11 +19,7 @@ OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "
 """Colours that people with any common colour blindness can tell apart; yellow left out."""
 
 METHODS = ("a2cid2", "gossip", "allreduce", "released", "dpsgd", "diloco", "none")
-METHOD_COLOURS = dict(zip(METHODS, OKABE_ITO, strict=True)) | {
-    "streaming-diloco": "#999999",
-    "noloco": "#882255",
-    "sparta": "#999933",
-}
+METHOD_COLOURS = dict(zip(METHODS, OKABE_ITO, strict=True))
 CASE_STYLES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (8, 3)), (0, (8, 2, 1, 2, 1, 2)))
 
 LEAST_SHOWN = {"without gradients": 1e-27, "with gradients": 1e-4}

@@ -13,7 +13,7 @@ How it runs:
     links             the real protocol over links                network, engine
     rounds            lock-step: rounds of all workers, and what they cost over links
     synchronous       all-reduce, D-PSGD
-    local_steps       DiLoCo, Streaming DiLoCo, NoLoCo, SPARTA
+    local_steps       DiLoCo
     population        x and c of all workers, a row each, and their gradient steps
     trace             the time series
     study             simulate(scenario, method) -> Trace; many runs; means over seeds

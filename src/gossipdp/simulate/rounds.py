@@ -126,17 +126,15 @@ class Rounds(ABC):
             self.recorder.interval(rank, "exchanging", all_computed_s, end_s)
         return [end_s] * len(computed_s)
 
-    def sent_to(
-        self, ready_s: Sequence[float], peers: Sequence[Sequence[int]], models: float = 1.0
-    ) -> list[float]:
+    def sent_to(self, ready_s: Sequence[float], peers: Sequence[Sequence[int]]) -> list[float]:
         """When each has sent to its peers, and has what they sent.
 
         One network card serves all peers side by side, so that sending takes the sum over them of
-        models * model_bytes / bytes_per_s, then latency_s to each.
+        model_bytes / bytes_per_s, then latency_s to each.
         """
         latency_s, interval = self.scenario.links.latency_s, self.recorder.interval
         sent_s = [
-            ready_s[rank] + sum(models * self._draw_transfer_s(rank, peer) for peer in peers[rank])
+            ready_s[rank] + sum(self._draw_transfer_s(rank, peer) for peer in peers[rank])
             for rank in self.ranks
         ]
         ended_s = []
@@ -146,5 +144,5 @@ class Rounds(ABC):
             interval(rank, "exchanging", ready_s[rank], sent_s[rank])
             interval(rank, "waiting", sent_s[rank], ended_s[rank])
             self._used += [(rank, peer) for peer in peers[rank] if rank < peer]
-            self._models_sent += models * len(peers[rank])
+            self._models_sent += len(peers[rank])
         return ended_s

@@ -13,7 +13,6 @@ import networkx as nx
 
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.graph.constants import Constants
-from gossipdp.graph.network_plan import LATENCY_S, check_step_spread
 from gossipdp.graph.topology import build_graph
 from gossipdp.simulate.objectives import Consensus, Objective
 from gossipdp.simulate.optimizers import RowOptimizer, Sgd
@@ -23,6 +22,22 @@ StepTimes: TypeAlias = Callable[[int], float]
 ExchangeTimes: TypeAlias = Callable[[int, int], float]
 """Draws how long the data of one exchange occupy the link between two ranks, in seconds."""
 Fidelity: TypeAlias = Literal["ideal", "links"]
+
+LATENCY_S = 0.0005
+"""How long a message travels where nothing else is said: within one data center."""
+
+LARGEST_STEP_SPREAD = 3.0
+"""With more the mean comes from steps so rare that a run does not see them: nearly all of its steps
+take next to no time, and there is no end of them."""
+
+
+def check_step_spread(name: str, spread: float) -> None:
+    """Raise a ValueError unless ``spread`` can be the spread of the logarithm of step times."""
+    if not 0.0 <= spread <= LARGEST_STEP_SPREAD:
+        raise ValueError(
+            f"{name} is {spread:g}, but must be from 0 to {LARGEST_STEP_SPREAD:g}: it is the "
+            "standard deviation of the logarithm of step times, 0.1 is typical"
+        )
 
 
 class ComputeTime(ABC):
@@ -248,15 +263,10 @@ class Scenario:
         eta_factor: multiplies eta.
         alpha_tilde_factor: multiplies the excess alpha_tilde - 1/2.
         outer: the outer step. With a2cid2 and gossip each worker takes it at the start of its
-            exchanges; None: none. For diloco, streaming-diloco and noloco: None: as its paper.
+            exchanges; None: none. For diloco: None: as its paper.
         exchange_moments: which of the optimizer's tensors, such as ``exp_avg_sq``, are averaged
             too, and at every how many of the exchanges that a worker asks for.
-        sync_every: H, gradient steps from one average to the next, of diloco, streaming-diloco and
-            noloco.
-        fragments: of streaming-diloco, into how many pieces the parameters are cut.
-        overlap_steps: of streaming-diloco, for how many steps a fragment may be under way.
-        mixing: of streaming-diloco, how much of a worker's own value is kept when one arrives.
-        share: of sparta, the share of the parameters that is averaged at each step.
+        sync_every: H, gradient steps from one average to the next, of diloco.
         learning_rate_decay: warm-up and cosine decay over the run, in place of a constant rate.
         keep_timeline: record what each worker does when.
     """
@@ -281,10 +291,6 @@ class Scenario:
     outer: OuterStep | None = None
     exchange_moments: Mapping[str, int] = field(default_factory=dict)
     sync_every: int = 16
-    fragments: int = 4
-    overlap_steps: int = 1
-    mixing: float = 0.5
-    share: float = 0.005
     learning_rate_decay: bool = False
     keep_timeline: bool = False
 
@@ -299,22 +305,11 @@ class Scenario:
             )
         if not 0 <= self.stop_below < 1:
             raise ValueError(f"stop_below is {self.stop_below}; it must be 0, or less than 1")
-        if self.num_records < 1:
-            raise ValueError(f"num_records is {self.num_records}; it must be at least 1")
-        if self.model_bytes is not None and not self.model_bytes > 0:
-            raise ValueError(f"model_bytes is {self.model_bytes}; it must be positive")
-        for name in ("sync_every", "fragments"):
+        for name in ("num_records", "sync_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if not 0 <= self.overlap_steps < self.sync_every:
-            raise ValueError(
-                f"overlap_steps is {self.overlap_steps}; it must be from 0 to less than sync_every "
-                f"({self.sync_every}), so that a fragment arrives before it is sent again"
-            )
-        if not 0 <= self.mixing <= 1:
-            raise ValueError(f"mixing is {self.mixing}; it must be from 0 to 1")
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share is {self.share}; it must be above 0, and 1 at most")
+        if self.model_bytes is not None and not self.model_bytes > 0:
+            raise ValueError(f"model_bytes is {self.model_bytes}; it must be positive")
         for name, every in self.exchange_moments.items():
             if every < 1:
                 raise ValueError(f"exchange_moments[{name!r}] is {every}; it must be at least 1")

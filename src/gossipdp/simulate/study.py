@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from gossipdp.simulate.ideal import run_ideal
 from gossipdp.simulate.links import run_links
-from gossipdp.simulate.local_steps import DiLoCo, LocalSteps, NoLoCo, Sparta, StreamingDiLoCo
+from gossipdp.simulate.local_steps import DiLoCo
 from gossipdp.simulate.rounds import Rounds
 from gossipdp.simulate.scenario import Scenario
 from gossipdp.simulate.synchronous import AllReduce, Dpsgd, mixing_matrix, second_eigenvalue
@@ -33,20 +33,13 @@ ROUNDS: dict[str, type[Rounds]] = {
     "allreduce": AllReduce,
     "dpsgd": Dpsgd,
     "diloco": DiLoCo,
-    "streaming-diloco": StreamingDiLoCo,
-    "noloco": NoLoCo,
-    "sparta": Sparta,
 }
 SYNCHRONOUS = tuple(ROUNDS)
 METHODS = ASYNCHRONOUS + SYNCHRONOUS
 METHODS_OF = {
-    "sync_every": ("diloco", "streaming-diloco", "noloco"),
-    "outer": ("a2cid2", "gossip", "diloco", "streaming-diloco", "noloco"),
+    "sync_every": ("diloco",),
+    "outer": ("a2cid2", "gossip", "diloco"),
     "exchange_moments": ("a2cid2", "gossip", "diloco"),
-    "fragments": ("streaming-diloco",),
-    "overlap_steps": ("streaming-diloco",),
-    "mixing": ("streaming-diloco",),
-    "share": ("sparta",),
 }
 """For which methods an option of a scenario plays a part."""
 
@@ -77,9 +70,6 @@ def simulate(scenario: Scenario, method: str, on_progress: Progress | None = Non
     allreduce          synchronous: gradients averaged over all by a ring all-reduce at each step
     dpsgd              synchronous: each round averages with all neighbours, Metropolis weights
     diloco             local steps, then an all-reduce and an outer step
-    streaming-diloco   the same by fragments, sent while workers compute
-    noloco             local steps, then averages in random pairs
-    sparta             a random share of the parameters averaged at every step
     =================  ==========================================================================
 
     Raises:
@@ -109,7 +99,7 @@ def check_method(scenario: Scenario, method: str) -> None:
     """Raise ValueError for a method that is not there, or cannot be run on this scenario."""
     if method not in ASYNCHRONOUS and method not in ROUNDS:
         raise ValueError(f"there is no method {method!r}; choose among {', '.join(METHODS)}")
-    if issubclass(ROUNDS.get(method, Rounds), LocalSteps) and not scenario.objective.has_gradients:
+    if method == "diloco" and not scenario.objective.has_gradients:
         raise ValueError(
             f"method {method} averages what gradient steps did, and {scenario.objective.name} has "
             "none: choose another objective"

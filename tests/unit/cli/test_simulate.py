@@ -86,7 +86,7 @@ def strict(path: Path) -> Any:
         ("--fidelity links --slow-link 0-1:1,1-0:2", "the link of 0 and 1 is given twice"),
         ("--fidelity links --model-mb -1", "--model-mb is -1"),
         ("--learning-rate 1", "--learning-rate plays no part in --workload consensus"),
-        ("--share 0.1", "--share plays no part with these methods, but with sparta"),
+        ("--sync-every 4", "--sync-every plays no part with these methods, but with diloco"),
         ("--outer-lr 1 --methods allreduce", "--outer-lr plays no part with these methods"),
         ("--workload quadratic --exchange-moments exp_avg", "write NAME:PERIOD, such as"),
         ("--workload quadratic --exchange-moments a:1,a:2", "a is given twice"),
@@ -482,22 +482,17 @@ def test_options_of_methods_reach_those_that_know_them(tmp_path: Path) -> None:
         workers=4,
         steps=24,
         seeds="1",
-        methods="gossip,diloco,streaming-diloco,noloco,sparta,allreduce",
+        methods="gossip,diloco,allreduce",
         sync_every=4,
         outer_momentum=0.5,
         exchange_moments=("exp_avg_sq:2",),
-        share=0.5,
-        fragments=2,
-        overlap_steps=2,
-        mixing=0.25,
         json=tmp_path / "out.json",
     )
     scenario = make_study(arguments).jobs()[0].scenario
     assert scenario.outer == OuterStep(momentum=0.5)
     assert scenario.exchange_moments == {"exp_avg_sq": 2}
-    numbers = (scenario.sync_every, scenario.fragments, scenario.overlap_steps)
-    assert (*numbers, scenario.mixing, scenario.share) == (4, 2, 2, 0.25, 0.5)
+    assert scenario.sync_every == 4
     assert run(arguments) == 0
     methods = strict(tmp_path / "out.json")["methods"]
-    assert len(methods) == 6
+    assert len(methods) == 3
     assert all(each["loss"][-1] < each["loss"][0] for each in methods.values())

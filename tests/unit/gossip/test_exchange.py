@@ -242,8 +242,11 @@ def test_two_threads_lose_nothing(switching_often, monkeypatch, kernels, dtype):
     state.compile(None if kernels == "numba" else "torch")
     state.compile_for(torch.float32)
     assert state.kernels == kernels
-    for seed in range(10):
-        race(segment, state, seed)
+    try:
+        for seed in range(10):
+            race(segment, state, seed)
+    finally:
+        state.end_helpers()
 
 
 def race(segment: Segment, state: State, seed: int) -> None:

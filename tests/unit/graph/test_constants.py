@@ -1,7 +1,6 @@
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 
 import gossipdp.graph.constants as constants_module
@@ -96,15 +95,6 @@ def test_neighbours_cannot_be_changed_through_the_answer():
     assert constants.neighbours(0) == {1: 0.5, 3: 0.5}
 
 
-def test_laplacian():
-    constants = of("path", 3)
-    np.testing.assert_allclose(
-        constants.laplacian, [[0.5, -0.5, 0], [-0.5, 1, -0.5], [0, -0.5, 0.5]]
-    )
-    with pytest.raises(ValueError, match="read-only"):
-        constants.laplacian[0, 0] = 1.0
-
-
 def test_one_worker():
     constants = of("ring", 1)
     assert constants.edges == ()
@@ -113,7 +103,6 @@ def test_one_worker():
     assert constants.exchanges_per_unit_time == 0.0
     assert constants.neighbours(0) == {}
     assert constants.worker_rate(0) == 0.0
-    assert constants.laplacian.shape == (1, 1)
 
 
 def test_after_deaths_ranks_have_gaps():

@@ -4,7 +4,7 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("module", ["topology", "constants", "network_plan"])
+@pytest.mark.parametrize("module", ["topology", "constants", "promise"])
 def test_the_examples_in_the_docstrings_run(module):
     result = doctest.testmod(importlib.import_module(f"gossipdp.graph.{module}"))
     assert result.attempted > 0

@@ -8,7 +8,6 @@ import pytest
 
 from gossipdp.graph import Constants, plan
 from gossipdp.graph.constants import LiveGraph
-from gossipdp.graph.network_plan import GradientNoise
 from gossipdp.graph.topology import attach, build_graph, read_edge_list, without
 
 RING = build_graph("ring", 3)
@@ -55,10 +54,6 @@ LOOP = nx.Graph([(0, 1), (1, 1), (1, 2)])
         (lambda: Constants((0, 1), ((0, 2),), (1.0,)), "not among the workers"),
         (lambda: Constants((0, 1, 2), ((0, 1),), (1.0,)), "disconnected"),
         (lambda: Constants((0, 1, 2), ((0, 1), (1, 2)), (1e-30, 0.5)), "too far apart"),
-        (lambda: GradientNoise(white=-1.0), r"variance white=-1\.0"),
-        (lambda: GradientNoise(drift=math.inf), "variance drift=inf"),
-        (GradientNoise, "without any variance"),
-        (lambda: GradientNoise(white=1.0, momentum=1.0), r"momentum 1\.0"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(call, message):

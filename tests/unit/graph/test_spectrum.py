@@ -39,6 +39,11 @@ def test_the_sparse_solver_gives_the_same_bits_twice():
     assert np.array_equal(first.resistances, second.resistances)
 
 
+def test_the_laplacian_of_a_path():
+    laplacian = laplacian_matrix(3, np.array([(0, 1), (1, 2)]), np.array([0.5, 0.25]))
+    assert laplacian.tolist() == [[0.5, -0.5, 0.0], [-0.5, 0.75, -0.25], [0.0, -0.25, 0.25]]
+
+
 def test_laplacian_rows_sum_to_zero():
     edges, rates = edges_and_rates("erdos-renyi", 12)
     laplacian = laplacian_matrix(12, edges, rates)

@@ -14,8 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gossipdp import GossipDataParallel, ProgressLR
+from gossipdp.dynamics import chunks
 from gossipdp.dynamics.chunks import State
 from gossipdp.errors import ModelChangedError
+from gossipdp.parallel import gossip_engine, worker
 from gossipdp.parallel.hooks import warn_of_step_counters
 
 
@@ -293,6 +295,48 @@ def test_a_model_that_is_dropped_ends_its_thread(tmp_path, in_a_cycle: bool) -> 
     assert threads() == []
     optimizer.step()
     GossipDataParallel(net, optimizer).close()
+
+
+@pytest.mark.parametrize("what", ["the graph", "the optimizers' state"])
+def test_a_model_that_is_closed_ends_what_its_thread_has_others_do(monkeypatch, what: str) -> None:
+    """The other thread ends only once somebody waits for its end."""
+    awaited, join = threading.Event(), threading.Thread.join
+
+    def tell(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name == "gossipdp background":
+            awaited.set()
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", tell)
+    net = nn.Linear(2, 1)
+    model = GossipDataParallel(net, sgd(net))
+    arrival = model._engine._arrival
+    between = arrival._between_steps
+    work_out = arrival._work_out if what == "the graph" else between._described
+    assert arrival.thread.call(lambda: work_out("a key", awaited.wait)).result() is None
+    assert "gossipdp background" in threads()
+    model.close()
+    assert threads() == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "what"),
+    [(gossip_engine, "Moments"), (gossip_engine.Arrival, "start"), (worker, "Hooks")],
+)
+def test_a_model_that_cannot_be_wrapped_leaves_no_thread(monkeypatch, owner, what: str) -> None:
+    """One so large that its boundaries have helpers, wherever the wrapping fails."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no such luck")
+
+    monkeypatch.setattr(owner, what, fail)
+    monkeypatch.setattr(chunks, "LEAST_HELPED_VALUES", 1)
+    monkeypatch.setenv("GOSSIPDP_KERNELS", "numba")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    net = nn.Linear(2, 1)
+    with pytest.raises(OSError, match="no such luck"):
+        GossipDataParallel(net, sgd(net))
+    assert threads() == []
 
 
 def test_who_trains_on_without_the_wrapper_is_told_so_once(caplog) -> None:

@@ -126,7 +126,7 @@ SCHEDULE: Any = torch.optim.lr_scheduler.StepLR(sgd(NET), 1)
         (lambda: wrap(nn.Linear(2, 1).share_memory()), "'weight' lies in memory that processes"),
         (
             lambda: wrap(with_a_buffer(torch.complex128), checkpoints=Checkpoints("d")),
-            r"'phases' is torch.complex128, which checkpoints cannot hold",
+            r"module\['phases'\] is a tensor of torch\.complex128, which cannot be saved: change",
         ),
         (lambda: Monitor(status_port=65536), r"status_port must be in 0\.\.65535, not 65536"),
         (lambda: Checkpoints(every_steps=0, directory="d"), "every_steps must be at least 1"),

@@ -27,7 +27,7 @@ def test_a_leader_leaves_out_a_leaf_that_lives_and_gives_nothing() -> None:
     machine.partial_landed(1, epoch(1), 1)
     assert begun(ticks(machine, LEFT_OUT_AFTER - 2)) <= {begin(1, 0, 1, 2)}
     (again,) = begun(ticks(machine, 2)) - {begin(1, 0, 1, 2)}
-    reason = "worker 0 had nothing of it for 2 time-outs"
+    reason = "worker 0 had nothing of it for 1.5 time-outs"
     members = (process(0), process(1))
     assert again == BeginEpoch(epoch(2), members, None, left_out=(LeftOut(process(2), reason),))
     assert machine.left_out == {2: reason}

@@ -134,7 +134,7 @@ def test_a_child_that_gives_nothing_is_named_after_a_while_again_and_again():
     assert not [each for each in said if isinstance(each, Stalled)]
     (named,) = (each for each in inner.ticks(1, awaited=[3]) if isinstance(each, Stalled))
     assert (named.rank, named.is_heard) == (3, True)
-    assert "worker 1 had nothing of it for 2 time-outs" in named.reason
+    assert "worker 1 had nothing of it for 1.5 time-outs" in named.reason
     assert len([e for e in inner.ticks(8, awaited=[3], heard=[]) if isinstance(e, Stalled)]) == 2
 
 
@@ -225,6 +225,15 @@ def test_who_waits_for_another_itself_is_not_to_blame():
     blame.said(1, stalled(3))
     assert judged(blame) == {}
     assert blame.suspects == {1, 3}
+
+
+def test_an_accusation_of_this_moment_does_not_count_yet():
+    blame = Blame(0)
+    blame.said(3, stalled(7))
+    assert [blame.tick() for _ in range(GRACE - 1)] == [None] * (GRACE - 1)
+    blame.said(0, stalled(1))  # which waits for 3, and is about to say so
+    assert blame.tick() == {}
+    assert blame.suspects == {3, 7}
 
 
 def test_who_says_that_it_cannot_give_is_left_out_at_once():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gossipdp.graph.constants import Constants
+from gossipdp.graph.constants import Constants, laplacian_matrix
 from gossipdp.graph.topology import build_graph
 from gossipdp.simulate.ideal import run_ideal
 from gossipdp.simulate.module_objective import digits_objective
@@ -119,7 +119,8 @@ def test_drift_alone_leaves_gossip_at_its_equilibrium() -> None:
     constants = Constants.of(build_graph("ring", 8), 1.0)
     # dE[x] = -g dt - 1/2 L E[x] dt, and with A_e the matrix of an exchange and X = E[x x^T]
     # 0 = sum_e lambda_e (A_e X A_e - X) - g E[x]^T - E[x] g^T: linear equations for X.
-    mean = -2.0 * np.linalg.pinv(constants.laplacian) @ g
+    laplacian = laplacian_matrix(8, np.array(constants.edges), np.array(constants.rates))
+    mean = -2.0 * np.linalg.pinv(laplacian) @ g
     change = np.zeros((64, 64))
     for (i, j), rate in zip(constants.edges, constants.rates, strict=True):
         difference = np.eye(8)[i] - np.eye(8)[j]
