@@ -299,14 +299,14 @@ def test_what_was_asked_in_vain_is_asked_again() -> None:
 def test_a_sum_that_was_given_up_takes_nothing_more() -> None:
     machine = worker(0, num_chunks=1)
     machine.review(view(3))
-    machine.partial_landed(1, epoch(1), 0)
-    machine.review(view(3, worker2=Status.DEAD))
-    assert machine.partial_landed(1, epoch(1), 0) == []
+    machine.partial_landed(2, epoch(1), 0)
+    machine.review(view(3, worker1=Status.DEAD))
     assert machine.partial_landed(2, epoch(1), 0) == []
+    assert machine.partial_landed(1, epoch(1), 0) == []
     assert machine.chunk_finished(epoch(1), 0, 0.0) == []
-    assert machine.partial_landed(1, epoch(2), 0) == [
+    assert machine.partial_landed(2, epoch(2), 0) == [
         FinishChunk(epoch(2), 0, 2),
-        Send(1, PullPartials(epoch(2), 1, 1)),
+        Send(2, PullPartials(epoch(2), 1, 1)),
     ], "divided by those that are left"
 
 
