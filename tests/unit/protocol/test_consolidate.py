@@ -4,7 +4,7 @@ import math
 
 import msgspec
 import pytest
-from consolidation import begin, begun, epoch, view, worker
+from consolidation import begin, begun, epoch, ticks, view, worker
 
 from gossipdp.protocol.actions import (
     Commit,
@@ -34,6 +34,7 @@ from gossipdp.protocol.messages import (
     decode,
     encode,
 )
+from gossipdp.protocol.reduction import REPEAT_AFTER
 
 
 def pull_results(number: int, start: int) -> PullResults:
@@ -100,6 +101,9 @@ def test_an_inner_worker_from_begin_to_release() -> None:
     assert machine.receive(3, pull_results(1, 0)) == []
     assert machine.receive(4, pull_results(1, 1)) == []
     assert machine.accepts_result(0, epoch(1), 0)
+    assert not machine.accepts_result(0, epoch(1), 1), "out of order"
+    assert not machine.accepts_result(3, epoch(1), 0), "not its parent"
+    assert not machine.accepts_result(0, epoch(2), 0), "another result"
     assert machine.result_landed(0, epoch(1), 0, 0.25) == [
         Send(0, pull_results(1, 1)),
         SendResult(3, epoch(1), 0),
@@ -154,6 +158,19 @@ def test_who_holds_a_result_refuses_to_compute_another_and_passes_it_on() -> Non
     assert machine.receive(0, asks) == [SendResult(0, epoch(1), 0)]
     again = begin(3, 0, 1, average=held)
     assert machine.receive(0, again) == [Send(0, Distance(epoch(3), 2.0))], "measured once"
+
+
+def test_of_two_results_the_later_one_stays() -> None:
+    machine = worker(1, num_chunks=1)
+    machine.review(view(3))
+    machine.receive(0, begin(2, 0, 1, 2))
+    machine.result_landed(0, epoch(2), 0, 2.0)
+    older, held, newer = (Average(epoch(number), 3, None) for number in (1, 2, 4))
+    assert machine.receive(0, begin(3, 0, 1, 2, average=older)) == [Send(0, Held(epoch(3), held))]
+    assert machine.receive(0, begin(5, 0, 1, 2, average=newer)) == [
+        Forget(epoch(2)),
+        Send(0, PullResults(epoch(5), epoch(4), 0, 1)),
+    ]
 
 
 def test_a_leader_fetches_the_result_that_a_member_holds() -> None:
@@ -234,16 +251,62 @@ def test_a_leader_releases_nobody_while_one_lives_that_was_no_member() -> None:
     assert not machine.is_finished
 
 
+def test_who_has_led_stays_while_one_lives_that_was_no_member() -> None:
+    """One that is lower came: it leads from now on."""
+    machine = worker(1, num_chunks=0)
+    machine.review(view(3, worker0=Status.DEAD))
+    assert Commit(epoch(1, 1), 0.0, 2) in machine.receive(2, Distance(epoch(1, 1), 0.0))
+    machine.review(view(3))
+    assert machine.receive(2, Committed(epoch(1, 1))) == []
+    assert not machine.is_finished
+
+
+def test_a_member_stays_while_one_lives_that_was_no_member() -> None:
+    machine = worker(1, num_chunks=0)
+    machine.review(view(2))
+    machine.receive(0, begin(1, 0, 1))
+    assert Send(0, Committed(epoch(1))) in machine.receive(0, CommitEpoch(epoch(1), 0.0))
+    machine.review(view(3))
+    assert machine.receive(0, Release(epoch(1))) == []
+    machine.review(view(3, worker2=Status.DEAD))
+    assert machine.receive(0, Release(epoch(1))) == [Finished()]
+
+
+def test_a_new_epoch_begins_with_nothing_of_the_last() -> None:
+    machine = worker(0, num_chunks=2)
+    machine.review(view(3))
+    for child in (1, 2):
+        machine.partial_landed(child, epoch(1), 0)
+    machine.chunk_finished(epoch(1), 0, 5.0)
+    machine.review(view(3, worker2=Status.DEAD))
+    assert SendResult(1, epoch(2), 0) not in machine.receive(1, pull_results(2, 0))
+    for chunk in range(2):
+        machine.partial_landed(1, epoch(2), chunk)
+    assert SendResult(1, epoch(2), 0) in machine.chunk_finished(epoch(2), 0, 1.0)
+    machine.chunk_finished(epoch(2), 1, 1.0)
+    assert Commit(epoch(2), 2.0, 2) in machine.receive(1, Distance(epoch(2), 2.0))
+
+
+def test_what_was_asked_in_vain_is_asked_again() -> None:
+    machine = worker(2)
+    machine.review(view(3))
+    machine.receive(0, begin(1, 0, 1, 2))
+    for _ in range(3):
+        assert ticks(machine, REPEAT_AFTER - 1) == []
+        assert ticks(machine, 1) == [Send(0, pull_results(1, 0))]
+
+
 def test_a_sum_that_was_given_up_takes_nothing_more() -> None:
     machine = worker(0, num_chunks=1)
     machine.review(view(3))
-    machine.partial_landed(1, epoch(1), 0)
-    machine.review(view(3, worker2=Status.DEAD))
+    machine.partial_landed(2, epoch(1), 0)
+    machine.review(view(3, worker1=Status.DEAD))
     assert machine.partial_landed(2, epoch(1), 0) == []
+    assert machine.partial_landed(1, epoch(1), 0) == []
     assert machine.chunk_finished(epoch(1), 0, 0.0) == []
-    assert machine.partial_landed(1, epoch(2), 0) == [
+    assert machine.partial_landed(2, epoch(2), 0) == [
         FinishChunk(epoch(2), 0, 2),
-        Send(1, PullPartials(epoch(2), 1, 1)),
+        Send(2, PullPartials(epoch(2), 1, 1)),
     ], "divided by those that are left"
 
 

@@ -77,6 +77,17 @@ def test_a_leader_under_which_anything_moves_is_not_passed_over(how: str) -> Non
     assert machine.left_out == {}
 
 
+def test_a_leader_whose_count_stands_still_is_passed_over() -> None:
+    machine = worker(1, num_chunks=100)
+    machine.review(view(3))
+    machine.receive(0, begin(1, 0, 1, 2))
+    for _ in range(PASS_OVER_AFTER + 1):
+        assert machine.left_out == {}
+        machine.receive(0, Progressed(epoch(1), 7))
+        ticks(machine, 1)
+    assert set(machine.left_out) == {0}
+
+
 def test_a_leader_that_begins_anew_without_end_is_passed_over() -> None:
     machine = worker(1)
     machine.review(view(3))

@@ -1,0 +1,206 @@
+"""What a sum over a tree does with one worker's values; its protocol is the test's word."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from consolidation import epoch
+from torch import Tensor
+
+from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.gossip.sums import Sums
+from gossipdp.links.frames import ChunkKey, FrameType
+from gossipdp.protocol.actions import Commit, DataAction, FinishChunk, Forget, SendPartial
+from gossipdp.protocol.messages import Epoch
+from gossipdp.protocol.reduction import Blame, Reduction, tree
+
+EPOCH = epoch(1)
+NUM_CHUNKS = 1
+INTEGERS = torch.tensor([3, 4])
+
+
+class Link:
+    """What is sent on it has left at once."""
+
+    def __init__(self, peer: int) -> None:
+        self.peer = peer
+        self.queued_chunks = 0
+        self.sent: list[tuple[FrameType, int, bytes]] = []
+        self.closed_for = ""
+
+    def send_chunk(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
+        self.sent.append((frame_type, key.index, bytes(payload)))
+
+    def close(self, reason: str) -> None:
+        self.closed_for = reason
+
+
+class Member:
+    """One of three workers with two parameters and two integers, and what it tells its protocol."""
+
+    def __init__(self, rank: int, x: Tensor) -> None:
+        self.rank = rank
+        self.x = Segment(x.clone(), Role.TRAINED)
+        self.said: list[tuple[Any, ...]] = []
+        self.reduction: Reduction | None = None
+        self.begin(EPOCH)
+        self.consolidation = SimpleNamespace(
+            accepts_result=lambda peer, origin, index: (peer, origin) == (0, EPOCH), left_out={}
+        )
+        self.links = {peer: Link(peer) for peer in range(3) if peer != rank}
+        state = State([self.x, Segment(INTEGERS.clone(), Role.COPIED)])
+        links: Mapping[int, Any] = self.links
+        self.sums = Sums(state, self, links, self.perform, lambda: 0.0)  # type: ignore[arg-type]
+
+    def begin(self, name: Epoch) -> None:
+        actions: list[Any] = []
+        blame = Blame(self.rank) if self.rank == 0 else None
+        parents = tree(range(3))
+        self.reduction = Reduction(
+            name, self.rank, parents, NUM_CHUNKS, actions, blame=blame, divisor=3
+        )
+        self.reduction.advance()
+
+    def perform(self, actions: list[DataAction]) -> None:
+        for action in actions:
+            self.sums.perform(action)
+        while self.sums.pump():
+            pass
+
+    # Its protocol.
+
+    def sum_of(self, name: Epoch) -> Reduction | None:
+        return self.reduction if self.reduction and self.reduction.epoch == name else None
+
+    def partial_landed(self, peer: int, name: Epoch, index: int, now: float) -> list[Any]:
+        assert self.reduction is not None
+        self.reduction.landed(peer)
+        self.said.append(("partial", peer, index))
+        return []
+
+    def result_landed(
+        self, peer: int, origin: Epoch, index: int, distance: float, now: float
+    ) -> list[Any]:
+        self.said.append(("result", peer, index, distance))
+        return []
+
+    def chunk_finished(self, name: Epoch, index: int, distance: float, now: float) -> list[Any]:
+        self.said.append(("finished", index, distance))
+        return []
+
+    def cannot_give(self, name: Epoch, rank: int, reason: str, now: float) -> list[Any]:
+        self.said.append(("cannot give", rank, reason))
+        if rank == self.rank:
+            self.reduction = None
+        return []
+
+    # Its links.
+
+    def land(self, kind: FrameType, peer: int, values: Tensor, index: int = 0) -> None:
+        self.lands(kind, peer, values, index)
+        self.sums.landed(self.links[peer], kind, self.key(index))  # type: ignore[arg-type]
+
+    def lands(self, kind: FrameType, peer: int, values: Tensor, index: int = 0) -> None:
+        room = self.sums.landing(self.links[peer], kind, self.key(index))  # type: ignore[arg-type]
+        assert room is not None
+        room[:] = memoryview(values.numpy()).cast("B")
+
+    @staticmethod
+    def key(index: int) -> ChunkKey:
+        return ChunkKey(EPOCH.leader, EPOCH.process_tag, EPOCH.number, index)
+
+    def outcome(self) -> list[Tensor]:
+        self.perform([Commit(EPOCH, 0.25, 3)])
+        assert self.sums.outcome is not None
+        return self.sums.outcome.values
+
+
+PARTIAL, RESULT = FrameType.PARTIAL_CHUNK, FrameType.RESULT_CHUNK
+
+
+def test_sums_of_bfloat16_parameters_are_in_float32() -> None:
+    """At 256 a quarter is less than half of the last digit of bfloat16."""
+    root = Member(0, torch.full((2,), 256.0, dtype=torch.bfloat16))
+    root.land(PARTIAL, 1, torch.tensor([0.25, 0.75]))
+    root.land(PARTIAL, 2, torch.tensor([0.5, 0.5]))
+    root.perform([FinishChunk(EPOCH, 0, 3)])
+    mean = torch.tensor([256.75, 257.25]) / 3.0
+    ((kind, index, distance),) = [each for each in root.said if each[0] == "finished"]
+    assert (kind, index) == ("finished", 0)
+    assert distance == pytest.approx(float((256.0 - mean).square().sum()), rel=1e-6)
+    assert torch.equal(root.outcome()[0], mean)
+    assert root.x.x.tolist() == [256.0, 256.0], "nothing is written to the parameters"
+
+
+def test_integers_are_those_of_the_leader_and_floats_the_mean() -> None:
+    member = Member(1, torch.tensor([1.0, 2.0]))
+    mean, integers = torch.tensor([4.0, 6.0]), torch.tensor([7, 8])
+    member.land(RESULT, 0, mean)
+    member.land(RESULT, 0, integers, index=1)
+    assert member.said == [("result", 0, 0, 25.0), ("result", 0, 1, 0.0)]
+    values = member.outcome()
+    assert torch.equal(values[0], mean)
+    assert torch.equal(values[1], integers)
+    assert member.x.x.tolist() == [1.0, 2.0]
+
+
+def test_a_sum_that_is_sent_again_has_the_same_values() -> None:
+    member = Member(1, torch.tensor([1.0, 2.0]))
+    member.perform([SendPartial(0, EPOCH, 0)])
+    member.x.x.add_(1.0)  # as it would, were it read anew
+    member.sums.link_lost(0)
+    member.perform([SendPartial(0, EPOCH, 0)])
+    payload = torch.tensor([1.0, 2.0]).numpy().tobytes()
+    assert member.links[0].sent == [(PARTIAL, 0, payload)] * 2
+
+
+def test_a_chunk_is_forgotten_with_those_before_it_alone() -> None:
+    member = Member(1, torch.tensor([1.0, 2.0]))
+    member.perform([SendPartial(0, EPOCH, 0)])
+    member.x.x.add_(1.0)
+    member.perform([Forget(EPOCH, 0), SendPartial(0, EPOCH, 0)])
+    first, again = member.links[0].sent
+    assert again == first
+    member.perform([Forget(EPOCH, 1), SendPartial(0, EPOCH, 0)])
+    assert member.links[0].sent[2] == (PARTIAL, 0, torch.tensor([2.0, 3.0]).numpy().tobytes())
+
+
+@pytest.mark.parametrize("kind", [PARTIAL, RESULT])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_poison_that_arrives_is_not_taken(kind: FrameType, poison: float) -> None:
+    worker, peer = (
+        (Member(0, torch.ones(2)), 1) if kind is PARTIAL else (Member(1, torch.ones(2)), 0)
+    )
+    worker.land(kind, peer, torch.tensor([1.0, poison]))
+    reason = "what it sent to be averaged holds NaN or infinity"
+    assert worker.said == [("cannot give", peer, reason)]
+    assert worker.links[peer].closed_for == reason
+    if kind is PARTIAL:
+        worker.land(PARTIAL, 2, torch.ones(2))
+        worker.perform([FinishChunk(EPOCH, 0, 2)])
+        assert worker.outcome()[0].tolist() == [1.0, 1.0]
+
+
+def test_poison_of_its_own_is_not_given() -> None:
+    member = Member(1, torch.tensor([1.0, float("nan")]))
+    member.perform([SendPartial(0, EPOCH, 0)])
+    assert member.said == [("cannot give", 1, "its parameters hold NaN or infinity")]
+    assert member.links[0].sent == []
+
+
+def test_what_arrives_of_a_sum_that_was_given_up_is_left_alone() -> None:
+    """A chunk is on its way in when the next attempt begins."""
+    root = Member(0, torch.tensor([1.0, 2.0]))
+    root.land(PARTIAL, 2, torch.tensor([3.0, 3.0]))
+    root.said.clear()
+    root.lands(PARTIAL, 1, torch.tensor([5.0, 5.0]))
+    root.perform([Forget(EPOCH)])
+    root.begin(epoch(2))
+    link: Any = root.links[1]
+    root.sums.landed(link, PARTIAL, root.key(0))
+    assert root.said == []
+    root.perform([FinishChunk(epoch(2), 0, 1), FinishChunk(EPOCH, 0, 1)])
+    assert [each[:2] for each in root.said] == [("finished", 0)]
+    assert not root.sums._slots.keys() - {epoch(2)}
