@@ -216,7 +216,6 @@ class Soak:
         return RunCommand(
             self.directory / f"{name}.output",
             [*words, *options, str(WORKER), str(self.files)],
-            timeout_s=PATIENCE_S,
             environment=variables,
         )
 

@@ -45,7 +45,7 @@ print(json.dumps({
     "accuracy": results[0]["accuracy"],
 }))"""
     notebook.cells.append(nbformat.v4.new_code_cell(check))
-    NotebookClient(notebook, timeout=90, resources={"metadata": {"path": DIRECTORY}}).execute()
+    NotebookClient(notebook, timeout=270, resources={"metadata": {"path": DIRECTORY}}).execute()
     found = json.loads("".join(output.text for output in notebook.cells[-1].outputs))
     assert found["digests"] == 1
     assert all(exchanges > 0 for exchanges in found["exchanges"])

@@ -24,7 +24,7 @@ def run(
     command: list[str], variables: dict[str, str] = VARIABLES
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=False, env=variables
+        command, capture_output=True, text=True, timeout=280, check=False, env=variables
     )
 
 
