@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from known_average import assert_is_mean, phase_and_starts, phase_by_hand, quietly, x_of, z_of
+from threadpoolctl import threadpool_limits
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from waiting import FOR_EVER_S, wait_until
@@ -201,6 +202,8 @@ def count_threads() -> Any:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     train_alone = nn.functional.cross_entropy(net(data_of(0)[0]), data_of(0)[1])
     train_alone.backward()  # starts torch's own threads
+    with threadpool_limits(1, user_api="blas"):
+        pass  # a fork leaves the threads of numpy's and scipy's library behind: they start here
     before = os_threads()
     model = GossipDataParallel(net, optimizer)
     train_until_exchanged(model, optimizer)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gossipdp import GossipDataParallel
-from gossipdp.dynamics.chunks import Role
 from gossipdp.links.clock import since_boot_s
 from gossipdp.protocol.pairing import Idle
 
@@ -44,8 +43,7 @@ def z_of(model: GossipDataParallel) -> Tensor:
     for chunk in averaged_chunks(model):
         room = torch.empty(chunk.num_elements, dtype=chunk.pending.dtype)
         chunk.read_z(room)
-        # Buffers keep no remainder of rounding: what they bring is what the module will hold.
-        values.append(room.to(chunk.x.dtype) if chunk.role is Role.BUFFER else room)
+        values.append(room)
     return torch.cat([each.double() for each in values])
 
 

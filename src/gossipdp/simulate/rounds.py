@@ -99,11 +99,11 @@ class Rounds(ABC):
 
     # --- what communication takes ----------------------------------------------------------
 
-    def all_reduce_s(self, models: float = 1.0) -> float:
-        """How long a ring all-reduce of so many models takes, over the ring 0, 1, .., n-1, 0.
+    def all_reduced(self, computed_s: Sequence[float], models: float = 1.0) -> list[float]:
+        """Return when each has ended a ring all-reduce, for which all wait for the slowest.
 
-        2 (n - 1) / n * models * model_bytes / bytes_per_s + 2 (n - 1) latency_s, of the slowest
-        link (Patarasuk, Yuan 2009).
+        Over the ring 0, 1, .., n-1, 0 it takes 2 (n - 1) / n * models * model_bytes / bytes_per_s +
+        2 (n - 1) latency_s, of the slowest link (Patarasuk, Yuan 2009).
         """
         num_workers = len(self.ranks)
         edges = [(rank, rank + 1) for rank in self.ranks[:-1]]
@@ -115,12 +115,8 @@ class Rounds(ABC):
             slowest_s = max(slowest_s, share_s + hops * self.scenario.links.latency_s(i, j))
         self._used += edges
         self._models_sent += hops * models
-        return slowest_s
-
-    def all_reduced(self, computed_s: Sequence[float], models: float = 1.0) -> list[float]:
-        """When each has ended an all-reduce for which all wait for the slowest."""
         all_computed_s = max(computed_s)
-        end_s = all_computed_s + self.all_reduce_s(models)
+        end_s = all_computed_s + slowest_s
         for rank, computed in enumerate(computed_s):
             self.recorder.interval(rank, "waiting", computed, all_computed_s)
             self.recorder.interval(rank, "exchanging", all_computed_s, end_s)

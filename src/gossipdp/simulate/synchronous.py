@@ -66,7 +66,7 @@ class AllReduce(Rounds):
     """Data-parallel training by a ring all-reduce of the gradients at every step.
 
     Every worker computes, all wait for the slowest, then the gradients are averaged
-    (:meth:`Rounds.all_reduce_s`), and one and the same optimizer step is taken everywhere.
+    (:meth:`Rounds.all_reduced`), and one and the same optimizer step is taken everywhere.
     Communication does not overlap with computation, as it may in part in PyTorch's
     DistributedDataParallel. A round counts the n edges of that ring as exchanges, whatever the
     scenario's graph.
