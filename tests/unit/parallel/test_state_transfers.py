@@ -106,10 +106,13 @@ def peers() -> Peers:
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, in a list of one; only pauses take any."""
     now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        assert now[0] < 1000.0, "it goes on for ever"
+
     monkeypatch.setattr(state_transfers.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(
-        state_transfers.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds)
-    )
+    monkeypatch.setattr(state_transfers.time, "sleep", sleep)
     return now
 
 
