@@ -14,7 +14,7 @@ from simulated_faults.averaged_rows import AveragedRows, Frame
 from simulated_faults.network import FaultyNetwork, Loss
 
 from gossipdp.dynamics.chunks import Role, Segment, State
-from gossipdp.errors import PeerLostError
+from gossipdp.errors import PoisonedError
 from gossipdp.gossip import sums as data_side
 from gossipdp.gossip.sums import BUSY_S
 from gossipdp.graph.constants import Constants
@@ -239,7 +239,7 @@ def test_poison_is_let_into_no_average(poisoned: int) -> None:
 def test_who_is_poisoned_itself_is_told_so() -> None:
     network = Sums(1, "complete")
     network.population.x[0, 5] = float("nan")
-    with pytest.raises(PeerLostError, match="no worker has parameters"):
+    with pytest.raises(PoisonedError, match="cannot average: its parameters"):
         network.asks(0)
 
 

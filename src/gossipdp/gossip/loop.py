@@ -104,7 +104,9 @@ class GossipLoop(LinkHandler):
             refusal=self._refusal_to_give,
             clock=clock,
         )
-        self.sums = Sums(state, protocol, self._links, self.perform, clock)
+        self.sums = Sums(
+            state, protocol, self._links, self.perform, clock, poisoned=self._poisoned_at_end
+        )
         self._is_busy = False  # sums have work left for the next turn
         self._owners: dict[FrameType, Transfers | Sums] = {
             FrameType.STATE_CHUNK: self.transfers,
@@ -196,6 +198,15 @@ class GossipLoop(LinkHandler):
         # At once: the others may be backing off from where this worker lived before.
         self._dialer.want(self.protocol.neighbours, self.clock(), at_once=True)
         self.release()
+
+    def _poisoned_at_end(self) -> None:
+        self.poison(
+            PoisonedError(
+                f"the parameters of worker {self.protocol.rank}, or their sum with those of the "
+                "others, hold NaN or infinity: they are not averaged. Lower the learning rate or "
+                "clip gradients"
+            )
+        )
 
     def poison(self, error: PoisonedError) -> None:
         """Exchange no more: this worker's parameters are poisoned, as ``error`` says."""

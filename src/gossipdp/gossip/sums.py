@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gossipdp.dynamics.chunks import Chunk, Role, State
 from gossipdp.dynamics.update import difference, is_finite
-from gossipdp.errors import PeerLostError
+from gossipdp.errors import PeerLostError, PoisonedError
 from gossipdp.gossip.codec import tensor_bytes
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.links.link import Link
@@ -52,7 +52,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class Average:
-    """The mean over some workers, one tensor for each averaged chunk, then the copied ones.
+    """The mean over some workers, one tensor for each averaged chunk; at the end the copied too.
 
     ``without``: the live workers that are not in it, and why.
     """
@@ -78,6 +78,7 @@ class Sums:
         links: by peer; the loop's own table, which it keeps up to date.
         perform: does the actions that the protocol answers with.
         clock: seconds, monotonic.
+        poisoned: called where this worker's own values are of no use to the last average.
 
     Attributes:
         outcome: what consolidation committed.
@@ -90,6 +91,8 @@ class Sums:
         links: Mapping[int, Link],
         perform: Callable[[list[Action]], None],
         clock: Callable[[], float],
+        *,
+        poisoned: Callable[[], None],
     ) -> None:
         self.outcome: Outcome | None = None
         self._on_end: Callable[[Outcome], None] | None = None
@@ -98,6 +101,7 @@ class Sums:
         self._links = links
         self._perform = perform
         self._clock = clock
+        self._poisoned = poisoned
         self._chunks = state.averaged_chunks + state.copied_chunks
         self._num_averaged = len(state.averaged_chunks)
         self._slots: dict[Epoch, dict[int, _Slot]] = {}
@@ -130,6 +134,9 @@ class Sums:
         if self._asked is not None:
             self._asked.set_exception(PeerLostError(reason))
             self._asked = None
+        self.outcome = None
+        self._slots.clear()
+        self._queues.clear()
 
     def perform(self, action: DataAction) -> None:
         """Do one action of a sum, or keep it for :meth:`pump`."""
@@ -147,14 +154,18 @@ class Sums:
             case AverageEnded(epoch=epoch, count=count, without=without):
                 slots = self._slots.pop(epoch, {})
                 asked, self._asked = self._asked, None
-                if asked is not None and count == 0:
+                own = without.get(self._protocol.rank)
+                if asked is not None and count == 0 and own is not None:
+                    asked.set_exception(PoisonedError(f"this worker cannot average: {own}"))
+                elif asked is not None and count == 0:
                     asked.set_exception(PeerLostError("no worker has parameters to average"))
                 elif asked is not None:
                     values = [slots[index].values for index in sorted(slots)]
                     asked.set_result(Average(values, count, without))
             case Commit(origin=origin, consensus_distance=distance, num_members=num_members):
-                # A leader's own copied chunks have not been asked for yet, if it was alone.
-                values = [self._values(origin, index) for index in range(len(self._chunks))]
+                # All are here, but for a leader's own copied chunks that nobody has asked for.
+                results = [self._values(origin, index) for index in range(len(self._chunks))]
+                values = [each for each in results if each is not None]
                 left_out = self._protocol.consolidation.left_out
                 self.outcome = Outcome(values, num_members, left_out, distance)
             case Finished():
@@ -187,31 +198,33 @@ class Sums:
     def _send(self, link: Link, action: SendPartial | SendResult) -> None:
         if isinstance(action, SendPartial):
             epoch, frame_type = action.epoch, FrameType.PARTIAL_CHUNK
-            if self._protocol.sum_of(epoch) is None:
-                return  # given up since
+            is_given_up = self._protocol.sum_of(epoch) is None
         else:
             epoch, frame_type = action.origin, FrameType.RESULT_CHUNK
-            slot = self._slots.get(epoch, {}).get(action.chunk)
-            is_copied = action.chunk >= self._num_averaged
-            if not (is_copied or (slot is not None and slot.is_whole)):
-                return
-        values = self._values(epoch, action.chunk)
-        if self._protocol.sum_of(epoch) is None and isinstance(action, SendPartial):
-            return  # its own values have just been found to be of no use
+            is_given_up = self._protocol.consolidation.origin != epoch
+        values = None if is_given_up else self._values(epoch, action.chunk)
+        if values is None:
+            return
         self._leaving[link.peer] = epoch
         key = ChunkKey(epoch.leader, epoch.process_tag, epoch.number, action.chunk)
         link.send_chunk(frame_type, key, tensor_bytes(values))
 
     def _finish(self, action: FinishChunk) -> None:
-        if self._protocol.sum_of(action.epoch) is None:
+        epoch, index = action.epoch, action.chunk
+        is_average = self._protocol.averages.sum_of(epoch) is not None
+        is_given_up = self._protocol.sum_of(epoch) is None
+        values = None if is_given_up else self._values(epoch, index)
+        if values is None:
             return
-        values = self._values(action.epoch, action.chunk).div_(action.divisor)
-        distance = self._squared_distance(self._chunks[action.chunk], values)
-        finished = self._protocol.chunk_finished
-        self._perform(finished(action.epoch, action.chunk, distance, self._clock()))
+        values.div_(action.divisor)
+        distance = 0.0 if is_average else self._squared_distance(self._chunks[index], values)
+        self._perform(self._protocol.chunk_finished(epoch, index, distance, self._clock()))
 
-    def _values(self, epoch: Epoch, index: int) -> Tensor:
-        """Return the sum or result of one chunk; to a sum this worker's own values are added."""
+    def _values(self, epoch: Epoch, index: int) -> Tensor | None:
+        """Return the sum or result of one chunk; to a sum this worker's own values are added.
+
+        None: it holds NaN or infinity, which no worker is sent. The others do without this one.
+        """
         slots = self._slots.setdefault(epoch, {})
         slot, chunk = slots.get(index), self._chunks[index]
         if slot is not None and slot.is_whole:
@@ -223,11 +236,15 @@ class Sums:
             own.zero_()
         else:
             chunk.read_z(own)
-            if not is_finite(own):
-                rank, reason = self._protocol.rank, "its parameters hold NaN or infinity"
-                self._perform(self._protocol.cannot_give(epoch, rank, reason, self._clock()))
         if slot is not None:
             own.add_(slot.values)
+        if index < self._num_averaged and not is_finite(own):
+            if self._protocol.averages.sum_of(epoch) is None:
+                self._poisoned()
+            reason = "its parameters, or their sum with those of others, hold NaN or infinity"
+            now = self._clock()
+            self._perform(self._protocol.cannot_give(epoch, self._protocol.rank, reason, now))
+            return None
         slots[index] = _Slot(own, is_whole=True)
         return own
 
@@ -290,6 +307,7 @@ class Sums:
         On a slow link one chunk may take longer than the time-out.
         """
         if self._protocol.averages.is_idle and not self._protocol.consolidation.has_begun:
+            self._moved.clear()
             return
         moved: dict[Link, tuple[int, int]] = {}
         for peer, link in self._links.items():

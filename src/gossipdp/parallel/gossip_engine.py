@@ -465,6 +465,9 @@ class GossipEngine(Engine):
             if ended.done():
                 return ended.result()
             self._thread.check()
+            if (poison := self._loop.poisoned) is not None:  # found where a sum was made
+                self.close()
+                raise poison
             if time.monotonic() >= line_due_s:
                 line_due_s += WAIT_LINE_EVERY_S
                 waits_for = _missing(self._loop.published, since_boot_s())
@@ -559,7 +562,7 @@ class GossipEngine(Engine):
 
 
 def is_rate_low(num_steps: int, num_due: int, num_served: int) -> bool:
-    """Whether a worker is served too few of the exchanges that it has asked for.
+    """Return whether a worker is served too few of the exchanges that it has asked for.
 
     Those that wait in its backlog are not late yet.
     """
@@ -569,7 +572,7 @@ def is_rate_low(num_steps: int, num_due: int, num_served: int) -> bool:
 
 
 def _missing(published: Published, now_s: float) -> str:
-    """Who still trains, and when each was last seen to make a step."""
+    """Return who still trains, and when each was last seen to make a step."""
     missing = [
         f"worker {member.rank} (its last step came "
         f"{now_s - published.stepped_s.get(member.rank, now_s):.0f} s ago)"

@@ -114,7 +114,7 @@ LifeAction: TypeAlias = Unlink | Reach | Rebuilt | Superseded
 
 # --- what a sum over a tree does to the parameters --------------------------------------------
 # The machines do no arithmetic and hold no payload: chunks are numbers to them. Data frames go on
-# the link that is there; without one the driver drops them, for they are asked for again.
+# the link that is there; the driver drops them when it is lost, for they are asked for again.
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ class AverageEnded:
 
     Args:
         epoch: of the sum that holds it.
-        count: over how many workers it is; 0: this worker itself cannot give.
-        without: the live workers that are not in it, and why.
+        count: over how many workers it is; 0: over none.
+        without: the live workers that are not in it, and why; this one itself may be among them.
     """
 
     epoch: Epoch

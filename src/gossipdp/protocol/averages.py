@@ -39,7 +39,10 @@ from gossipdp.protocol.reduction import (
 Actions = list[ReductionAction]
 
 MAX_REQUESTS = 64
-"""Sums for others that a worker takes part in at once; one more is answered that it cannot."""
+"""Sums for others that a worker takes part in at once; of one more it says that it cannot. So where
+more than 65 workers ask at the same moment, some of the averages are over fewer than all."""
+FIRST_NUMBER = 1 << 60
+"""Requests are numbered from here on, so that none has the name of an epoch of consolidation."""
 
 
 @dataclass
@@ -92,7 +95,7 @@ class LiveAverages:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sum is under way here."""
+        """True while no sum is under way here."""
         return not self._requests
 
     def sum_of(self, epoch: Epoch) -> Reduction | None:
@@ -102,9 +105,11 @@ class LiveAverages:
 
     # --- the worker that asks --------------------------------------------------------------
 
-    def ask(self, live: Collection[int]) -> Actions:
-        """Sum over this worker and those that live; ``AverageEnded`` follows."""
-        self._own = _Own(Blame(self.rank), frozenset(live) - {self.rank})
+    def ask(self, live: Collection[int], silent: Collection[int] = ()) -> Actions:
+        """Sum over this worker and those that live and are heard; ``AverageEnded`` follows."""
+        own = _Own(Blame(self.rank), frozenset(live) - {self.rank})
+        own.without = dict.fromkeys(own.live.intersection(silent), "it is silent")
+        self._own = own
         self._begin(self._own)
         return self._flush()
 
@@ -172,10 +177,12 @@ class LiveAverages:
         if reduction is None:
             return []
         if self._own is not None and epoch.leader == self.rank == rank:
+            self._own.without[rank] = reason
             self._end(0)
         else:
             reduction.accuse(rank, reason)
-            self._forget(epoch.leader)
+            if rank == self.rank:
+                self._forget(epoch.leader)
         return self._flush()
 
     def link_lost(self, peer: int) -> Actions:
@@ -232,10 +239,12 @@ class LiveAverages:
         if tree(ranks, has_suspects=ask.has_suspects).get(self.rank) != peer:
             raise ProtocolError(f"worker {peer} asks for an average out of its turn")
         known = self._requests.get(epoch.leader)
-        if known is not None and known.sum.epoch.order >= epoch.order:
-            if known.sum.epoch == epoch:
+        before = None if known is None else known.sum.epoch
+        if known is not None and before is not None and before.process_tag == epoch.process_tag:
+            if before == epoch:
                 self._repeat(known, peer)
-            return
+            if before.order >= epoch.order:
+                return
         if known is None and len(self._requests) >= MAX_REQUESTS:
             reason = f"it takes part in {MAX_REQUESTS} averages already"
             refused = Stalled(epoch, self.rank, True, reason)

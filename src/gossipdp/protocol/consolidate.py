@@ -307,11 +307,18 @@ class Consolidation:
         return self._settle()
 
     def cannot_give(self, epoch: Epoch, rank: int, reason: str) -> Actions:
-        """Name ``rank``, a child or this worker, whose values are of no use."""
+        """Do without ``rank``, whose values are of no use: a child, this worker, or the source."""
         current = self.current
         if current is not None and current.epoch == epoch:
             current.accuse(rank, reason)
+        elif epoch == self._origin and rank != self.rank:
+            self._participants.leave_out(rank, reason)
         return self._settle()
+
+    @property
+    def origin(self) -> Epoch | None:
+        """The epoch whose sums and results are here."""
+        return self._origin
 
     def accepts_result(self, peer: int, origin: Epoch, chunk: int) -> bool:
         """Return whether this Result frame is the next one expected from ``peer``."""

@@ -52,7 +52,7 @@ class Participants:
 
     @property
     def includes_self(self) -> bool:
-        """Whether this very process is done."""
+        """True once this very process is done."""
         own = self._view.get(self.rank)
         return own is not None and (own.process_id, own.status) == (self.process_id, Status.DONE)
 

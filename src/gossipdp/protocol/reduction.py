@@ -328,6 +328,8 @@ class Blame:
                 left_out[rank] = each.reason
             elif rank not in accusers:  # else it waits for another itself
                 self.suspects |= {accuser, rank} - {self._rank}
+        if not left_out and self.suspects == suspects:  # or it would begin anew without end
+            self.suspects |= {rank for _, rank in ripe}
         return left_out
 
     def order(self, ranks: Collection[int]) -> list[int]:

@@ -33,7 +33,7 @@ from gossipdp.protocol.actions import (
     Stop,
     Unlink,
 )
-from gossipdp.protocol.averages import LiveAverages
+from gossipdp.protocol.averages import FIRST_NUMBER, LiveAverages
 from gossipdp.protocol.clock import StepClock
 from gossipdp.protocol.consolidate import Consolidation
 from gossipdp.protocol.links import Links
@@ -165,7 +165,7 @@ class WorkerProtocol:
             rank, process_id, num_chunks, num_copied_chunks, self._links.__contains__
         )
         # No two lives of a rank number their requests alike, nor as the epochs of consolidation.
-        number = random.getrandbits(60) | 1 << 60
+        number = FIRST_NUMBER + random.getrandbits(60)
         self.averages = LiveAverages(rank, process_id, number, num_chunks, lambda: self.can_donate)
         self.detector = FailureDetector(rank, timeout_s, Random(random.getrandbits(64)))
         self._presence = Presence(
@@ -173,7 +173,7 @@ class WorkerProtocol:
         )
         self._reviewed: int | None = None
         self._looked_for_deaths: int | None = None
-        self._tick_at = -math.inf  # of consolidation
+        self._tick_at = -math.inf  # of sums
         self._waits_until = math.inf
         self._moving: dict[Epoch, set[int]] = {}
         self._deferred: deque[tuple[int, ConsolidationMessage | ReductionMessage]] = deque(
@@ -321,7 +321,9 @@ class WorkerProtocol:
                 actions += self.averages.receive(peer, message)
             except ProtocolError as error:
                 actions += self._break(peer, str(error))
-        elif isinstance(message, ConsolidationMessage | ReductionMessage):
+        elif isinstance(message, ConsolidationMessage) or (
+            isinstance(message, ReductionMessage) and message.epoch.number < FIRST_NUMBER
+        ):
             self._deferred.append((peer, message))
         elif isinstance(message, LifeMessage):
             suspect = message.suspect
@@ -371,7 +373,7 @@ class WorkerProtocol:
 
         Those that are silent just now are not waited for.
         """
-        return self.averages.ask(set(self.membership.live()) - self._links.silent)
+        return self.averages.ask(self.membership.live(), self._links.silent)
 
     def sum_of(self, epoch: Epoch) -> Reduction | None:
         """Return the sum of this name, if this worker takes part in it."""

@@ -471,6 +471,7 @@ class FaultyNetwork(Network):
                 Links(partial(self._peers, rank), partial(self._link, rank)),
                 partial(self.perform, rank),
                 lambda: self.engine.now,
+                poisoned=partial(self.crash, rank),
             )
         return self.sums[worker]
 

@@ -12,7 +12,14 @@ from torch import Tensor
 from gossipdp.dynamics.chunks import Role, Segment, State
 from gossipdp.gossip.sums import Sums
 from gossipdp.links.frames import ChunkKey, FrameType
-from gossipdp.protocol.actions import Commit, DataAction, FinishChunk, Forget, SendPartial
+from gossipdp.protocol.actions import (
+    Commit,
+    DataAction,
+    FinishChunk,
+    Forget,
+    SendPartial,
+    SendResult,
+)
 from gossipdp.protocol.messages import Epoch
 from gossipdp.protocol.reduction import Blame, Reduction, tree
 
@@ -47,12 +54,20 @@ class Member:
         self.reduction: Reduction | None = None
         self.begin(EPOCH)
         self.consolidation = SimpleNamespace(
-            accepts_result=lambda peer, origin, index: (peer, origin) == (0, EPOCH), left_out={}
+            accepts_result=lambda peer, origin, index: (peer, origin) == (0, EPOCH),
+            left_out={},
+            origin=EPOCH,
         )
         self.links = {peer: Link(peer) for peer in range(3) if peer != rank}
         state = State([self.x, Segment(INTEGERS.clone(), Role.COPIED)])
         links: Mapping[int, Any] = self.links
-        self.sums = Sums(state, self, links, self.perform, lambda: 0.0)  # type: ignore[arg-type]
+        self.averages = SimpleNamespace(sum_of=lambda name: None)
+        self.num_poisoned = 0
+        told: Any = self
+        self.sums = Sums(state, told, links, self.perform, lambda: 0.0, poisoned=self.poisoned)
+
+    def poisoned(self) -> None:
+        self.num_poisoned += 1
 
     def begin(self, name: Epoch) -> None:
         actions: list[Any] = []
@@ -186,8 +201,36 @@ def test_poison_that_arrives_is_not_taken(kind: FrameType, poison: float) -> Non
 def test_poison_of_its_own_is_not_given() -> None:
     member = Member(1, torch.tensor([1.0, float("nan")]))
     member.perform([SendPartial(0, EPOCH, 0)])
-    assert member.said == [("cannot give", 1, "its parameters hold NaN or infinity")]
+    ((word, rank, reason),) = member.said
+    assert (word, rank) == ("cannot give", 1)
+    assert reason.endswith("hold NaN or infinity")
+    assert member.num_poisoned == 1, "and it hears that itself"
     assert member.links[0].sent == []
+
+
+def test_a_sum_that_overflows_is_neither_sent_nor_finished() -> None:
+    """Each part of it is finite, so nobody before has seen anything wrong."""
+    root = Member(0, torch.full((2,), 3e38))
+    for peer in (1, 2):
+        root.land(PARTIAL, peer, torch.full((2,), 1e38))
+    root.said.clear()
+    root.perform([FinishChunk(EPOCH, 0, 3)])
+    assert [each[:2] for each in root.said] == [("cannot give", 0)]
+    assert root.num_poisoned == 1
+
+
+def test_an_old_result_is_not_sent_in_place_of_a_new_one() -> None:
+    """It waits behind a full link while a new sum begins; its own integers are no result."""
+    worker = Member(1, torch.ones(2))
+    link: Any = worker.links[2]
+    link.queued_chunks = 100
+    worker.perform([SendResult(2, EPOCH, 1)])
+    worker.consolidation.origin = epoch(2)
+    worker.perform([Forget(EPOCH)])
+    link.queued_chunks = 0
+    worker.perform([])
+    assert link.sent == []
+    assert not worker.sums._slots
 
 
 def test_what_arrives_of_a_sum_that_was_given_up_is_left_alone() -> None:

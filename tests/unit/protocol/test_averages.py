@@ -2,9 +2,10 @@
 
 from consolidation import epoch
 
-from gossipdp.protocol.actions import FinishChunk, Forget, Send, SendPartial
+from gossipdp.protocol.actions import AverageEnded, FinishChunk, Forget, Send, SendPartial
 from gossipdp.protocol.averages import MAX_REQUESTS, LiveAverages
-from gossipdp.protocol.messages import AskAverage, PullPartials, Stalled, TellAverage
+from gossipdp.protocol.messages import AskAverage, Epoch, PullPartials, Stalled, TellAverage
+from gossipdp.protocol.reduction import GRACE
 
 NUM_CHUNKS = 9
 
@@ -50,6 +51,47 @@ def test_the_sum_of_a_caller_that_died_is_forgotten() -> None:
     assert leaf.review({0, 1}) == [], "a death elsewhere is for the caller to see"
     assert leaf.review({1, 2}) == [Forget(epoch(1))]
     assert leaf.is_idle
+
+
+def test_a_child_whose_values_are_of_no_use_is_left_out() -> None:
+    """The request goes on: it once waited for ever, and its caller with it."""
+    root = worker(0)
+    root.ask({0, 1, 2})
+    root.cannot_give(epoch(1), 2, "NaN")
+    actions = [action for _ in range(GRACE) for action in root.tick({1, 2}, {})]
+    assert Send(1, ask(2, 0, 1)) in actions
+    root.receive(1, TellAverage(epoch(2), 1))
+    for chunk in range(NUM_CHUNKS):
+        root.partial_landed(1, epoch(2), chunk)
+        actions = root.chunk_finished(epoch(2), chunk)
+    assert actions[-1] == AverageEnded(epoch(2), 2, {2: "NaN"})
+
+
+def test_the_silent_are_not_waited_for_and_are_named() -> None:
+    root = worker(0)
+    root.ask({0, 1, 2}, silent={2, 5})
+    root.receive(1, TellAverage(epoch(1), 1))
+    for chunk in range(NUM_CHUNKS):
+        root.partial_landed(1, epoch(1), chunk)
+        actions = root.chunk_finished(epoch(1), chunk)
+    assert actions[-1] == AverageEnded(epoch(1), 2, {2: "it is silent"})
+
+
+def test_a_worker_that_cannot_give_itself_is_told_so() -> None:
+    root = worker(0)
+    root.ask({0, 1})
+    actions = root.cannot_give(epoch(1), 0, "NaN")
+    assert actions == [AverageEnded(epoch(1), 0, {0: "NaN"})]
+
+
+def test_a_caller_that_was_started_again_takes_the_place_of_itself() -> None:
+    """Its numbers begin anywhere, so those of its former life may be higher."""
+    leaf = worker(1)
+    leaf.receive(0, ask(9, 0, 1, 2))
+    anew = AskAverage(Epoch(3, 0, 777), (0, 1, 2))
+    leaf.receive(0, anew)
+    assert leaf.sum_of(anew.epoch) is not None
+    assert leaf.sum_of(epoch(9)) is None
 
 
 def test_a_late_request_of_an_earlier_attempt_changes_nothing() -> None:

@@ -236,6 +236,16 @@ def test_an_accusation_of_this_moment_does_not_count_yet():
     assert blame.suspects == {3, 7}
 
 
+def test_an_attempt_never_ends_without_a_consequence():
+    """One that always names its child just before the judgement would have it begin for ever."""
+    blame = Blame(0)
+    blame.said(0, stalled(1))
+    assert [blame.tick() for _ in range(GRACE - 1)] == [None] * (GRACE - 1)
+    blame.said(1, stalled(3))  # not ripe, and yet an excuse
+    assert blame.tick() == {}
+    assert blame.suspects == {1}
+
+
 def test_who_says_that_it_cannot_give_is_left_out_at_once():
     blame = Blame(0)
     blame.said(6, stalled(6))
