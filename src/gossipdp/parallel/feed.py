@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -45,13 +46,15 @@ class Feed:
         self._between, self._within = between, within
         self._samples_per_step = options.samples_per_step
         self._batch_dim = options.batch_dim
-        self._is_yielding = self._is_repeat = False
+        self._is_yielding = self._is_repeat = self._may_repeat = False
         self._counted = self._all_counted = 0
+        self._forwarded: list[weakref.ref[Tensor]] = []  # what the forward passes of a step were of
 
     def take_counted(self) -> int:
         """Return the samples of the step that has just ended."""
         counted, self._counted = self._samples_per_step or self._counted, 0
         self._all_counted += counted
+        self._forwarded.clear()
         return counted
 
     def check_counted(self, num_steps: int) -> None:
@@ -76,25 +79,31 @@ class Feed:
         node = torch._C._current_autograd_node()  # None: no backward pass runs
         if node is not None and node.name() != "CheckpointFunctionBackward":
             return
-        if self._samples_per_step is None and not (self._is_yielding or self._is_repeat):
-            self._counted += _batch_size(batch, self._batch_dim) or 1
+        if self._samples_per_step is not None or self._is_yielding or self._is_repeat:
+            return
+        found = _first_tensor(batch)
+        if found is not None:
+            if self._may_repeat and any(each() is found for each in self._forwarded):
+                return
+            self._forwarded.append(weakref.ref(found))
+        self._counted += _batch_size(batch, self._batch_dim) or 1
 
     def counting_once(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """Return the closure for a step, whose samples are counted by its first call alone.
 
-        Nor by that one if there were forward passes before the step: they were of the same batch,
-        as with SAM.
+        Nor by that one if there was a forward pass of the same batch before the step, as with SAM.
+        One of another batch is another part of the step, as with Lightning's accumulation.
         """
-        is_repeat = self._counted > 0
+        is_first = True
 
         @functools.wraps(closure)
         def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_repeat
-            self._is_repeat, is_repeat = is_repeat, True
+            nonlocal is_first
+            self._may_repeat, self._is_repeat, is_first = is_first, not is_first, False
             try:
                 return closure(*args, **kwargs)
             finally:
-                self._is_repeat = False
+                self._may_repeat = self._is_repeat = False
 
         return counted
 

@@ -354,13 +354,15 @@ class FlatParameters:
                 view.tensor.data = view.alone(self._flats[view.segment])
         reshard(self._module)
 
-    def forget(self, loaded: Iterable[Tensor]) -> None:
-        """Drop what exchanges have brought to these parameters and buffers, and their momentum."""
-        ids = set(map(id, loaded))
-        for view in self._views:
-            if id(view.held) in ids and view.role.is_exchanged:
-                segment = self.state.segments[view.segment]
-                segment.forget(view.offset, view.tensor.numel())
+    def exchanged(self, tensors: Iterable[Tensor]) -> list[_View]:
+        """Return those of these parameters and buffers that exchanges change."""
+        ids = set(map(id, tensors))
+        return [view for view in self._views if id(view.held) in ids and view.role.is_exchanged]
+
+    def forget(self, loaded: Iterable[_View]) -> None:
+        """Drop what exchanges have brought to these, and their momentum."""
+        for view in loaded:
+            self.state.segments[view.segment].forget(view.offset, view.tensor.numel())
 
     def named(self, flats: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Map each name to its view of ``flats``, which are of the same layout or None."""

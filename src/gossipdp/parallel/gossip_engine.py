@@ -265,16 +265,22 @@ class GossipEngine(Engine):
             self._flat.check()
 
     def loaded(self, tensors: Iterable[Tensor]) -> None:
-        """See :class:`Engine`: no pending, no momentum, no half exchange is left."""
+        """See :class:`Engine`: no pending, no momentum, no half exchange is left.
+
+        What is not exchanged, such as a target network, breaks no exchange off.
+        """
         if self._is_averaged:
             raise RuntimeError(
                 "load_state_dict() within model.averaged(): the module's own parameters come back "
                 "at its end, and what was loaded would be lost. Load before it, or after it"
             )
+        exchanged = self._flat.exchanged(tensors)
+        if not exchanged:
+            return
         try:
             self._thread.call(self._loop.hold).result()
             self._state.device.finish()
-            self._flat.forget(tensors)
+            self._flat.forget(exchanged)
         finally:
             self._thread.call(self._loop.release).result()
 

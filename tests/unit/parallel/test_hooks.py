@@ -140,11 +140,11 @@ def test_a_closure_that_is_called_often_counts_its_samples_once(wrap) -> None:
     net = nn.Linear(3, 1)
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=10)
     model = wrap(net, optimizer)
-    calls = []
+    calls, parts = [], list(torch.randn(8, 2, 3))
 
     def closure() -> Any:
         optimizer.zero_grad()
-        losses = [model(part).square().sum() for part in torch.randn(8, 2, 3)]
+        losses = [model(part).square().sum() for part in parts]
         sum(losses).backward()
         calls.append(losses)
         return sum(losses)
@@ -154,10 +154,13 @@ def test_a_closure_that_is_called_often_counts_its_samples_once(wrap) -> None:
     assert model.stats().samples == 16
     optimizer.step(closure=closure)
     assert model.stats().samples == 32
-    model(torch.ones(5, 3)).sum().backward()  # the next step's
-    model(torch.ones(5, 3)).sum().backward()
-    optimizer.step(closure)  # of the same batch, as with SAM
-    assert model.stats().samples == 42
+    for part in parts:  # of the same batch, as with SAM
+        model(part).sum().backward()
+    optimizer.step(closure)
+    assert model.stats().samples == 48
+    model(torch.ones(5, 3)).sum().backward()  # accumulated, as under Lightning
+    optimizer.step(closure)
+    assert model.stats().samples == 69
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

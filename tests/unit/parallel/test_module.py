@@ -315,13 +315,24 @@ def test_what_is_forgotten_of_a_part_is_all_but_its_values():
     for tensor in (segment.pending, segment.c, base, m):
         tensor.fill_(9.0)
     before = segment.x.clone()
-    flat.forget(net[0].parameters())
+    flat.forget(flat.exchanged(net[0].parameters()))
     for name, tensor in (("pending", segment.pending), ("c", segment.c), ("m", m), ("base", base)):
         for parameter, held in flat.named([tensor]).items():
             zero = dict(net.named_parameters())[parameter] if name == "base" else 0.0
             expected = zero if parameter.startswith("0") else 9.0
             assert (held == expected).all(), (name, parameter)
     assert torch.equal(segment.x, before)
+
+
+def test_loading_a_target_network_breaks_no_exchange_off(wrap, monkeypatch):
+    """It is averaged at the end alone: no exchange holds a part of it."""
+    net = nn.ModuleDict({"online": nn.Linear(2, 2), "target": nn.Linear(2, 2)})
+    model = wrap(net, torch.optim.SGD(net["online"].parameters(), 0.1))
+    held = []
+    monkeypatch.setattr(model._engine._loop, "hold", lambda: held.append(True))
+    net["target"].load_state_dict(net["online"].state_dict())
+    assert not held
+    assert torch.equal(net["target"].weight, net["online"].weight)
 
 
 def test_loading_a_copy_of_the_module_leaves_the_run_as_it_is(wrap, monkeypatch):
