@@ -345,7 +345,7 @@ def test_a_turn_does_a_few_chunks_and_says_that_work_is_left() -> None:
             performed.append(action)
             sums.perform(action)
 
-    sums = data_side.Sums(state, worker, {}, perform, clock)
+    sums = data_side.Sums(state, worker, {}, perform, clock, poisoned=pytest.fail)
     sums.on_end(performed.append)
     perform(worker.done(0.0))
     turns = 0
