@@ -272,7 +272,10 @@ def test_a_loop_mixes_and_its_workers_end_equal(of_workers: list[dict], name: st
     assert torch.equal(*values)
     assert torch.isfinite(values[0]).all()
     assert ends[0].samples >= STEPS * BATCH * 2
-    assert sum(each.exchanges_failed for each in stats) == 0
+    # A target network has running means, which are exchanged: a load of them breaks off at most one
+    # exchange, which both workers count.
+    num_loads = sum(1 + each.gradient_steps // 10 for each in stats) if name == "followers" else 0
+    assert sum(each.exchanges_failed for each in stats) <= 2 * num_loads
     # At rate 4 two workers meet four times a step of each.
     assert sum(each.exchanges_initiated for each in stats) > STEPS, stats
     apart = of_workers[0][name, "none"][2]

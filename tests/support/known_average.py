@@ -30,6 +30,7 @@ def quietly(model: GossipDataParallel, meet: Callable[[str], None], look: Callab
         )
 
     wait_until(lambda: thread.call(has_made_all).result(), "all exchanges that are due")
+    meet("made")  # until then the others may need this one's answers
     thread.call(lambda: loop.perform(protocol.hold(loop.clock()))).result()
     meet("held")  # whatever is under way goes on to its end, and nothing follows it
     wait_until(
