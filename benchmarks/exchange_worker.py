@@ -185,8 +185,8 @@ class Update(Contender):
         self.state.compile()
 
     def prepare(self, round_number: int) -> None:
-        self.state.reset()
         (segment,) = self.state.segments
+        segment.forget(0, self.num_values)
         segment.x.copy_(values(self.rank, round_number, self.num_values))
 
     def verify(self, round_number: int) -> None:
