@@ -183,8 +183,10 @@ class GossipThread:
             function, future = self._calls.popleft()
             try:
                 future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
+            except BaseException as error:
+                future.set_exception(error)  # or its caller would wait for ever
+                if not isinstance(error, Exception):
+                    raise
 
     def _fail_calls(self) -> None:
         while self._calls:

@@ -174,3 +174,18 @@ def test_a_call_that_the_end_of_the_thread_overtakes_is_answered(
     monkeypatch.setattr(threads, "Future", ends_first)
     with pytest.raises(OSError, match="no such device"):
         thread.call(lambda: None).result(0)
+
+
+def test_whatever_a_call_raises_reaches_its_caller() -> None:
+    """One that is no Exception ends the thread as well; its caller once waited for ever."""
+    thread = GossipThread(SimpleNamespace(protocol=SimpleNamespace(rank=0)))  # type: ignore[arg-type]
+    future: Future[None] = Future()
+
+    def leave() -> None:
+        raise SystemExit(3)
+
+    thread._calls.append((leave, future))  # type: ignore[arg-type]
+    with pytest.raises(SystemExit):
+        thread._empty_queues()
+    with pytest.raises(SystemExit):
+        future.result(0)
