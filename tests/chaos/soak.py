@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import psutil
 import torch
-from mean_of_members import inputs_in, wrong_end, wrong_steps
+from mean_of_members import errors_in, inputs_in, wrong_end, wrong_steps
 from rich.console import Console
 from rich.table import Table
 from run_processes import VARIABLES, RunCommand, runs
@@ -452,7 +452,7 @@ class Soak:
         """Nobody said anything of an error, but that a worker was killed."""
         for path in sorted(self.directory.glob("*.output")):
             lines = path.read_text().splitlines()
-            bad = [line for line in lines if "Error" in line or "Too many open files" in line]
+            bad = errors_in(lines)
             if bad:
                 self.problems.append(f"{path.name}: {len(bad)} errors, the first: {bad[0]}")
 

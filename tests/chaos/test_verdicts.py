@@ -6,7 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mean_of_members import squared_distance, wrong_average, wrong_end, wrong_steps
+from mean_of_members import (
+    errors_in,
+    squared_distance,
+    wrong_average,
+    wrong_end,
+    wrong_steps,
+)
 from trends import averaged_over, trend
 
 from gossipdp import Consolidated
@@ -121,3 +127,22 @@ def test_steps_that_fit_the_diaries() -> None:
     assert wrong_steps({0: 99, 1: 42}, diaries) == ["99 steps of worker 0, not 100 to 100"]
     assert wrong_steps({1: 42}, diaries) == ["0 steps of worker 0, not 100 to 100"]
     assert wrong_steps({0: 100, 1: 42, 2: 1}, diaries) == ["steps of worker 2, which kept no diary"]
+
+
+def test_an_error_in_the_output_is_found_but_for_that_of_a_killed_worker_s_loader() -> None:
+    loaders = [
+        "[5] Traceback (most recent call last):",
+        '[5]   File ".../multiprocessing/resource_sharer.py", line 138, in _serve',
+        "[5] ConnectionResetError: [Errno 104] Connection reset by peer",
+    ]
+    own = [
+        "[5] Traceback (most recent call last):",
+        '[5]   File ".../gossipdp/links/tcp.py", line 1, in poll',
+        "[5] ConnectionResetError: [Errno 104] Connection reset by peer",
+    ]
+    assert errors_in(["gossipdp: worker 5 died of signal 9 (SIGKILL)", *loaders]) == []
+    assert errors_in([*loaders, *own]) == own[-1:]
+    assert errors_in([*own, *loaders, "[1] OSError: Too many open files"]) == [
+        own[-1],
+        "[1] OSError: Too many open files",
+    ]

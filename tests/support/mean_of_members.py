@@ -154,3 +154,21 @@ def wrong_steps(
         if not least <= told.get(rank, 0) <= most:
             problems.append(f"{told.get(rank, 0)} steps of worker {rank}, not {least} to {most}")
     return problems
+
+
+def errors_in(lines: list[str]) -> list[str]:
+    """Return the lines of a run's output that tell of an error.
+
+    One error is no worker's: a data loader whose worker is killed in the moment in which it hands
+    a descriptor over prints what Python's own ``resource_sharer`` then raises.
+    """
+    found, is_of_sharer = [], False
+    for line in lines:
+        if "Traceback (most recent call last)" in line:
+            is_of_sharer = False
+        is_of_sharer |= "multiprocessing/resource_sharer.py" in line
+        if ("Error" in line or "Too many open files" in line) and not is_of_sharer:
+            found.append(line)
+        if "Error" in line:
+            is_of_sharer = False
+    return found
