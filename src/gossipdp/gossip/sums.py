@@ -155,13 +155,15 @@ class Sums:
                 slots = self._slots.pop(epoch, {})
                 asked, self._asked = self._asked, None
                 own = without.get(self._protocol.rank)
-                if asked is not None and count == 0 and own is not None:
-                    asked.set_exception(PoisonedError(f"this worker cannot average: {own}"))
-                elif asked is not None and count == 0:
-                    asked.set_exception(PeerLostError("no worker has parameters to average"))
-                elif asked is not None:
+                if asked is None:
+                    return  # this worker closes
+                if count:
                     values = [slots[index].values for index in sorted(slots)]
                     asked.set_result(Average(values, count, without))
+                elif own is not None:
+                    asked.set_exception(PoisonedError(f"this worker cannot average: {own}"))
+                else:
+                    asked.set_exception(PeerLostError("no worker has parameters to average"))
             case Commit(origin=origin, consensus_distance=distance, num_members=num_members):
                 # All are here, but for a leader's own copied chunks that nobody has asked for.
                 results = [self._values(origin, index) for index in range(len(self._chunks))]
