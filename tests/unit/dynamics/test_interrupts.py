@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import math
 import signal
 import sys
@@ -31,7 +32,9 @@ def is_interrupted(
 ) -> bool | None:
     """Call with a SIGINT that comes after so many bytecodes of this thread.
 
-    Returns whether it was delivered; None where the call has fewer bytecodes.
+    Returns whether it was delivered; None where the call has fewer bytecodes. No collection of
+    garbage begins meanwhile: its callbacks (hypothesis has one) and finalizers have bytecodes of
+    their own, and the interpreter prints and drops what is raised in them.
     """
     num_left = number
     is_sent = False
@@ -54,6 +57,7 @@ def is_interrupted(
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, interrupt)
+    gc.disable()
     try:
         sys.settrace(tracer)
         call()
@@ -63,6 +67,7 @@ def is_interrupted(
     finally:
         sys.settrace(None)
         signal.signal(signal.SIGINT, before)
+        gc.enable()
     return False if is_sent else None
 
 
