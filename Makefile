@@ -12,7 +12,7 @@ PIP := $(if $(LOCK),PIP_CONSTRAINT=$(LOCK) PIP_BUILD_CONSTRAINT=$(LOCK)) $(BIN)/
   docs docs-serve dist lock clean
 
 # All-reduce and gossip side by side, in a little over a minute; ARGS="--workers 6" for another demo.
-demo: $(VENV)/base.installed
+demo: $(VENV)/lab.installed
 	$(BIN)/gossipdp demo $(or $(ARGS),--compare)
 
 # In two processes, a file whole in one of them, in the order of tests/conftest.py; ARGS="-k pairing"
@@ -105,25 +105,25 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written only after pip has succeeded, so whatever was interrupted is done again.
-$(VENV)/base.installed: pyproject.toml constraints.txt | venv
-	$(PIP) install --quiet --editable .
+$(VENV)/lab.installed: pyproject.toml constraints.txt | venv
+	$(PIP) install --quiet --editable ".[lab]"
 	@touch $@
 
 $(VENV)/dev.installed: pyproject.toml constraints.txt | venv
 	$(PIP) install --quiet --editable ".[dev]"
-	@touch $@ $(VENV)/base.installed
+	@touch $@ $(VENV)/lab.installed
 
 $(VENV)/cluster.installed: pyproject.toml constraints.txt | venv
 	$(PIP) install --quiet --editable ".[dev,ray]"
-	@touch $@ $(VENV)/dev.installed $(VENV)/base.installed
+	@touch $@ $(VENV)/dev.installed $(VENV)/lab.installed
 
 $(VENV)/docs.installed: pyproject.toml constraints.txt | venv
 	$(PIP) install --quiet --editable ".[docs]"
-	@touch $@ $(VENV)/base.installed
+	@touch $@ $(VENV)/lab.installed
 
 $(VENV)/fuzz.installed: pyproject.toml constraints.txt | venv
 	$(PIP) install --quiet --editable ".[dev,fuzz]"
-	@touch $@ $(VENV)/dev.installed $(VENV)/base.installed
+	@touch $@ $(VENV)/dev.installed $(VENV)/lab.installed
 
 .PHONY: venv
 venv:

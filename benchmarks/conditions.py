@@ -11,7 +11,7 @@ from networks.namespaces import Hosts
 from networks.shaped import ShapedHosts
 from torch import Tensor, nn
 
-from gossipdp.simulate.scenario import ComputeTime, LognormalTime, SlowedTime
+from gossipdp_lab.simulate.scenario import ComputeTime, LognormalTime, SlowedTime
 
 MODEL_PARAMETERS = 1_000_000
 FORWARD_SHARE = 1 / 3

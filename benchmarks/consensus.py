@@ -25,11 +25,11 @@ from support.report import run_script
 
 import gossipdp
 from gossipdp.cli.option_checks import check_output
-from gossipdp.cli.simulate_study import parse_seeds
 from gossipdp.graph import build_graph
 from gossipdp.links.sockets import check_pacing
 from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
-from gossipdp.simulate import Consensus, ConstantTime, LinkModel, Scenario, simulate
+from gossipdp_lab.simulate import Consensus, ConstantTime, LinkModel, Scenario, simulate
+from gossipdp_lab.simulate.command_study import parse_seeds
 
 MethodName = Literal["a2cid2", "gossip"]
 # A run that starves its workers of cores must not be given up too early.

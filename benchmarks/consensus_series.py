@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from consensus_worker import WorkerSeries
 
-from gossipdp.simulate.trace import Trace, decay_per_exchange, lowest_share
+from gossipdp_lab.simulate.trace import Trace, decay_per_exchange, lowest_share
 
 Series: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -29,7 +29,7 @@ from gossipdp import GossipDataParallel, launch
 from gossipdp.dynamics import update
 from gossipdp.dynamics.chunks import Role, Segment, State
 from gossipdp.dynamics.device import ON, SWITCH
-from gossipdp.tasks.images import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
+from gossipdp_lab.tasks.images import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 
 ALPHA_TILDE = 1.3
 COPY_SHARE = 0.8

@@ -16,7 +16,7 @@ from support.meeting import Meeting
 from torch import Tensor, nn
 
 from gossipdp import GossipDataParallel
-from gossipdp.tasks.images import cifar_resnet18
+from gossipdp_lab.tasks.images import cifar_resnet18
 
 NUM_STEPS_BEFORE, NUM_EXCHANGES, MOST_STEPS = 2, 4, 200
 BATCH_SIZE = 2

@@ -21,7 +21,7 @@ from support.models import LaunchBound
 from torch import Tensor, nn
 
 from gossipdp import GossipDataParallel
-from gossipdp.tasks.images import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
+from gossipdp_lab.tasks.images import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 
 ARMS = ("plain", "none", "a2cid2")
 """No wrapper; the wrapper without exchanges; and with them, at comm rate 1."""

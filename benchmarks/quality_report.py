@@ -22,7 +22,7 @@ from quality_worker import DataName, Point, RunSettings, Size, num_parameters
 from support.report import Table, Target
 
 from gossipdp import OuterStep
-from gossipdp.report.simulation_figures import OKABE_ITO
+from gossipdp_lab.simulate.figures import OKABE_ITO
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

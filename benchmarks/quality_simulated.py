@@ -33,8 +33,8 @@ from support.torch_rows import TorchRows
 from torch import nn
 
 from gossipdp.dynamics.outer import OuterStep
-from gossipdp.progress import ProgressView
-from gossipdp.simulate import (
+from gossipdp_lab.progress import ProgressView
+from gossipdp_lab.simulate import (
     AdamW,
     ConstantTime,
     Link,
@@ -46,9 +46,9 @@ from gossipdp.simulate import (
     SlowedTime,
     simulate,
 )
-from gossipdp.simulate.local_steps import DiLoCo
-from gossipdp.simulate.study import ROUNDS, one_thread
-from gossipdp.tasks.workload import learning_rate_factor
+from gossipdp_lab.simulate.local_steps import DiLoCo
+from gossipdp_lab.simulate.study import ROUNDS, one_thread
+from gossipdp_lab.tasks.workload import learning_rate_factor
 
 NAME = "quality_simulated"
 MOST_RATES = 8

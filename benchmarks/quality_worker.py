@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 import gossipdp
 from gossipdp import WorkerFailedError
-from gossipdp.tasks.options import BytesGptOptions
-from gossipdp.tasks.text import Gpt
-from gossipdp.tasks.workload import learning_rate_factor
+from gossipdp_lab.tasks.options import BytesGptOptions
+from gossipdp_lab.tasks.text import Gpt
+from gossipdp_lab.tasks.workload import learning_rate_factor
 
 NUM_MARKS = 12
 TIMEOUT_S = 7_200.0

@@ -50,8 +50,8 @@ def work(wire_format: str, samples: int, seed: int, pause_s: float) -> dict[str,
     import torch
 
     from gossipdp import GossipDataParallel, Network
-    from gossipdp.tasks.digits import Digits
-    from gossipdp.tasks.workload import learning_rate_factor
+    from gossipdp_lab.tasks.digits import Digits
+    from gossipdp_lab.tasks.workload import learning_rate_factor
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)

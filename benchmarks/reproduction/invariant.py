@@ -8,7 +8,7 @@ import msgspec
 from reproduction import parts
 from reproduction.parts import COLOURS, FIGURE, HOLDS, table, verdict
 
-from gossipdp.simulate import Consensus, Scenario, simulate
+from gossipdp_lab.simulate import Consensus, Scenario, simulate
 
 TITLE = "The invariant"
 NAMES = {

@@ -13,14 +13,14 @@ from reproduction import parts
 from reproduction.parts import COLOURS, CONSISTENT, FIGURE, TAIL, Estimate, table, verdict
 
 from gossipdp.graph import build_graph, plan
-from gossipdp.simulate import Consensus, Scenario, simulate
-from gossipdp.simulate.synchronous import (
+from gossipdp_lab.simulate import Consensus, Scenario, simulate
+from gossipdp_lab.simulate.synchronous import (
     FloatArray,
     mixing_matrix,
     quick_to_multiply,
     second_eigenvalue,
 )
-from gossipdp.simulate.trace import decay_per_exchange
+from gossipdp_lab.simulate.trace import decay_per_exchange
 
 TITLE = "Communications to agree"
 GRAPHS = ("star", "ring", "complete")

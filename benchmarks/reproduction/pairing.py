@@ -15,7 +15,7 @@ from reproduction import parts
 from reproduction.parts import COLOURS, FIGURE, HOLDS, TAIL, Estimate, table, verdict
 
 from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
-from gossipdp.simulate import (
+from gossipdp_lab.simulate import (
     Consensus,
     ConstantTime,
     Link,

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import track
 from support.report import markdown_table as table
 
-from gossipdp.report.simulation_figures import OKABE_ITO as COLOURS
-from gossipdp.simulate.trace import TAIL_HIGHEST
+from gossipdp_lab.simulate.figures import OKABE_ITO as COLOURS
+from gossipdp_lab.simulate.trace import TAIL_HIGHEST
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

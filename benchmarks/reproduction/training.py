@@ -13,7 +13,7 @@ import numpy as np
 from reproduction import parts
 from reproduction.parts import COLOURS, FIGURE, Estimate, table, verdict
 
-from gossipdp.simulate import (
+from gossipdp_lab.simulate import (
     ConstantTime,
     LognormalTime,
     Objective,

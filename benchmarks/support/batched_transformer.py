@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gossipdp.simulate import Evaluation, Gradients, GradientSource, Objective
-from gossipdp.tasks.options import BytesGptOptions
-from gossipdp.tasks.text import NUM_BYTES, Gpt
+from gossipdp_lab.simulate import Evaluation, Gradients, GradientSource, Objective
+from gossipdp_lab.tasks.options import BytesGptOptions
+from gossipdp_lab.tasks.text import NUM_BYTES, Gpt
 
 HEADS = 4
 

@@ -17,8 +17,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from gossipdp.simulate import Evaluation, Gradients, GradientSource, Objective
-from gossipdp.tasks.text import NUM_BYTES, read_text
+from gossipdp_lab.simulate import Evaluation, Gradients, GradientSource, Objective
+from gossipdp_lab.tasks.text import NUM_BYTES, read_text
 
 NUM_JUDGED = 2048
 """Held-out windows, evenly spaced, of which the mean model is judged."""

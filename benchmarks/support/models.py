@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gossipdp.tasks.images import CIFAR_RESNET18_PARAMETERS
+from gossipdp_lab.tasks.images import CIFAR_RESNET18_PARAMETERS
 
 
 class LaunchBound(nn.Module):

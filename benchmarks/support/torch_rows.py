@@ -11,8 +11,8 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from gossipdp.simulate import RowOptimizer
-from gossipdp.simulate.optimizers import RowState
+from gossipdp_lab.simulate import RowOptimizer
+from gossipdp_lab.simulate.optimizers import RowState
 
 MakeOptimizers: TypeAlias = Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]
 

@@ -3,7 +3,7 @@
 The layers; each imports only those to its left (a test says so):
 
     graph, dynamics  →  protocol  →  links  →  launcher  →  gossip  →  observe  →  parallel
-    →  tasks, integrations  →  simulate  →  report  →  cli
+    →  integrations, cli
 
 graph       topologies, exchange rates, the constants of A2CiD2
 dynamics    the (x, c) state of a worker and what flow, step and exchange do to it
@@ -13,11 +13,10 @@ launcher    who am I, rendezvous, supervisor, launch()
 gossip      the gossip thread: exchanges, state transfers, averaging
 observe     what a run shows of itself: each worker's log and status, and a view of all
 parallel    GossipDataParallel: the module wrapper, optimizer hooks, schedules, statistics
-tasks       built-in trainings: digits, bytes, CIFAR-10, ImageNet
 integrations    callbacks and strategies for the training loops of other frameworks
-simulate    the same protocol on a virtual clock
-report      pages from the logs; pictures of simulations
 cli         the command line
+
+Demo, built-in trainings, simulator and report page are in gossipdp_lab.
 
 The way of a parameter: optimizer.step → parallel/gossip_engine (boundary) → dynamics/chunks, update
 ← gossip/codec ← gossip/exchange → links → the neighbour, and back the same way.

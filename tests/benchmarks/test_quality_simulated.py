@@ -15,7 +15,7 @@ from support.byte_model import ByteModel
 from support.torch_rows import TorchRows
 from torch.nn import functional as F
 
-from gossipdp.simulate import AdamW, simulate
+from gossipdp_lab.simulate import AdamW, simulate
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,8 +14,8 @@ from reproduction import invariant, mixing, pairing, training
 from reproduction.parts import Effort, Estimate, fit_power_law
 
 from gossipdp.graph import build_graph
-from gossipdp.simulate import Record, Trace
-from gossipdp.simulate.synchronous import mixing_matrix, second_eigenvalue
+from gossipdp_lab.simulate import Record, Trace
+from gossipdp_lab.simulate.synchronous import mixing_matrix, second_eigenvalue
 
 SIZES = [8, 16, 32, 64, 128, 256]
 

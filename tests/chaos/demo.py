@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from gossipdp.cli import demo
-from gossipdp.cli.demo import DemoArguments, run
-from gossipdp.cli.demo_watch import FaultInjector
 from gossipdp.observe.log import RunLog
+from gossipdp_lab.demo import command as demo
+from gossipdp_lab.demo.command import DemoArguments, run
+from gossipdp_lab.demo.watch import FaultInjector
 
 pytestmark = pytest.mark.processes
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from run_processes import VARIABLES
 
-from gossipdp.cli.demo_training import DIGEST, METRIC
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import BeganRecord, RunLog, RunLogTail, WorkerLog, worker_file
+from gossipdp_lab.demo.training import DIGEST, METRIC
 
 pytestmark = pytest.mark.processes
 
@@ -25,8 +25,8 @@ CUT_AT_S, CUT_FOR_S, LEAST_S = 2.0, 10.0, 27.0
 SCRIPT = """
 import sys
 from pathlib import Path
-from gossipdp.cli.demo import DemoArguments
-from gossipdp.cli.demo_training import train_worker
+from gossipdp_lab.demo.command import DemoArguments
+from gossipdp_lab.demo.training import train_worker
 
 arguments = DemoArguments(workers=6, samples=6400, output=Path(sys.argv[1]))
 train_worker(arguments, float(sys.argv[2]), {})

@@ -25,22 +25,22 @@ from typing import Any
 
 import psutil
 
-from gossipdp.cli import demo_training
-from gossipdp.cli.demo import DemoArguments
-from gossipdp.cli.demo_training import (
-    averaged_together,
-    own_average_file,
-    read_results,
-    train_worker,
-)
-from gossipdp.cli.demo_watch import Fault, FaultInjector, WorkerProgress, fault_results
 from gossipdp.errors import WorkerFailedError
 from gossipdp.gossip.loop import GossipLoop
 from gossipdp.launcher.local import launch
 from gossipdp.launcher.supervisor import Failure
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import RunLog, RunLogTail, worker_file
-from gossipdp.tasks import make_workload
+from gossipdp_lab.demo import training as demo_training
+from gossipdp_lab.demo.command import DemoArguments
+from gossipdp_lab.demo.training import (
+    averaged_together,
+    own_average_file,
+    read_results,
+    train_worker,
+)
+from gossipdp_lab.demo.watch import Fault, FaultInjector, WorkerProgress, fault_results
+from gossipdp_lab.tasks import make_workload
 
 NUM_WORKERS = 6
 # After the last fault, for the last restart and a little training.

@@ -34,7 +34,7 @@ from simulated_faults.draws import draw_schedule
 from simulated_faults.run import Outcome, run_schedule
 from simulated_faults.schedule import EndingFault, EndingKind, FaultSchedule
 
-from gossipdp.simulate.study import run_all
+from gossipdp_lab.simulate.study import run_all
 
 NUM_FRAMES = 120
 NUM_ADVERSARIES = 200

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from gossipdp.cli.demo import DemoArguments, run
-from gossipdp.cli.demo_compare import Verdict
+from gossipdp_lab.demo.command import DemoArguments, run
+from gossipdp_lab.demo.compare import Verdict
 
 pytestmark = pytest.mark.processes
 

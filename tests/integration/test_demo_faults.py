@@ -13,11 +13,12 @@ import cloudpickle
 import pytest
 from waiting import LONGEST_S
 
-from gossipdp.cli import demo_training, demo_watch
-from gossipdp.cli.demo import DEFAULT_SAMPLES, DemoArguments, run
-from gossipdp.cli.demo_training import DIGEST
-from gossipdp.cli.demo_watch import FaultInjector
 from gossipdp.observe.log import RunLog
+from gossipdp_lab.demo import training as demo_training
+from gossipdp_lab.demo import watch as demo_watch
+from gossipdp_lab.demo.command import DEFAULT_SAMPLES, DemoArguments, run
+from gossipdp_lab.demo.training import DIGEST
+from gossipdp_lab.demo.watch import FaultInjector
 
 pytestmark = pytest.mark.processes
 

@@ -10,14 +10,14 @@ import torch
 from image_files import write_cifar10, write_imagenet
 
 from gossipdp.cli.main import main
-from gossipdp.tasks import make_recipe
-from gossipdp.tasks.options import (
+from gossipdp_lab.tasks import make_recipe
+from gossipdp_lab.tasks.options import (
     BytesGptOptions,
     Cifar10Options,
     ImageNetOptions,
     TrainOptions,
 )
-from gossipdp.tasks.training import MODEL_FILE, train
+from gossipdp_lab.tasks.training import MODEL_FILE, train
 
 
 @pytest.fixture(autouse=True)

@@ -47,11 +47,15 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_the_package_and_nothing_else(dist: Path) -> None:
     wheel = contents(dist / f"{NAME}-py3-none-any.whl")
     assert "gossipdp/py.typed" in wheel
-    assert {name.split("/")[0] for name in wheel} == {"gossipdp", f"{NAME}.dist-info"}
+    assert {name.split("/")[0] for name in wheel} == {
+        "gossipdp",
+        "gossipdp_lab",
+        f"{NAME}.dist-info",
+    }
     assert not [name for name in wheel if "test" in Path(name).name or "__pycache__" in name]
-    source = ROOT / "src" / "gossipdp"
-    shipped = {name for name in wheel if name.startswith("gossipdp/") and name.endswith(".py")}
-    assert shipped == {f"gossipdp/{path.relative_to(source)}" for path in source.rglob("*.py")}
+    source = ROOT / "src"
+    shipped = {name for name in wheel if name.endswith(".py")}
+    assert shipped == {str(path.relative_to(source)) for path in source.rglob("*.py")}
     assert f"{NAME}.dist-info/licenses/LICENSE" in wheel
 
 
@@ -60,7 +64,7 @@ def test_its_metadata_name_the_command_and_the_extras(dist: Path) -> None:
     metadata = email.message_from_bytes(wheel[f"{NAME}.dist-info/METADATA"])
     assert metadata["Version"] == gossipdp.__version__
     extras = set(metadata.get_all("Provides-Extra", []))
-    assert {"lightning", "transformers", "ray", "dev"} <= extras
+    assert {"lightning", "transformers", "ray", "lab", "dev"} <= extras
     entry = wheel[f"{NAME}.dist-info/entry_points.txt"].decode()
     assert "gossipdp = gossipdp.cli.main:main" in entry
 

@@ -8,7 +8,7 @@ A mutant is an entry of a ``*.toml`` file beside this one, which has one file fo
 
     [its-name]
     stands_for = "What is wrong, in one sentence."
-    file = "dynamics/phase.py"
+    file = "gossipdp/dynamics/phase.py"
     old = '''text that is there exactly once'''
     new = '''text that takes its place'''
     tests = ["tests/unit/dynamics/test_phase.py::test_that_must_fail"]
@@ -43,7 +43,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # What tests need of the tree.
 COPIED = ("src", "tests", "tools", "pyproject.toml")
-PACKAGE = Path("src", "gossipdp")
+SOURCE = Path("src")
 # One test may take this long, and all of one mutant; what a test waits for may never come.
 TEST_TIMEOUT_S, TIMEOUT_S, LONGEST_WAIT_S = 60.0, 180.0, 20.0
 PASSED, FAILED = 0, 1
@@ -66,13 +66,13 @@ class Mutant:
 
     def problem(self, root: Path = ROOT) -> str | None:
         """Return why it is out of step with the tree, None where it is not."""
-        path = root / PACKAGE / self.file
+        path = root / SOURCE / self.file
         if not path.is_file():
-            return f"there is no {PACKAGE / self.file}"
+            return f"there is no {SOURCE / self.file}"
         text = path.read_text()
         if text.count(self.old) != 1:
             count = text.count(self.old)
-            return f"its old text occurs {count} times in {PACKAGE / self.file}, not once"
+            return f"its old text occurs {count} times in {SOURCE / self.file}, not once"
         if self.old == self.new:
             return "it changes nothing"
         compile(text.replace(self.old, self.new), self.name, "exec")
@@ -89,7 +89,7 @@ class Mutant:
 
     def apply(self, root: Path) -> None:
         """Make it in a copy of the tree."""
-        path = root / PACKAGE / self.file
+        path = root / SOURCE / self.file
         path.write_text(path.read_text().replace(self.old, self.new))
 
 

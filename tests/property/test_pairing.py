@@ -21,7 +21,7 @@ from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.clock import StepClock
 from gossipdp.protocol.messages import Propose
 from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
-from gossipdp.simulate.network import Conditions, make_workers
+from gossipdp_lab.simulate.network import Conditions, make_workers
 
 TRAINING_S = 40.0
 LATEST_END_S = TRAINING_S + 120.0

@@ -9,7 +9,7 @@ from simulated_faults.network import FaultyNetwork, Loss
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.messages import Accept, Busy, Envelope
-from gossipdp.simulate.network import Conditions, make_workers
+from gossipdp_lab.simulate.network import Conditions, make_workers
 
 
 @pytest.mark.parametrize("lie", LIES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gossipdp.simulate import Quadratic, Scenario, Sgd, simulate
+from gossipdp_lab.simulate import Quadratic, Scenario, Sgd, simulate
 
 MOMENTUM = 0.9
 

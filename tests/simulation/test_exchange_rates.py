@@ -10,7 +10,7 @@ import pytest
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.clock import SKIPPED_STEPS, StepClock
-from gossipdp.simulate.network import Conditions, Network, make_workers
+from gossipdp_lab.simulate.network import Conditions, Network, make_workers
 
 FIRST_STEPS = SKIPPED_STEPS + 1  # without a tick
 

@@ -13,7 +13,7 @@ from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.members import Status, first_incarnation
 from gossipdp.protocol.worker import WorkerProtocol
-from gossipdp.simulate.network import Conditions, make_workers
+from gossipdp_lab.simulate.network import Conditions, make_workers
 
 TIMEOUT_S = 5.0
 KILL_NOTICED_S = 1.0

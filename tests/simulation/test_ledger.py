@@ -10,8 +10,8 @@ from simulated_faults.rows import FaultyRows
 from gossipdp.dynamics.phase import Phase
 from gossipdp.protocol.actions import Begin
 from gossipdp.protocol.messages import ExchangeId
-from gossipdp.simulate.optimizers import Sgd
-from gossipdp.simulate.population import Population, Training
+from gossipdp_lab.simulate.optimizers import Sgd
+from gossipdp_lab.simulate.population import Population, Training
 
 ID = ExchangeId(0, 0, 1)
 

@@ -6,8 +6,8 @@ from statistics import fmean
 
 import pytest
 
-from gossipdp.simulate.links import run_links
-from gossipdp.simulate.scenario import (
+from gossipdp_lab.simulate.links import run_links
+from gossipdp_lab.simulate.scenario import (
     ComputeTime,
     ConstantTime,
     Link,
@@ -16,7 +16,7 @@ from gossipdp.simulate.scenario import (
     Scenario,
     SlowedTime,
 )
-from gossipdp.simulate.trace import Trace, lowest_share
+from gossipdp_lab.simulate.trace import Trace, lowest_share
 
 STEP_S = 0.1
 MODEL_BYTES = 1e6

@@ -8,7 +8,7 @@ from simulated_faults.network import FaultyNetwork, Loss
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.messages import ConsolidationMessage, Envelope, ReductionMessage
-from gossipdp.simulate.network import Conditions, make_workers
+from gossipdp_lab.simulate.network import Conditions, make_workers
 
 NUM_WORKERS = 6
 

@@ -27,8 +27,8 @@ from gossipdp.protocol.messages import (
     ReductionMessage,
 )
 from gossipdp.protocol.reduction import WINDOW
-from gossipdp.simulate.network import Conditions, Wire, make_workers
-from gossipdp.simulate.population import Population
+from gossipdp_lab.simulate.network import Conditions, Wire, make_workers
+from gossipdp_lab.simulate.population import Population
 
 TIMEOUT_S = 1.0
 LONGEST_END_S = 12 * TIMEOUT_S

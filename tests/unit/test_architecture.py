@@ -1,7 +1,9 @@
 """The public names and the import arrows of ``gossipdp/__init__.py`` are what it says."""
 
 import ast
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 import networkx as nx
@@ -9,35 +11,33 @@ import pytest
 
 import gossipdp
 
+ROOT = Path(__file__).parents[2]
 SOURCE = Path(gossipdp.__file__).parent
+
+LAB = SOURCE.with_name("gossipdp_lab")
 
 LAYERS = {
     "errors": set(),
     "logs": set(),
-    "progress": set(),
     "graph": set(),
     "dynamics": set(),
     "protocol": {"graph"},
     "links": {"protocol", "dynamics"},
-    "gossip": {"graph", "dynamics", "protocol", "links", "launcher"},
     "launcher": {"links"},
-    "simulate": {"graph", "dynamics", "protocol", "tasks"},
+    "gossip": {"graph", "dynamics", "protocol", "links", "launcher"},
     "observe": {"graph", "dynamics", "protocol", "links", "gossip", "launcher"},
     "parallel": {"graph", "dynamics", "protocol", "links", "gossip", "launcher", "observe"},
     "integrations": {"launcher", "parallel"},
-    "report": {
-        "graph",
-        "protocol",
-        "simulate",
-        "links",
-        "gossip",
-        "launcher",
-        "observe",
-        "parallel",
-    },
-    "tasks": {"parallel"},
+    "cli": {"graph", "protocol", "links", "launcher", "observe", "parallel"},
 }
-EVERYONE_MAY = {"errors", "logs", "progress"}
+LAB_LAYERS = {
+    "progress": set(),
+    "tasks": set(),
+    "simulate": {"tasks"},
+    "report": {"simulate"},
+    "demo": {"tasks", "simulate", "report"},
+}
+EVERYONE_MAY = {"errors", "logs"}
 # Top-level third-party imports of the pure layers.
 LIBRARIES = {
     "graph": {"networkx", "numpy", "scipy"},
@@ -68,9 +68,9 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
-def files_of(layer: str) -> list[Path]:
-    package = SOURCE / layer
-    return sorted(package.rglob("*.py")) if package.is_dir() else [SOURCE / f"{layer}.py"]
+def files_of(layer: str, room: Path = SOURCE) -> list[Path]:
+    package = room / layer
+    return sorted(package.rglob("*.py")) if package.is_dir() else [room / f"{layer}.py"]
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -80,6 +80,38 @@ def test_import_arrows(layer):
         for name in imports_of(path):
             if name.split(".")[0] == "gossipdp" and name != "gossipdp":
                 assert name.split(".")[1] in allowed, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("layer", LAB_LAYERS)
+def test_import_arrows_of_the_lab(layer):
+    allowed = LAB_LAYERS[layer] | {"progress", layer}
+    for path in files_of(layer, LAB):
+        for name in imports_of(path):
+            if name.split(".")[0] == "gossipdp_lab":
+                assert name.split(".")[1] in allowed, f"{path.name} imports {name}"
+
+
+def test_every_package_is_named_above():
+    for room, layers in ((SOURCE, LAYERS), (LAB, LAB_LAYERS)):
+        packages = {path.parent.name for path in room.glob("*/__init__.py")}
+        assert packages <= layers.keys()
+
+
+def test_the_library_never_imports_the_lab():
+    for path in SOURCE.rglob("*.py"):
+        assert not [name for name in imports_of(path) if name.startswith("gossipdp_lab")], path
+
+
+def test_the_library_imports_what_it_depends_on_and_no_more():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[<>=\[]", each)[0].replace("-", "_") for each in project["dependencies"]}
+    imported = {
+        name.split(".")[0]
+        for path in SOURCE.rglob("*.py")
+        if path.parent.name != "integrations"  # each needs an extra
+        for name in imports_of(path)
+    }
+    assert imported - sys.stdlib_module_names - {"gossipdp"} == needed
 
 
 @pytest.mark.parametrize("layer", LIBRARIES)
@@ -123,8 +155,9 @@ def modules_imported_by(path: Path) -> set[str]:
 
 def test_no_modules_import_each_other_in_a_circle():
     modules = {
-        ".".join(("gossipdp", *path.relative_to(SOURCE).with_suffix("").parts)): path
-        for path in SOURCE.rglob("*.py")
+        ".".join((room.name, *path.relative_to(room).with_suffix("").parts)): path
+        for room in (SOURCE, LAB)
+        for path in room.rglob("*.py")
         if path.name != "__init__.py"
     }
     arrows = nx.DiGraph()

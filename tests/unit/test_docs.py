@@ -31,8 +31,8 @@ import yaml
 
 import gossipdp
 from gossipdp.cli.main import COMMANDS, main
-from gossipdp.simulate import study
-from gossipdp.tasks import RECIPES
+from gossipdp_lab.simulate import study
+from gossipdp_lab.tasks import RECIPES
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), ROOT / "benchmarks/README.md", *(ROOT / "docs").glob("*.md")])

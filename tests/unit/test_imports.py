@@ -1,4 +1,4 @@
-"""What the first import costs, told by what it imports: times would depend on the machine."""
+"""The cost of the first import and of wrapping, by their modules: times vary by machine."""
 
 import json
 import subprocess
@@ -30,4 +30,24 @@ def test_beyond_torch_the_module_imports_little() -> None:
     # Parts of torch that `import torch` leaves out are left out for their time.
     assert not [name for name in modules if name.startswith("torch.")]
     layers = {name.split(".")[1] for name in modules if name.startswith("gossipdp.")}
-    assert not layers & {"cli", "integrations", "tasks", "report", "simulate"}
+    assert not layers & {"cli", "integrations"}
+
+
+WRAPPED = """
+import json, sys, torch, gossipdp
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+model = gossipdp.GossipDataParallel(net, optimizer, budget_samples=1)
+print(json.dumps(sorted(sys.modules)))
+model.close()
+"""
+OF_THE_LAB = {"gossipdp_lab", "jinja2", "joblib", "matplotlib", "PIL", "sklearn"}
+
+
+def test_wrapping_imports_nothing_of_the_lab() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WRAPPED], capture_output=True, text=True, check=True, timeout=60
+    )
+    modules = json.loads(done.stdout)
+    assert "gossipdp.gossip.thread" in modules
+    assert not OF_THE_LAB & {name.split(".")[0] for name in modules}

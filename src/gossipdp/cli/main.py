@@ -18,6 +18,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Annotated, Any, Literal
 
 import docstring_parser
@@ -29,10 +30,17 @@ from gossipdp.cli.option_checks import check_outputs
 from gossipdp.cli.run import split_script
 from gossipdp.errors import GossipError, RendezvousError
 
-# A subcommand NAME is the module gossipdp.cli.NAME (tls-init: tls_init), which holds the dataclass
-# NameArguments (its docstring is the help) and run(arguments) -> exit code, and imports nothing
-# slow by itself.
-COMMANDS = ("run", "train", "plan", "simulate", "demo", "top", "report", "tls-init")
+# A subcommand is a module: of this package, or, by an entry point, of the lab. It holds the
+# dataclass NameArguments (its docstring is the help) and run(arguments) -> exit code, and imports
+# nothing slow by itself.
+HERE = {
+    "run": "gossipdp.cli.run",
+    "plan": "gossipdp.cli.plan",
+    "top": "gossipdp.cli.top",
+    "tls-init": "gossipdp.cli.tls_init",
+}
+LAB = {point.name: point.value for point in metadata.entry_points(group="gossipdp.commands")}
+COMMANDS = {**HERE, **LAB}
 
 DESCRIPTION = "Asynchronous, decentralized data-parallel training for PyTorch."
 # No "None" among the choices, no --no-FLAG.
@@ -89,6 +97,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # gossipdp plan | head
         sys.stderr.close()
         return FAILED
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if words[0] not in LAB or missing.startswith("gossipdp"):
+            raise
+        sys.stderr.write(
+            f"gossipdp: error: gossipdp {words[0]} is part of the lab, and {missing} is not "
+            "installed: pip install 'gossipdp[lab]'\n"
+        )
+        return USAGE
     except (GossipError, ValueError, OSError) as error:
         if debug or not _is_ours(error):
             raise
@@ -106,7 +123,8 @@ def _is_ours(error: Exception) -> bool:
     if isinstance(error, (GossipError, OSError)):
         return True
     frames = list(traceback.walk_tb(error.__traceback__))
-    return bool(frames) and frames[-1][0].f_globals.get("__name__", "").startswith("gossipdp.")
+    module = frames[-1][0].f_globals.get("__name__", "") if frames else ""
+    return module.partition(".")[0] in ("gossipdp", "gossipdp_lab")
 
 
 def _parse(words: list[str]) -> tuple[Any, Any, Common]:
@@ -142,7 +160,7 @@ _annotated: Any = Annotated  # to mypy, a class in a variable is no type
 
 def _load(name: str) -> tuple[Any, type[Any]]:
     words = name.split("-")
-    module = importlib.import_module(f"gossipdp.cli.{'_'.join(words)}")
+    module = importlib.import_module(COMMANDS[name])
     kind = getattr(module, "".join(word.capitalize() for word in words) + "Arguments")
     _set_help(kind)
     return module, kind

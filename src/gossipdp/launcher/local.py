@@ -44,11 +44,10 @@ from gossipdp.launcher.team import Team, report_variables
 # in them computes on import: a thread pool that computing starts does not survive the fork.
 # torch._dynamo is what the first optimizer of each worker would import, a second of CPU time.
 PRELOADED = [
-    "joblib",
+    "cloudpickle",
     "msgspec",
     "networkx",
     "scipy.linalg",
-    "sklearn.datasets",
     "torch",
     "torch._dynamo",
     "torch.distributed",
@@ -205,9 +204,10 @@ def _cores(rank: int, num_workers: int) -> set[int]:
 
 def pickled(value: Any) -> bytes:
     """By value what is defined in a notebook or in __main__, which a worker cannot import."""
-    import joblib
+    import cloudpickle
 
-    return pickle.dumps(joblib.wrap_non_picklable_objects(value, keep_wrapper=False))
+    pickled: bytes = cloudpickle.dumps(value)
+    return pickled
 
 
 @final

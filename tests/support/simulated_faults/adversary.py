@@ -53,7 +53,7 @@ from gossipdp.protocol.messages import (
 )
 from gossipdp.protocol.participants import PASS_OVER_AFTER
 from gossipdp.protocol.reduction import GRACE, STALLED_AFTER, TICKS_PER_TIMEOUT
-from gossipdp.simulate.network import Conditions, make_workers
+from gossipdp_lab.simulate.network import Conditions, make_workers
 from simulated_faults.network import Data, FaultyNetwork, Loss
 
 NUM_WORKERS = 8

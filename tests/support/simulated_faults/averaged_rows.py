@@ -18,7 +18,7 @@ from torch import Tensor
 from gossipdp.dynamics.chunks import Role, Segment, State
 from gossipdp.gossip.sums import Outcome
 from gossipdp.links.frames import ChunkKey, FrameType
-from gossipdp.simulate.population import Population
+from gossipdp_lab.simulate.population import Population
 from simulated_faults.rows import put
 
 Frame: TypeAlias = tuple[FrameType, ChunkKey, bytes]

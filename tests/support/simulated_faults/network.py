@@ -19,7 +19,7 @@ from gossipdp.protocol.actions import (
 )
 from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope, ExchangeId, decode, encode
 from gossipdp.protocol.worker import Action, WorkerProtocol
-from gossipdp.simulate.network import Conditions, Exchange, Network, Wire
+from gossipdp_lab.simulate.network import Conditions, Exchange, Network, Wire
 from simulated_faults.averaged_rows import AveragedRows, Frame, Links, SimulatedLink, no_parameters
 from simulated_faults.rows import FaultyPayload
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from gossipdp.dynamics.phase import Phase
 from gossipdp.protocol.actions import Rebuilt
 from gossipdp.protocol.messages import ExchangeId
-from gossipdp.simulate.links import CarriedRows
-from gossipdp.simulate.network import Payload
-from gossipdp.simulate.population import Population, Training
+from gossipdp_lab.simulate.links import CarriedRows
+from gossipdp_lab.simulate.network import Payload
+from gossipdp_lab.simulate.population import Population, Training
 
 
 class FaultyPayload(Payload):

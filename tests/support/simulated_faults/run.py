@@ -14,9 +14,9 @@ from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.members import first_incarnation
 from gossipdp.protocol.worker import WorkerProtocol
-from gossipdp.simulate.objectives import Quadratic
-from gossipdp.simulate.optimizers import Sgd
-from gossipdp.simulate.population import Population, Training
+from gossipdp_lab.simulate.objectives import Quadratic
+from gossipdp_lab.simulate.optimizers import Sgd
+from gossipdp_lab.simulate.population import Population, Training
 from simulated_faults.averaged_rows import AveragedRows
 from simulated_faults.ledger import InvariantBroken, Ledger
 from simulated_faults.rows import FaultyRows

@@ -13,7 +13,7 @@ from gossipdp.graph.constants import LiveGraph
 from gossipdp.protocol.actions import Begin, Finished, Send
 from gossipdp.protocol.messages import ConsolidationMessage, ReductionMessage
 from gossipdp.protocol.worker import Action, WorkerProtocol
-from gossipdp.simulate.network import Conditions, Wire
+from gossipdp_lab.simulate.network import Conditions, Wire
 from simulated_faults.averaged_rows import AveragedRows, Frame
 from simulated_faults.invariants import Invariants
 from simulated_faults.ledger import Ledger

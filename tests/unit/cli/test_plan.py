@@ -78,6 +78,6 @@ def test_a_plan_imports_neither_torch_nor_the_simulator():
     code = (
         "import sys; from gossipdp.cli.plan import PlanArguments as P, run;"
         "assert run(P(workers=4)) == 0;"
-        "assert not {'torch', 'scipy', 'gossipdp.simulate'} & set(sys.modules)"
+        "assert not {'torch', 'scipy', 'gossipdp_lab.simulate'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)

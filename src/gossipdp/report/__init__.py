@@ -1,7 +1,0 @@
-"""What a run leaves behind and how it is shown; drawn from the workers' logs.
-
-view          what the logs say, on one clock
-page          a run as one page that opens offline: gossipdp report. charts: its drawings;
-              page.html, charts.html: jinja templates; page.css, page.js
-simulation_figures    pictures of simulated runs
-"""

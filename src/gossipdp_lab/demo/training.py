@@ -1,0 +1,401 @@
+"""One training of ``gossipdp demo``: its workers, and what came of it.
+
+All that a worker measures is in its log, so that what one that was killed did is known too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from gossipdp import logs
+from gossipdp.links.clock import since_boot_s
+from gossipdp.observe.log import FILE_PATTERN, RunLog, read_worker, worker_file
+from gossipdp_lab.demo.watch import FaultInjector, LiveView, fault_results, parse_slow_worker
+
+if TYPE_CHECKING:
+    from gossipdp.launcher.supervisor import Failure
+    from gossipdp_lab.demo.command import DemoArguments
+
+METRIC, DIGEST = "metric_before_average", "average_digest"
+"""Logged by each worker that comes to the end."""
+
+AVERAGE_FILE, REPORT_FILE = "averaged_model.pt", "report.html"
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training that is over.
+
+    metric_name: what the workload is judged by; a key of ``summary``.
+    summary: what ``--json`` writes.
+    problems: what should not have come about, a line each.
+    """
+
+    metric_name: str
+    run_log: RunLog
+    results: list[WorkerResult]
+    summary: dict[str, Any]
+    problems: list[str]
+
+
+def train(arguments: DemoArguments, console: Console) -> Training:
+    """Train with new workers, show how far they are, and keep the averaged model.
+
+    Raises:
+        ValueError: a worker's share of the data is too small; before any process starts.
+        WorkerFailedError: a worker failed that nobody killed on purpose.
+    """
+    from gossipdp.launcher.local import start_fork_server
+
+    # It imports torch and this module while this process does so too, so that no worker need.
+    start_fork_server(also=[__name__, "sklearn.datasets"])
+    import torch
+
+    from gossipdp_lab.tasks import make_workload
+
+    workload = make_workload(arguments.task, disjoint=arguments.disjoint)
+    # Raises where a share of the data is too small, before a worker does.
+    workload.train_loader(0, arguments.workers, arguments.seed)
+    configuration = configuration_of(arguments, workload.batch_size)
+    directory = arguments.directory
+    _clear(directory)
+    injector, surprises = _run_workers(arguments, configuration, console)
+    run_log = RunLog.read(directory)
+    results = read_results(run_log)
+    averaged = averaged_together(results)
+    own_average_file(directory, averaged[0].rank).replace(directory / AVERAGE_FILE)
+    for other in directory.glob("averaged_model-*.pt"):
+        other.unlink()
+    net = workload.make_model()
+    net.load_state_dict(torch.load(directory / AVERAGE_FILE, weights_only=True))
+    metric = {workload.metric_name: workload.evaluate(net)}
+    summary = summarize(arguments, metric, results, configuration)
+    if arguments.faults:
+        summary["faults"] = fault_results(injector.injections, run_log)
+    problems = [
+        f"did not {each.fault}: {each.missed}" for each in injector.injections if each.missed
+    ]
+    held = {result.rank for result in averaged}
+    problems += [
+        f"worker {result.rank} came too late for the average and holds another one"
+        for result in results
+        if result.average_digest is not None and result.rank not in held
+    ]
+    problems += [f"worker {each.rank} {each.ending.reason}, by itself" for each in surprises]
+    if arguments.restart:
+        problems += not_back(summary.get("faults", ()))
+    return Training(workload.metric_name, run_log, results, summary, problems)
+
+
+def _run_workers(
+    arguments: DemoArguments, configuration: dict[str, Any], console: Console
+) -> tuple[FaultInjector, list[Failure]]:
+    """What was done to the workers, and who failed by itself."""
+    from gossipdp.errors import WorkerFailedError
+    from gossipdp.launcher.local import launch
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    say(_opening(arguments))
+    with LiveView(
+        arguments.directory,
+        num_workers=arguments.workers,
+        budget_samples=arguments.num_samples,
+        console=console,
+        least_s=arguments.least_s,
+    ) as view:
+        injector = FaultInjector(arguments.faults, view.workers, say)
+        surprises: list[Failure] = []
+
+        def poll() -> None:
+            view.poll()
+            injector.poll()
+
+        def note_failure(failure: Failure) -> None:
+            if not injector.ended(failure):
+                surprises.append(failure)
+
+        # What this process decides: a worker may have another working directory.
+        task = replace(arguments, output=arguments.directory, samples=arguments.num_samples)
+        try:
+            launch(
+                train_worker,
+                world_size=arguments.workers,
+                args=(task, arguments.least_s, configuration),
+                pin=arguments.pin,
+                on_poll=poll,
+                max_restarts=len(arguments.faults) if arguments.restart else 0,
+                on_failure=note_failure,
+            )
+        except WorkerFailedError:
+            # What was killed on purpose is no failure of the run.
+            if surprises:
+                raise
+        finally:
+            injector.close()
+    return injector, surprises
+
+
+def configuration_of(arguments: DemoArguments, batch_size: int) -> dict[str, Any]:
+    """What was asked for, as ``--json`` and the logs have it."""
+    asked = asdict(arguments)
+    for name in ("json", "output", "slow_worker", "compare"):
+        del asked[name]
+    asked.update(workload=arguments.task, samples=arguments.num_samples, batch_size=batch_size)
+    for name in ("kill", "stop", "restart", "learning_rate"):
+        if not asked[name]:
+            del asked[name]
+    return {**asked, "least_seconds": arguments.least_s} if arguments.least_s else asked
+
+
+def _opening(arguments: DemoArguments) -> str:
+    workers = "1 worker" if arguments.workers == 1 else f"{arguments.workers} workers"
+    text = f"{arguments.task}: {workers}, graph {arguments.graph}, method {arguments.method}"
+    if arguments.method in ("a2cid2", "gossip"):
+        text += f", comm rate {arguments.comm_rate:g}"
+    slow = parse_slow_worker(arguments.slow_worker, arguments.workers)
+    if slow is not None:
+        text += f", worker {slow[0]} {slow[1]:g} times slower (by waiting)"
+    text += f", {arguments.num_samples:,} samples"
+    if arguments.least_s:
+        text += f" and at least {arguments.least_s:g} s"
+    for fault in arguments.faults:
+        text += f", {fault}"
+    return f"{text}, start them again" if arguments.restart else text
+
+
+def _clear(directory: Path) -> None:
+    """Remove what a former run left here, so that no worker of it is taken for one of this."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for pattern in (FILE_PATTERN, "averaged_model-*.pt"):
+        for path in directory.glob(pattern):
+            path.unlink()
+
+
+# In a worker.
+
+
+def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[str, Any]) -> None:
+    """Train in this process together with the other workers, then average.
+
+    Training goes on until the workers together have used up the samples and ``least_s`` is over.
+    """
+    import torch
+
+    from gossipdp.parallel.module import GossipDataParallel
+    from gossipdp.parallel.options import Monitor
+    from gossipdp.parallel.schedule import ProgressLR
+    from gossipdp_lab.tasks import make_workload
+
+    logs.configure()
+    rank = int(os.environ["RANK"])
+    # Different on purpose: the wrapper gives every worker rank 0's initial parameters.
+    torch.manual_seed(arguments.seed * 1_000_003 + rank)
+    workload = make_workload(arguments.task, disjoint=arguments.disjoint)
+    net = workload.make_model()
+    optimizer = workload.make_optimizer(net)
+    for group in optimizer.param_groups:
+        group["lr"] = arguments.learning_rate or group["lr"]
+    loader = workload.train_loader(rank, arguments.workers, arguments.seed)
+    model = GossipDataParallel(
+        net,
+        optimizer,
+        graph=arguments.graph,
+        comm_rate=arguments.comm_rate,
+        method=arguments.method,
+        budget_samples=arguments.num_samples,
+        seed=arguments.seed,
+        samples_per_step=workload.batch_size,
+        monitor=Monitor(log_dir=arguments.directory),
+    )
+    model.log(**configuration)
+    began_s = since_boot_s()
+    if int(os.environ.get("GOSSIPDP_RESTARTS") or 0) > 0:
+        before = read_worker(worker_file(arguments.directory, rank))
+        began_s = before.lives[0].at_s if before and before.lives else began_s
+
+    def progress() -> float:
+        elapsed_s = since_boot_s() - began_s
+        return min(model.progress(), elapsed_s / least_s) if least_s else model.progress()
+
+    batches = _until(lambda: progress() >= 1, loader) if least_s else model.batches(loader)
+    schedule = ProgressLR(
+        optimizer, progress, lambda at: workload.rate_factor(at, model.world_size)
+    )
+    slowed, factor = parse_slow_worker(arguments.slow_worker, arguments.workers) or (-1, 1.0)
+    for batch in batches:
+        step_started, waited_s = time.monotonic(), model.stats().waited_seconds
+        loss = workload.loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if rank == slowed:
+            # Slow as a slow device is: its gradient comes late. The other cores stay free. Its
+            # network is as fast as the others': what all-reduce takes is not multiplied.
+            waited_s = model.stats().waited_seconds - waited_s
+            time.sleep((factor - 1) * max(0.0, time.monotonic() - step_started - waited_s))
+        optimizer.step()
+        schedule.step()
+        model.log(loss=loss)
+    # The worker's own model, without what exchanges have brought since its last step.
+    model.log(metric_before_average=workload.evaluate(net))
+    model.consolidate()
+    torch.save(net.state_dict(), own_average_file(arguments.directory, rank))
+    digest = hashlib.sha256()
+    for name, value in net.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.contiguous().numpy().tobytes())
+    model.log(average_digest=digest.hexdigest())
+
+
+def _until(is_over: Callable[[], bool], loader: Iterable[Any]) -> Iterator[Any]:
+    """The loader's batches, epoch after epoch."""
+    while not is_over():
+        for batch in loader:
+            yield batch
+            if is_over():
+                return
+
+
+def own_average_file(directory: Path, rank: int) -> Path:
+    """Where one worker saves what it holds after averaging; the parent keeps one of them."""
+    return directory / f"averaged_model-{rank}.pt"
+
+
+# What came of it.
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """What one worker measured; the last four are None of one that was killed.
+
+    num_averaged: over how many workers the average was taken.
+    average_digest: of the bits of the average.
+    """
+
+    rank: int
+    gradient_steps: int = 0
+    samples: int = 0
+    train_seconds: float = 0.0
+    exchanges_initiated: int = 0
+    exchanges: int = 0
+    waited_seconds: float = 0.0
+    metric_before_average: float | None = None
+    consensus_distance: float | None = None
+    num_averaged: int | None = None
+    average_digest: str | None = None
+
+    @property
+    def samples_per_second(self) -> float:
+        """Over this worker's own training time."""
+        return self.samples / self.train_seconds if self.train_seconds else 0.0
+
+
+def read_results(run_log: RunLog) -> list[WorkerResult]:
+    """What the workers measured, by rank, those that were killed included."""
+    results = []
+    for rank, worker in run_log.workers.items():
+        result = WorkerResult(rank)
+        for step, exchange in worker.pairs()[-1:]:
+            result = WorkerResult(
+                rank,
+                gradient_steps=step.gradient_steps,
+                samples=step.samples,
+                train_seconds=worker.trained_s,
+                exchanges_initiated=exchange.exchanges_initiated,
+                exchanges=exchange.exchanges_initiated + exchange.exchanges_answered,
+                waited_seconds=exchange.waited_seconds,
+            )
+        if worker.end:
+            values: dict[str, Any] = dict(worker.last_values())
+            result = replace(
+                result,
+                metric_before_average=values.get(METRIC),
+                consensus_distance=worker.end.consensus_distance,
+                num_averaged=worker.end.num_averaged,
+                average_digest=values.get(DIGEST),
+            )
+        results.append(result)
+    return results
+
+
+def averaged_together(results: list[WorkerResult]) -> list[WorkerResult]:
+    """The workers that hold the average: all that came to the end, unless one came too late."""
+    groups: dict[str, list[WorkerResult]] = {}
+    for result in results:
+        if result.average_digest is not None:
+            groups.setdefault(result.average_digest, []).append(result)
+    if not groups:
+        raise ValueError("no worker came to the end of the run; see what they wrote above")
+    return max(groups.values(), key=len)
+
+
+def summarize(
+    arguments: DemoArguments,
+    metric: dict[str, float],
+    results: list[WorkerResult],
+    configuration: dict[str, Any],
+) -> dict[str, Any]:
+    """What ``--json`` writes but for the faults; ``metric`` is the averaged model's.
+
+    achieved_comm_rate: over the whole network, 2 * exchanges / all gradient steps.
+    """
+    exchanges = sum(result.exchanges_initiated for result in results)
+    gradient_steps = sum(result.gradient_steps for result in results)
+    told = (
+        "rank",
+        "metric_before_average",
+        "gradient_steps",
+        "exchanges",
+        "waited_seconds",
+        "samples_per_second",
+    )
+    summary: dict[str, Any] = {
+        **metric,
+        "train_seconds": max(result.train_seconds for result in results),
+        "samples": sum(result.samples for result in results),
+        "achieved_comm_rate": 2 * exchanges / gradient_steps,
+        "consensus_distance": averaged_together(results)[0].consensus_distance,
+        "workers": [{name: getattr(result, name) for name in told} for result in results],
+        "configuration": configuration,
+    }
+    slow = parse_slow_worker(arguments.slow_worker, arguments.workers)
+    if slow is not None:
+        summary["slow_worker"] = {"rank": slow[0], "factor": slow[1], "by": "waiting"}
+    return summary
+
+
+def not_back(faults: Sequence[dict[str, Any]]) -> list[str]:
+    """Workers that were to be started again, and did not take part again."""
+    return [
+        f"worker {fault['rank']}, killed at {fault['at_s']:.1f} s, did not come back"
+        for fault in faults
+        if fault["kind"] == "kill" and "missed" not in fault and fault["rejoined_s"] is None
+    ]
+
+
+def write_reports(arguments: DemoArguments, run_log: RunLog) -> list[str]:
+    """Write the page of the run; return lines that say where everything is."""
+    from gossipdp_lab.report.page import render
+
+    directory = arguments.directory
+    (directory / REPORT_FILE).write_text(render(run_log, directory.name), "utf-8")
+    return [
+        f"report: {escape(str(shown(directory / REPORT_FILE)))}",
+        f"logs: {escape(str(shown(directory / FILE_PATTERN)))}",
+        f"averaged model: {escape(str(shown(directory / AVERAGE_FILE)))}",
+    ]
+
+
+def shown(path: Path) -> Path:
+    """A path as it is shown: from where the user is, if it lies below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,0 +1,49 @@
+"""``gossipdp report RUN_DIR``: a run as one HTML page that opens offline."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from gossipdp.cli.option_checks import check_output
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportArguments:
+    """Make one HTML page of a run, which opens offline, from the logs that its workers wrote."""
+
+    directory: Annotated[Path, tyro.conf.Positional]
+    """Directory with the logs: --log-dir of gossipdp run, log_dir of Monitor in the script, or
+    --output of gossipdp demo or train."""
+
+    output: Path | None = None
+    """File to write the page to; by default report.html in that directory."""
+
+    name: str | None = None
+    """Name of the run in the page's title; by default that of the directory."""
+
+
+def run(arguments: ReportArguments) -> int:
+    """Write the page and say where it is; returns the exit status.
+
+    Raises:
+        ValueError: there is no such directory, or no log in it that can be read.
+    """
+    directory = arguments.directory
+    if not directory.is_dir():
+        raise ValueError(f"there is no directory {directory}; give the run's log_dir")
+    output = arguments.output or directory / "report.html"
+    check_output("--output", output)
+
+    from gossipdp.observe.log import RunLog
+    from gossipdp_lab.report.page import render
+
+    run_log = RunLog.read(directory)
+    page = render(run_log, arguments.name or directory.absolute().name)
+    output.write_text(page, "utf-8")
+    sys.stdout.write(f"report: {output} ({len(page.encode()) / 1e3:.0f} kB, opens offline)\n")
+    return 0

@@ -1,0 +1,380 @@
+"""A run as one HTML page that opens offline: everything inline, drawn as SVG from the logs.
+
+The words and the order of the page are in ``page.html``, the drawings in ``charts.html``; here is
+what they show.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from importlib import resources
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import gossipdp
+from gossipdp.observe.log import RunLog
+from gossipdp_lab.report.charts import (
+    EVENT_WORDS,
+    HALF_WIDTH,
+    Drawing,
+    Pair,
+    closer_look,
+    duration,
+    heat_map,
+    line_chart,
+    number,
+    timeline,
+)
+from gossipdp_lab.report.view import Event, Points, RunView
+
+if TYPE_CHECKING:
+    from gossipdp.graph.promise import Plan
+
+MOST_HEAT_WORKERS = 64
+SECTIONS = {
+    "timeline": "Timeline",
+    "loss": "Loss",
+    "consensus": "How far apart the workers are",
+    "exchanges": "Who exchanged with whom",
+    "throughput": "Link throughput",
+    "faults": "Faults",
+    "plan": "The plan and the run",
+    "workers": "Workers",
+    "configuration": "Configuration",
+}
+
+Row = tuple[object, ...]
+
+
+def render(run_log: RunLog, name: str) -> str:
+    """The page of a run as HTML; ``name`` is what the run is called in the title."""
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("gossipdp", "report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    # Of the numbers that page.js reads none is NaN.
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    files = resources.files("gossipdp_lab.report")
+    view = RunView(run_log)
+    counts = run_log.exchange_counts()
+    planned = _planned(view)
+    distance = view.consensus_distance
+    return environment.get_template("page.html").render(
+        name=name,
+        version=gossipdp.__version__,
+        style=Markup(files.joinpath("page.css").read_text("utf-8")),
+        script=Markup(files.joinpath("page.js").read_text("utf-8")),
+        sections=SECTIONS,
+        subtitle=_subtitle(view),
+        tiles=_tiles(view),
+        num_workers=run_log.num_ranks,
+        timeline=timeline(view),
+        closer_look=closer_look(view),
+        loss=_loss(view),
+        consensus=_time_chart(
+            view,
+            "Edge distance against time",
+            view.over_time(lambda _, exchange: exchange.edge_distance),
+            y_label="edge distance",
+            mark=None if distance is None else (view.duration_s, distance),
+            mark_label="consensus distance at the end, exact",
+        ),
+        exchanges=_exchanges(view, counts, planned[1] if planned else {}),
+        bytes_per_exchange=number(view.bytes_per_exchange()),
+        sending=_time_chart(
+            view,
+            "Bytes sent a second against time",
+            view.sending(),
+            y_label="sent (B/s)",
+            is_linear=True,
+        ),
+        links=[
+            (
+                f"{pair[0]} – {pair[1]}",
+                speed.num_seen,
+                f"{speed.median_s * 1e3:.2f}",
+                f"{speed.bytes_per_s / 1e6:.1f}",
+            )
+            for pair, speed in sorted(
+                view.link_speeds().items(), key=lambda item: item[1].bytes_per_s
+            )
+        ],
+        faults=_faults(view),
+        plan=_plan(view, counts, *planned) if planned else None,
+        workers=[_worker_row(view, rank) for rank in view.ranks],
+        configuration=_configuration(view),
+        logged=[
+            (name.replace("_", " "), _shown(value))
+            for worker in view.workers.values()
+            for name, value in worker.last_values().items()
+        ],
+    )
+
+
+def _subtitle(view: RunView) -> str:
+    configuration = view.configuration
+    words = [configuration.get("graph"), f"method {configuration.get('method')}"]
+    if view.gossips:
+        words.append(f"comm rate {configuration.get('comm_rate')}")
+    if "parameters" in configuration:
+        words.append(f"{number(configuration['parameters'])} parameters")
+    return ", ".join(str(word) for word in words if word)
+
+
+def _tiles(view: RunView) -> list[tuple[str, str, str]]:
+    """The figures at the top of the page: name, value, and a word on it."""
+    steps = sorted(step.gradient_steps for step in view.steps.values())
+    samples = sum(step.samples for step in view.steps.values())
+    losses = [line[-1][1] for line in view.over_time(lambda step, _: step.loss) if line]
+    ended = sum(worker.end is not None for worker in view.workers.values())
+    come = f"{ended} of {len(view.ranks)} workers came to the end"
+    speed = f"{number(samples / view.duration_s)} a second" if view.duration_s else ""
+    range_of_steps = f"{number(steps[0])} to {number(steps[-1])} a worker" if steps else ""
+    loss = number(fmean(losses)) if losses else "not logged"
+    tiles = [
+        ("duration", duration(view.duration_s), come),
+        ("samples", number(samples), speed),
+        ("gradient steps", number(sum(steps)), range_of_steps),
+        ("last loss", loss, "mean of the workers" if losses else ""),
+    ]
+    if view.gossips and view.log.num_ranks > 1:
+        achieved, asked = view.achieved_comm_rate, view.configuration.get("comm_rate")
+        rate = f"{achieved:.2f}" if achieved is not None else "–"
+        asked_for = f"asked for {asked:g}" if asked is not None else ""
+        tiles.append(("exchanges", number(view.num_exchanges), f"{view.log.num_ranks} workers"))
+        tiles.append(("comm rate", rate, asked_for))
+    distance = view.consensus_distance
+    if distance is None:
+        return [*tiles, ("consensus distance", "unknown", "no worker came to the end")]
+    return [*tiles, ("consensus distance", number(distance), "exact, at the end")]
+
+
+# Charts.
+
+
+def _time_chart(view: RunView, name: str, lines: list[Points], **more: Any) -> Drawing | None:
+    """A line for each worker over the whole run's time; ``more`` as for ``line_chart``."""
+    return line_chart(
+        name,
+        lines,
+        view.ranks,
+        x_label="time (s)",
+        x_end=view.duration_s,
+        starts_of_pieces=view.starts_of_pieces(lines),
+        **more,
+    )
+
+
+def _loss(view: RunView) -> tuple[Drawing | None, Drawing | None] | None:
+    """The loss against time and against samples; None where none was logged."""
+    over_time = view.over_time(lambda step, _: step.loss)
+    if not any(over_time):
+        return None
+    samples_at = view.samples_at()
+    starts = view.starts_of_pieces(over_time)
+    over_samples = line_chart(
+        "Training loss against samples",
+        [[(samples_at(time_s), loss) for time_s, loss in line] for line in over_time],
+        view.ranks,
+        x_label="samples, all workers together",
+        y_label="training loss",
+        x_end=float(max(1, samples_at(math.inf))),
+        starts_of_pieces=[[samples_at(time_s) for time_s in each] for each in starts],
+        width=HALF_WIDTH,
+    )
+    name = "Training loss against time"
+    drawn = _time_chart(view, name, over_time, y_label="training loss", width=HALF_WIDTH)
+    return drawn, over_samples
+
+
+def _exchanges(
+    view: RunView, counts: Mapping[Pair, int], shares: Mapping[Pair, float]
+) -> dict[str, Any]:
+    """Heat maps of pairs of workers; empty where nobody exchanged."""
+    if not counts:
+        return {}
+    ranks = sorted({*view.ranks, *(rank for pair in counts for rank in pair)})
+    total, speeds = sum(counts.values()), view.link_speeds()
+
+    def tell_count(pair: Pair, value: float) -> str:
+        planned = f", planned {shares[pair]:.1%}" if pair in shares else ""
+        return f"{pair[0]} – {pair[1]}: {value:,.0f} exchanges, {value / total:.1%} of all{planned}"
+
+    def tell_time(pair: Pair, value: float) -> str:
+        speed = speeds[pair]
+        return (
+            f"{pair[0]} – {pair[1]}: median {value:.2f} ms of {speed.num_seen} seen, "
+            f"{speed.bytes_per_s / 1e6:.1f} MB/s each way"
+        )
+
+    shown = ranks[:MOST_HEAT_WORKERS]
+    return {
+        "num_shown": len(shown),
+        "left_out": len(ranks) - len(shown),
+        "counts": heat_map(
+            "Completed exchanges by pair of workers",
+            shown,
+            counts,
+            show=lambda value: f"{value:.0f}",
+            tell=tell_count,
+        ),
+        "durations": heat_map(
+            "Median duration of an exchange by pair of workers",
+            shown,
+            {pair: speed.median_s * 1e3 for pair, speed in speeds.items()},
+            show=lambda value: f"{value:.1f}",
+            tell=tell_time,
+        ),
+    }
+
+
+# Words and tables.
+
+
+def _faults(view: RunView) -> dict[str, Any]:
+    """Deaths, stops and returns, and the workers without an end or a log."""
+    unended = [f"worker {rank}" for rank, worker in view.workers.items() if worker.end is None]
+    missing = sorted(set(range(view.log.num_ranks)) - set(view.ranks))
+    return {
+        "events": [
+            (
+                f"{event.time_s:.2f}",
+                event.rank,
+                EVENT_WORDS.get(event.what, event.what),
+                _witnesses(event),
+            )
+            for event in view.events()
+        ],
+        "standstills": [
+            (rank, duration(idle_s), ", ".join(map(str, witnesses)))
+            for rank, (idle_s, witnesses) in view.standstills().items()
+        ],
+        "unended": ", ".join(unended),
+        "missing": ", ".join(map(str, missing)),
+    }
+
+
+def _witnesses(event: Event) -> str:
+    others = [str(rank) for rank in event.witnesses if rank != event.rank]
+    if not others:
+        return "itself"
+    spread_s = event.last_noticed_s - event.time_s
+    told = f"worker {', '.join(others)}"
+    return f"{told}, the last {duration(spread_s)} later" if spread_s > 0.01 else told
+
+
+def _worker_row(view: RunView, rank: int) -> Row:
+    worker, step, last = view.workers[rank], view.steps.get(rank), view.exchanges.get(rank)
+    return (
+        rank,
+        worker.latest_start.configuration.get("host", ""),
+        f"{step.gradient_steps:,}" if step else 0,
+        f"{step.samples / step.time_s:,.0f}" if step and step.time_s else "–",
+        f"{last.exchanges_initiated:,} + {last.exchanges_answered:,}" if last else 0,
+        f"{last.exchanges_failed:,}" if last else 0,
+        f"{last.waited_seconds:.1f}" if last else 0,
+        len(worker.lives),
+    )
+
+
+def _configuration(view: RunView) -> list[Row]:
+    """How the wrapper was called."""
+    all_of_them = [worker.latest_start.configuration for worker in view.workers.values()]
+    rows: list[Row] = []
+    for name, value in view.configuration.items():
+        if name not in ("edges", "host"):
+            differs = any(each.get(name) != value for each in all_of_them)
+            rows.append((name.replace("_", " "), _shown(value) + (" (differs)" if differs else "")))
+    return rows
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) if isinstance(value, str | int) else json.dumps(value)
+
+
+# The plan beside the run.
+
+
+def _planned(view: RunView) -> tuple[Plan, dict[Pair, float]] | None:
+    """The plan, and the share of all exchanges that each link is to have: lambda_ij over their sum.
+
+    None without exchanges, or without a graph or comm rate in the log.
+    """
+    edges, comm_rate = view.configuration.get("edges"), view.configuration.get("comm_rate")
+    if not view.gossips or not edges or comm_rate is None:
+        return None
+    import networkx as nx
+
+    from gossipdp.graph.constants import Constants
+    from gossipdp.graph.promise import plan
+
+    graph: nx.Graph[int] = nx.Graph()
+    graph.add_nodes_from(range(view.log.num_workers))
+    graph.add_edges_from(map(tuple, edges))
+    constants = Constants.of(graph, comm_rate)
+    shares = {
+        (worker, neighbour): rate / constants.exchanges_per_unit_time
+        for worker in constants.workers
+        for neighbour, rate in constants.neighbours(worker).items()
+        if worker < neighbour
+    }
+    return plan(graph, comm_rate), shares
+
+
+def _plan(
+    view: RunView, counts: Mapping[Pair, int], planned: Plan, shares: Mapping[Pair, float]
+) -> dict[str, Any] | None:
+    """Rows of what the graph promised and what happened; None before the first step."""
+    achieved = view.achieved_comm_rate
+    if achieved is None:
+        return None
+    is_accelerated = view.configuration["method"] == "a2cid2"
+    bound = planned.a2cid2_decay_bound if is_accelerated else planned.gossip_decay_bound
+    half_life = math.log(2) / bound
+    per_worker = 2 * view.num_exchanges / len(view.ranks)
+    took = "no exchange"
+    if per_worker and view.duration_s:
+        took = f"{duration(half_life * view.duration_s / per_worker)} at the run's pace"
+    mean_steps = fmean(step.gradient_steps for step in view.steps.values())
+    rows = [
+        ("exchanges per worker per gradient step", f"{planned.comm_rate:g}", f"{achieved:.3g}"),
+        (
+            "exchanges in the whole network per gradient step of a mean worker",
+            f"{planned.exchanges_per_unit_time:.3g}",
+            f"{view.num_exchanges / mean_steps:.3g}",
+        ),
+        (
+            "time in which half of a disagreement is gone, at most, in exchanges per worker",
+            f"{half_life:.2g}",
+            took,
+        ),
+        (
+            "A2CiD2 mixes so many times faster than plain gossip",
+            f"{planned.expected_speedup:.2g}",
+            "used" if is_accelerated else "not used: method gossip",
+        ),
+    ]
+    total = sum(counts.values())
+    if total:
+        by_count = sorted(shares, key=lambda pair: counts.get(pair, 0))
+        rows += [
+            (
+                f"share of the {word} used link, {pair[0]} – {pair[1]}",
+                f"{shares[pair]:.1%}",
+                f"{counts.get(pair, 0) / total:.1%}",
+            )
+            for word, pair in (("least", by_count[0]), ("most", by_count[-1]))
+        ]
+    told = (
+        f"χ₁ {number(planned.chi1)}, χ₂ {number(planned.chi2)}, η {number(planned.eta)}, "
+        f"α̃ {number(planned.alpha_tilde)}"
+    )
+    return {"constants": told, "rows": rows}

@@ -1,0 +1,218 @@
+"""Pictures of simulated runs: how they went, and what each worker did when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gossipdp_lab.simulate.study import SYNCHRONOUS, Ensemble
+from gossipdp_lab.simulate.trace import Activity, Interval, Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
+"""Colours that people with any common colour blindness can tell apart; yellow left out."""
+
+METHODS = ("a2cid2", "gossip", "allreduce", "released", "dpsgd", "diloco", "none")
+METHOD_COLOURS = dict(zip(METHODS, OKABE_ITO, strict=True))
+CASE_STYLES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (8, 3)), (0, (8, 2, 1, 2, 1, 2)))
+
+LEAST_SHOWN = {"without gradients": 1e-27, "with gradients": 1e-4}
+"""Shares of the largest consensus distance: what is smaller is rounding."""
+
+MOST_SHOWN = 1e100
+"""What is larger has diverged, and a logarithmic scale cannot show it."""
+
+ACTIVITY_COLOURS: dict[Activity, str] = {
+    "computing": OKABE_ITO[0],
+    "exchanging": OKABE_ITO[1],
+    "waiting": "#d9d9d9",
+}
+MOST_ROWS, LEAST_WORKERS = 36, 6
+"""Rows of a timeline: all its methods share them, but each shows so many workers at least."""
+
+NUM_TIMELINE_STEPS = 10
+
+
+AXES = {
+    "time_s": "virtual time (s)",
+    "exchanges": "exchanges per worker",
+    "gradient_steps": "gradient steps per worker",
+}
+"""The columns that others are drawn against."""
+
+
+def draw_simulation(ensembles: Sequence[Ensemble], path: Path, *, title: str) -> None:
+    """Write a PNG: loss and consensus distance over time, exchanges and gradient steps.
+
+    A line is the mean over seeds, its band reaches from the least to the greatest of them. Without
+    gradients there is no loss, and steps say what time says.
+    """
+    has_loss = any(np.isfinite(ensemble.column("loss")).any() for ensemble in ensembles)
+    rows = ["loss", "consensus_distance"] if has_loss else ["consensus_distance"]
+    columns = list(AXES) if has_loss else list(AXES)[:2]
+    figure = new_figure(5.0 + 4.2 * (len(columns) - 1), 1.3 + 3.2 * len(rows))
+    panels = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row", sharex="col")
+    for row, name in zip(panels, rows, strict=True):
+        for axes, column in zip(row, columns, strict=True):
+            for ensemble in ensembles:
+                _draw_band(axes, ensemble, column, name)
+            _scale(axes, ensembles, name, has_loss=has_loss)
+            axes.grid(True, which="major", linewidth=0.4, alpha=0.6)
+            if name == rows[-1]:
+                axes.set_xlabel(AXES[column])
+        row[0].set_ylabel("loss of the mean model" if name == "loss" else "consensus distance")
+    _name_the_hidden(panels[-1][0], ensembles)
+    handles, labels = panels[-1][0].get_legend_handles_labels()
+    if len(ensembles[0].traces) > 1:
+        title += "\nline: mean over seeds; band: from the least to the greatest"
+    figure.suptitle(title)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4))
+    figure.savefig(path, dpi=120)
+
+
+def _draw_band(axes: Axes, ensemble: Ensemble, column: str, name: str) -> None:
+    ends = {"time_s": float(ensemble.traces[0].num_workers), "exchanges": 2.0}.get(column, 1.0)
+    against = ensemble.mean(column) * ends / ensemble.traces[0].num_workers
+    values = ensemble.column(name)
+    values = np.where((values > 0) & (values < MOST_SHOWN), values, np.nan)
+    colour = METHOD_COLOURS[ensemble.method]
+    style = CASE_STYLES[ensemble.case % len(CASE_STYLES)]
+    mean = values.mean(axis=0)
+    axes.plot(against, mean, color=colour, linestyle=style, linewidth=1.6, label=ensemble.label)
+    if len(values) > 1:
+        axes.fill_between(
+            against, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.2, linewidth=0
+        )
+
+
+def _scale(axes: Axes, ensembles: Sequence[Ensemble], name: str, *, has_loss: bool) -> None:
+    """A logarithmic scale where there is something to show on it, without what is rounding."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    values = np.concatenate([ensemble.column(name).ravel() for ensemble in ensembles])
+    positive = values[(values > 0) & (values < MOST_SHOWN)]
+    if not len(positive):
+        return
+    axes.set_yscale("log")
+    if name == "consensus_distance":
+        share = LEAST_SHOWN["with gradients" if has_loss else "without gradients"]
+        floor = share * positive.max()
+        if positive.min() < floor:
+            axes.set_ylim(bottom=floor)
+    if positive.max() < 100 * positive.min():  # else the powers of ten do
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _name_the_hidden(axes: Axes, ensembles: Sequence[Ensemble]) -> None:
+    """Say whose consensus distance lies below what is shown: that of workers which agree."""
+    bottom = axes.get_ylim()[0]
+    columns = [ensemble.column("consensus_distance")[:, 1:] for ensemble in ensembles]
+    hidden = [
+        ensemble.label
+        for ensemble, column in zip(ensembles, columns, strict=True)
+        if column.size and column.max() < bottom
+    ]
+    if hidden:
+        text = f"less: {', '.join(hidden)}"
+        axes.text(0.98, 0.02, text, transform=axes.transAxes, ha="right", fontsize="small")
+
+
+def draw_timeline(traces: Sequence[Trace], path: Path, *, title: str) -> None:
+    """Write a PNG: what workers did in the last ten steps of each run, one method above another.
+
+    Workers of the asynchronous methods compute without pause; below that a bar shows when they
+    exchange. Those of the synchronous ones do one thing at a time.
+
+    Raises:
+        ValueError: a trace kept no timeline.
+    """
+    from matplotlib.patches import Patch
+
+    for trace in traces:
+        if not trace.intervals:
+            raise ValueError(f"{trace.method} kept no timeline: simulate with keep_timeline=True")
+    ranks = _shown_ranks(traces[0], max(LEAST_WORKERS, MOST_ROWS // len(traces)))
+    figure = new_figure(8.0, 1.2 + len(traces) * (0.6 + 0.24 * len(ranks)))
+    panels = figure.subplots(len(traces), 1, squeeze=False, sharex=True)[:, 0]
+    for axes, trace in zip(panels, traces, strict=True):
+        _draw_workers(axes, trace, ranks)
+    panels[-1].set_xlabel("time (s)")
+    if traces[0].num_workers > len(ranks):
+        title += f"; {len(ranks)} of them are shown"
+    figure.suptitle(title)
+    handles = [Patch(color=colour, label=name) for name, colour in ACTIVITY_COLOURS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=200)
+
+
+def _shown_ranks(trace: Trace, most: int) -> list[int]:
+    """The first so many workers; the slowest takes the last place where it is none of them."""
+    ranks = list(range(min(trace.num_workers, most)))
+    longest_s = dict.fromkeys(range(trace.num_workers), 0.0)
+    for one in trace.intervals:
+        if one.activity == "computing":
+            longest_s[one.rank] = max(longest_s[one.rank], one.end_s - one.start_s)
+    slowest = max(longest_s, key=longest_s.__getitem__)
+    if slowest not in ranks and longest_s[slowest] > max(longest_s[rank] for rank in ranks):
+        ranks[-1] = slowest
+    return ranks
+
+
+def _draw_workers(axes: Axes, trace: Trace, ranks: Sequence[int]) -> None:
+    # A worker that was ahead of others was in a round at the end that is not over.
+    last_s = {one.rank: one.end_s for one in trace.intervals}
+    end_s = min(trace.records[-1].time_s, *last_s.values())
+    begin_s = max(0.0, end_s - NUM_TIMELINE_STEPS * trace.unit_s)
+    is_synchronous = trace.method in SYNCHRONOUS
+    for activity, colour in ACTIVITY_COLOURS.items():
+        shown = [one for one in trace.intervals if one.activity == activity]
+        for row, rank in enumerate(ranks):
+            spans = [
+                span for one in shown if one.rank == rank and (span := _clip(one, begin_s, end_s))
+            ]
+            # Asynchronous: computing fills the upper part of a row, exchanges the lower.
+            below, height = row - 0.4, 0.8
+            if not is_synchronous:
+                below, height = (row + 0.15, 0.25) if activity == "exchanging" else (below, 0.5)
+            # Lines between steps; those between short exchanges would hide them.
+            width = 0.5 if activity == "computing" else 0.0
+            axes.broken_barh(
+                spans, (below, height), facecolor=colour, edgecolor="white", linewidth=width
+            )
+    axes.set_xlim(0.0, end_s - begin_s)
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    axes.set_yticks(range(len(ranks)), [str(rank) for rank in ranks])
+    axes.set_ylabel("worker")
+    text = "asynchronous: computing all the time"
+    if trace.records[-1].exchanges and not any(
+        one.activity == "exchanging" for one in trace.intervals
+    ):
+        text += "; exchanges take no time at fidelity ideal"
+    if is_synchronous:
+        idle_share = trace.records[-1].idle_share
+        text = f"synchronous: {idle_share:.0%} of the time not computing"
+    axes.set_title(f"{trace.method}, {text}", loc="left")
+
+
+def _clip(interval: Interval, begin_s: float, end_s: float) -> tuple[float, float] | None:
+    """(start, duration) of the part that is shown; None for nothing."""
+    start_s, until_s = max(interval.start_s, begin_s), min(interval.end_s, end_s)
+    return (start_s - begin_s, until_s - start_s) if until_s > start_s else None
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of this size in inches, drawn without a display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

@@ -1,0 +1,193 @@
+"""The ``links`` fidelity: the real protocol, messages and transfers that take their time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from gossipdp.dynamics.phase import Phase
+from gossipdp.protocol.actions import Begin
+from gossipdp.protocol.messages import ExchangeId
+from gossipdp.protocol.worker import Method
+from gossipdp_lab.simulate.network import Conditions, Network, Payload, make_workers
+from gossipdp_lab.simulate.population import Training
+from gossipdp_lab.simulate.scenario import Scenario, StepTimes
+from gossipdp_lab.simulate.trace import Activity, Recorder, Trace
+
+TIMEOUT_STEPS = 50.0
+TIMEOUT_LATENCIES = 20.0
+
+
+def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], None]) -> Trace:
+    """Simulate a2cid2, gossip, none or released over links.
+
+    Workers are real protocols, with the phases, rates and constants of real workers; what they
+    exchange are the rows of a population (:class:`CarriedRows`).
+    Links, step times and measured durations enter as they are given: nothing is fitted.
+
+    Workers are not in step: each is caught somewhere in the middle of its first step, by the seed.
+    The records show the rows as they stand, flowed to each worker's last boundary or exchange.
+
+    Raises:
+        ValueError: the scenario's graph or rates are not valid.
+    """
+    constants, links = scenario.make_constants(), scenario.links
+    has_momentum = method in ("a2cid2", "released")
+    protocol_method: dict[str, Method] = {"gossip": "gossip", "none": "none"}
+    # The runtime's 5 s for steps of 0.1 s, and in proportion: so the unit of time plays no part.
+    # Over links of a long latency it is longer: heartbeats take their time to start arriving.
+    longest_s = max(link.latency_s for link in (links.every, *links.overrides.values()))
+    workers = make_workers(
+        constants,
+        seed=scenario.seed,
+        method=protocol_method.get(method, "a2cid2"),
+        policy_name=scenario.neighbour_policy,
+        timeout_s=TIMEOUT_STEPS * scenario.compute_time.nominal_s + TIMEOUT_LATENCIES * longest_s,
+    )
+    for worker in workers.values():
+        worker.pairing.alpha_tilde = 0.5 + (worker.alpha_tilde - 0.5) * scenario.alpha_tilde_factor
+    training = Training.of(scenario, momentum=has_momentum, outer=scenario.outer)
+    recorder = Recorder(scenario, method, training, on_progress)
+    # eta and the worker's rate both scale with the comm rate: their ratio, which is all that a
+    # phase takes of them, is that at comm rate 1.
+    eta = constants.eta * scenario.eta_factor if has_momentum else 0.0
+    phases = {rank: Phase(eta, constants.worker_rate(rank)) for rank in constants.workers}
+    rows = CarriedRows(
+        training, phases, is_released=method == "released", interval=recorder.interval
+    )
+    row = training.population.x[0]
+    row_bytes = row.numel() * row.element_size()
+    network = Network(
+        workers,
+        constants.edges,
+        Conditions(
+            latency_s=links.latency_s,
+            transfer_s=links.begin(scenario.seed, scenario.model_bytes or row_bytes),
+            step_s=_caught_in_a_step(scenario),
+        ),
+        rows,
+    )
+    goes_on = True
+    while goes_on:
+        network.engine.run(until=recorder.next_s)
+        rows.settle_drift()
+        goes_on = recorder.record(
+            exchanges=network.num_exchanges, gradient_steps=sum(training.steps)
+        )
+    trace, protocols = recorder.trace, [workers[rank] for rank in sorted(workers)]
+    trace.worker_steps = training.steps
+    trace.worker_requests = [protocol.exchanges_initiated for protocol in protocols]
+    trace.worker_exchanges = [
+        protocol.exchanges_initiated + protocol.exchanges_answered for protocol in protocols
+    ]
+    trace.models_sent = rows.models_sent
+    trace.num_events = network.engine.num_events
+    trace.num_messages = dict(network.num_messages)
+    return trace
+
+
+def _caught_in_a_step(scenario: Scenario) -> StepTimes:
+    """The step times, of which each worker's first is only what is left of one."""
+    draw_s = scenario.compute_time.begin(scenario.seed)
+    source = Random(f"{scenario.seed} offsets")
+    left = {rank: source.random() for rank in range(scenario.num_workers)}
+    return lambda rank: left.pop(rank, 1.0) * draw_s(rank)
+
+
+@dataclass(slots=True)
+class _Open:
+    """An exchange that a worker is in."""
+
+    alpha_tilde: float
+    began_s: float
+    snapshot: Tensor
+
+
+class CarriedRows(Payload):
+    """Each worker holds a row of the population, trains it and exchanges it.
+
+    As on a real worker: an exchange freezes the phase at its start, the row flows to it, and its
+    snapshot is both what travels and what delta is computed from. A step boundary applies the
+    gradient step, then flows the row to the phase. An outer step is taken before the snapshot. The
+    optimizer's moments, where they are due, travel along: each end takes the mean of its own, as
+    they are when the peer's arrive, and of those. Between boundaries the row is x + pending of a
+    real worker; the gradient that is under way was begun at the row's value then.
+
+    The released exchange, for comparison only: what travels is the row before it flowed; delta is
+    the live row when the data arrive, flowed and with the steps taken meanwhile, minus that.
+
+    ``interval`` is told what each worker did when.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        phases: Mapping[int, Phase],
+        *,
+        is_released: bool = False,
+        interval: Callable[[int, Activity, float, float], None] = lambda *interval: None,
+    ) -> None:
+        self.population: Final = training.population
+        self.phases: Final = phases
+        self._training: Final = training
+        self._is_released: Final = is_released
+        self._interval: Final = interval
+        self.models_sent = 0.0
+        self._open: dict[int, _Open] = {}
+        self._halves: dict[ExchangeId, Tensor] = {}
+        """What exchanges that one end alone has applied did to the sum of x + c/2."""
+
+    def step_started(self, rank: int, now_s: float, end_s: float) -> None:
+        self._training.start_step(rank, now_s)
+        self._interval(rank, "computing", now_s, end_s)
+
+    def step_ended(self, rank: int, now_s: float) -> None:
+        self._training.end_step(rank)
+        self.population.flow(rank, self.phases[rank].at(now_s))
+
+    def exchange_began(self, rank: int, begin: Begin, now_s: float) -> tuple[Tensor, list[Tensor]]:
+        row = self.population.x[rank]
+        theta = self.phases[rank].start_exchange(now_s)
+        unflowed = row.clone() if self._is_released else None
+        self.population.flow(rank, theta)
+        self.population.outer_step(rank)
+        snapshot = row.clone() if unflowed is None else unflowed
+        moments = [moment[rank].clone() for moment in self._moments_due(begin.id)]
+        self._open[rank] = _Open(begin.alpha_tilde, now_s, snapshot)
+        self.models_sent += self.models(begin.id)
+        return snapshot, moments
+
+    def models(self, id: ExchangeId) -> float:
+        return self._training.models_due(id.counter)
+
+    def data_arrived(self, rank: int, id: ExchangeId, data: object, now_s: float) -> None:
+        assert isinstance(data, tuple)
+        peers, peers_moments = data
+        exchange, population = self._open[rank], self.population
+        mine = population.x[rank].clone() if self._is_released else exchange.snapshot
+        population.apply(rank, mine, peers, exchange.alpha_tilde)
+        for moment, peers_moment in zip(self._moments_due(id), peers_moments, strict=True):
+            moment[rank].add_(peers_moment).mul_(0.5)
+        if self._halves.pop(id, None) is None:
+            gain = 0.5 if population.c is None else 0.5 + 0.5 * (exchange.alpha_tilde - 0.5)
+            self._halves[id] = (mine - peers)[: population.num_trained].double() * -gain
+
+    def exchange_ended(self, rank: int, id: ExchangeId, now_s: float) -> None:
+        exchange = self._open.pop(rank)
+        self.phases[rank].end_exchange(now_s)
+        self._interval(rank, "exchanging", exchange.began_s, now_s)
+
+    def _moments_due(self, id: ExchangeId) -> list[Tensor]:
+        return self._training.moments_due(id.counter)
+
+    def settle_drift(self) -> None:
+        """Tell the population what exchanges under way did to its mean at one end so far."""
+        total = torch.zeros_like(self.population.half_applied)
+        for half in self._halves.values():
+            total += half
+        self.population.half_applied = total

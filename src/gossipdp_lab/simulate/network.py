@@ -1,0 +1,356 @@
+"""Workers, links and exchanges as events: the ``links`` fidelity of the simulator.
+
+Each worker is a real :class:`~gossipdp.protocol.worker.WorkerProtocol`. Messages take a latency.
+They arrive in order within a link, and in any order between links. An exchange is one transfer
+each way. An end has finished when its own data have left and the other's have arrived.
+
+Nothing goes wrong in this network. Tests of faults extend its methods: each callback of an event
+is a method, so that a subclass can hold it up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import Literal, TypeAlias
+
+from gossipdp.graph.constants import Constants, LiveGraph
+from gossipdp.protocol.actions import Begin, Send
+from gossipdp.protocol.messages import Envelope, ExchangeId
+from gossipdp.protocol.worker import Action, Method, WorkerProtocol
+from gossipdp_lab.simulate.engine import Engine, Event
+
+Outcome: TypeAlias = Literal["running", "finished", "stopped", "crashed"]
+
+
+def make_workers(
+    constants: Constants,
+    *,
+    seed: int,
+    method: Method = "a2cid2",
+    policy_name: str = "fresh",
+    timeout_s: float = 5.0,
+    num_chunks: int = 1,
+) -> dict[int, WorkerProtocol]:
+    """A protocol for every worker of the graph, each with its own random source.
+
+    All know of one another from the start, as after a rendezvous.
+    """
+    live_graph = LiveGraph(constants)
+    workers = {
+        rank: WorkerProtocol(
+            rank=rank,
+            incarnation=0,
+            process_id=rank,
+            host="simulated",
+            port=0,
+            constants=constants,
+            method=method,
+            policy_name=policy_name,
+            timeout_s=timeout_s,
+            random=Random(f"{seed} {rank} 0"),  # as a real worker of that seed
+            num_chunks=num_chunks,
+            live_graph=live_graph,
+        )
+        for rank in constants.workers
+    }
+    everybody = [worker.membership.own for worker in workers.values()]
+    for worker in workers.values():
+        worker.membership.merge_all(everybody)
+    return workers
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """How long everything takes, in seconds of virtual time.
+
+    Args:
+        latency_s: how long a message travels from one rank to another.
+        transfer_s: how long one model needs to get onto the link, in an exchange. Asked once for
+            each exchange: chunk by chunk each end waits for the other (the runtime's window), so
+            the two directions take equally long.
+        step_s: how long the next gradient step of a rank takes.
+    """
+
+    latency_s: Callable[[int, int], float]
+    transfer_s: Callable[[int, int], float]
+    step_s: Callable[[int], float]
+
+
+class Payload:
+    """What the workers hold; here it is nothing, and exchanges take their time all the same.
+
+    For each rank the calls alternate: a step starts, ends, and the next starts at once; an
+    exchange begins, the peer's data may arrive, and it ends before the next one begins.
+    """
+
+    def step_started(self, rank: int, now_s: float, end_s: float) -> None:
+        """A gradient step of ``rank`` begins, and will end at ``end_s``."""
+
+    def step_ended(self, rank: int, now_s: float) -> None:
+        """The gradient step of ``rank`` ends: its step boundary."""
+
+    def exchange_began(self, rank: int, begin: Begin, now_s: float) -> object:
+        """An exchange begins at ``rank``; return the data that travel to its peer."""
+        return None
+
+    def models(self, id: ExchangeId) -> float:
+        """How many models' worth of data each end sends in this exchange."""
+        return 1.0
+
+    def data_arrived(self, rank: int, id: ExchangeId, data: object, now_s: float) -> None:
+        """The peer's data have arrived at ``rank``, whole, in the exchange that it is in."""
+
+    def exchange_ended(self, rank: int, id: ExchangeId, now_s: float) -> None:
+        """The exchange is over at ``rank``: finished, or stopped before or after data arrived."""
+
+
+@dataclass(slots=True)
+class End:
+    """One end of an exchange: when it began and ended, and how."""
+
+    began: float
+    alpha_tilde: float
+    own_leave: float
+    """When its own data have left."""
+    ended: float | None = None
+    outcome: Outcome = "running"
+
+
+@dataclass(slots=True)
+class Exchange:
+    """An exchange, with the ends that have begun it."""
+
+    id: ExchangeId
+    transfer_s: float
+    ends: dict[int, End] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether both ends finished it."""
+        return [end.outcome for end in self.ends.values()] == ["finished", "finished"]
+
+
+@dataclass(slots=True)
+class _Direction:
+    """One way along a link: what keeps its order."""
+
+    last_arrival: float = 0.0
+    data_leave: float = 0.0
+    data_arrive: float = 0.0
+
+
+class Wire:
+    """A link in one of its lives; both ends drop what an earlier life carries.
+
+    Messages arrive in the order in which they were sent. The data of an exchange travel in chunks:
+    a message goes between two of them, behind all of them only once all have left.
+    """
+
+    def __init__(self, first: int, second: int) -> None:
+        self.is_up = True
+        self._directions = {first: _Direction(), second: _Direction()}
+
+    def carry_message(self, sender: int, now: float, latency_s: float) -> float:
+        """Send a message; return when it arrives."""
+        way = self._directions[sender]
+        arrives = max(now + latency_s, way.last_arrival)
+        if now >= way.data_leave:
+            arrives = max(arrives, way.data_arrive)
+        way.last_arrival = arrives
+        return arrives
+
+    def carry_data(
+        self, sender: int, now: float, transfer_s: float, latency_s: float
+    ) -> tuple[float, float]:
+        """Send one end's data of an exchange; return when all have left and when all arrive."""
+        way = self._directions[sender]
+        way.data_leave = now + transfer_s
+        way.data_arrive = max(way.data_leave + latency_s, way.last_arrival)
+        return way.data_leave, way.data_arrive
+
+
+class Network:
+    """Drives the protocols of ``workers``, of which those of ``edges`` are linked.
+
+    ``keeps_exchanges``: ``exchanges`` keeps those that are over too, in a long run many.
+
+    Attributes:
+        engine: the clock and its events; ``engine.run`` raises a RuntimeError when a worker begins
+            an exchange while in another, or does what only faults bring.
+        exchanges: by id, in the order in which they began.
+        num_exchanges: how many both ends have finished.
+        num_messages: the control messages sent, by type.
+    """
+
+    def __init__(
+        self,
+        workers: Mapping[int, WorkerProtocol],
+        edges: Collection[tuple[int, int]],
+        conditions: Conditions,
+        payload: Payload | None = None,
+        *,
+        keeps_exchanges: bool = False,
+    ) -> None:
+        self.engine = Engine()
+        self.workers = dict(workers)
+        self.conditions = conditions
+        self.exchanges: dict[ExchangeId, Exchange] = {}
+        self.num_exchanges = 0
+        self.num_messages: Counter[str] = Counter()
+        self._payload = Payload() if payload is None else payload
+        self._keeps_exchanges = keeps_exchanges
+        self._wires: dict[tuple[int, int], Wire] = {}
+        self._running: dict[int, Exchange] = {}
+        self._alarms: dict[int, Event] = {}
+        for rank in sorted(workers):
+            self._start_step(rank)
+        for first, second in sorted(edges):
+            self.connect(first, second)
+
+    def wire(self, first: int, second: int) -> Wire | None:
+        """The link between two workers, in either order; None where it is down."""
+        return self._wires.get((first, second) if first < second else (second, first))
+
+    def connect(self, first: int, second: int) -> None:
+        """Link two workers that are not."""
+        self._wires[min(first, second), max(first, second)] = Wire(first, second)
+        self.linked(first, second)
+        self.linked(second, first)
+
+    def linked(self, rank: int, peer: int) -> None:
+        """``rank`` has a link to ``peer`` now."""
+        self.perform(rank, self.workers[rank].link_up(peer, self.engine.now))
+
+    def perform(self, rank: int, actions: Sequence[Action]) -> None:
+        """Do what the protocol of ``rank`` answers to one input, then wait for its deadline."""
+        for action in actions:
+            self.act(rank, action)
+        self._set_alarm(rank)
+
+    def act(self, rank: int, action: Action) -> None:
+        """Do one thing that the protocol of ``rank`` asks for."""
+        if isinstance(action, Send):
+            self.send(rank, action.peer, action.message)
+        elif isinstance(action, Begin):
+            self._begin(rank, action)
+        else:
+            raise RuntimeError(f"rank {rank} asks for {action}, though nothing went wrong")
+
+    # --- steps and deadlines ---------------------------------------------------------------
+
+    def _start_step(self, rank: int) -> None:
+        now = self.engine.now
+        end = now + self.conditions.step_s(rank)
+        self._payload.step_started(rank, now, end)
+        self.engine.at(end, partial(self.end_step, rank, self.workers[rank]), priority=1)
+
+    def end_step(self, rank: int, worker: WorkerProtocol) -> None:
+        """The gradient step of a worker's process ends, and the next one begins."""
+        now = self.engine.now
+        self._payload.step_ended(rank, now)
+        self.perform(rank, worker.step(1, now))
+        self._start_step(rank)
+
+    def _set_alarm(self, rank: int) -> None:
+        now = self.engine.now
+        due = max(now, self.workers[rank].next_deadline(now))
+        alarm = self._alarms.get(rank)
+        if alarm is not None:
+            if alarm.time == due and alarm.callback is not None:
+                return
+            alarm.cancel()
+        if due < float("inf"):
+            self._alarms[rank] = self.engine.at(due, partial(self.poll, rank), priority=2)
+
+    def poll(self, rank: int) -> None:
+        """A deadline of ``rank`` has come."""
+        alarm = self._alarms.pop(rank, None)
+        if alarm is not None:
+            alarm.cancel()
+        worker, now, exchange = self.workers[rank], self.engine.now, self._running.get(rank)
+        if exchange is not None and any(now < end.own_leave for end in exchange.ends.values()):
+            worker.progressed(now)  # its data flow all the time
+        self.perform(rank, worker.poll(now))
+
+    # --- messages --------------------------------------------------------------------------
+
+    def send(self, rank: int, peer: int, envelope: Envelope) -> None:
+        """Put a message on the link, if there is one."""
+        wire = self.wire(rank, peer)
+        if wire is not None:
+            self.num_messages[type(envelope.message).__name__] += 1
+            latency_s = self.conditions.latency_s(rank, peer)
+            arrives = wire.carry_message(rank, self.engine.now, latency_s)
+            self.engine.at(arrives, partial(self.deliver, wire, rank, peer, envelope))
+
+    def deliver(self, wire: Wire, rank: int, peer: int, envelope: Envelope) -> None:
+        """A message from ``rank`` arrives at ``peer``."""
+        if wire.is_up:
+            self.perform(peer, self.workers[peer].receive(rank, envelope, self.engine.now))
+
+    # --- exchanges -------------------------------------------------------------------------
+
+    def _begin(self, rank: int, begin: Begin) -> None:
+        now, peer = self.engine.now, begin.peer
+        if rank in self._running:
+            raise RuntimeError(
+                f"rank {rank} begins {begin.id} while in {self._running[rank].id} at {now}"
+            )
+        exchange = self.exchanges.get(begin.id)
+        if exchange is None:
+            transfer_s = self.conditions.transfer_s(rank, peer) * self._payload.models(begin.id)
+            exchange = Exchange(begin.id, transfer_s)
+            self.exchanges[begin.id] = exchange
+        exchange.ends[rank] = End(now, begin.alpha_tilde, own_leave=now)
+        self._running[rank] = exchange
+        data = self._payload.exchange_began(rank, begin, now)
+        wire = self.wire(rank, peer)
+        if wire is not None:  # else the end will learn that it was cut
+            self.send_data(wire, rank, begin, data)
+
+    def send_data(self, wire: Wire, rank: int, begin: Begin, data: object) -> None:
+        """Put the data of one end of an exchange on its link."""
+        exchange, peer = self._running[rank], begin.peer
+        latency_s = self.conditions.latency_s(rank, peer)
+        leave, arrive = wire.carry_data(rank, self.engine.now, exchange.transfer_s, latency_s)
+        exchange.ends[rank].own_leave = leave
+        self.engine.at(arrive, partial(self.deliver_data, wire, rank, peer, exchange, data))
+
+    def deliver_data(
+        self, wire: Wire, rank: int, peer: int, exchange: Exchange, data: object
+    ) -> None:
+        """The data that ``rank`` sent arrive at ``peer``.
+
+        At the end that was asked these are the initiator's data, which confirm its ACCEPT.
+        """
+        now = self.engine.now
+        if not wire.is_up or self._running.get(peer) is not exchange:
+            return
+        self._payload.data_arrived(peer, exchange.id, data, now)
+        own_leave = exchange.ends[peer].own_leave
+        if own_leave > now:
+            self.engine.at(own_leave, partial(self.finish, wire, peer, rank, exchange))
+        else:
+            self.finish(wire, peer, rank, exchange)
+
+    def finish(self, wire: Wire, rank: int, peer: int, exchange: Exchange) -> None:
+        """At ``rank`` the peer's data have arrived and its own have left."""
+        if not wire.is_up or self._running.get(rank) is not exchange:
+            return
+        self._end(rank, "finished")
+        worker, now = self.workers[rank], self.engine.now
+        self.perform(rank, worker.finished(exchange.id, now))
+        self.perform(rank, worker.heard(peer, now))
+
+    def _end(self, rank: int, outcome: Outcome) -> None:
+        exchange = self._running.pop(rank)
+        self._payload.exchange_ended(rank, exchange.id, self.engine.now)
+        end = exchange.ends[rank]
+        end.ended, end.outcome = self.engine.now, outcome
+        self.num_exchanges += exchange.is_complete
+        if not self._keeps_exchanges and all(e.ended is not None for e in exchange.ends.values()):
+            del self.exchanges[exchange.id]

@@ -1,0 +1,262 @@
+"""The state of all simulated workers, a row each, and their gradient steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossipdp.dynamics import update
+from gossipdp.dynamics.outer import OuterStep
+from gossipdp_lab.simulate.objectives import Gradients, GradientSource
+from gossipdp_lab.simulate.optimizers import RowOptimizer
+from gossipdp_lab.simulate.scenario import Scenario
+from gossipdp_lab.tasks.workload import learning_rate_factor
+
+
+class Population:
+    """The state of n workers as matrices, under the same arithmetic as on real workers.
+
+    A row of ``x`` is what others see of a worker: its parameters and what exchanges and flow have
+    brought (``x + pending`` of a real worker). ``c`` is the momentum of the trained columns; float
+    buffers, in the columns after them, are averaged without. Without ``momentum`` there is no c.
+
+    With ``outer``, ``base`` is where each worker's last outer step left its trained columns, moved
+    along by what flow and exchanges added since: so x - base is what its optimizer did.
+    """
+
+    def __init__(
+        self, start: Tensor, num_trained: int, *, momentum: bool, outer: OuterStep | None = None
+    ) -> None:
+        self.x = start.clone()
+        self.num_trained = num_trained
+        self.c = torch.zeros_like(self.x[:, :num_trained]) if momentum else None
+        self.outer = outer
+        self.base = self.trained.clone() if outer is not None else None
+        self.outer_momentum = torch.zeros_like(self.trained) if outer is not None else None
+        self.num_exchanges = np.zeros(len(start), dtype=np.int64)
+        """That each worker began, counted for the outer step alone."""
+        self.theta = np.zeros(len(start))
+        """The phase to which each row has been flowed."""
+        # Where the sum of x + c/2 would be if gradient and outer steps alone moved it.
+        self.expected_sum = self.x[:, :num_trained].sum(dim=0, dtype=torch.float64)
+        self.half_applied = torch.zeros(num_trained, dtype=torch.float64)
+        """What exchanges that only one end has applied yet did to the sum of x + c/2."""
+
+    @property
+    def trained(self) -> Tensor:
+        """The trained columns of ``x``; a view of shape (n, num_trained)."""
+        return self.x[:, : self.num_trained]
+
+    def flow(self, rank: int, theta: float) -> None:
+        """Flow one row up to the phase ``theta``, which never goes back."""
+        if theta <= self.theta[rank]:
+            return
+        if self.c is not None:
+            s = math.exp(-2.0 * (theta - self.theta[rank]))
+            update.flow(self.trained[rank], self.c[rank], 0.5 * (1.0 - s))
+            if self.base is not None:
+                update.flow(self.base[rank], self.c[rank], 0.5 * (1.0 - s))
+            self.c[rank].mul_(s)
+        self.theta[rank] = theta
+
+    def apply(self, rank: int, mine: Tensor, peers: Tensor, alpha_tilde: float) -> None:
+        """One end of an exchange, from the snapshots of both ends."""
+        row, trained = self.x[rank], self.num_trained
+        c = None if self.c is None else self.c[rank]
+        update.exchange(row[:trained], c, mine[:trained], peers[:trained], 0.0, 1.0, alpha_tilde)
+        if trained < len(row):
+            update.exchange(row[trained:], None, mine[trained:], peers[trained:], 0.0, 1.0, 0.5)
+        if self.base is not None:
+            self.base[rank].add_(mine[:trained] - peers[:trained], alpha=-0.5)
+
+    def put(self, columns: slice, rows: Tensor) -> None:
+        """Replace columns of all rows; what this adds to their sum is meant."""
+        trained = slice(columns.start, min(columns.stop, self.num_trained))
+        before = self.x[:, trained].sum(dim=0, dtype=torch.float64)
+        self.x[:, columns] = rows
+        after = self.x[:, trained].sum(dim=0, dtype=torch.float64)
+        self.expected_sum[trained] += after - before
+
+    def outer_step(self, rank: int) -> None:
+        """Nesterov's step on what the optimizer of ``rank`` did since the last one, if it is due.
+
+        Once at the start of each of its exchanges.
+        """
+        if self.outer is None:
+            return
+        self.num_exchanges[rank] += 1
+        if self.num_exchanges[rank] % self.outer.every:
+            return
+        assert self.base is not None
+        assert self.outer_momentum is not None
+        row, base, m = self.trained[rank], self.base[rank], self.outer_momentum[rank]
+        brought = torch.zeros_like(row)
+        update.outer_step(row, brought, base, m, self.outer.momentum, self.outer.lr)
+        row += brought
+        base += brought
+        self.expected_sum += brought
+
+    def step(self, ranks: Sequence[int], changes: Tensor) -> None:
+        """Add what gradient steps changed: rows of (k, d)."""
+        if len(ranks) == 1:  # as asynchronous workers step: no copy of the row
+            self.x[ranks[0]].add_(changes[0])
+            self.expected_sum.add_(changes[0, : self.num_trained])
+        else:
+            rows = torch.tensor(ranks)
+            self.x.index_copy_(0, rows, self.x.index_select(0, rows) + changes)
+            self.expected_sum += changes[:, : self.num_trained].sum(dim=0, dtype=torch.float64)
+
+    def consensus_distance(self) -> float:
+        """(1/n) sum_i |x_i - mean|^2 over the trained columns."""
+        centred = self.trained - self.trained.mean(dim=0)
+        return float(centred.square().sum()) / len(self.x)
+
+    def mean(self) -> Tensor:
+        """The mean row of x + c/2, where the flow ends; (d,)."""
+        mean = self.x.mean(dim=0)
+        if self.c is not None:
+            mean[: self.num_trained] += 0.5 * self.c.mean(dim=0)
+        return mean
+
+    def drift(self) -> float:
+        """How far the mean of x + c/2 is from where gradient and outer steps would have moved it.
+
+        The Euclidean norm of the difference; exchanges that both ends applied leave rounding
+        errors only, and those that one end is still to apply (``half_applied``) do not count.
+        """
+        expected = (self.expected_sum + self.half_applied) / len(self.x)
+        return float((self.mean()[: self.num_trained].double() - expected).norm())
+
+
+class Training:
+    """Starts and ends gradient steps: evaluated at a step's start, applied at its end.
+
+    So is it on a real worker, whose parameters do not change under a forward and backward pass.
+    And so the gradients of all steps under way can be evaluated together: when the first of them
+    is needed, all are, in one batch. What a step finds does not depend on that.
+
+    Without a ``source`` (consensus) steps only count. The learning rate decays over ``decay_s``.
+    ``exchange_moments`` gives the periods of the optimizer's tensors that exchanges average.
+    """
+
+    def __init__(
+        self,
+        source: GradientSource | None,
+        optimizer: RowOptimizer,
+        population: Population,
+        *,
+        decay_s: float | None = None,
+        exchange_moments: Mapping[str, int] | None = None,
+    ) -> None:
+        self.source = source
+        self.population = population
+        self.optimizer = optimizer
+        self.state = optimizer.begin(population.trained)
+        self.steps = [0] * len(population.x)
+        """Gradient steps that each worker has ended."""
+        self._decay_s = decay_s
+        self._starts = torch.zeros_like(population.x)
+        self._factors = [1.0] * len(population.x)
+        self._under_way: dict[int, None] = {}
+        self._found: dict[int, Gradients] = {}
+        self._moments = dict(exchange_moments or {})
+        if unknown := sorted(self._moments.keys() - self.state.keys()):
+            raise ValueError(
+                f"exchange_moments names {', '.join(unknown)}, which the optimizer does not keep; "
+                f"choose among {', '.join(sorted(self.state.keys() - {'step'})) or 'none'}"
+            )
+        self._loss_sum, self._num_losses = 0.0, 0
+
+    @classmethod
+    def of(
+        cls,
+        scenario: Scenario,
+        *,
+        momentum: bool,
+        outer: OuterStep | None = None,
+        starts_alike: bool = False,
+    ) -> Training:
+        """The rows of a scenario and their training; all rows are rank 0's if they start alike."""
+        begun = scenario.objective.begin(scenario.num_workers, scenario.seed)
+        source = begun if scenario.objective.has_gradients else None
+        start = begun.start
+        if starts_alike and source is not None:
+            start = start[:1].expand_as(start)
+        population = Population(start, begun.num_trained, momentum=momentum, outer=outer)
+        return cls(
+            source,
+            scenario.optimizer,
+            population,
+            decay_s=scenario.end_s if scenario.learning_rate_decay else None,
+            exchange_moments=scenario.exchange_moments,
+        )
+
+    def start_step(self, rank: int, now_s: float) -> None:
+        """A worker begins a step at its current row."""
+        if self.source is not None:
+            self._starts[rank] = self.population.x[rank]
+            self._factors[rank] = self.factor(now_s)
+            self._under_way[rank] = None
+
+    def end_step(self, rank: int) -> None:
+        """Apply the step that the worker began last."""
+        self.steps[rank] += 1
+        if self.source is None:
+            return
+        if rank not in self._found:
+            ranks = sorted(self._under_way)
+            self._under_way.clear()
+            found = self.gradients(ranks, self._starts.index_select(0, torch.tensor(ranks)))
+            self._found.update(zip(ranks, found.rows(), strict=True))
+        # The optimizer steps now, not before: exchanges may have averaged its moments meanwhile.
+        start, factor = self._starts[rank : rank + 1], self._factors[rank]
+        changes = self.changes([rank], start, self._found.pop(rank), factor)
+        self.population.step([rank], changes)
+
+    def factor(self, now_s: float) -> float:
+        """What multiplies the learning rate of a step that starts now."""
+        if self._decay_s is None:
+            return 1.0
+        return learning_rate_factor(min(1.0, now_s / self._decay_s))
+
+    def gradients(self, ranks: Sequence[int], x: Tensor) -> Gradients:
+        """The next gradients of ``ranks`` at rows ``x``, whose losses count."""
+        assert self.source is not None
+        found = self.source.gradients(ranks, x)
+        self._loss_sum += float(found.losses.sum())
+        self._num_losses += len(ranks)
+        return found
+
+    def changes(
+        self, ranks: Sequence[int], x: Tensor, found: Gradients, factor: float | Tensor
+    ) -> Tensor:
+        """What the steps of ``ranks`` add to their rows; (k, d)."""
+        trained = x[:, : self.population.num_trained]
+        changes = self.optimizer.changes(self.state, ranks, trained, found.values, factor)
+        if found.buffer_changes.numel():
+            changes = torch.cat([changes, found.buffer_changes], dim=1)
+        return changes
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether exchanges average any of the optimizer's tensors."""
+        return bool(self._moments)
+
+    def moments_due(self, count: int) -> list[Tensor]:
+        """The optimizer's tensors, (n, d), that a worker's ``count``-th exchange averages."""
+        return [self.state[name] for name, every in self._moments.items() if count % every == 0]
+
+    def models_due(self, count: int) -> float:
+        """What either end sends in a worker's ``count``-th exchange, in models, moments too."""
+        moments = sum(moment.shape[1] for moment in self.moments_due(count))
+        return 1.0 + moments / self.population.x.shape[1]
+
+    def take_loss(self) -> float:
+        """The mean loss of the batches evaluated since the last call; NaN for none."""
+        mean = self._loss_sum / self._num_losses if self._num_losses else math.nan
+        self._loss_sum, self._num_losses = 0.0, 0
+        return mean

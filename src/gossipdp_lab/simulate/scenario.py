@@ -1,0 +1,330 @@
+"""Everything that a simulated run depends on: step times, links, and the run itself."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Literal, TypeAlias, final
+
+import networkx as nx
+
+from gossipdp.dynamics.outer import OuterStep
+from gossipdp.graph.constants import Constants
+from gossipdp.graph.topology import build_graph
+from gossipdp_lab.simulate.objectives import Consensus, Objective
+from gossipdp_lab.simulate.optimizers import RowOptimizer, Sgd
+
+StepTimes: TypeAlias = Callable[[int], float]
+"""Draws how long the next gradient step of a rank takes, in seconds."""
+ExchangeTimes: TypeAlias = Callable[[int, int], float]
+"""Draws how long the data of one exchange occupy the link between two ranks, in seconds."""
+Fidelity: TypeAlias = Literal["ideal", "links"]
+
+LATENCY_S = 0.0005
+"""How long a message travels where nothing else is said: within one data center."""
+
+LARGEST_STEP_SPREAD = 3.0
+"""With more the mean comes from steps so rare that a run does not see them: nearly all of its steps
+take next to no time, and there is no end of them."""
+
+
+def check_step_spread(name: str, spread: float) -> None:
+    """Raise a ValueError unless ``spread`` can be the spread of the logarithm of step times."""
+    if not 0.0 <= spread <= LARGEST_STEP_SPREAD:
+        raise ValueError(
+            f"{name} is {spread:g}, but must be from 0 to {LARGEST_STEP_SPREAD:g}: it is the "
+            "standard deviation of the logarithm of step times, 0.1 is typical"
+        )
+
+
+class ComputeTime(ABC):
+    """How long gradient steps take; a description, from which each run draws by its own seed."""
+
+    @property
+    @abstractmethod
+    def nominal_s(self) -> float:
+        """The mean duration of an ordinary worker's step: the unit of time of a run."""
+
+    @abstractmethod
+    def begin(self, seed: int) -> StepTimes:
+        """The step times of one run. Each rank draws from a source of its own."""
+
+
+@final
+@dataclass(frozen=True)
+class ConstantTime(ComputeTime):
+    """All steps take ``step_s`` seconds."""
+
+    step_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_positive("step_s", self.step_s)
+
+    @property
+    def nominal_s(self) -> float:
+        return self.step_s
+
+    def begin(self, seed: int) -> StepTimes:
+        return lambda rank: self.step_s
+
+
+@final
+@dataclass(frozen=True)
+class LognormalTime(ComputeTime):
+    """Step times of mean ``step_s`` whose logarithm has standard deviation ``spread``.
+
+    A ``spread`` above 3 is refused: hardly a run would see its mean.
+    """
+
+    step_s: float = 0.1
+    spread: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_positive("step_s", self.step_s)
+        check_step_spread("spread", self.spread)
+
+    @property
+    def nominal_s(self) -> float:
+        return self.step_s
+
+    def begin(self, seed: int) -> StepTimes:
+        sources = _Sources(seed)
+        median = math.log(self.step_s) - self.spread**2 / 2  # so that the mean is step_s
+        return lambda rank: sources[rank].lognormvariate(median, self.spread)
+
+
+@final
+@dataclass(frozen=True)
+class MeasuredTime(ComputeTime):
+    """Steps drawn, with replacement, from measured times in seconds."""
+
+    times_s: Sequence[float]
+
+    def __post_init__(self) -> None:
+        if not self.times_s:
+            raise ValueError("no measured step times were given: give at least one")
+        for time_s in self.times_s:
+            _check_positive("a measured step time", time_s)
+
+    @property
+    def nominal_s(self) -> float:
+        return math.fsum(self.times_s) / len(self.times_s)
+
+    def begin(self, seed: int) -> StepTimes:
+        sources = _Sources(seed)
+        return lambda rank: sources[rank].choice(self.times_s)
+
+
+@final
+@dataclass(frozen=True)
+class SlowedTime(ComputeTime):
+    """Some ranks take ``factors[rank]`` times as long as ``base`` says."""
+
+    base: ComputeTime
+    factors: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for rank, factor in self.factors.items():
+            _check_positive(f"the slow factor of rank {rank}", factor)
+
+    @property
+    def nominal_s(self) -> float:
+        return self.base.nominal_s
+
+    def begin(self, seed: int) -> StepTimes:
+        draw = self.base.begin(seed)
+        return lambda rank: draw(rank) * self.factors.get(rank, 1.0)
+
+
+class _Sources(dict[int, Random]):
+    """One random source a rank, so that no worker's draws depend on another's."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+
+    def __missing__(self, rank: int) -> Random:
+        source = self[rank] = Random(f"{self._seed} compute {rank}")
+        return source
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} is {value}; it must be a positive number")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One link, the same in both directions.
+
+    Args:
+        latency_s: how long a byte travels, in seconds.
+        bytes_per_s: how fast bytes leave, in each direction.
+    """
+
+    latency_s: float = LATENCY_S
+    bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            raise ValueError(f"latency_s is {self.latency_s}; it must be a number of at least 0")
+        if not self.bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s is {self.bytes_per_s}; it must be positive")
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """All links of a network.
+
+    The data of an exchange occupy their link for model_bytes / bytes_per_s, times a lognormal
+    factor of mean 1, and arrive a latency later. With ``durations_s`` the whole exchange takes a
+    duration drawn from that list instead, but no less than the latency; model_bytes, bytes_per_s
+    and jitter then play no part.
+
+    There is one draw an exchange, not one an end: real workers send chunk by chunk, within a window
+    of what the other has sent, so the slower direction holds back the faster one.
+
+    Args:
+        every: what links are like.
+        overrides: the links (i, j), in either order, that are different.
+        jitter: standard deviation of the logarithm of that factor; 0 for none.
+        durations_s: measured durations of exchanges, each from its start to its end at one worker.
+    """
+
+    every: Link = Link()
+    overrides: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    jitter: float = 0.0
+    durations_s: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.jitter) and self.jitter >= 0):
+            raise ValueError(f"jitter is {self.jitter}; it must be a number of at least 0")
+        for duration_s in self.durations_s:
+            if not (math.isfinite(duration_s) and duration_s >= 0):
+                raise ValueError(f"{duration_s} is no duration of an exchange in seconds")
+        for pair in self.overrides:
+            if pair[0] == pair[1]:
+                raise ValueError(f"link {pair} joins a rank with itself: give two ranks")
+            if pair[::-1] in self.overrides:
+                raise ValueError(f"link {pair} is given twice, in both orders: give it once")
+
+    def link(self, sender: int, receiver: int) -> Link:
+        """The link between two ranks."""
+        pair = (sender, receiver)
+        return self.overrides.get(pair) or self.overrides.get(pair[::-1], self.every)
+
+    def latency_s(self, sender: int, receiver: int) -> float:
+        """How long a message from one rank to another travels."""
+        return self.link(sender, receiver).latency_s
+
+    def begin(self, seed: int, model_bytes: float) -> ExchangeTimes:
+        """The transfer times of one run for a model of ``model_bytes``."""
+        random = Random(f"{seed} links")
+        if self.durations_s:
+            durations_s = tuple(self.durations_s)
+            return lambda sender, receiver: max(
+                0.0, random.choice(durations_s) - self.latency_s(sender, receiver)
+            )
+
+        def transfer_s(sender: int, receiver: int) -> float:
+            seconds = model_bytes / self.link(sender, receiver).bytes_per_s
+            if self.jitter:
+                seconds *= random.lognormvariate(-(self.jitter**2) / 2, self.jitter)
+            return seconds
+
+        return transfer_s
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One simulated run, but for its method. Frozen and picklable.
+
+    Args:
+        graph: a name that :func:`~gossipdp.graph.build_graph` knows, or a networkx graph.
+        num_workers: number of workers.
+        objective: what the workers minimise.
+        optimizer: how they step.
+        comm_rate: r, exchanges per worker per gradient step.
+        fidelity: "ideal", the paper's edges: they fire as Poisson processes, and exchanges are
+            instantaneous (gradients come by ``compute_time``, in the paper they are Poisson events
+            too); "links", the real protocol: messages and data take their time.
+        neighbour_policy: whom to ask; plays a part at "links" only.
+        compute_time: how long gradient steps take; its nominal step is the unit of time.
+        links: what links are like; at "links", and for the synchronous methods.
+        model_bytes: what one worker sends in an exchange; None: the bytes of a row.
+        num_steps: length of the run in units of time: the gradient steps of an ordinary worker.
+        seed: of everything random in the run.
+        graph_seed: of the random graphs.
+        num_records: how many points its time series have, evenly spaced.
+        stop_below: end once the consensus distance is below this share of its first value.
+        eta_factor: multiplies eta.
+        alpha_tilde_factor: multiplies the excess alpha_tilde - 1/2.
+        outer: the outer step. With a2cid2 and gossip each worker takes it at the start of its
+            exchanges; None: none. For diloco: None: as its paper.
+        exchange_moments: which of the optimizer's tensors, such as ``exp_avg_sq``, are averaged
+            too, and at every how many of the exchanges that a worker asks for.
+        sync_every: H, gradient steps from one average to the next, of diloco.
+        learning_rate_decay: warm-up and cosine decay over the run, in place of a constant rate.
+        keep_timeline: record what each worker does when.
+    """
+
+    graph: str | nx.Graph[int] = "ring"
+    num_workers: int = 16
+    objective: Objective = field(default_factory=Consensus)
+    optimizer: RowOptimizer = field(default_factory=Sgd)
+    comm_rate: float = 1.0
+    fidelity: Fidelity = "ideal"
+    neighbour_policy: str = "fresh"
+    compute_time: ComputeTime = field(default_factory=ConstantTime)
+    links: LinkModel = field(default_factory=LinkModel)
+    model_bytes: float | None = None
+    num_steps: float = 100.0
+    seed: int = 0
+    graph_seed: int = 0
+    num_records: int = 100
+    stop_below: float = 0.0
+    eta_factor: float = 1.0
+    alpha_tilde_factor: float = 1.0
+    outer: OuterStep | None = None
+    exchange_moments: Mapping[str, int] = field(default_factory=dict)
+    sync_every: int = 16
+    learning_rate_decay: bool = False
+    keep_timeline: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("comm_rate", "num_steps", "eta_factor"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value}; it must be a positive number")
+        if not (math.isfinite(self.alpha_tilde_factor) and self.alpha_tilde_factor >= 0):
+            raise ValueError(
+                f"alpha_tilde_factor is {self.alpha_tilde_factor}; it must be at least 0"
+            )
+        if not 0 <= self.stop_below < 1:
+            raise ValueError(f"stop_below is {self.stop_below}; it must be 0, or less than 1")
+        for name in ("num_records", "sync_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.model_bytes is not None and not self.model_bytes > 0:
+            raise ValueError(f"model_bytes is {self.model_bytes}; it must be positive")
+        for name, every in self.exchange_moments.items():
+            if every < 1:
+                raise ValueError(f"exchange_moments[{name!r}] is {every}; it must be at least 1")
+        if self.fidelity not in ("ideal", "links"):
+            raise ValueError(f"there is no fidelity {self.fidelity!r}; choose ideal or links")
+
+    @property
+    def end_s(self) -> float:
+        """When the run is over at the latest, in virtual seconds."""
+        return self.num_steps * self.compute_time.nominal_s
+
+    def make_graph(self) -> nx.Graph[int]:
+        """The graph, checked."""
+        return build_graph(self.graph, self.num_workers, seed=self.graph_seed)
+
+    def make_constants(self) -> Constants:
+        """The graph's rates and constants, at :attr:`comm_rate`."""
+        return Constants.of(self.make_graph(), self.comm_rate)

@@ -1,0 +1,235 @@
+"""What a simulated run leaves: its time series, who records them, and how fast workers agreed."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike
+
+from gossipdp_lab.simulate.objectives import Evaluation
+from gossipdp_lab.simulate.population import Training
+from gossipdp_lab.simulate.scenario import Scenario
+
+Series: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+TAIL_HIGHEST, TAIL_LOWEST = 1e-3, 1e-24
+"""Between these shares of its first value the consensus distance falls at its lasting rate."""
+LEAST_FALL = 1e-2
+"""A run that did not get below this share says nothing about the lasting rate."""
+MIN_DECAY_RECORDS = 3
+
+Activity: TypeAlias = Literal["computing", "exchanging", "waiting"]
+
+
+class Interval(NamedTuple):
+    """What a worker did from one moment to another, in seconds of virtual time."""
+
+    rank: int
+    activity: Activity
+    start_s: float
+    end_s: float
+
+
+class Record(NamedTuple):
+    """The state of the network at one moment.
+
+    Attributes:
+        time_s: virtual time, in seconds.
+        loss: of the mean of the workers, over the training objective; NaN without gradients.
+        batch_loss: mean over the batches since the last record; NaN for none.
+        metric: of the mean of the workers on held-out data; NaN where there is none.
+        consensus_distance: (1/n) sum_i |x_i - mean|^2.
+        exchanges: so far, over the network; a synchronous round counts the edges it used.
+        gradient_steps: so far, of all workers.
+        idle_share: share of all workers' time so far that was spent waiting.
+        drift: distance of the mean of x + c/2 from where gradient and outer steps moved it.
+    """
+
+    time_s: float
+    loss: float
+    batch_loss: float
+    metric: float
+    consensus_distance: float
+    exchanges: int
+    gradient_steps: int
+    idle_share: float
+    drift: float
+
+
+@dataclass
+class Trace:
+    """One simulated run.
+
+    Attributes:
+        method: its method.
+        num_workers: number of workers.
+        unit_s: the duration of an ordinary gradient step: the unit of time.
+        records: in the order of time; the first is the start.
+        worker_steps: gradient steps of each worker.
+        worker_exchanges: exchanges of each worker, both those it asked for and those it answered.
+        worker_requests: exchanges that each worker asked for; empty where nobody asks.
+        models_sent: by all workers: how often the values of one model, moments count as such.
+        num_events: events that the engine and the edges handled.
+        num_messages: control messages sent, by type; empty where there are none.
+        intervals: what each worker did when, if the scenario asks for it.
+        wall_s: how long the simulation itself took; not part of :meth:`digest`.
+    """
+
+    method: str
+    num_workers: int
+    unit_s: float
+    records: list[Record] = field(default_factory=list)
+    worker_steps: list[int] = field(default_factory=list)
+    worker_exchanges: list[int] = field(default_factory=list)
+    worker_requests: list[int] = field(default_factory=list)
+    models_sent: float = 0.0
+    num_events: int = 0
+    num_messages: dict[str, int] = field(default_factory=dict)
+    intervals: list[Interval] = field(default_factory=list)
+    wall_s: float = 0.0
+
+    def column(self, name: str) -> Series:
+        """One time series by its name in :class:`Record`; (num_records + 1,)."""
+        return np.array([getattr(record, name) for record in self.records], dtype=np.float64)
+
+    @property
+    def achieved_comm_rate(self) -> float:
+        """Exchanges per worker per gradient step: 2 exchanges / all gradient steps; NaN if none."""
+        last = self.records[-1]
+        return 2 * last.exchanges / last.gradient_steps if last.gradient_steps else math.nan
+
+    @property
+    def models_per_step(self) -> float:
+        """Models that a worker sends for each of its gradient steps; NaN without steps."""
+        steps = self.records[-1].gradient_steps
+        return self.models_sent / steps if steps else math.nan
+
+    def digest(self) -> str:
+        """A hash of all that the run did, but for how long it took: same seed, same digest."""
+        content = vars(self) | {
+            # Bytes, since JSON and equality know no NaN.
+            "records": np.array(self.records, dtype=np.float64).tobytes(),
+            "num_messages": dict(sorted(self.num_messages.items())),
+            "wall_s": None,
+        }
+        return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
+
+    def decay_per_exchange(
+        self, lowest: float = TAIL_LOWEST, least_fall: float = LEAST_FALL
+    ) -> float:
+        """How fast the workers agreed: see :func:`decay_per_exchange`."""
+        return decay_per_exchange(
+            self.column("exchanges") * 2.0 / self.num_workers,
+            self.column("consensus_distance"),
+            lowest=lowest,
+            least_fall=least_fall,
+        )
+
+
+def decay_per_exchange(
+    exchanges_per_worker: ArrayLike,
+    consensus_distances: ArrayLike,
+    *,
+    lowest: float = TAIL_LOWEST,
+    least_fall: float = LEAST_FALL,
+) -> float:
+    """Slope of -log(consensus distance) over exchanges per worker, by least squares.
+
+    At first modes of all speeds decay together; the slowest is what lasts. So the slope is taken
+    between 1e-3 and ``lowest`` of the first distance: from the first record at or below the one to
+    the last before the first one below the other. If the run did not get to ``lowest``, it is taken
+    over the second half of the decades that it fell, if it fell to ``least_fall``: an estimate that
+    is on the high side.
+
+    Args:
+        exchanges_per_worker, consensus_distances: one each record.
+        lowest: below this share of the first distance lies rounding; 1e-24 for float64.
+        least_fall: a run that did not get to this share of its first value has no slope; two
+            decades by default.
+
+    Returns:
+        The slope; NaN for a run that fell less, or within three records.
+    """
+    distances = np.asarray(consensus_distances, dtype=np.float64)
+    fallen = lowest_share(distances)
+    if fallen > least_fall:
+        return math.nan
+    shares = distances / distances[0]
+    begin = _first(shares <= max(TAIL_HIGHEST, math.sqrt(fallen)))
+    end = _first(shares < lowest)
+    exchanges = np.asarray(exchanges_per_worker, dtype=np.float64)[begin:end]
+    if len(set(exchanges.tolist())) < MIN_DECAY_RECORDS:
+        return math.nan
+    slope, _ = np.polyfit(exchanges, -np.log(shares[begin:end]), 1)
+    return float(slope)
+
+
+def lowest_share(consensus_distances: Series) -> float:
+    """To which share of its first value the consensus distance fell; 1 for no distance at all."""
+    first = consensus_distances[0]
+    return float(np.nanmin(consensus_distances) / first) if first > 0 else 1.0
+
+
+def _first(condition: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
+    """The first place where it holds; the length where it never does."""
+    return int(np.argmax(condition)) if condition.any() else len(condition)
+
+
+class Recorder:
+    """Records the network at evenly spaced moments, and says when the run is over."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        method: str,
+        training: Training,
+        on_progress: Callable[[float], None],
+    ) -> None:
+        self.trace = Trace(method, scenario.num_workers, scenario.compute_time.nominal_s)
+        self._scenario = scenario
+        self._training = training
+        self._on_progress = on_progress
+
+    @property
+    def next_s(self) -> float:
+        """When the next record is due; inf once all are made."""
+        made = len(self.trace.records)
+        if made > self._scenario.num_records:
+            return math.inf
+        return self._scenario.end_s * made / self._scenario.num_records
+
+    def record(self, *, exchanges: int, gradient_steps: int, idle_share: float = 0.0) -> bool:
+        """Make the record that is due at :attr:`next_s`; return whether the run goes on."""
+        training, population = self._training, self._training.population
+        judged = Evaluation(loss=math.nan)
+        if training.source is not None:
+            judged = training.source.evaluate(population.mean())
+        records, time_s = self.trace.records, self.next_s
+        records.append(
+            Record(
+                time_s=time_s,
+                loss=judged.loss,
+                batch_loss=training.take_loss(),
+                metric=math.nan if judged.metric is None else judged.metric,
+                consensus_distance=population.consensus_distance(),
+                exchanges=exchanges,
+                gradient_steps=gradient_steps,
+                idle_share=idle_share,
+                drift=population.drift(),
+            )
+        )
+        distance, first = records[-1].consensus_distance, records[0].consensus_distance
+        is_over = distance < self._scenario.stop_below * first or not math.isfinite(distance)
+        self._on_progress(1.0 if is_over else min(1.0, time_s / self._scenario.end_s))
+        return not is_over and len(records) <= self._scenario.num_records
+
+    def interval(self, rank: int, activity: Activity, start_s: float, end_s: float) -> None:
+        """Keep what a worker did, if the scenario asks for it."""
+        if self._scenario.keep_timeline:
+            self.trace.intervals.append(Interval(rank, activity, start_s, end_s))

@@ -1,0 +1,86 @@
+"""``gossipdp train``: finds the recipe and trains it with several workers on this machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import tyro
+
+from gossipdp_lab.tasks.options import (
+    BytesGptOptions,
+    Cifar10Options,
+    ImageNetOptions,
+    check_numbers,
+)
+
+Recipe = (
+    Annotated[Cifar10Options, tyro.conf.subcommand("cifar10")]
+    | Annotated[ImageNetOptions, tyro.conf.subcommand("imagenet")]
+    | Annotated[BytesGptOptions, tyro.conf.subcommand("bytes-gpt")]
+)
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """Train a recipe with several workers on this machine.
+
+    The paper's ResNet-18 on CIFAR-10 and ResNet-50 on ImageNet, and a small GPT on any text. Each
+    recipe has options of its own. If gossipdp run or torchrun started this process, it is one of
+    their workers, and --workers has no effect.
+    """
+
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+
+    workers: int = 4
+    """Number of worker processes."""
+
+    max_restarts: int = 0
+    """How many times, in all, workers that died are started again. They rejoin the run."""
+
+    pin: bool = False
+    """Give each worker its own share of the cores."""
+
+
+def run(arguments: TrainArguments) -> int:
+    """Train; worker 0 shows how far it is and what came of it. Returns the exit status.
+
+    Raises ValueError or FileNotFoundError for bad input and missing data, before any worker starts.
+    """
+    check_numbers(arguments, workers=1, max_restarts=0)
+
+    from gossipdp.graph import build_graph
+
+    options = arguments.recipe
+    build_graph(options.graph, arguments.workers, seed=options.seed)
+
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        from gossipdp_lab.tasks.training import train
+
+        train(options)
+        return 0
+
+    from gossipdp.launcher.local import launch, start_fork_server
+
+    start_fork_server()  # it imports torch while this process does so too
+
+    from torch import nn
+
+    from gossipdp.parallel.moments import chosen_moments
+    from gossipdp_lab.tasks import make_recipe
+    from gossipdp_lab.tasks.training import train
+    from gossipdp_lab.tasks.workload import worker_device
+
+    worker_device(options.device)
+    recipe = make_recipe(replace(options, device="cpu"))  # opens the data
+    # Does the optimizer keep the moments that are named? Any module will do to ask.
+    chosen_moments(options.moments, [recipe.make_optimizer(nn.Linear(1, 1))], options.comm_rate)
+    launch(
+        train,
+        world_size=arguments.workers,
+        args=(options,),
+        pin=arguments.pin,
+        max_restarts=arguments.max_restarts,
+    )
+    return 0

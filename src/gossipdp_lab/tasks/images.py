@@ -1,0 +1,500 @@
+"""The two trainings of the paper, with their networks: CIFAR-10 and ImageNet."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from gossipdp.parallel.schedule import parameter_groups
+from gossipdp_lab.tasks.options import Cifar10Options, ImageNetOptions, PaperOptions
+from gossipdp_lab.tasks.workload import BatchLoader, Workload, evaluating, worker_seed
+
+Batch = tuple[Tensor, Tensor]
+"""Images (batch, 3, height, width), uint8; labels (batch,), int64."""
+
+Box = tuple[float, float, float, float]
+"""Left, upper, right and lower edge in pixels."""
+
+CIFAR_RESNET18_PARAMETERS = 11_173_962
+
+LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 5e-4
+WARMUP_EPOCHS = 5
+
+RELEASED_BATCH_SIZE, RELEASED_CLIP_NORM = 256, 1.0
+"""Of the authors' released scripts: the batch for which their rate is meant, and their clipping."""
+
+CIFAR10_FOLDER = "cifar-10-batches-bin"
+CIFAR10_FILES = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")
+CIFAR10_ROW = 1 + 3 * 32 * 32
+HOW_TO_GET_CIFAR10 = (
+    "CIFAR-10 is not downloaded for you: get the binary version, cifar-10-binary.tar.gz (170 MB), "
+    "from https://www.cs.toronto.edu/~kriz/cifar.html, unpack it (tar xf), and name the folder "
+    f"where {CIFAR10_FOLDER} lies with --data"
+)
+
+SIZE = 224
+SHORTER_SIDE = 256 / 224
+"""For evaluation the shorter side is scaled to this times the size before the middle is taken."""
+
+AREAS, RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)
+"""Of a random box: its share of the image's area, and its width over its height."""
+
+HOW_TO_GET_IMAGENET = (
+    "ImageNet is not downloaded for you: register at https://image-net.org, get the archives of "
+    "ILSVRC 2012, and unpack them to train/WNID/NAME.JPEG and val/WNID/NAME.JPEG in a folder that "
+    "you name with --data, such as train/n01440764/n01440764_10026.JPEG"
+)
+
+
+class PaperRecipe(Workload[Batch]):
+    """SGD with momentum; the rate that suits one worker is scaled by their number over 5 epochs.
+
+    With ``released_settings`` as in the authors' released scripts (main.py, adp.slurm and utils of
+    https://github.com/AdelNabli/ACiD): the rate is scaled by the samples of a step of all workers
+    over 256, gradients are clipped under a2cid2, and all norms start as the identity.
+
+    milestones: shares of the run after which the rate is divided by ten.
+    mean, deviation: of the training images' three channels, as shares of the largest value.
+    """
+
+    milestones: tuple[float, ...]
+    mean: ClassVar[tuple[float, float, float]]
+    deviation: tuple[float, float, float]
+
+    def __init__(self, options: PaperOptions) -> None:
+        super().__init__(options.batch_size, device=options.device)
+        self._epochs = options.epochs
+        self._is_released = options.released_settings
+        if self._is_released and options.method == "a2cid2":
+            self.clip_norm = RELEASED_CLIP_NORM
+
+    def make_model(self) -> nn.Module:
+        net: Any = self.make_network()  # torch's types lack memory_format
+        if self._is_released:
+            for norm in (each for each in net.modules() if isinstance(each, nn.BatchNorm2d)):
+                nn.init.ones_(norm.weight)
+        moved: nn.Module = net.to(self.device, memory_format=torch.channels_last)
+        return moved
+
+    @abstractmethod
+    def make_network(self) -> nn.Module:
+        """The network, on the CPU."""
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        groups = parameter_groups(model, WEIGHT_DECAY)
+        return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=MOMENTUM)
+
+    def rate_factor(self, progress: float, world_size: int) -> float:
+        """Of one worker's rate (Goyal et al., arXiv 1706.02677, section 2.2)."""
+        peak = float(world_size)
+        if self._is_released:
+            peak *= self.batch_size / RELEASED_BATCH_SIZE
+        warmup = min(1.0, WARMUP_EPOCHS / self._epochs)
+        through = min(1.0, progress / warmup)
+        drops = sum(progress >= milestone for milestone in self.milestones)
+        return float((1 + through * (peak - 1)) * 0.1**drops)
+
+    @abstractmethod
+    def augment(self, images: Tensor) -> Tensor:
+        """What a training batch goes through before the network."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        images, labels = (each.to(self.device, non_blocking=True) for each in batch)
+        return F.cross_entropy(model(self.normalize(self.augment(images))), labels)
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """Bytes to floats: (value / 255 - mean) / deviation, channel by channel."""
+        shape = (1, -1, 1, 1)
+        mean = torch.tensor(self.mean, device=images.device).view(shape)
+        deviation = torch.tensor(self.deviation, device=images.device).view(shape)
+        return images.float().div_(255).sub_(mean).div_(deviation)
+
+    def accuracy(self, model: nn.Module, batches: Iterable[Batch]) -> float:
+        """Share of the images that the model classifies correctly."""
+        right, count = torch.zeros((), dtype=torch.int64, device=self.device), 0
+        with evaluating(model):
+            for batch in batches:
+                images, labels = (each.to(self.device, non_blocking=True) for each in batch)
+                right += (model(self.normalize(images)).argmax(dim=1) == labels).sum()
+                count += len(labels)
+        return int(right) / count
+
+
+@final
+class Cifar10(PaperRecipe):
+    """ResNet-18 with the stem for small images, SGD, crop and flip; see ``Cifar10Options``.
+
+    All images are kept in memory, on the worker's device (180 MB for the real ones).
+    """
+
+    metric_name = "test_accuracy"
+    milestones = (0.5, 0.75)  # epochs 50 and 75 of 100
+    mean, deviation = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+    def __init__(self, options: Cifar10Options) -> None:
+        super().__init__(options)
+        if options.released_settings:
+            self.deviation = (0.2023, 0.1994, 0.2010)
+        train, test = read_cifar10(options.data)
+        self.train, self.test = (
+            (images.to(self.device), labels.to(self.device)) for images, labels in (train, test)
+        )
+        self.check_one_batch()
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.train[1])
+
+    def make_network(self) -> nn.Module:
+        return cifar_resnet18()
+
+    def train_loader(self, rank: int, num_workers: int, seed: int) -> BatchLoader[Batch]:
+        def gather(chosen: Tensor) -> Batch:
+            rows = chosen.to(self.device)
+            return self.train[0][rows], self.train[1][rows]
+
+        return BatchLoader(
+            torch.arange(self.num_samples),
+            batch_size=self.batch_size,
+            seed=worker_seed(rank, num_workers, seed),
+            gather=gather,
+        )
+
+    def augment(self, images: Tensor) -> Tensor:
+        return random_crop_and_flip(images, padding=4)
+
+    def evaluate(self, model: nn.Module) -> float:
+        """Share of the test images that are classified correctly."""
+        images, labels = (torch.split(each, 500) for each in self.test)
+        return self.accuracy(model, zip(images, labels, strict=True))
+
+
+def read_cifar10(path: Path) -> tuple[Batch, Batch]:
+    """The 50,000 training and 10,000 test images, or as many as the files hold.
+
+    Each file has, for each image, a byte for its label, then red, green and blue, row by row.
+
+    Raises:
+        FileNotFoundError: it is not at ``path``; the message says how to get it.
+        ValueError: a file is none of CIFAR-10's.
+    """
+    folder = path / CIFAR10_FOLDER if (path / CIFAR10_FOLDER).is_dir() else path
+    batches = []
+    for file in (folder / name for name in CIFAR10_FILES):
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no {file.absolute()}. {HOW_TO_GET_CIFAR10}")
+        content = np.fromfile(file, np.uint8)
+        if not len(content) or len(content) % CIFAR10_ROW:
+            raise ValueError(f"{file} has no rows of {CIFAR10_ROW:,} bytes; is it CIFAR-10?")
+        rows = content.reshape(-1, CIFAR10_ROW)
+        if rows[:, 0].max() >= 10:
+            raise ValueError(f"{file} has a label that is not 0 to 9; is it CIFAR-10?")
+        images = torch.from_numpy(rows[:, 1:].reshape(-1, 3, 32, 32).copy())
+        batches.append((images, torch.from_numpy(rows[:, 0].astype(np.int64))))
+    images, labels = (torch.cat(each) for each in zip(*batches[:-1], strict=True))
+    return (images, labels), batches[-1]
+
+
+@final
+class ImageNet(PaperRecipe):
+    """ResNet-50, SGD, random boxes and flips; see ``ImageNetOptions``."""
+
+    metric_name = "validation_accuracy"
+    milestones = (30 / 90, 60 / 90, 80 / 90)
+    mean, deviation = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+    def __init__(self, options: ImageNetOptions) -> None:
+        super().__init__(options)
+        if options.released_settings:
+            self.milestones = (0.3, 0.6, 0.8)
+        self._loader_processes = options.loader_processes
+        train, validation = options.data / "train", options.data / "val"
+        for folder in (train, validation):
+            if not folder.is_dir():
+                raise FileNotFoundError(f"there is no {folder.absolute()}. {HOW_TO_GET_IMAGENET}")
+        self.synsets = sorted(n for n in os.listdir(train) if re.fullmatch(r"n\d{8}", n))
+        self.train = JpegFolders(train, self.synsets, part="random")
+        self.validation = JpegFolders(validation, self.synsets, part="middle")
+        self.check_one_batch()
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.train)
+
+    def make_network(self) -> nn.Module:
+        return resnet50(len(self.synsets))
+
+    def train_loader(self, rank: int, num_workers: int, seed: int) -> DataLoader[Batch]:
+        generator = torch.Generator().manual_seed(worker_seed(rank, num_workers, seed))
+        return self._loader(self.train, shuffle=True, generator=generator, drop_last=True)
+
+    def augment(self, images: Tensor) -> Tensor:
+        return random_flip(images)
+
+    def evaluate(self, model: nn.Module) -> float:
+        """Share of the validation images that are classified correctly, of the middle of each."""
+        return self.accuracy(model, self._loader(self.validation))
+
+    def _loader(self, data: JpegFolders, **options: Any) -> DataLoader[Batch]:
+        return DataLoader(data, self.batch_size, num_workers=self._loader_processes, **options)
+
+
+class JpegFolders(Dataset[Batch]):
+    """Images of root/WNID/NAME.JPEG, uint8; the label is the WNID's place in order.
+
+    ``part`` says what is taken of each image: ``random``: a box of random area, shape and place;
+    ``middle``: the square in the middle that is left when the shorter side is 256 and the size 224.
+    """
+
+    def __init__(
+        self, root: Path, synsets: Sequence[str], *, part: Literal["random", "middle"]
+    ) -> None:
+        names: list[bytes] = []
+        labels: list[int] = []
+        for label, synset in enumerate(synsets):
+            files = sorted((root / synset).glob("*.JPEG"))
+            names += [os.fsencode(f"{synset}/{file.name}") for file in files]
+            labels += [label] * len(files)
+        if not names:
+            raise ValueError(f"{root} holds no images as WNID/NAME.JPEG, such as n01440764/x.JPEG")
+        self._root = root
+        # One array in place of a million strings: loader processes share its memory.
+        self._names: NDArray[np.bytes_] = np.array(names, dtype=np.bytes_)
+        self._labels = torch.tensor(labels)
+        self._choose_box = random_box if part == "random" else middle_box
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, number: int) -> Batch:
+        path = self._root / os.fsdecode(bytes(self._names[number]))
+        try:
+            # One of the original files is a PNG by content.
+            with Image.open(path, formats=("JPEG", "PNG")) as image:
+                pixels = scaled_part(image, self._choose_box(*image.size), SIZE)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+        return torch.tensor(pixels).permute(2, 0, 1), self._labels[number]
+
+
+def random_crop_and_flip(images: Tensor, padding: int) -> Tensor:
+    """Shift each image by up to ``padding`` pixels each way, black at the borders; flip half.
+
+    The draws come from torch's generator of the images' device.
+
+    Args:
+        images: (batch, channels, height, width), any type.
+        padding: black pixels at each border, of which the crop may take in some.
+
+    Returns:
+        Images of the same shape and type, in memory in the order of channels last.
+
+    References:
+        He et al., 2016, section 4.2: 4 pixels on CIFAR-10.
+    """
+    batch, _, height, width = images.shape
+    device = images.device
+    padded = F.pad(images, (padding,) * 4)
+    top, left = torch.randint(2 * padding + 1, (2, batch, 1), device=device)
+    rows = top + torch.arange(height, device=device)
+    columns = left + torch.arange(width, device=device)
+    flips = torch.rand(batch, 1, device=device) < 0.5
+    columns = torch.where(flips, columns.flip(1), columns)
+    which = torch.arange(batch, device=device)[:, None, None]
+    # Three index tensors around a slice: the sliced dimension, channels, comes out last.
+    crops = padded[which, :, rows[:, :, None], columns[:, None, :]]
+    return crops.permute(0, 3, 1, 2)
+
+
+def random_flip(images: Tensor) -> Tensor:
+    """Mirror each image, left to right, with probability one half; (batch, ..., width)."""
+    flips = torch.rand(len(images), device=images.device) < 0.5
+    return torch.where(flips.view(-1, *[1] * (images.dim() - 1)), images.flip(-1), images)
+
+
+def random_box(width: int, height: int) -> Box:
+    """A random part of an image, to be scaled to the size of the network's input.
+
+    A share of the area is drawn evenly from ``AREAS`` and the ratio of width to height evenly in
+    its logarithm from ``RATIOS``; what does not fit is drawn again. Where none of ten tries fits,
+    it is the largest box of an allowed ratio, in the middle.
+
+    References:
+        Szegedy et al., *Going deeper with convolutions*, 2015, section 6; with the ranges that
+        Goyal et al., 2017, use.
+    """
+    for _ in range(10):
+        area, logarithm, across, down = torch.rand(4, dtype=torch.float64).tolist()
+        area = width * height * (AREAS[0] + area * (AREAS[1] - AREAS[0]))
+        least, most = (math.log(ratio) for ratio in RATIOS)
+        ratio = math.exp(least + logarithm * (most - least))
+        box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 1 <= box_width <= width and 1 <= box_height <= height:
+            left = math.floor(across * (width - box_width + 1))
+            upper = math.floor(down * (height - box_height + 1))
+            return left, upper, left + box_width, upper + box_height
+    box_width = min(width, round(height * RATIOS[1]))
+    box_height = min(height, round(width / RATIOS[0]))
+    left, upper = (width - box_width) // 2, (height - box_height) // 2
+    return left, upper, left + box_width, upper + box_height
+
+
+def middle_box(width: int, height: int) -> Box:
+    """The square in the middle that evaluation looks at."""
+    side = min(width, height) / SHORTER_SIDE
+    left, upper = (width - side) / 2, (height - side) / 2
+    return left, upper, left + side, upper + side
+
+
+def scaled_part(image: Image.Image, box: Box, size: int) -> NDArray[np.uint8]:
+    """The part of an image within ``box``, as (size, size, 3).
+
+    A JPEG is decoded at a half, a quarter or an eighth where that is not less than what is needed.
+    """
+    width, height = image.size
+    needed = size / min(box[2] - box[0], box[3] - box[1])
+    if needed < 1:
+        image.draft("RGB", (math.ceil(width * needed), math.ceil(height * needed)))
+    across, down = image.size[0] / width, image.size[1] / height
+    left, upper = box[0] * across, box[1] * down
+    right, lower = min(image.size[0], box[2] * across), min(image.size[1], box[3] * down)
+    part = image.convert("RGB").resize(
+        (size, size), Image.Resampling.BILINEAR, box=(left, upper, right, lower)
+    )
+    return np.asarray(part)
+
+
+# The networks.
+
+
+def cifar_resnet18(num_classes: int = 10) -> ResNet:
+    """ResNet-18 with the stem for small images: 3 by 3, stride 1, nothing pooled before the blocks.
+
+    With ten classes it has 11,173,962 parameters.
+
+    >>> import torch
+    >>> cifar_resnet18()(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+    """
+    return ResNet((2, 2, 2, 2), num_classes, small_images=True)
+
+
+def resnet50(num_classes: int = 1000) -> ResNet:
+    """ResNet-50 for images of about 224 by 224; with 1000 classes it has 25,557,032 parameters.
+
+    In its bottlenecks the 3 by 3 convolution has the stride, as in torchvision and in what Goyal et
+    al. (arXiv 1706.02677) train; in the article of 2015 the first 1 by 1 convolution has it.
+    """
+    return ResNet((3, 4, 6, 3), num_classes, bottleneck=True)
+
+
+@final
+class ResNet(nn.Module):
+    """He et al., *Deep residual learning* (CVPR 2016): (batch, 3, height, width) to logits.
+
+    The names in ``state_dict()`` are torchvision's, so that either loads what the other saved.
+    Convolutions start normally distributed with variance 2 / (outputs · kernel area), norms as the
+    identity, but for the last of each block, which starts at zero: the block passes its shortcut on
+    (Goyal et al., 2017, section 5.1). Otherwise the first steps at the paper's rate blow up.
+
+    Args:
+        depths: how many blocks each layer has.
+        num_classes: how many logits.
+        bottleneck: the kind of blocks.
+        small_images: a 3 by 3 stem of stride 1 without pooling, in place of 7 by 7 of stride 2.
+    """
+
+    def __init__(
+        self,
+        depths: tuple[int, int, int, int],
+        num_classes: int,
+        *,
+        bottleneck: bool = False,
+        small_images: bool = False,
+    ) -> None:
+        super().__init__()
+        if small_images:
+            self.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        else:
+            self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.Identity() if small_images else nn.MaxPool2d(3, stride=2, padding=1)
+        channels = 64
+        layers: list[nn.Module] = []
+        for number, depth in enumerate(depths):
+            blocks: list[nn.Module] = []
+            for index in range(depth):
+                stride = 2 if number and not index else 1
+                block = Block(channels, 64 << number, stride, bottleneck=bottleneck)
+                blocks.append(block)
+                channels = block.num_outputs
+            layers.append(nn.Sequential(*blocks))
+        self.layer1, self.layer2, self.layer3, self.layer4 = layers
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(channels, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits, (batch, ``num_classes``)."""
+        features = self.maxpool(self.relu(self.bn1(self.conv1(images))))
+        features = self.layer4(self.layer3(self.layer2(self.layer1(features))))
+        logits: Tensor = self.fc(self.avgpool(features).flatten(1))
+        return logits
+
+
+@final
+class Block(nn.Module):
+    """Two 3 by 3 convolutions beside a shortcut; a bottleneck: 1 by 1, 3 by 3 and 1 by 1."""
+
+    def __init__(self, channels: int, width: int, stride: int, *, bottleneck: bool) -> None:
+        super().__init__()
+        self.num_outputs = 4 * width if bottleneck else width
+        # Of each convolution: channels in and out, size and stride.
+        shapes = [(channels, width, 3, stride), (width, width, 3, 1)]
+        if bottleneck:
+            shapes = [
+                (channels, width, 1, 1),
+                (width, width, 3, stride),
+                (width, self.num_outputs, 1, 1),
+            ]
+        self.num_convolutions = len(shapes)
+        for number, (inputs, outputs, size, step) in enumerate(shapes, start=1):
+            convolution = nn.Conv2d(inputs, outputs, size, step, padding=size // 2, bias=False)
+            norm = nn.BatchNorm2d(outputs)
+            self.add_module(f"conv{number}", convolution)
+            self.add_module(f"bn{number}", norm)
+        nn.init.zeros_(norm.weight)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if stride > 1 or channels != self.num_outputs:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(channels, self.num_outputs, 1, stride, bias=False),
+                nn.BatchNorm2d(self.num_outputs),
+            )
+
+    def forward(self, features: Tensor) -> Tensor:
+        residual = features
+        for number in range(1, self.num_convolutions + 1):
+            residual = self.get_submodule(f"conv{number}")(residual)
+            residual = self.get_submodule(f"bn{number}")(residual)
+            if number < self.num_convolutions:
+                residual = self.relu(residual)
+        shortcut = features if self.downsample is None else self.downsample(features)
+        result: Tensor = self.relu(residual + shortcut)
+        return result

@@ -1,0 +1,224 @@
+"""The loop that trains a recipe, and what came of it: the row of the paper's tables."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from gossipdp.parallel.module import GossipDataParallel
+from gossipdp.parallel.options import Checkpoints, Monitor
+from gossipdp.parallel.schedule import ProgressLR
+from gossipdp.parallel.stats import Stats
+from gossipdp_lab.progress import ProgressView
+from gossipdp_lab.tasks import make_recipe
+from gossipdp_lab.tasks.options import TrainOptions
+
+MODEL_FILE = "averaged_model.pt"
+
+
+def train(options: TrainOptions) -> dict[str, Any] | None:
+    """Train as one worker, together with those that the environment names.
+
+    Rank 0 shows how far the training is: a bar on a terminal, a line now and then elsewhere. Of the
+    end the worker of lowest rank tells that lives to see it; it saves the averaged model, then
+    evaluates it, so that an evaluation that fails does not lose the training.
+
+    Returns:
+        What came of it, on that worker: what ``--json`` writes. None on the others.
+        ``minutes`` are by the clock, from the first batch until all workers hold the average;
+        ``progress_at_start``, 0 to 1, says where in the run they begin, on a worker that went on
+        from a checkpoint or was started again. Steps and samples are of all lives.
+    """
+    torch.manual_seed(options.seed)
+    recipe = make_recipe(options)
+    net = recipe.make_model()
+    optimizer = recipe.make_optimizer(net)
+    checkpoints = None
+    if options.checkpoint_every is not None or options.resume:
+        checkpoints = Checkpoints(
+            directory=options.directory / "checkpoints",
+            every_steps=options.checkpoint_every,
+            resume="auto" if options.resume else None,
+        )
+    model = GossipDataParallel(
+        net,
+        optimizer,
+        budget_samples=options.epochs * recipe.num_samples,
+        method=options.method,
+        graph=options.graph,
+        comm_rate=options.comm_rate,
+        outer=options.outer,
+        exchange_moments=options.moments,
+        seed=options.seed,
+        monitor=Monitor(log_dir=options.directory),
+        checkpoints=checkpoints,
+    )
+    schedule = ProgressLR(optimizer, model, lambda at: recipe.rate_factor(at, model.world_size))
+    torch.manual_seed(model.worker_seed)  # each worker draws its own crops
+    console = Console()
+    view = TrainingView(model, options, recipe.num_samples, console)
+    started_s, progress_at_start = time.monotonic(), model.progress()
+    for batch in model.batches(recipe.train_loader(0, 1, model.worker_seed)):
+        optimizer.zero_grad()
+        loss = recipe.loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if recipe.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), recipe.clip_norm)
+        optimizer.step()
+        schedule.step()
+        model.log(loss=loss)
+        view.step(loss)
+    view.stop()
+    consolidated = model.consolidate()
+    minutes = (time.monotonic() - started_s) / 60
+    stats = model.stats()
+    if model.rank != lowest_alive(stats):
+        return None
+    options.directory.mkdir(parents=True, exist_ok=True)
+    model.save_averaged(options.directory / MODEL_FILE)
+    steps = consolidated.gradient_steps_by_rank.values()
+    exchanges = options.method in ("a2cid2", "gossip") and stats.world_size > 1
+    outcome = {
+        "recipe": options.recipe,
+        "method": options.method,
+        "graph": options.graph,
+        "num_workers": stats.world_size,
+        "metric_name": recipe.metric_name,
+        "metric": recipe.evaluate(net),
+        "minutes": minutes,
+        "progress_at_start": progress_at_start,
+        "slowest_steps": min(steps),
+        "fastest_steps": max(steps),
+        "samples": consolidated.samples,
+        "consensus_distance": consolidated.consensus_distance,
+        "achieved_comm_rate": stats.achieved_comm_rate if exchanges else None,
+        "configuration": json.loads(json.dumps(asdict(options), default=str)),
+    }
+    if options.json is not None:
+        options.json.write_text(json.dumps(outcome, indent=2) + "\n", "utf-8")
+    console.print(outcome_table(outcome))
+    for line in _outcome_lines(outcome, options, model.rank):
+        console.print(line, highlight=False, soft_wrap=True)
+    return outcome
+
+
+class TrainingView:
+    """What rank 0 shows while it trains; on the other workers nothing.
+
+    num_samples: of one epoch.
+    clock: monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        model: GossipDataParallel,
+        options: TrainOptions,
+        num_samples: int,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model = model
+        self._epochs = options.epochs
+        self._num_samples = num_samples
+        self._clock = clock
+        self._told_s, self._told_progress = clock(), model.progress()
+        self._losses: list[Tensor] = []
+        self._view: ProgressView | None = None
+        if model.rank == 0:
+            console.print(_opening(model, options, num_samples), highlight=False, soft_wrap=True)
+            self._view = ProgressView(
+                "training", console=console, clock=clock, redraw_every_s=0.5, line_every_s=10.0
+            )
+            self._view.start()
+
+    def step(self, loss: Tensor) -> None:
+        """A gradient step was done; ``loss`` is of its batch, and read only when it is shown."""
+        if self._view is None:
+            return
+        self._losses.append(loss.detach())
+        if not self._view.is_due:
+            return
+        progress, now_s = self._model.progress(), self._clock()
+        mean = sum(float(each) for each in self._losses) / len(self._losses)
+        samples = (progress - self._told_progress) * self._epochs * self._num_samples
+        speed = samples / max(now_s - self._told_s, 1e-9)
+        epoch = f"epoch {progress * self._epochs:.2f} of {self._epochs}"
+        self._view.advance(progress, f"{epoch}, loss {mean:.4f}, {speed:,.0f} samples/s")
+        self._told_s, self._told_progress = now_s, progress
+        self._losses.clear()
+
+    def stop(self) -> None:
+        """Take the bar off the terminal."""
+        if self._view is not None:
+            self._view.stop()
+
+
+def _opening(model: GossipDataParallel, options: TrainOptions, num_samples: int) -> str:
+    parameters = list(model.parameters())
+    text = f"{options.recipe}: {num_samples:,} samples, epochs {options.epochs}, "
+    text += f"{sum(each.numel() for each in parameters):,} parameters; "
+    text += f"workers {model.world_size} on {parameters[0].device.type}, method {options.method}"
+    if options.method in ("a2cid2", "gossip"):
+        text += f", graph {options.graph}, comm rate {options.comm_rate:g}"
+    if options.outer is not None:
+        outer = options.outer
+        text += f", outer step of momentum {outer.momentum:g} and learning rate {outer.lr:g}"
+    return f"{text}, batch {options.batch_size} a worker"
+
+
+def outcome_table(outcome: dict[str, Any]) -> Table:
+    """The row of the paper's tables, under its headings."""
+    cells = {
+        "method": outcome["method"],
+        "graph": outcome["graph"] if outcome["method"] in ("a2cid2", "gossip") else "-",
+        "workers": f"{outcome['num_workers']}",
+        outcome["metric_name"].replace("_", " "): f"{outcome['metric']:.4f}",
+        "minutes": f"{outcome['minutes']:.2f}",
+        "steps, slowest": f"{outcome['slowest_steps']:,}",
+        "steps, fastest": f"{outcome['fastest_steps']:,}",
+    }
+    table = Table()
+    for heading in cells:
+        table.add_column(heading, justify="right")
+    table.add_row(*cells.values())
+    return table
+
+
+def _outcome_lines(outcome: dict[str, Any], options: TrainOptions, rank: int) -> list[str]:
+    lines = [
+        f"trained on {outcome['samples']:,} samples; consensus distance just before averaging: "
+        f"{outcome['consensus_distance']:.3g}"
+    ]
+    # Where all began together, others may have made a step before this one looked.
+    if outcome["progress_at_start"] >= 0.01:
+        share = f"{outcome['progress_at_start']:.0%}"
+        lines.append(f"minutes: since worker {rank} began, at {share} of the run")
+    if outcome["achieved_comm_rate"] is not None:
+        rate = f"{outcome['achieved_comm_rate']:.3f}"
+        asked = f"asked for {options.comm_rate:g}"
+        lines.append(f"achieved comm rate of worker {rank}: {rate}, {asked}")
+    lines.append(f"averaged model: {escape(str(options.directory / MODEL_FILE))}")
+    if options.json is not None:
+        lines.append(f"results: {escape(str(options.json))}")
+    return lines
+
+
+def lowest_alive(stats: Stats) -> int:
+    """The lowest rank that is not known to be dead."""
+    dead: set[int] = set()
+    ranks: set[int] = {*range(stats.world_size), stats.rank}
+    for notice in stats.noticed:
+        if notice.kind == "dead":
+            dead.add(notice.rank)
+        elif notice.kind == "rejoined":
+            dead.discard(notice.rank)
+    return min(ranks - dead)

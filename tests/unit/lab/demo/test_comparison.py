@@ -1,0 +1,98 @@
+"""The picture of several trainings holds what their logs say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+from gossipdp.observe.log import ExchangeRecord, RunLog, StartRecord, StepRecord, WorkerLog
+from gossipdp_lab.demo.comparison import Compared, draw_comparison, loss_curve, waiting_shares
+from gossipdp_lab.report import comparison
+from gossipdp_lab.simulate.figures import ACTIVITY_COLOURS, new_figure
+
+
+def worker(rank: int, waits: float, until_s: float = 4.0) -> WorkerLog:
+    """Two steps of 8 samples a second until ``until_s``, then a second of evaluation."""
+    seconds = range(1, int(until_s) + 2)
+    steps = [min(2 * second, int(2 * until_s)) for second in seconds]
+    return WorkerLog(
+        start=StartRecord(rank, 2, 1, 0.0, {}),
+        steps=tuple(
+            StepRecord(float(second), count, 8 * count, 8.0 / second, 16.0)
+            for second, count in zip(seconds, steps, strict=True)
+        ),
+        exchanges=tuple(
+            ExchangeRecord(float(second), 0, 0, 0, {}, None, 0.0, waits * count / 2, 0, 0)
+            for second, count in zip(seconds, steps, strict=True)
+        ),
+        end=None,
+    )
+
+
+def run(waits: float, until_s: float = 4.0) -> RunLog:
+    return RunLog({0: worker(0, waits, until_s), 1: worker(1, 0.0, until_s)})
+
+
+def test_a_training_ends_with_its_last_step() -> None:
+    assert worker(0, 0.0).trained_s == 4.0
+    assert Compared("a", run(0.5), 2.0).train_seconds == 4.0
+    assert Compared("a", run(0.5), 2.0).waiting == pytest.approx(0.25)
+    assert WorkerLog(worker(0, 0.0).start, (), (), None).trained_s == 0.0
+
+
+def test_the_share_that_a_worker_waited() -> None:
+    edges, shares = waiting_shares(worker(0, waits=0.75), piece_s=1.5)
+    assert list(edges) == [0.0, 1.5, 3.0, 4.0]
+    assert list(shares) == pytest.approx([0.75] * 3)
+    # A wait of more than a second is logged with the second in which it ended.
+    _, longer = waiting_shares(worker(0, waits=1.25), piece_s=1.5)
+    assert list(longer) == [1.0] * 3
+
+
+def test_the_loss_is_the_mean_of_the_workers_batches() -> None:
+    slow = worker(1, 0.0)
+    fewer = tuple(
+        StepRecord(step.time_s, step.gradient_steps // 2, step.samples // 2, 2.0, 8.0)
+        for step in slow.steps
+    )
+    both = RunLog({0: worker(0, 0.0), 1: WorkerLog(slow.start, fewer, slow.exchanges, None)})
+    curve = loss_curve(both, 2.0)
+    assert [time_s for time_s, _ in curve] == [1.0, 3.0, 5.0]
+    # Two parts of worker 0's loss, one of worker 1's; the piece that is evaluation holds step 4.
+    assert curve[0][1] == pytest.approx((2 * 8.0 + 2.0) / 3)
+    assert curve[1][1] == pytest.approx((2 * (8 / 2 + 8 / 3) / 2 + 2.0) / 3)
+    assert curve[2][1] == pytest.approx((2 * 2.0 + 2.0) / 3)
+
+
+def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+
+    def remember(*size: float) -> Figure:
+        drawn.append(new_figure(*size))
+        return drawn[-1]
+
+    monkeypatch.setattr(comparison, "new_figure", remember)
+    trainings = [Compared("waiting", run(0.5, 8.0), 1.5), Compared("going on", run(0.0), 1.25)]
+    path = tmp_path / "comparison.png"
+    draw_comparison(trainings, path, title="a title", loss_label="loss", loss_unit=2.0)
+    (figure,) = drawn
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert figure.get_suptitle() == "a title"
+    above, below, losses = figure.axes
+    assert above.get_title(loc="left") == "waiting: workers waited 25% of the time"
+    assert below.get_title(loc="left") == "going on: workers waited 0% of the time"
+    grey = to_rgb(ACTIVITY_COLOURS["waiting"])
+    for axes, waits, until_s in ((above, 0.5, 8.0), (below, 0.0, 4.0)):
+        rows = dict.fromkeys((0, 1), 0.0)
+        for bar in axes.patches:
+            assert bar.get_x() + bar.get_width() <= until_s + 1e-9
+            if bar.get_facecolor()[:3] == grey:
+                rows[round(bar.get_y())] += bar.get_width() * bar.get_height() / 0.8
+        assert rows == pytest.approx({0: waits * until_s, 1: 0.0})
+    lines = {str(line.get_label()): line for line in losses.get_lines()}
+    (time_s,), (loss,) = lines["its averaged model, on held-out data: 1.250"].get_data()
+    assert (time_s, loss) == (4.0, 1.25)
+    assert min(lines["waiting"].get_ydata()) == pytest.approx(0.5)  # 8 / 8 in units of 2

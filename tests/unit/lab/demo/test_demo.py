@@ -1,0 +1,154 @@
+import json
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from gossipdp.parallel.options import METHODS
+from gossipdp_lab.demo.command import DEFAULT_SAMPLES, DemoArguments
+from gossipdp_lab.demo.training import (
+    WorkerResult,
+    averaged_together,
+    configuration_of,
+    not_back,
+    summarize,
+)
+from gossipdp_lab.demo.watch import parse_slow_worker
+from gossipdp_lab.tasks import WORKLOADS
+
+
+def test_what_follows_from_the_arguments(tmp_path: Path) -> None:
+    given = DemoArguments(output=tmp_path, samples=64)
+    assert (given.directory, given.num_samples) == (tmp_path, 64)
+    default, other = DemoArguments(), DemoArguments(method="gossip")
+    assert default.num_samples == DEFAULT_SAMPLES["digits"]
+    assert default.directory.parent == other.directory.parent == Path.cwd() / "runs"
+    assert default.directory != other.directory
+
+
+def test_the_names_are_those_of_the_library() -> None:
+    hints = get_type_hints(DemoArguments)
+    names, _ = get_args(hints["workload"])
+    assert get_args(names) == tuple(WORKLOADS) == tuple(DEFAULT_SAMPLES)
+    assert get_args(hints["method"]) == METHODS
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [(None, None), ("2:4", (2, 4.0)), ("0:1.5", (0, 1.5)), ("3:1", (3, 1.0))]
+)
+def test_slow_worker(text: str | None, expected: tuple[int, float] | None) -> None:
+    assert parse_slow_worker(text, num_workers=4) == expected
+
+
+AT_THE_END: dict[str, Any] = {
+    "metric_before_average": 0.97,
+    "consensus_distance": 0.01,
+    "num_averaged": 2,
+    "average_digest": "ab",
+}
+
+
+def make_results(num_workers: int, killed: Collection[int] = ()) -> list[WorkerResult]:
+    return [
+        WorkerResult(
+            rank=rank,
+            gradient_steps=100 + rank,
+            samples=3200 + 32 * rank,
+            train_seconds=4.0 + rank,
+            exchanges_initiated=50,
+            exchanges=99,
+            **({} if rank in killed else AT_THE_END),
+        )
+        for rank in range(num_workers)
+    ]
+
+
+def summary_of(results: list[WorkerResult], **options: Any) -> dict[str, Any]:
+    arguments = DemoArguments(workers=len(results), **options)
+    return summarize(arguments, {"test_accuracy": 0.98}, results, configuration_of(arguments, 32))
+
+
+def test_the_results_have_the_documented_keys() -> None:
+    summary = summary_of(make_results(2))
+    assert set(summary) == {
+        "test_accuracy",
+        "train_seconds",
+        "samples",
+        "achieved_comm_rate",
+        "consensus_distance",
+        "workers",
+        "configuration",
+    }
+    assert [set(worker) for worker in summary["workers"]] == [
+        {
+            "rank",
+            "metric_before_average",
+            "gradient_steps",
+            "exchanges",
+            "waited_seconds",
+            "samples_per_second",
+        }
+    ] * 2
+    assert summary["train_seconds"] == 5.0
+    assert summary["samples"] == 6432
+    assert summary["achieved_comm_rate"] == 2 * 100 / 201
+    assert summary["workers"][1]["samples_per_second"] == 3232 / 5
+    json.dumps(summary)
+
+
+def test_the_configuration_says_what_was_asked_for() -> None:
+    plain = configuration_of(DemoArguments(output=Path("somewhere")), 32)
+    assert plain == {
+        "workload": "digits",
+        "workers": 4,
+        "graph": "ring",
+        "method": "a2cid2",
+        "comm_rate": 1.0,
+        "samples": 128_000,
+        "batch_size": 32,
+        "seed": 0,
+        "pin": False,
+        "disjoint": False,
+    }
+    faults = configuration_of(DemoArguments(kill="0@5s", restart=True), 32)
+    assert faults == {**plain, "kill": "0@5s", "restart": True, "least_seconds": 13.0}
+    rate = configuration_of(DemoArguments(learning_rate=0.1), 32)
+    assert rate == {**plain, "learning_rate": 0.1}
+
+
+def test_a_worker_that_was_killed_has_results_but_no_model() -> None:
+    results = make_results(3, killed=[0])
+    assert [result.rank for result in averaged_together(results)] == [1, 2]
+    summary = summary_of(results)
+    assert summary["workers"][0]["metric_before_average"] is None
+    assert summary["workers"][0]["gradient_steps"] == 100
+    assert summary["consensus_distance"] == 0.01
+
+
+def test_one_that_came_too_late_does_not_hold_the_average() -> None:
+    results = make_results(3)
+    results[0] = replace(results[0], average_digest="cd", num_averaged=1)
+    assert [result.rank for result in averaged_together(results)] == [1, 2]
+    with pytest.raises(ValueError, match="no worker came to the end"):
+        averaged_together(make_results(3, killed=range(3)))
+
+
+def test_the_run_outlasts_its_faults_unless_its_samples_are_given() -> None:
+    assert DemoArguments().least_s == 0
+    assert DemoArguments(kill="0@50s").least_s > 51
+    assert DemoArguments(stop="0@5s:70s").least_s > 76
+    assert DemoArguments(kill="0@50s", samples=3200).least_s == 0
+
+
+def test_the_results_say_how_a_worker_was_slowed() -> None:
+    summary = summary_of(make_results(4), slow_worker="2:4")
+    assert summary["slow_worker"] == {"rank": 2, "factor": 4.0, "by": "waiting"}
+
+
+def test_who_was_to_come_back_and_did_not_is_told() -> None:
+    fault = {"rank": 2, "kind": "kill", "at_s": 5.04, "detected_s": {}, "rejoined_s": None}
+    assert not_back([fault]) == ["worker 2, killed at 5.0 s, did not come back"]
+    others = {**fault, "rejoined_s": 1.0}, {**fault, "kind": "stop"}, {**fault, "missed": "no"}
+    assert not_back(others) == []

@@ -1,0 +1,239 @@
+"""Runs over links: determinism, conservation, what the scenario does, what the trace holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from gossipdp_lab.simulate.links import run_links
+from gossipdp_lab.simulate.objectives import Consensus, Quadratic
+from gossipdp_lab.simulate.scenario import (
+    ConstantTime,
+    Link,
+    LinkModel,
+    LognormalTime,
+    Scenario,
+    SlowedTime,
+)
+from gossipdp_lab.simulate.trace import Trace
+
+QUICK = LinkModel(Link(latency_s=1e-4))
+SMALL = Scenario(
+    graph="ring",
+    num_workers=8,
+    objective=Consensus(dimension=8),
+    fidelity="links",
+    links=QUICK,
+    num_steps=40,
+    num_records=20,
+    keep_timeline=True,
+)
+TRAINING = replace(SMALL, objective=Quadratic(dimension=6))
+
+
+def run(scenario: Scenario, method: str = "a2cid2") -> Trace:
+    return run_links(scenario, method, lambda share: None)
+
+
+@pytest.mark.parametrize("scenario", [SMALL, TRAINING], ids=["consensus", "quadratic"])
+@pytest.mark.parametrize("method", ["a2cid2", "gossip", "none", "released"])
+def test_same_seed_same_digest(scenario: Scenario, method: str) -> None:
+    busy = replace(
+        scenario,
+        compute_time=LognormalTime(spread=0.3),
+        links=LinkModel(Link(0.01, bytes_per_s=2e3), jitter=0.5),
+    )
+    digest = run(busy, method).digest()
+    assert run(busy, method).digest() == digest
+    assert run(replace(busy, seed=1), method).digest() != digest
+
+
+@pytest.mark.parametrize(
+    "links",
+    [QUICK, LinkModel(Link(0.08, bytes_per_s=1e3), jitter=0.8), LinkModel(durations_s=[0.02, 0.3])],
+    ids=["quick", "long", "measured"],
+)
+@pytest.mark.parametrize("scenario", [SMALL, TRAINING], ids=["consensus", "quadratic"])
+def test_the_mean_moves_only_by_gradient_steps(scenario: Scenario, links: LinkModel) -> None:
+    for graph in ("ring", "star"):
+        trace = run(replace(scenario, graph=graph, links=links))
+        assert trace.records[-1].exchanges > 10
+        # Records fall into exchanges that one end has applied and the other has not.
+        assert trace.column("drift").max() < 1e-12
+
+
+def test_the_released_exchange_moves_the_mean() -> None:
+    assert run(SMALL, "released").column("drift").max() > 1e-3
+
+
+def test_gossip_has_no_momentum_and_none_no_exchanges() -> None:
+    gossip, none = run(SMALL, "gossip"), run(SMALL, "none")
+    assert gossip.column("consensus_distance")[-1] < gossip.column("consensus_distance")[0]
+    assert np.all(np.diff(gossip.column("consensus_distance")) <= 0)  # averaging never parts
+    assert none.records[-1].exchanges == 0
+    assert np.ptp(none.column("consensus_distance")) == 0
+
+
+def test_what_the_trace_holds() -> None:
+    trace = run(SMALL)
+    last = trace.records[-1]
+    assert len(trace.records) == SMALL.num_records + 1
+    assert last.time_s == pytest.approx(SMALL.num_steps * 0.1)
+    # Every worker was caught in the middle of its first step, and ends 40 of them.
+    assert trace.worker_steps == [40] * 8
+    assert last.gradient_steps == sum(trace.worker_steps)
+    assert sum(trace.worker_requests) <= last.exchanges + 4
+    assert 0 <= sum(trace.worker_exchanges) - 2 * last.exchanges <= 4  # one end may be ahead
+    assert trace.num_messages["Propose"] >= last.exchanges
+    assert trace.num_messages["Accept"] >= last.exchanges
+    assert trace.num_events > sum(trace.num_messages.values())
+    assert last.idle_share == 0
+    computing = [interval for interval in trace.intervals if interval.activity == "computing"]
+    exchanging = [interval for interval in trace.intervals if interval.activity == "exchanging"]
+    assert len(exchanging) == sum(trace.worker_exchanges)
+    for rank in range(8):
+        own = [interval for interval in computing if interval.rank == rank]
+        assert all(one.end_s == other.start_s for one, other in pairwise(own))
+        assert own[0].end_s < 0.1
+    assert len({round(interval.end_s % 0.1, 6) for interval in computing}) == 8  # not in step
+
+
+def test_a_run_ends_where_it_is_told() -> None:
+    shares: list[float] = []
+    scenario = replace(SMALL, num_steps=200, num_records=100, stop_below=1e-3)
+    trace = run_links(scenario, "a2cid2", shares.append)
+    distances = trace.column("consensus_distance")
+    assert distances[-1] < 1e-3 * distances[0] <= distances[-2]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_the_unit_of_time_plays_no_part() -> None:
+    # Powers of two, so that even rounding is the same.
+    short, long = (
+        run(
+            replace(
+                SMALL,
+                compute_time=ConstantTime(0.125 * unit),
+                links=LinkModel(Link(0.0078125 * unit, bytes_per_s=1024 / unit)),
+            )
+        )
+        for unit in (1, 128)
+    )
+    assert np.array_equal(
+        short.column("consensus_distance"), long.column("consensus_distance"), equal_nan=True
+    )
+    assert short.num_messages == long.num_messages
+
+
+def test_a_transfer_longer_than_the_time_out_is_no_silence() -> None:
+    # The time-out is 50 steps; an exchange takes 200.
+    links = LinkModel(Link(1e-4, bytes_per_s=1.0))
+    scenario = replace(SMALL, model_bytes=20.0, links=links, num_steps=3000)
+    trace = run(scenario)
+    assert trace.records[-1].exchanges >= 4 * (3000 / 200 - 5)
+    assert trace.column("drift").max() < 1e-12
+    exchanging = [one for one in trace.intervals if one.activity == "exchanging"]
+    assert min(one.end_s - one.start_s for one in exchanging) > 19.9  # none was given up
+
+
+def test_a_slow_link_takes_part_less() -> None:
+    slow = {(3, 4): Link(1e-4, bytes_per_s=10.0)}
+    links = LinkModel(Link(1e-4, bytes_per_s=1e6), overrides=slow)
+    trace = run(replace(SMALL, links=links, num_steps=200))
+    long = [
+        one.rank
+        for one in trace.intervals
+        if one.activity == "exchanging" and one.end_s - one.start_s > 1.0
+    ]
+    assert set(long) == {3, 4}
+    assert trace.worker_exchanges[3] < 0.7 * trace.worker_exchanges[0]
+
+
+def test_a_slow_worker_asks_seldom_and_answers() -> None:
+    scenario = replace(SMALL, compute_time=SlowedTime(ConstantTime(0.1), {2: 5.0}), num_steps=300)
+    trace = run(scenario)
+    assert trace.worker_steps[2] == pytest.approx(60, abs=1)
+    assert trace.worker_requests[2] < 0.4 * trace.worker_requests[6]
+    assert trace.worker_exchanges[2] - trace.worker_requests[2] > 2 * trace.worker_requests[2]
+
+
+def test_measured_durations_are_how_long_exchanges_take() -> None:
+    links = LinkModel(Link(0.001), durations_s=[0.04, 0.07])
+    trace = run(replace(SMALL, links=links))
+    lengths_s = [one.end_s - one.start_s for one in trace.intervals if one.activity == "exchanging"]
+    # Who is asked begins a latency before the other, and ends a latency after it.
+    for length_s in lengths_s:
+        assert min(abs(length_s - duration_s) for duration_s in (0.04, 0.07)) < 0.0011
+    assert np.mean(lengths_s) == pytest.approx(0.055, abs=0.005)
+
+
+def test_jitter_changes_when_exchanges_end() -> None:
+    links = LinkModel(Link(1e-4, bytes_per_s=1e3))
+    lengths = {}
+    for jitter in (0.0, 0.5):
+        trace = run(replace(SMALL, links=replace(links, jitter=jitter)))
+        lengths[jitter] = np.array(
+            [one.end_s - one.start_s for one in trace.intervals if one.activity == "exchanging"]
+        )
+    assert lengths[0.0].std() < 1e-3
+    assert lengths[0.5].std() > 0.2 * lengths[0.5].mean()
+
+
+def test_bytes_of_a_row_unless_said_otherwise() -> None:
+    links = LinkModel(Link(1e-4, bytes_per_s=1e3))
+    rows = run(replace(SMALL, links=links))
+    said = run(replace(SMALL, links=links, model_bytes=8 * 8))
+    other = run(replace(SMALL, links=links, model_bytes=8))
+    assert rows.digest() == said.digest() != other.digest()
+
+
+@pytest.mark.parametrize("factors", [{"eta_factor": 0.25}, {"alpha_tilde_factor": 2.0}])
+def test_factors_change_what_a2cid2_does_and_not_whom_it_meets(factors: dict[str, float]) -> None:
+    plain, changed = run(SMALL), run(replace(SMALL, **factors))  # type: ignore[arg-type]
+    assert plain.intervals == changed.intervals
+    assert plain.column("consensus_distance")[-1] != changed.column("consensus_distance")[-1]
+    assert changed.column("drift").max() < 1e-12
+
+
+def test_without_the_excess_of_alpha_tilde_it_is_gossip() -> None:
+    unaccelerated = run(replace(SMALL, alpha_tilde_factor=0.0), "a2cid2")
+    gossip = run(SMALL, "gossip")
+    assert np.allclose(
+        unaccelerated.column("consensus_distance"), gossip.column("consensus_distance"), rtol=1e-12
+    )
+
+
+def test_the_comm_rate_does_not_change_the_decay_per_exchange() -> None:
+    decays = [
+        run(
+            replace(SMALL, num_workers=16, comm_rate=comm_rate, num_steps=150 / comm_rate)
+        ).decay_per_exchange()
+        for comm_rate in (0.25, 1.0, 4.0)
+    ]
+    assert max(decays) < 1.15 * min(decays)
+
+
+def test_a_learning_rate_that_decays_goes_by_the_time_of_the_run() -> None:
+    scenario = replace(TRAINING, learning_rate_decay=True)
+    constant, decaying = run(TRAINING, "none"), run(scenario, "none")
+    assert decaying.records[-1].loss != constant.records[-1].loss
+    assert math.isfinite(decaying.records[-1].loss)
+
+
+def test_gradients_bring_the_workers_to_the_optimum() -> None:
+    trace = run(replace(TRAINING, num_steps=120))
+    assert trace.records[-1].loss < 0.1 * trace.records[0].loss
+    # Training steps do not wait for exchanges, however long these take.
+    slow = run(replace(TRAINING, links=LinkModel(Link(1e-4, bytes_per_s=10.0))))
+    assert slow.worker_steps == [40] * 8
+
+
+def test_one_worker_trains_alone() -> None:
+    trace = run(replace(TRAINING, graph="path", num_workers=1))
+    assert trace.records[-1].exchanges == 0
+    assert trace.worker_steps == [40]

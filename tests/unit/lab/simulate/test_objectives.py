@@ -1,0 +1,163 @@
+"""Consensus and quadratic: what they are, and where their runs start."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from gossipdp.graph.constants import Constants, laplacian_matrix
+from gossipdp.graph.topology import build_graph
+from gossipdp_lab.simulate.ideal import run_ideal
+from gossipdp_lab.simulate.module_objective import digits_objective
+from gossipdp_lab.simulate.objectives import Consensus, Objective, Quadratic
+from gossipdp_lab.simulate.optimizers import Sgd
+from gossipdp_lab.simulate.scenario import ConstantTime, Scenario
+from gossipdp_lab.simulate.study import simulate
+
+
+def test_eigenvalues_are_spaced_evenly_in_their_logarithms() -> None:
+    source = Quadratic(dimension=5, mu=0.01, smoothness=1.0).begin(3, 0)
+    assert source.eigenvalues.tolist() == pytest.approx([0.01, 10**-1.5, 0.1, 10**-0.5, 1.0])
+    assert Quadratic(mu=0, smoothness=0).begin(3, 0).eigenvalues.abs().max() == 0
+    assert source.start.dtype == torch.float64
+    assert source.start.shape == (3, 5)
+
+
+def test_gradients_at_the_optimum_are_the_drifts() -> None:
+    objective = Quadratic(7, 0.1, 2.0, noise_variance=0.0, heterogeneity=3.0)
+    source = objective.begin(5, 1)
+    found = source.gradients(range(5), source.optimum.expand(5, 7))
+    torch.testing.assert_close(found.values, source.drifts)
+    assert float(found.values.square().sum()) / 5 == pytest.approx(3.0)
+    assert found.values.sum(dim=0).abs().max() < 1e-14
+    assert found.losses.abs().max() == 0
+    assert source.evaluate(source.optimum).loss == 0
+
+
+def test_gradients_are_the_derivatives_of_the_losses() -> None:
+    objective = Quadratic(4, 0.5, 2.0, noise_variance=0.0, heterogeneity=1.0)
+    source = objective.begin(3, 2)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    step, change = 1e-6, torch.zeros_like(x)
+    change[:, 2] = step
+    rise = (
+        source.gradients(range(3), x + change).losses
+        - source.gradients(range(3), x - change).losses
+    )
+    slopes = source.gradients(range(3), x).values[:, 2]
+    torch.testing.assert_close(rise / (2 * step), slopes, rtol=1e-7, atol=1e-7)
+    mean_loss = source.gradients(range(3), x[:1].expand(3, 4)).losses.mean()
+    assert source.evaluate(x[0]).loss == pytest.approx(float(mean_loss))
+
+
+def test_noise_has_its_variance_and_each_rank_its_own() -> None:
+    source = Quadratic(50, noise_variance=4.0).begin(2, 0)
+    x = source.optimum.expand(2, 50)
+    noise = torch.stack([source.gradients([0, 1], x).values for _ in range(2000)])
+    squared_norms = noise.square().sum(dim=2)
+    # The squared norm's own deviation is 4 sqrt(2 / 50) = 0.8; over 2000 draws, 0.018.
+    assert squared_norms.mean(dim=0).tolist() == pytest.approx([4.0, 4.0], abs=0.09)
+    # 200,000 values of deviation sqrt(4 / 50).
+    assert noise.mean().abs() < 5 * (4 / 50 / 200_000) ** 0.5
+    correlation = (noise[:, 0] * noise[:, 1]).sum(dim=1).mean() / 4.0
+    assert abs(correlation) < 5 / (2000 * 50) ** 0.5
+
+
+def test_what_a_rank_finds_does_not_depend_on_whom_it_is_asked_with() -> None:
+    objective = Quadratic(30, heterogeneity=1.0)
+    together, apart = objective.begin(4, 7), objective.begin(4, 7)
+    x = torch.ones(4, 30, dtype=torch.float64)
+    for _ in range(200):
+        values = together.gradients([0, 1, 2, 3], x).values
+    for rank in (3, 1, 0, 2):
+        for _ in range(200):
+            alone = apart.gradients([rank], x[:1]).values
+        torch.testing.assert_close(alone[0], values[rank], rtol=0, atol=0)
+
+
+def test_all_reduce_reaches_the_optimum_and_its_noise_floor() -> None:
+    scenario = Scenario(
+        num_workers=8,
+        objective=Quadratic(100, 0.5, 0.5, noise_variance=8.0, heterogeneity=10.0),
+        optimizer=Sgd(0.4),
+        compute_time=ConstantTime(1.0),
+        num_steps=400,
+        num_records=400,
+    )
+    loss = simulate(scenario, "allreduce").column("loss")
+    # x' = (1 - 0.2) (x - x*) - 0.4 noise: variance 0.16 / (1 - 0.64) of a noise of 8 / n = 1.
+    floor = 0.5 * 0.5 * 0.16 / (1 - 0.8**2)
+    assert loss[1:][100:].mean() == pytest.approx(floor, rel=0.05)
+    assert loss[0] > 100 * floor
+
+
+def settled(num_workers: int, objective: Quadratic, num_steps: float) -> float:
+    """The consensus distance of plain gossip in the second half of a run at learning rate one."""
+    scenario = Scenario(
+        num_workers=num_workers,
+        objective=objective,
+        optimizer=Sgd(1.0),
+        num_steps=num_steps,
+        num_records=100,
+    )
+    trace = run_ideal(scenario, "gossip", lambda share: None)
+    return float(trace.column("consensus_distance")[50:].mean())
+
+
+def test_noise_alone_leaves_gossip_on_a_ring_its_stationary_distance() -> None:
+    # One coordinate of variance one, simulated a hundred times over: 11.7, as the design has it.
+    noise = Quadratic(100, 0, 0, noise_variance=100.0)
+    assert settled(64, noise, 1200) / 100 == pytest.approx(11.7, rel=0.06)
+
+
+def test_drift_alone_leaves_gossip_at_its_equilibrium() -> None:
+    drift = Quadratic(40, 0, 0, noise_variance=0.0, heterogeneity=1.0)
+    g = drift.begin(8, 0).drifts.numpy()
+    constants = Constants.of(build_graph("ring", 8), 1.0)
+    # dE[x] = -g dt - 1/2 L E[x] dt, and with A_e the matrix of an exchange and X = E[x x^T]
+    # 0 = sum_e lambda_e (A_e X A_e - X) - g E[x]^T - E[x] g^T: linear equations for X.
+    laplacian = laplacian_matrix(8, np.array(constants.edges), np.array(constants.rates))
+    mean = -2.0 * np.linalg.pinv(laplacian) @ g
+    change = np.zeros((64, 64))
+    for (i, j), rate in zip(constants.edges, constants.rates, strict=True):
+        difference = np.eye(8)[i] - np.eye(8)[j]
+        exchange = np.eye(8) - 0.5 * np.outer(difference, difference)
+        change += rate * (np.kron(exchange, exchange) - np.eye(64))
+    moments = np.linalg.lstsq(change, (g @ mean.T + mean @ g.T).ravel(), rcond=None)[0]
+    expected = np.trace(moments.reshape(8, 8)) / 8
+    assert expected > 1.05 * (mean**2).sum() / 8
+    assert settled(8, drift, 1500) == pytest.approx(expected, rel=0.05)
+
+
+def test_arguments_are_checked() -> None:
+    for arguments in ({"dimension": 0}, {"noise_variance": -1.0}, {"mu": 2.0}, {"mu": 0.0}):
+        with pytest.raises(ValueError, match=f"{next(iter(arguments))} is"):
+            Quadratic(**arguments)  # type: ignore[arg-type]
+
+
+def test_one_worker_alone_has_no_drift() -> None:
+    assert Quadratic(heterogeneity=1.0).begin(1, 0).drifts.abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [Consensus(5), Quadratic(5), digits_objective(batch_size=8)],
+    ids=lambda objective: objective.name,
+)
+def test_every_objective_runs_from_its_seed_alone(objective: Objective) -> None:
+    objective = pickle.loads(pickle.dumps(objective))
+    first, same, other = (objective.begin(3, seed) for seed in (0, 0, 1))
+    assert torch.equal(first.start, same.start)
+    if not objective.has_gradients:
+        assert not torch.equal(first.start, other.start)
+        return
+    x = first.start
+    values = [source.gradients([2, 0], x[[2, 0]]).values for source in (first, same, other)]
+    assert torch.equal(values[0], values[1])
+    assert not torch.equal(values[0], values[2])
+    evaluation = first.evaluate(x[0])
+    assert (evaluation.metric is None) == (objective.metric_name is None)
+    assert evaluation.loss > 0

@@ -1,0 +1,233 @@
+"""The outer step and exchanged moments of asynchronous workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from gossipdp.dynamics.outer import OuterStep
+from gossipdp.graph.constants import Constants
+from gossipdp.graph.topology import build_graph
+from gossipdp_lab.simulate.ideal import PoissonEdges
+from gossipdp_lab.simulate.local_steps import DiLoCo
+from gossipdp_lab.simulate.objectives import Quadratic
+from gossipdp_lab.simulate.optimizers import AdamW, Sgd
+from gossipdp_lab.simulate.population import Population, Training
+from gossipdp_lab.simulate.scenario import ConstantTime, Fidelity, Link, LinkModel, Scenario
+from gossipdp_lab.simulate.study import simulate
+
+NOISY = Quadratic(dimension=6, mu=0.5, smoothness=2.0, noise_variance=1.0, heterogeneity=4.0)
+OUTER = OuterStep(0.7, 0.9, 1)
+
+
+def begin(num_workers: int, *, momentum: bool = False, outer: OuterStep | None = OUTER) -> Training:
+    scenario = Scenario(num_workers=num_workers, objective=NOISY, optimizer=AdamW(0.05))
+    return Training.of(scenario, momentum=momentum, outer=outer)
+
+
+@pytest.mark.parametrize("num_workers", [2, 4, 8])
+def test_in_lock_step_on_a_complete_graph_it_is_diloco(num_workers: int) -> None:
+    """All take H steps, then their outer steps, then average all with all by pairs."""
+    scenario = Scenario(
+        num_workers=num_workers,
+        objective=NOISY,
+        optimizer=AdamW(0.05),
+        compute_time=ConstantTime(1.0),
+        links=LinkModel(Link(latency_s=0.0)),
+        num_steps=20.5,
+        sync_every=4,
+        outer=OUTER,
+    )
+    diloco = DiLoCo(scenario, "diloco", lambda share: None)
+    diloco.run()
+    training = begin(num_workers)
+    population = training.population
+    for step in range(1, 21):
+        for rank in range(num_workers):
+            training.start_step(rank, 0.0)
+        for rank in range(num_workers):
+            training.end_step(rank)
+        if step % 4 == 0:
+            for rank in range(num_workers):
+                population.outer_step(rank)
+            distance = 1
+            while distance < num_workers:  # hypercube: after it all are at the mean
+                sent = population.x.clone()
+                for rank in range(num_workers):
+                    population.apply(rank, sent[rank], sent[rank ^ distance], 0.5)
+                distance *= 2
+    torch.testing.assert_close(population.x, diloco.population.x, rtol=1e-12, atol=1e-13)
+    assert population.consensus_distance() < 1e-25
+    assert population.drift() < 1e-12
+
+
+def test_ideal_exchanges_of_two_in_lock_step_are_diloco() -> None:
+    scenario = Scenario(
+        num_workers=2,
+        objective=NOISY,
+        optimizer=AdamW(0.05),
+        num_steps=20.5,
+        sync_every=4,
+        outer=OUTER,
+        compute_time=ConstantTime(1.0),
+        links=LinkModel(Link(latency_s=0.0)),
+    )
+    diloco = DiLoCo(scenario, "diloco", lambda share: None)
+    diloco.run()
+    training = begin(2)
+    edges = PoissonEdges(
+        Constants.of(build_graph("complete", 2)),
+        training,
+        unit_s=1.0,
+        eta=0.0,
+        alpha_tilde=0.5,
+        is_released=False,
+        seed=0,
+    )
+    for step in range(1, 21):
+        for rank in range(2):
+            training.start_step(rank, 0.0)
+        for rank in range(2):
+            training.end_step(rank)
+        if step % 4 == 0:
+            edges.apply(np.array([float(step)]), np.array([0]))
+    torch.testing.assert_close(training.population.x, diloco.population.x, rtol=1e-12, atol=1e-13)
+    assert edges.models_sent == 10
+
+
+def test_what_flow_and_exchanges_bring_is_no_step_of_the_optimizer() -> None:
+    training = begin(4, momentum=True)
+    population, generator = training.population, torch.Generator().manual_seed(1)
+    population.x.normal_(generator=generator)
+    population.base.copy_(population.x)
+    for number in range(1, 20):
+        i, j = torch.randperm(4, generator=generator)[:2].tolist()
+        for rank in (i, j):
+            population.flow(rank, 0.1 * number)
+        sent = population.x[i].clone(), population.x[j].clone()
+        population.apply(i, sent[0], sent[1], 0.9)
+        population.apply(j, sent[1], sent[0], 0.9)
+    before = population.x.clone()
+    for rank in range(4):
+        population.outer_step(rank)
+    torch.testing.assert_close(population.x, before, rtol=1e-13, atol=1e-13)
+    assert population.outer_momentum.abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("fidelity", ["ideal", "links"])
+@pytest.mark.parametrize("method", ["gossip", "a2cid2"])
+def test_with_momentum_0_and_lr_1_there_is_none(fidelity: Fidelity, method: str) -> None:
+    scenario = Scenario(
+        graph="ring",
+        num_workers=8,
+        objective=NOISY,
+        optimizer=Sgd(0.1, momentum=0.5),
+        fidelity=fidelity,
+        num_steps=40,
+        num_records=8,
+        comm_rate=0.5,
+        links=LinkModel(Link(0.05, 1000.0)),
+    )
+    plain = simulate(scenario, method)
+    same = simulate(replace(scenario, outer=OuterStep(0.0, 1.0, 1)), method)
+    for name in ("loss", "consensus_distance"):
+        np.testing.assert_allclose(same.column(name), plain.column(name), rtol=1e-8, atol=1e-10)
+    other = simulate(replace(scenario, outer=OUTER), method)
+    assert abs(other.column("loss") / plain.column("loss") - 1).max() > 0.05
+    assert other.column("drift").max() < 1e-12
+    assert other.models_per_step == pytest.approx(plain.models_per_step)
+
+
+@pytest.mark.parametrize("fidelity", ["ideal", "links"])
+def test_moments_are_averaged_and_their_bytes_count(fidelity: Fidelity) -> None:
+    def run(every: int | None):
+        scenario = Scenario(
+            graph="complete",
+            num_workers=8,
+            objective=NOISY,
+            optimizer=AdamW(0.05),
+            fidelity=fidelity,
+            num_steps=100,
+            num_records=8,
+            exchange_moments={} if every is None else {"exp_avg_sq": every},
+        )
+        return simulate(scenario, "gossip")
+
+    plain, each, fourth = run(None), run(1), run(4)
+    assert plain.models_sent == sum(plain.worker_exchanges) > 500
+    assert each.models_sent == 2 * sum(each.worker_exchanges)
+    assert fourth.models_sent / sum(fourth.worker_exchanges) == pytest.approx(1.25, abs=0.03)
+    assert each.column("loss")[-1] != plain.column("loss")[-1]
+
+
+def test_an_ideal_exchange_averages_the_moments_that_are_due() -> None:
+    scenario = Scenario(
+        num_workers=2,
+        objective=NOISY,
+        optimizer=AdamW(0.05),
+        exchange_moments={"exp_avg": 1, "exp_avg_sq": 2},
+    )
+    training = Training.of(scenario, momentum=False)
+    edges = PoissonEdges(
+        Constants.of(build_graph("complete", 2)),
+        training,
+        unit_s=1.0,
+        eta=0.0,
+        alpha_tilde=0.5,
+        is_released=False,
+        seed=0,
+    )
+    averaged = []
+    for _ in range(30):
+        for name in ("exp_avg", "exp_avg_sq"):
+            training.state[name].copy_(torch.tensor([[1.0], [3.0]]).expand(2, 6))
+        edges.apply(np.array([1.0]), np.array([0]))
+        assert (training.state["exp_avg"] == 2.0).all()
+        averaged.append(bool((training.state["exp_avg_sq"] == 2.0).all()))
+    # Every second exchange of either end, each of which asks for about half of them.
+    assert sum(averaged) in (14, 15)
+    assert edges.models_sent == 2 * (30 + 30 + sum(averaged))
+
+
+def test_a_link_is_busy_for_longer_where_moments_travel() -> None:
+    scenario = Scenario(
+        graph="complete",
+        num_workers=2,
+        objective=NOISY,
+        optimizer=AdamW(0.05),
+        fidelity="links",
+        comm_rate=4.0,
+        num_steps=50,
+        num_records=2,
+        model_bytes=100.0,
+        links=LinkModel(Link(latency_s=0.0, bytes_per_s=1000.0)),
+    )
+    plain = simulate(scenario, "gossip")
+    both = simulate(replace(scenario, exchange_moments={"exp_avg": 1, "exp_avg_sq": 1}), "gossip")
+    # One model takes a step's time, so that the link is always busy: with three models an exchange
+    # there are a third as many, but for the start, when nobody asks yet, and the last one.
+    assert plain.records[-1].exchanges > 40
+    assert both.records[-1].exchanges == pytest.approx(plain.records[-1].exchanges / 3, abs=1.5)
+
+
+def test_a_row_s_optimizer_steps_when_its_step_ends() -> None:
+    """Moments that were exchanged meanwhile count, though the gradient is that of the start."""
+    training = begin(2, outer=None)
+    for rank in (0, 1):
+        training.start_step(rank, 0.0)
+    training.end_step(0)
+    assert float(training.state["exp_avg_sq"][0].min()) > 0.0
+    assert float(training.state["exp_avg_sq"][1].max()) == 0.0
+    training.state["exp_avg_sq"][1] = 1e6
+    before = training.population.x[1].clone()
+    training.end_step(1)
+    assert float((training.population.x[1] - before).abs().max()) < 0.05 * 0.2
+
+
+def test_population_without_an_outer_step_keeps_no_memory_for_it() -> None:
+    population = Population(torch.zeros(2, 3), 3, momentum=False)
+    population.outer_step(0)
+    assert population.base is population.outer_momentum is None

@@ -1,0 +1,93 @@
+"""Traces: slopes, columns, digests."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from gossipdp_lab.simulate.trace import (
+    TAIL_LOWEST,
+    Interval,
+    Record,
+    Trace,
+    decay_per_exchange,
+    lowest_share,
+)
+
+
+def record(**changes: float) -> Record:
+    values: dict[str, float] = dict.fromkeys(Record._fields, 0.0) | changes
+    return Record(**values)  # type: ignore[arg-type]
+
+
+def test_the_slope_is_exact_on_an_exponential() -> None:
+    exchanges = np.linspace(0.0, 100.0, 51)
+    distances = 5.0 * np.exp(-0.37 * exchanges)
+    assert decay_per_exchange(exchanges, distances) == pytest.approx(0.37)
+
+
+def test_transient_and_floor_are_left_out() -> None:
+    exchanges = np.arange(60.0)
+    distances = np.maximum(np.exp(-1.0 * exchanges), 1e-12)
+    distances[:3] = 1.0
+    assert decay_per_exchange(exchanges, distances, lowest=1e-11) == pytest.approx(1.0)
+    assert decay_per_exchange(exchanges, distances) < 0.8  # rounding counts
+
+
+def test_the_tail_is_what_lasts() -> None:
+    # A fast mode that is most of the start, and a slow one that lasts.
+    two_modes = [math.exp(-2.0 * k) + 1e-2 * math.exp(-0.5 * k) for k in range(200)]
+    assert decay_per_exchange(range(200), two_modes) == pytest.approx(0.5, rel=1e-3)
+    # Rounding at the end plays no part.
+    rounded = [max(distance, 1e-30) for distance in two_modes]
+    assert decay_per_exchange(range(200), rounded) == decay_per_exchange(range(200), two_modes)
+
+
+def test_a_run_that_is_too_short_for_the_tail() -> None:
+    decay = [math.exp(-0.5 * k) for k in range(20)]
+    short = np.array([math.exp(-2.0 * k) + distance for k, distance in enumerate(decay)])
+    assert lowest_share(short) > TAIL_LOWEST
+    assert decay_per_exchange(range(20), short) == pytest.approx(0.5, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "distances",
+    [
+        [math.exp(-0.5 * k) for k in range(8)],  # not below a hundredth
+        [1.0, 1e-32, 1e-32],  # within one record
+        [0.0, 0.0],  # nothing to agree about
+        [1.0, 2.0, 9.0, 99.0],  # it diverges
+    ],
+)
+def test_without_two_decades_there_is_no_slope(distances: list[float]) -> None:
+    assert math.isnan(decay_per_exchange(range(len(distances)), distances))
+
+
+def test_nothing_to_agree_about_is_no_fall() -> None:
+    assert lowest_share(np.zeros(2)) == 1.0
+
+
+def test_columns_and_rates() -> None:
+    trace = Trace("gossip", 4, 0.1, records=[record(), record(exchanges=30, gradient_steps=60)])
+    assert trace.column("exchanges").tolist() == [0.0, 30.0]
+    assert trace.achieved_comm_rate == 1.0
+
+
+def test_the_digest_covers_what_happened_and_not_how_long_it_took() -> None:
+    def make(**changes: object) -> Trace:
+        trace = Trace("gossip", 2, 0.1, records=[record(loss=float("nan"), drift=1.0)])
+        for name, value in changes.items():
+            setattr(trace, name, value)
+        return trace
+
+    assert make().digest() == make(wall_s=9.0).digest()
+    others = [
+        make(method="none"),
+        make(records=[record(loss=float("nan"), drift=2.0)]),
+        make(worker_exchanges=[1, 1]),
+        make(num_messages={"Busy": 1}),
+        make(intervals=[Interval(0, "waiting", 0.0, 1.0)]),
+    ]
+    assert len({trace.digest() for trace in [make(), *others]}) == 6

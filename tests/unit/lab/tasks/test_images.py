@@ -1,0 +1,268 @@
+"""The paper's two trainings: their files, and crops, flips and boxes."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_files import SYNSETS, cifar10_files, write_cifar10, write_imagenet
+from PIL import Image
+from torch.nn import BatchNorm2d
+
+from gossipdp_lab.tasks.images import (
+    Cifar10,
+    ImageNet,
+    JpegFolders,
+    middle_box,
+    random_box,
+    random_crop_and_flip,
+    random_flip,
+    read_cifar10,
+    scaled_part,
+)
+from gossipdp_lab.tasks.options import Cifar10Options, ImageNetOptions
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def cifar10(folder: Path, **options: Any) -> Cifar10:
+    return Cifar10(Cifar10Options(data=folder, **options))
+
+
+def test_cifar10_from_its_folder_or_the_one_around_it(tmp_path: Path) -> None:
+    for path in (write_cifar10(tmp_path), tmp_path):
+        (images, labels), (test_images, test_labels) = read_cifar10(path)
+        assert images.shape == (40, 3, 32, 32)
+        assert (images.dtype, labels.dtype) == (torch.uint8, torch.int64)
+        assert (len(labels), len(test_images), len(test_labels)) == (40, 8, 8)
+    # The patch of class 0 is red and at the top, as the files were written.
+    content = cifar10_files(8)["data_batch_1.bin"]
+    assert labels[0] == content[0]
+    assert bytes(images[0].flatten().tolist()) == content[1 : 1 + 3072]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("data_batch_3.bin", b"\0" * 3000, "data_batch_3.bin has no rows of 3,073 bytes"),
+        ("test_batch.bin", b"", "no rows of 3,073 bytes"),
+        ("test_batch.bin", b"\x0a" + b"\0" * 3072, "a label that is not 0 to 9"),
+    ],
+)
+def test_what_is_no_cifar10_is_named(
+    tmp_path: Path, file: str, content: bytes, message: str
+) -> None:
+    (write_cifar10(tmp_path) / file).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_cifar10(tmp_path)
+
+
+def test_where_cifar10_is_missing_it_is_said_how_to_get_it(tmp_path: Path) -> None:
+    (write_cifar10(tmp_path) / "data_batch_3.bin").unlink()
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(FileNotFoundError, match=r"there is no .*\. CIFAR-10 is not downloaded"):
+            read_cifar10(path)
+
+
+def test_the_papers_schedule(tmp_path: Path) -> None:
+    write_cifar10(tmp_path)
+    recipe = cifar10(tmp_path, batch_size=4)
+    factors = [recipe.rate_factor(at, 8) for at in (0, 0.025, 0.05, 0.499, 0.5, 0.749, 0.75)]
+    assert factors == pytest.approx([1, 4.5, 8, 8, 0.8, 0.8, 0.08])
+    (group, _) = recipe.make_optimizer(torch.nn.Linear(2, 2)).param_groups
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.9, 5e-4)
+
+
+def test_the_settings_of_the_released_scripts(tmp_path: Path) -> None:
+    write_cifar10(tmp_path)
+    given = {"released_settings": True, "batch_size": 32}
+    recipe = cifar10(tmp_path, epochs=300, **given)
+    factors = [recipe.rate_factor(at, 64) for at in (0, 5 / 300, 0.499, 0.5, 0.75)]
+    assert factors == pytest.approx([1, 8, 8, 0.8, 0.08])  # 64 batches of 32, over 256
+    assert recipe.clip_norm == 1.0
+    assert cifar10(tmp_path, method="allreduce", **given).clip_norm is None
+    norms = [each for each in recipe.make_model().modules() if isinstance(each, BatchNorm2d)]
+    assert all(bool((norm.weight == 1).all()) for norm in norms)
+    white = recipe.normalize(torch.full((1, 3, 1, 1), 255, dtype=torch.uint8)).flatten()
+    assert white.tolist() == pytest.approx(
+        [(1 - 0.4914) / 0.2023, (1 - 0.4822) / 0.1994, (1 - 0.4465) / 0.2010]
+    )
+
+
+def test_imagenets_rate_falls_earlier_in_the_released_scripts(tmp_path: Path) -> None:
+    write_imagenet(tmp_path)
+    recipe = ImageNet(ImageNetOptions(data=tmp_path, batch_size=2, released_settings=True))
+    assert [recipe.rate_factor(at, 256) for at in (0.29, 0.3, 0.6, 0.8)] == pytest.approx(
+        [2, 0.2, 0.02, 0.002]
+    )
+
+
+def test_batches_and_accuracy(tmp_path: Path) -> None:
+    write_cifar10(tmp_path)
+    recipe = cifar10(tmp_path, batch_size=16)
+    batches = list(recipe.train_loader(0, 1, 0))
+    assert [images.shape[0] for images, _ in batches] == [16, 16]
+    model = recipe.make_model()
+    assert torch.isfinite(recipe.loss(model, batches[0]))
+    labels = recipe.test[1]
+    constant = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 10))
+    torch.nn.init.zeros_(constant[1].weight)
+    with torch.no_grad():
+        constant[1].bias.copy_(torch.arange(10) == labels[0])
+    assert recipe.evaluate(constant) == float((labels == labels[0]).double().mean())
+
+
+def test_pixels_are_normalized_channel_by_channel(tmp_path: Path) -> None:
+    write_cifar10(tmp_path)
+    recipe = cifar10(tmp_path, batch_size=4)
+    images = torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 3, 1, 1)
+    expected = [
+        (value - mean) / deviation
+        for value, mean, deviation in zip((0, 0.2, 1), recipe.mean, recipe.deviation, strict=True)
+    ]
+    torch.testing.assert_close(recipe.normalize(images).flatten(), torch.tensor(expected))
+
+
+def recipe_of(folder: Path, batch_size: int = 4) -> ImageNet:
+    return ImageNet(ImageNetOptions(data=folder, batch_size=batch_size, loader_processes=0))
+
+
+def test_images_get_the_label_of_their_folder(tmp_path: Path) -> None:
+    write_imagenet(tmp_path)
+    recipe = recipe_of(tmp_path)
+    assert tuple(recipe.synsets) == SYNSETS
+    found = [recipe.validation[number] for number in range(len(recipe.validation))]
+    images, labels = (torch.stack(each) for each in zip(*found, strict=True))
+    assert images.shape == (6, 3, 224, 224)
+    assert labels.tolist() == [0, 0, 1, 1, 2, 2]
+    # Each class has a colour, also in the PNG and in CMYK.
+    assert images.float().mean(dim=(2, 3)).argmax(dim=1).tolist() == labels.tolist()
+
+
+def test_every_worker_sees_all_images_in_an_order_of_its_own(tmp_path: Path) -> None:
+    write_imagenet(tmp_path)
+    recipe = recipe_of(tmp_path)
+    orders = [torch.cat([label for _, label in recipe.train_loader(r, 2, 0)]) for r in (0, 1)]
+    assert [sorted(order.tolist()) for order in orders] == [[0] * 4 + [1] * 4 + [2] * 4] * 2
+    assert not torch.equal(*orders)
+
+
+def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
+    write_imagenet(tmp_path)
+    bad = tmp_path / "train" / SYNSETS[0] / f"{SYNSETS[0]}_0.JPEG"
+    bad.write_bytes(b"no image")
+    with pytest.raises(ValueError, match=f"{bad.name} cannot be read"):
+        recipe_of(tmp_path).train[0]
+
+
+def test_folders_that_are_missing_or_empty(tmp_path: Path) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"there is no .*train\. ImageNet is not downloaded"
+    ):
+        recipe_of(tmp_path)
+    (tmp_path / "train").mkdir()
+    (tmp_path / "val").mkdir()
+    with pytest.raises(ValueError, match=r"holds no images as WNID/NAME\.JPEG"):
+        recipe_of(tmp_path)
+
+
+def test_boxes_lie_within_their_images_and_have_the_areas_and_ratios() -> None:
+    sizes = torch.randint(40, 600, (4000, 2)).tolist()
+    shares, ratios = [], []
+    for width, height in sizes:
+        left, upper, right, lower = random_box(width, height)
+        assert 0 <= left < right <= width
+        assert 0 <= upper < lower <= height
+        shares.append((right - left) * (lower - upper) / (width * height))
+        ratios.append((right - left) / (lower - upper))
+    # Whole pixels leave some room around the limits.
+    assert 0.06 < min(shares) < 0.12
+    assert 0.9 < max(shares) <= 1.0
+    assert 0.68 < min(ratios) < 0.78
+    assert 1.28 < max(ratios) < 1.45
+    square = torch.tensor([random_box(500, 500) for _ in range(4000)], dtype=torch.float64)
+    areas = (square[:, 2] - square[:, 0]) * (square[:, 3] - square[:, 1]) / 250_000
+    assert 0.45 < float(areas.mean()) < 0.56  # even from 0.08 to 1, but the largest fit seldom
+    assert abs(float(square[:, 0].mean() - (500 - square[:, 2]).mean())) < 20
+
+
+def test_an_image_that_no_box_fits_gives_its_middle() -> None:
+    torch.manual_seed(1)
+    assert random_box(100_000, 10) == (49993, 0, 50006, 10)
+    assert middle_box(256, 512) == pytest.approx((16, 144, 240, 368))
+
+
+def test_a_large_jpeg_is_decoded_small_and_cut_where_the_box_is(tmp_path: Path) -> None:
+    pixels = np.zeros((1000, 1600, 3), np.uint8)
+    pixels[:500, 800:] = (250, 0, 0)
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, "JPEG", quality=95)
+    with Image.open(content) as image:
+        part = scaled_part(image, (800, 0, 1600, 500), 40)
+        assert image.size[0] < 1600
+    assert part.shape == (40, 40, 3)
+    assert part[5:-5, 5:-5, 0].min() > 230
+    assert part[5:-5, 5:-5, 1:].max() < 20
+
+
+def test_a_dataset_of_no_known_class_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no images"):
+        JpegFolders(tmp_path, SYNSETS, part="middle")
+
+
+def shifted(image: torch.Tensor, padding: int) -> dict[tuple[int, int, bool], bytes]:
+    """All that may become of an image, slowly: by row, column and mirroring."""
+    channels, height, width = image.shape
+    padded = torch.zeros(channels, height + 2 * padding, width + 2 * padding, dtype=image.dtype)
+    padded[:, padding : padding + height, padding : padding + width] = image
+    found = {}
+    for row in range(2 * padding + 1):
+        for column in range(2 * padding + 1):
+            crop = padded[:, row : row + height, column : column + width]
+            found[row, column, False] = crop.contiguous().numpy().tobytes()
+            found[row, column, True] = crop.flip(2).contiguous().numpy().tobytes()
+    return found
+
+
+def test_each_crop_is_a_shift_of_its_own_image_and_all_shifts_come():
+    images = torch.randint(1, 256, (600, 3, 6, 5), dtype=torch.uint8)
+    crops = random_crop_and_flip(images, padding=1)
+    assert crops.shape == images.shape
+    assert crops.dtype == torch.uint8
+    came = []
+    for image, crop in zip(images, crops, strict=True):
+        content = crop.contiguous().numpy().tobytes()
+        came += [shift for shift, bits in shifted(image, 1).items() if bits == content]
+    assert len(came) == len(images)
+    assert len(set(came)) == 18
+    flips = sum(flipped for _, _, flipped in came)
+    assert 240 < flips < 360  # five standard deviations around a half
+
+
+def test_the_order_in_memory_is_channels_last():
+    crops = random_crop_and_flip(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), padding=2)
+    assert crops.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_same_seed_gives_the_same_crops():
+    images = torch.randint(256, (32, 3, 32, 32), dtype=torch.uint8)
+    torch.manual_seed(7)
+    first = random_crop_and_flip(images, 4)
+    second = random_crop_and_flip(images, 4)
+    torch.manual_seed(7)
+    assert torch.equal(first, random_crop_and_flip(images, 4))
+    assert not torch.equal(first, second)
+
+
+def test_flips_mirror_about_half():
+    images = torch.randint(256, (400, 3, 2, 4), dtype=torch.uint8)
+    flipped = random_flip(images)
+    mirrored = (flipped == images.flip(-1)).all(dim=(1, 2, 3))
+    same = (flipped == images).all(dim=(1, 2, 3))
+    assert bool((mirrored | same).all())
+    assert 150 < int(mirrored.sum()) < 250

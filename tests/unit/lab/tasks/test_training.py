@@ -1,0 +1,235 @@
+"""What is shown of a training, and the learning rates that it goes through."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from gossipdp import OuterStep
+from gossipdp.gossip.published import Notice
+from gossipdp.parallel.stats import Stats
+from gossipdp_lab.tasks.options import BytesGptOptions
+from gossipdp_lab.tasks.text import Gpt
+from gossipdp_lab.tasks.training import MODEL_FILE, TrainingView, lowest_alive, outcome_table, train
+from gossipdp_lab.tasks.workload import worker_device
+
+OUTCOME = {
+    "method": "a2cid2",
+    "graph": "ring",
+    "num_workers": 16,
+    "metric_name": "test_accuracy",
+    "metric": 0.9434,
+    "minutes": 20.94,
+    "slowest_steps": 2391,
+    "fastest_steps": 2512,
+}
+
+
+def shown(what: object) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(what)
+    return console.file.getvalue()
+
+
+def test_the_row_of_the_papers_tables():
+    text = shown(outcome_table(OUTCOME))
+    for heading in ("method", "graph", "workers", "test accuracy", "minutes", "steps, slowest"):
+        assert heading in text
+    row = next(line for line in text.splitlines() if "a2cid2" in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["a2cid2", "ring", "16", "0.9434", "20.94", "2,391", "2,512"]
+
+
+def test_without_exchanges_there_is_no_graph():
+    assert "ring" not in shown(outcome_table({**OUTCOME, "method": "allreduce"}))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Model:
+    """What a training run asks of the wrapped model while it shows how far it is."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self, progress: float) -> None:
+        self.at = progress
+
+    def progress(self) -> float:
+        return self.at
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [torch.zeros(3)]
+
+
+def shown_progress(steps: dict[float, tuple[float, float]], at: float = 0.0) -> list[str]:
+    """The lines after the opening; steps: loss and progress by time."""
+    model, clock = Model(at), Clock()
+    console = Console(file=io.StringIO(), width=120)
+    options = BytesGptOptions(epochs=10)
+    view = TrainingView(model, options, 1000, console, clock)  # type: ignore[arg-type]
+    for clock.now, (loss, model.at) in steps.items():
+        view.step(torch.tensor(loss, requires_grad=True))
+    return console.file.getvalue().splitlines()[1:]
+
+
+def test_a_line_now_and_then():
+    assert shown_progress({5: (4.0, 0.1), 10: (2.0, 0.2), 11: (9.0, 0.25), 20: (1.0, 0.3)}) == [
+        "  10 s  training:  20%  epoch 2.00 of 10, loss 3.0000, 200 samples/s",
+        "  20 s  training:  30%  epoch 3.00 of 10, loss 5.0000, 100 samples/s",
+    ]
+
+
+def test_a_slow_first_step_of_a_resumed_run_counts_from_where_the_run_was():
+    (line,) = shown_progress({20: (1.0, 0.6)}, at=0.5)
+    assert "epoch 6.00 of 10, loss 1.0000, 50 samples/s" in line
+
+
+@pytest.mark.parametrize(
+    ("rank", "notices", "lowest"),
+    [
+        (2, [], 0),
+        (2, [(0, "dead")], 1),
+        (2, [(0, "dead"), (1, "dead")], 2),
+        (2, [(0, "dead"), (0, "rejoined")], 0),
+        (2, [(0, "stopped")], 0),
+        (5, [(0, "dead"), (1, "dead"), (2, "dead"), (3, "dead")], 5),
+    ],
+)
+def test_who_tells_of_the_end(rank: int, notices: list[tuple[int, str]], lowest: int):
+    stats = Stats(
+        rank=rank,
+        world_size=4,
+        gradient_steps=1,
+        samples=1,
+        noticed=tuple(Notice(who, kind, 0.0) for who, kind in notices),
+    )
+    assert lowest_alive(stats) == lowest
+
+
+def test_devices():
+    assert worker_device("cpu") == torch.device("cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="torch finds no CUDA device here; choose cpu"):
+            worker_device("cuda")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def options(tmp_path: Path, alone: None) -> BytesGptOptions:
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 60)
+    return BytesGptOptions(
+        data=tmp_path / "text.txt",
+        context=16,
+        width=16,
+        depth=1,
+        heads=2,
+        batch_size=8,
+        output=tmp_path / "output",
+    )
+
+
+def test_an_evaluation_that_fails_does_not_lose_the_model(
+    options: BytesGptOptions, monkeypatch: pytest.MonkeyPatch
+):
+    def evaluate(self: Gpt, net: torch.nn.Module) -> float:
+        raise OSError("broken image")
+
+    monkeypatch.setattr(Gpt, "evaluate", evaluate)
+    with pytest.raises(OSError, match="broken image"):
+        train(options)
+    assert "position" in torch.load(options.directory / MODEL_FILE, weights_only=True)
+
+
+def test_gradients_are_clipped_where_the_recipe_says_so(
+    options: BytesGptOptions, monkeypatch: pytest.MonkeyPatch
+):
+    norms: list[float] = []
+
+    def watched(self: Gpt, net: torch.nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(
+            lambda *_: norms.append(
+                float(torch.nn.utils.get_total_norm([v.grad for v in net.parameters()]))
+            )
+        )
+        return optimizer
+
+    monkeypatch.setattr(Gpt, "make_optimizer", watched)
+    train(replace(options, output=options.directory / "free"))
+    assert max(norms) > 0.02
+    norms.clear()
+    monkeypatch.setattr(Gpt, "clip_norm", 0.01)
+    train(options)
+    assert max(norms) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_wrapper_is_given_the_outer_step_and_the_moments(
+    options: BytesGptOptions, monkeypatch: pytest.MonkeyPatch
+):
+    given: dict[str, object] = {}
+
+    class WrappedError(Exception):
+        pass
+
+    def wrap(*_: object, **arguments: object) -> None:
+        given.update(arguments)
+        raise WrappedError
+
+    monkeypatch.setattr("gossipdp_lab.tasks.training.GossipDataParallel", wrap)
+    with pytest.raises(WrappedError):
+        train(replace(options, outer_momentum=0.3, exchange_moments="exp_avg:2"))
+    assert given["outer"] == OuterStep(momentum=0.3)
+    assert given["exchange_moments"] == {"exp_avg": 2}
+
+
+def test_the_opening_names_the_outer_step(
+    options: BytesGptOptions, capsys: pytest.CaptureFixture[str]
+):
+    train(replace(options, outer_momentum=0.6))
+    assert "outer step of momentum 0.6 and learning rate 1, batch 8" in capsys.readouterr().out
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_the_same(
+    options: BytesGptOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    options = replace(options, json=tmp_path / "results.json", checkpoint_every=7)
+    outcome = train(options)
+    assert outcome is not None
+    assert json.loads((tmp_path / "results.json").read_text())["metric"] == outcome["metric"]
+    assert (
+        outcome["slowest_steps"]
+        == outcome["fastest_steps"]
+        == outcome["samples"] / options.batch_size
+    )
+    expected = torch.load(options.directory / MODEL_FILE, weights_only=True)
+    checkpoints = sorted((options.directory / "checkpoints").rglob("step-*"))
+    assert len(checkpoints) == 2
+    checkpoints[1].unlink()
+    (options.directory / MODEL_FILE).unlink()
+    assert outcome["progress_at_start"] == 0.0
+    assert "minutes: since" not in capsys.readouterr().out
+
+    resumed = train(replace(options, resume=True))
+
+    assert resumed is not None
+    share = resumed["progress_at_start"]
+    assert share == pytest.approx(7 * options.batch_size / outcome["samples"], rel=0.1)
+    assert f"since worker 0 began, at {share:.0%} of the run" in capsys.readouterr().out
+    assert (resumed["metric"], resumed["samples"]) == (outcome["metric"], outcome["samples"])
+    found = torch.load(options.directory / MODEL_FILE, weights_only=True)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

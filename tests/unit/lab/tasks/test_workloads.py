@@ -1,0 +1,248 @@
+"""Every workload offers the same things; the small Python tree stands in for the real one."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossipdp_lab.tasks import WORKLOADS, make_workload
+from gossipdp_lab.tasks.digits import Digits
+from gossipdp_lab.tasks.text import PyStdlib, SmallPyStdlib
+from gossipdp_lab.tasks.workload import BatchLoader, Workload, evaluating, learning_rate_factor
+
+MakeWorkload = Callable[..., Workload[Any]]
+
+
+@pytest.fixture(scope="module")
+def python_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tree")
+    for index in range(60):
+        folder = root / f"package_{index % 7}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"module_{index}.py").write_text(f"answer_{index} = {index}\n" * 60)
+    return root
+
+
+@pytest.fixture(params=sorted(WORKLOADS))
+def make(request: pytest.FixtureRequest, python_tree: Path) -> MakeWorkload:
+    if kind := {"pystdlib": PyStdlib, "pystdlib-small": SmallPyStdlib}.get(request.param):
+        return lambda **options: kind(data=python_tree, **options)
+    return lambda **options: make_workload(request.param, **options)
+
+
+def flatten(batch: Tensor | tuple[Tensor, ...]) -> Tensor:
+    tensors = (batch,) if isinstance(batch, Tensor) else batch
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
+
+
+def initial_parameters(workload: Workload, seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    return nn.utils.parameters_to_vector(workload.make_model().parameters())
+
+
+def test_the_model_follows_from_the_seed(make: MakeWorkload) -> None:
+    assert torch.equal(initial_parameters(make(), 3), initial_parameters(make(), 3))
+    assert not torch.equal(initial_parameters(make(), 3), initial_parameters(make(), 4))
+
+
+def test_batches_follow_from_rank_and_seed(make: MakeWorkload) -> None:
+    def first(rank: int, seed: int) -> Tensor:
+        return flatten(next(iter(make().train_loader(rank, 4, seed))))
+
+    assert torch.equal(first(1, 0), first(1, 0))
+    assert not torch.equal(first(1, 0), first(2, 0))
+    assert not torch.equal(first(1, 0), first(1, 1))
+
+
+def test_an_epoch_has_len_full_batches_and_the_next_is_shuffled_anew(make: MakeWorkload) -> None:
+    workload = make(batch_size=5)
+    loader = workload.train_loader(0, 2, 0)
+    epochs = [[flatten(batch) for batch in loader] for _ in range(2)]
+    assert [len(epoch) for epoch in epochs] == [len(loader)] * 2
+    assert len({len(batch) for batch in epochs[0]}) == 1
+    assert not torch.equal(torch.stack(epochs[0]), torch.stack(epochs[1]))
+
+
+def test_a_few_steps_lower_the_loss_and_better_the_metric(make: MakeWorkload) -> None:
+    workload = make()
+    torch.manual_seed(0)
+    model = workload.make_model()
+    optimizer = workload.make_optimizer(model)
+    before = workload.evaluate(model)
+    losses = []
+    batches = iter(workload.train_loader(0, 1, 0))
+    for _ in range(12):
+        loss = workload.loss(model, next(batches))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    after = workload.evaluate(model)
+    assert losses[-1] < losses[0]
+    assert after < before if "bits" in workload.metric_name else after > before
+
+
+def test_evaluation_restores_the_mode_and_changes_nothing(make: MakeWorkload) -> None:
+    workload = make()
+    model = workload.make_model()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    first = workload.evaluate(model)
+    assert model.training
+    assert workload.evaluate(model.eval()) == first
+    assert not model.training
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+# Attention on CPU has no batching rule in torch 2.13: vmap runs it row by row and says so.
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_the_model_runs_on_rows_of_a_matrix_by_functional_calls(make: MakeWorkload) -> None:
+    """The simulator stacks all workers' values and differentiates them in one call."""
+    workload = make()
+    models = [workload.make_model() for _ in range(3)]
+    parameters, buffers = torch.func.stack_module_state(models)
+    skeleton = workload.make_model()
+    batch = next(iter(workload.train_loader(0, 1, 0)))
+
+    class Row(nn.Module):
+        def __init__(self, values: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
+            super().__init__()
+            self.values = values
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return torch.func.functional_call(skeleton, self.values, (inputs,))
+
+    def loss(row: dict[str, Tensor], row_buffers: dict[str, Tensor]) -> Tensor:
+        return workload.loss(Row((row, row_buffers)), batch)
+
+    gradients = torch.vmap(torch.func.grad(loss))(parameters, buffers)
+    for index, model in enumerate(models):
+        model.zero_grad()
+        workload.loss(model, batch).backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(gradients[name][index], parameter.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_digits_is_split_by_class() -> None:
+    workload = Digits(batch_size=1437)
+    images, labels = next(iter(workload.train_loader(0, 1, 0)))
+    assert images.shape == (1437, 1, 8, 8)
+    assert 0 <= images.min() < images.max() <= 1
+    assert torch.bincount(labels).min() >= 1437 / 10 * 0.95
+
+
+def test_digits_disjoint_shares_cover_the_training_set_once() -> None:
+    workload = Digits(disjoint=True, batch_size=1)
+    rows = [
+        image.double().flatten().tolist()
+        for rank in range(3)
+        for image, _ in workload.train_loader(rank, 3, 7)
+    ]
+    assert len(rows) == 1437
+    full = [
+        image.double().flatten().tolist() for image, _ in Digits(batch_size=1).train_loader(0, 1, 0)
+    ]
+    assert sorted(rows) == sorted(full)
+
+
+def test_digits_reaches_98_percent_in_seconds() -> None:
+    workload = Digits()
+    torch.manual_seed(0)
+    model = workload.make_model()
+    optimizer = workload.make_optimizer(model)
+    loader = workload.train_loader(0, 1, 0)
+    num_epochs = 6
+    steps = num_epochs * len(loader)
+    batches = (batch for _ in range(num_epochs) for batch in loader)
+    for step, batch in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * learning_rate_factor(step / steps)
+        loss = workload.loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert workload.evaluate(model) >= 0.98
+
+
+def test_an_untrained_transformer_needs_about_eight_bits_per_byte(python_tree: Path) -> None:
+    workload = PyStdlib(data=python_tree)
+    torch.manual_seed(0)
+    assert workload.evaluate(workload.make_model()) == pytest.approx(8, abs=0.3)
+
+
+@pytest.mark.parametrize(("kind", "num_parameters"), [(PyStdlib, 445_952), (SmallPyStdlib, 70_592)])
+def test_the_transformer_is_causal_and_has_tied_embeddings(
+    kind: type[PyStdlib], num_parameters: int, python_tree: Path
+) -> None:
+    model = kind(data=python_tree).make_model().eval()
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
+    assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
+    tokens = torch.randint(256, (1, 16))
+    changed = tokens.clone()
+    changed[0, -1] = (tokens[0, -1] + 1) % 256
+    torch.testing.assert_close(model(tokens)[0, :-1], model(changed)[0, :-1])
+
+
+def test_an_epochs_order_follows_from_its_number() -> None:
+    def loader() -> BatchLoader[Tensor]:
+        return BatchLoader(torch.arange(40), batch_size=5, seed=3, gather=lambda chosen: chosen)
+
+    one, other = loader(), loader()
+    epochs = []
+    for epoch in range(3):
+        one.set_epoch(epoch)
+        epochs.append(torch.cat(list(one)))
+    other.set_epoch(2)
+    assert torch.equal(torch.cat(list(other)), epochs[2])
+    assert not torch.equal(epochs[1], epochs[2])
+    assert torch.equal(torch.cat(list(loader())), epochs[0])
+
+
+def test_the_mode_comes_back_after_an_error() -> None:
+    model = nn.Linear(1, 1)
+
+    def fail() -> None:
+        with evaluating(model):
+            assert not model.training
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail()
+    assert model.training
+
+
+def test_the_learning_rate_warms_up_and_decays() -> None:
+    assert learning_rate_factor(0.0) == pytest.approx(0.01)
+    assert learning_rate_factor(0.05) == pytest.approx(1.0)
+    assert learning_rate_factor(1.0) == pytest.approx(0.01)
+    assert learning_rate_factor(1.2) == pytest.approx(0.01)
+    middle = learning_rate_factor(0.525)
+    assert math.isclose(middle, 0.505, rel_tol=1e-9)
+
+
+def test_the_perceptron_has_the_same_data() -> None:
+    perceptron, usual = Digits(network="perceptron"), Digits()
+    torch.manual_seed(0)
+    model = perceptron.make_model()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 4810
+    batch = next(iter(perceptron.train_loader(1, 3, 0)))
+    assert torch.equal(flatten(batch), flatten(next(iter(usual.train_loader(1, 3, 0)))))
+    assert perceptron.training_loss(model) == pytest.approx(math.log(10), abs=0.1)
+
+
+@pytest.mark.parametrize("alpha", [0.05, 1.0, 1000.0])
+def test_dirichlet_shares_of_the_classes(alpha: float) -> None:
+    digits = Digits(network="perceptron", batch_size=1437, dirichlet_alpha=alpha)
+    shares = []
+    for rank in range(40):
+        (_, labels), (_, again) = (next(iter(digits.train_loader(rank, 40, 0))) for _ in range(2))
+        assert torch.equal(labels, again)
+        shares.append(torch.bincount(labels, minlength=10) / 1437)
+    # A share of Dirichlet(alpha, .., alpha) has variance 0.09 / (10 alpha + 1); drawing 1,437
+    # images of such shares adds a little.
+    variance = float((torch.stack(shares) - 0.1).square().mean())
+    assert variance == pytest.approx(0.09 / (10 * alpha + 1) + 0.09 / 1437, rel=0.3)
