@@ -15,10 +15,12 @@ PIP := $(if $(LOCK),PIP_CONSTRAINT=$(LOCK) PIP_BUILD_CONSTRAINT=$(LOCK)) $(BIN)/
 demo: $(VENV)/lab.installed
 	$(BIN)/gossipdp demo $(or $(ARGS),--compare)
 
-# In two processes, a file whole in one of them, in the order of tests/conftest.py; ARGS="-k pairing"
-# for some tests, ARGS="-n 0" for one process. The slowest tests are named at the end.
+# In three processes, as many tests mostly wait for workers, a file whole in one of them, in the
+# order of tests/conftest.py, without those of tests/long.txt; ARGS="-k pairing" for some tests,
+# ARGS="-n 0" for one process. The slowest tests are named at the end.
 test: $(VENV)/dev.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15 $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15 -m "not long" \
+	  $(ARGS)
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .
@@ -37,10 +39,12 @@ SECONDS ?= 60
 fuzz: $(VENV)/fuzz.installed
 	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) $(ARGS)
 
-# Faults: fresh examples of the properties, 1,000 schedules of the simulated network, two minutes
+# The tests of tests/long.txt, then faults: fresh examples of the properties, 1,000 schedules of the simulated network, two minutes
 # with real processes, two hosts that lose each other (root only), the demo, restarts and joins by
 # gossipdp run, and all the ways in which a run may end.
 chaos: $(VENV)/dev.installed
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m long tests --ignore tests/property \
+	  --ignore tests/simulation
 	GOSSIPDP_EXPLORE=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/property tests/simulation
 	$(BIN)/python tests/chaos/simulated.py
 	$(BIN)/python tests/chaos/processes.py

@@ -19,13 +19,14 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from listed_skips import ListedSkips
+from listed_skips import ListedSkips, read_list
 from run_processes import VARIABLES
 
 from gossipdp.launcher.local import launch, start_fork_server
 from gossipdp.links.tls import TlsFiles, make_tls_files
 
 TESTS = Path(__file__).parent
+LONG = {name for name, _ in read_list((TESTS / "long.txt").read_text())}
 hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 hypothesis.settings.register_profile("explore", print_blob=True, deadline=None)
 hypothesis.settings.load_profile("fixed" if exploring.SEED is None else "explore")
@@ -44,6 +45,14 @@ def pytest_report_header() -> str:
     if exploring.SEED is None:
         return "examples: the fixed set (GOSSIPDP_EXPLORE=1 draws others)"
     return f"examples: GOSSIPDP_EXPLORE={exploring.SEED}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of ``long.txt``."""
+    names = {item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]}
+    if names & LONG:
+        item.add_marker("long")
 
 
 @pytest.hookimpl(trylast=True)

@@ -20,7 +20,7 @@ def load_run() -> ModuleType:
 
 run = load_run()
 MUTANTS = run.load()
-PACKAGES = {path.stem for path in (Path(run.ROOT) / run.PACKAGE).iterdir() if path.is_dir()}
+PACKAGES = {path.parent.name for path in (Path(run.ROOT) / run.SOURCE).glob("*/*/__init__.py")}
 
 
 def test_every_mutant_can_be_made_and_its_tests_are_there() -> None:
@@ -31,15 +31,15 @@ def test_every_mutant_can_be_made_and_its_tests_are_there() -> None:
 def test_names_are_said_once_and_over_all_packages() -> None:
     names = [mutant.name for mutant in MUTANTS]
     assert len(names) == len(set(names)) >= 80
-    untested = {"__pycache__", "report", "tasks"}
-    assert {Path(mutant.file).parts[0] for mutant in MUTANTS} >= PACKAGES - untested
+    untested = {"demo", "report", "tasks"}
+    assert {Path(mutant.file).parts[1] for mutant in MUTANTS} >= PACKAGES - untested
 
 
 def test_what_is_out_of_step_is_said() -> None:
     mutant = MUTANTS[0]
     assert "occurs 0 times" in replace(mutant, old="no such text").problem()
     assert "changes nothing" in replace(mutant, new=mutant.old).problem()
-    assert "there is no" in replace(mutant, file="graph/none.py").problem()
+    assert "there is no" in replace(mutant, file="gossipdp/graph/none.py").problem()
     assert "there is no tests/none.py" in replace(mutant, tests=("tests/none.py",)).problem()
     missing = f"{mutant.tests[0].partition('::')[0]}::test_none"
     assert "there is no test_none" in replace(mutant, tests=(missing,)).problem()

@@ -122,3 +122,10 @@ def test_every_line_of_the_list_names_a_test_and_a_reason_that_are_there() -> No
         text = (TESTS.parent / path).read_text()
         assert f"def {test}" in text, name
         assert "skip" in text, name
+
+
+def test_each_test_that_is_listed_as_long_is_there() -> None:
+    for name, _ in read_list((TESTS / "long.txt").read_text()):
+        path, _, test = name.partition("[")[0].partition("::")
+        text = (TESTS.parent / path).read_text()
+        assert not test or f"def {test}(" in text, name

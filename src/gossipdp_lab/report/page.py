@@ -54,7 +54,7 @@ def render(run_log: RunLog, name: str) -> str:
     from markupsafe import Markup
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("gossipdp", "report"),
+        loader=jinja2.PackageLoader("gossipdp_lab", "report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )

@@ -9,8 +9,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from gossipdp.observe.log import ExchangeRecord, RunLog, StartRecord, StepRecord, WorkerLog
+from gossipdp_lab.demo import comparison
 from gossipdp_lab.demo.comparison import Compared, draw_comparison, loss_curve, waiting_shares
-from gossipdp_lab.report import comparison
 from gossipdp_lab.simulate.figures import ACTIVITY_COLOURS, new_figure
 
 

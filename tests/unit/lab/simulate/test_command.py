@@ -35,7 +35,7 @@ from gossipdp_lab.simulate.scenario import (
 )
 from gossipdp_lab.simulate.study import simulate_all
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[4] / "docs"
 
 
 @pytest.fixture(autouse=True)
