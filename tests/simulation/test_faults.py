@@ -22,7 +22,7 @@ from simulated_faults.schedule import (
     Stall,
 )
 
-NUM_SCHEDULES = 60
+NUM_SCHEDULES = 20
 LARGEST = 12
 """`make chaos` runs the large ones too."""
 
