@@ -439,13 +439,12 @@ class _Owner(LinkOwner):
         self.tag = TAG
         self.clock = lambda: 0.0
         self.scratch = memoryview(bytearray(4096))
-        self.memory = SlotMemory({}, OnceLog(logging.getLogger()), cast(Any, None), may_share=False)
+        self.memory = SlotMemory(OnceLog(logging.getLogger()), cast(Any, None), may_share=False)
         self.ended: list[str] = []
         self.to_read: dict[Any, None] = {}
         self.to_write: dict[TcpLink, None] = {}
 
-    def link_ended(self, link: TcpLink, reason: str, *, broken: bool, unread: bool) -> None:
-        assert not unread
+    def link_ended(self, link: TcpLink, reason: str, *, broken: bool) -> None:
         self.ended.append(reason)
 
 
@@ -453,13 +452,13 @@ def link_stream(data: bytes) -> None:
     """A link ends exactly once, whatever comes, and tells its handler only what is allowed."""
     owner = _Owner()
     link = TcpLink(owner, _Bytes(data), identity(1), dialler=0)
-    link.map(1, memoryview(bytes(4096)))
+    link.peer_memory.map(1, memoryview(bytes(4096)))
     while not link.closed:
         link.can_read = True
         link.read_some()
     assert len(owner.ended) == 1
     assert link.bytes_received <= len(data)
-    assert len(link.memory_socket or bytes(MEMORY_SOCKET_BYTES)) == MEMORY_SOCKET_BYTES
+    assert len(link.peer_memory.socket or bytes(MEMORY_SOCKET_BYTES)) == MEMORY_SOCKET_BYTES
 
 
 def link_stream_seeds() -> list[bytes]:

@@ -36,15 +36,20 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, final
 
 from gossipdp.links import sockets
-from gossipdp.links.frames import MAX_SEGMENT, NAME_BYTES, TOKEN_BYTES, FrameError, Header
+from gossipdp.links.frames import (
+    MAX_SEGMENT,
+    NAME_BYTES,
+    SEGMENT_ALIGNMENT_BYTES,
+    TOKEN_BYTES,
+    FrameError,
+    FrameType,
+    Header,
+)
 from gossipdp.logs import OnceLog
-
-if TYPE_CHECKING:
-    from gossipdp.links.tcp_link import TcpLink
 
 # A bound on what is mapped for a peer; slots are a few chunks.
 MAX_SEGMENT_BYTES = 1 << 30
@@ -128,10 +133,11 @@ class SharedSegment(sockets.DescriptorOwner):
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
 
     def offset_of(self, payload: memoryview) -> int | None:
-        """Where in this segment ``payload`` lies; None: elsewhere."""
+        """Return where in this segment ``payload`` lies; None if no frame can name the place."""
         if payload.obj is not self.memory.obj:
             return None
-        return address_of(payload) - address_of(self.memory)
+        offset = address_of(payload) - address_of(self.memory)
+        return None if offset % SEGMENT_ALIGNMENT_BYTES else offset
 
     def close_in_child(self) -> None:
         sockets.close_descriptor(self.descriptor)
@@ -169,23 +175,53 @@ def map_peers_segment(descriptor: int, num_bytes: int) -> memoryview:
 
 
 @final
-class PeerSegments:
-    """The segments of one peer that are mapped here."""
+class PeerMemory:
+    """The memory that the two ends of one link share.
 
-    def __init__(self) -> None:
+    Args:
+        peer: the peer's rank.
+        send: queues a frame on the link: its type, its payload and the segment that it names.
+
+    Attributes:
+        token: what the peer shows with a segment for this link.
+        socket: where the peer takes segments, a name and a token; None until it said so, empty
+            once it was found to be on another host.
+        offered, ready: numbers of the last segments of ours that the peer was offered, and that it
+            has mapped; 0: none.
+    """
+
+    def __init__(self, peer: int, send: Callable[[FrameType, bytes, int], None]) -> None:
+        self.peer = peer
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.socket: bytes | None = None
+        self.offered = self.ready = 0
+        self._send = send
         self._segments: dict[int, memoryview] = {}
 
-    def add(self, number: int, memory: memoryview) -> bool:
-        """Take a segment; False: an old one."""
+    def invite(self, name: bytes) -> None:
+        """Tell the peer, once, that it may pass segments to the Unix socket ``name``."""
+        self._send(FrameType.MEMORY_SOCKET, name + self.token, 0)
+
+    def map(self, number: int, memory: memoryview) -> None:
+        """Take the peer's segment ``number``, unless it is an older one, and confirm it."""
         if number <= max(self._segments, default=0):
-            return False
+            return
         self._segments[number] = memory
         if len(self._segments) > MAX_SEGMENTS:
             del self._segments[min(self._segments)]
-        return True
+        self._send(FrameType.SEGMENT_READY, b"", number)
+
+    def confirmed(self, number: int) -> None:
+        """Take note that the peer has mapped our segment ``number``."""
+        if not self.ready < number <= self.offered:
+            raise FrameError(f"segment {number} is mapped; the last offered is {self.offered}")
+        self.ready = number
 
     def find(self, frame: Header) -> memoryview:
-        """The memory that ``frame`` speaks of. Chunks come in order, so older segments may go."""
+        """Return the memory that ``frame`` names.
+
+        Chunks come in order, so older segments may go.
+        """
         memory = self._segments.get(frame.segment)
         if memory is None or frame.offset + frame.length > len(memory):
             raise FrameError(f"{frame.length} bytes at {frame.offset} of segment {frame.segment}")
@@ -193,8 +229,10 @@ class PeerSegments:
             del self._segments[min(self._segments)]
         return memory[frame.offset : frame.offset + frame.length]
 
-    def clear(self) -> None:
+    def close(self) -> None:
+        """Let go of the peer's segments and of the link, which has ended."""
         self._segments.clear()
+        self._send = lambda *_: None  # no circle of references keeps what has ended
 
 
 def offer(segment: SharedSegment, memory_socket: bytes) -> bool:
@@ -312,10 +350,9 @@ class MemorySocket:
 
 @final
 class SlotMemory:
-    """What the slots of this worker's exchanges lie in, and whom of this host it is shared with.
+    """The memory of this worker's exchange slots, and the peers of this host that may read it.
 
     Args:
-        links: those that are up, by peer.
         log, epoll: as of :class:`MemorySocket`.
         may_share: whether peers may read it in place, where the system has what that takes.
 
@@ -323,13 +360,11 @@ class SlotMemory:
         segment: the memory that peers may read; None: they may not, or there is none yet.
     """
 
-    def __init__(
-        self, links: Mapping[int, TcpLink], log: OnceLog, epoll: select.epoll, *, may_share: bool
-    ) -> None:
+    def __init__(self, log: OnceLog, epoll: select.epoll, *, may_share: bool) -> None:
         self.segment: SharedSegment | None = None
         self._memory: memoryview | None = None
         self._num_segments = 0
-        self._links = links
+        self._peers: dict[bytes, PeerMemory] = {}  # of links that are up, by token
         self._log = log
         self._epoll = epoll
         self._may_share = may_share
@@ -347,8 +382,8 @@ class SlotMemory:
         self.segment = self._make_segment(num_bytes) if self._may_share else None
         if self.segment is not None:
             self._memory = self.segment.memory
-            for link in self._links.values():
-                self.offer_to(link)
+            for peer in self._peers.values():
+                self.offer_to(peer)
         else:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self._memory = memoryview(mmap.mmap(-1, num_bytes, flags))
@@ -362,39 +397,46 @@ class SlotMemory:
         """
         self.segment = self._memory = None
 
-    def invite(self, link: TcpLink) -> None:
-        """Tell the peer where we take segments, if we do."""
+    def add(self, peer: PeerMemory) -> None:
+        """Share with the peer of a new link, if it is on this host."""
+        self._peers[peer.token] = peer
         if self._socket is not None:
-            link.invite(self._socket.name)
+            peer.invite(self._socket.name)
 
-    def offer_to(self, link: TcpLink) -> None:
-        """Offer our segment to a peer that said where it takes them, unless it has been."""
+    def remove(self, peer: PeerMemory, *, is_reading: bool) -> None:
+        """Forget the peer of a link that ended; if it ``is_reading`` yet, abandon our segment."""
+        self._peers.pop(peer.token, None)
+        peer.close()
+        if is_reading:
+            self.abandon()
+
+    def offer_to(self, peer: PeerMemory) -> None:
+        """Offer our segment to a peer that said where it takes them, once."""
         segment = self.segment
-        if segment is None or not link.memory_socket or link.offered == segment.number:
+        if segment is None or not peer.socket or peer.offered == segment.number:
             return
         try:
-            if offer(segment, link.memory_socket):
-                link.offered = segment.number
+            if offer(segment, peer.socket):
+                peer.offered = segment.number
             else:
-                link.memory_socket = b""  # on another host
+                peer.socket = b""  # on another host
         except OSError as error:
             text = "cannot share memory with rank %s: %s"
-            self._log.warn_once("memory", f"{link.peer}: {error}", text, link.peer, error)
+            self._log.warn_once("memory", f"{peer.peer}: {error}", text, peer.peer, error)
 
     def take_offers(self) -> None:
         """Map what peers have offered."""
         if self._socket is not None:
-            by_token = {link.memory_token: link for link in self._links.values()}
-            for token, number, memory in self._socket.take(by_token):
-                by_token[token].map(number, memory)
+            for token, number, memory in self._socket.take(self._peers):
+                self._peers[token].map(number, memory)
 
     def _make_segment(self, num_bytes: int) -> SharedSegment | None:
         try:
             if self._socket is None:
                 with sockets.descriptors_guard:  # no fork before it is listed here
                     self._socket = MemorySocket(self._log, self._epoll)
-                for link in self._links.values():
-                    self.invite(link)
+                for peer in list(self._peers.values()):
+                    peer.invite(self._socket.name)
             segment = SharedSegment(num_bytes, self._num_segments + 1)
         except (OSError, AttributeError) as error:  # AttributeError: not on this system
             self._may_share = False

@@ -121,7 +121,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         may_share = shared_memory == "auto" and max_bytes_per_s is None
         with sockets.descriptors_guard:
             self._epoll = select.epoll()
-            self.memory = SlotMemory(self.links, self._log, self._epoll, may_share=may_share)
+            self.memory = SlotMemory(self._log, self._epoll, may_share=may_share)
             self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             sockets.register(self)
             self._closed = False
@@ -225,9 +225,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
 
     # Links.
 
-    def link_ended(self, link: TcpLink, reason: str, *, broken: bool, unread: bool) -> None:
-        if unread:
-            self.memory.abandon()
+    def link_ended(self, link: TcpLink, reason: str, *, broken: bool) -> None:
         if self._closed:
             return
         if broken:
@@ -263,7 +261,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         self._by_descriptor[opening.descriptor] = link
         self.to_read[link] = None
         self._notices.append(partial(self.handler.link_up, link))
-        self.memory.invite(link)
+        self.memory.add(link.peer_memory)
 
     # Openings.
 

@@ -13,7 +13,6 @@ that a sender may tell from their number which of its slots are free.
 """
 
 import abc
-import secrets
 from collections import deque
 from collections.abc import Callable
 from typing import Any, final
@@ -22,10 +21,8 @@ from gossipdp.links.frames import (
     BARE_TYPES,
     HEADER_BYTES,
     KEYLESS_TYPES,
-    SEGMENT_ALIGNMENT_BYTES,
     SEQUENCE_MODULUS,
     SHARED_TYPES,
-    TOKEN_BYTES,
     ChunkKey,
     FrameError,
     FrameType,
@@ -37,7 +34,7 @@ from gossipdp.links.frames import (
 )
 from gossipdp.links.handshake import Identity
 from gossipdp.links.link import Link, LinkHandler
-from gossipdp.links.shared_memory import PeerSegments, SlotMemory
+from gossipdp.links.shared_memory import PeerMemory, SlotMemory
 from gossipdp.links.sockets import Stream
 
 # One turn of the loop moves at most this much per link and direction, so that no link starves
@@ -91,11 +88,10 @@ class LinkOwner(abc.ABC):
     to_write: dict["TcpLink", None]
 
     @abc.abstractmethod
-    def link_ended(self, link: "TcpLink", reason: str, *, broken: bool, unread: bool) -> None:
+    def link_ended(self, link: "TcpLink", reason: str, *, broken: bool) -> None:
         """Close the link's socket and tell the handler from ``poll()``.
 
-        ``broken``: the peer, authenticated as it is, sent what no worker sends. ``unread``: it may
-        still be reading ``memory``.
+        ``broken``: the peer, authenticated as it is, sent what no worker sends.
         """
 
 
@@ -105,11 +101,7 @@ class TcpLink(Link):
 
     Attributes:
         dialler: rank of the end that dialled.
-        memory_token: what a peer of this host shows with a segment for this link.
-        memory_socket: where the peer takes segments, a name and a token; None until it said so,
-            empty once it was found to be on another host.
-        offered, ready: numbers of the last segments of ours that the peer was offered, and that it
-            has mapped; 0: none.
+        peer_memory: the memory that both ends share.
         can_read, can_write: set by events, cleared when the kernel has no more (room).
     """
 
@@ -121,9 +113,7 @@ class TcpLink(Link):
         self.stream = stream
         self.connection = stream.connection
         self.dialler = dialler
-        self.memory_token = secrets.token_bytes(TOKEN_BYTES)
-        self.memory_socket: bytes | None = None
-        self.offered = self.ready = 0
+        self.peer_memory = PeerMemory(peer_identity.rank, self._send_small)
         self.can_read = self.can_write = True
         self.hung_up = False
         self.last_heard_s = owner.clock()
@@ -138,7 +128,6 @@ class TcpLink(Link):
         self._payload_rest = 0
         self._next_received = 0
         self._batch_bytes = 1
-        self._segments = PeerSegments()
         self._num_read = self._num_said = 0  # of the peer's chunks, in place; and what it was told
 
         self._small: deque[_Queued] = deque()
@@ -162,7 +151,7 @@ class TcpLink(Link):
     @property
     def is_shared(self) -> bool:
         segment = self._owner.memory.segment
-        return segment is not None and segment.number == self.ready
+        return segment is not None and segment.number == self.peer_memory.ready
 
     @property
     def is_aging(self) -> bool:
@@ -179,26 +168,14 @@ class TcpLink(Link):
         chunk = _Queued(frame_type, payload.cast("B"), pack_key(key))
         if self.closed:
             return
-        offset = None
-        if self.is_shared and frame_type in SHARED_TYPES:
-            segment = self._owner.memory.segment
-            assert segment is not None
-            offset = segment.offset_of(payload)
-        if offset is not None and offset % SEGMENT_ALIGNMENT_BYTES == 0:
-            chunk.segment, chunk.offset = self.ready, offset
+        segment = self._owner.memory.segment if self.is_shared else None
+        offset = segment.offset_of(payload) if segment and frame_type in SHARED_TYPES else None
+        if segment is not None and offset is not None:
+            chunk.segment, chunk.offset = segment.number, offset
         else:
             self.queued_bytes += payload.nbytes
         self._chunks.append(chunk)
         self._owner.to_write[self] = None
-
-    def invite(self, name: bytes) -> None:
-        """Tell the peer, once, that it may pass segments to the Unix socket ``name``."""
-        self._send_small(FrameType.MEMORY_SOCKET, name + self.memory_token)
-
-    def map(self, number: int, memory: memoryview) -> None:
-        """``memory`` is the peer's segment ``number``; tell it so."""
-        if not self.closed and self._segments.add(number, memory):
-            self._send_small(FrameType.SEGMENT_READY, b"", number)
 
     def close(self, reason: str) -> None:
         if not self.closed:
@@ -217,13 +194,13 @@ class TcpLink(Link):
         if self.closed:
             return
         self.closed = True
-        self._segments.clear()
         self._small.clear()
         self._chunks.clear()
         self._sending.clear()
         self._sending_chunk = self._landing = None
         self.queued_bytes = 0
-        self._owner.link_ended(self, reason, broken=broken, unread=self._num_unread > 0)
+        self._owner.memory.remove(self.peer_memory, is_reading=self._num_unread > 0)
+        self._owner.link_ended(self, reason, broken=broken)
 
     @property
     def has_input(self) -> bool:
@@ -336,11 +313,8 @@ class TcpLink(Link):
         frame = parse_header(data, self._owner.tag, self._next_received)
         self._confirm(frame.num_read)
         if frame.frame_type is FrameType.SEGMENT_READY:
-            if not self.ready < frame.segment <= self.offered:
-                text = f"the last offered is {self.offered}"
-                raise FrameError(f"segment {frame.segment} is mapped; {text}")
-            self.ready = frame.segment
-        if frame.frame_type is FrameType.MEMORY_SOCKET and self.memory_socket is not None:
+            self.peer_memory.confirmed(frame.segment)
+        if frame.frame_type is FrameType.MEMORY_SOCKET and self.peer_memory.socket is not None:
             raise FrameError("a second memory socket")
         self._next_received += 1
         if frame.frame_type in BARE_TYPES:
@@ -349,7 +323,7 @@ class TcpLink(Link):
             self._frame, self._payload_rest = frame, frame.length
             self._landing = memoryview(bytearray(frame.length))
             return
-        in_place = self._segments.find(frame) if frame.segment else None
+        in_place = self.peer_memory.find(frame) if frame.segment else None
         # Should the handler raise here, the payload is dropped and the stream stays in step.
         self._frame, self._landing = frame, None
         self._payload_rest = frame.length if in_place is None else 0
@@ -380,8 +354,8 @@ class TcpLink(Link):
         if frame.frame_type is FrameType.CONTROL:
             self._owner.handler.control(self, bytes(landing))
         else:
-            self.memory_socket = bytes(landing)
-            self._owner.memory.offer_to(self)
+            self.peer_memory.socket = bytes(landing)
+            self._owner.memory.offer_to(self.peer_memory)
 
     def _confirm(self, num_read: int) -> None:
         """The peer says how many chunks it has read in place, modulo 2**32."""

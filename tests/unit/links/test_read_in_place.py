@@ -19,7 +19,7 @@ from gossipdp.links.frames import (
     run_tag,
 )
 from gossipdp.links.handshake import Identity
-from gossipdp.links.shared_memory import PeerSegments, SharedSegment, SlotMemory
+from gossipdp.links.shared_memory import PeerMemory, SharedSegment, SlotMemory
 from gossipdp.links.sockets import Stream
 from gossipdp.links.tcp_link import TURN_BYTES, LinkOwner, TcpLink
 from gossipdp.logs import OnceLog
@@ -48,17 +48,15 @@ class Owner(LinkOwner):
         self.tag = TAG
         self.clock = lambda: 0.0
         self.scratch = memoryview(bytearray(64))
-        self.memory = SlotMemory({}, OnceLog(logging.getLogger()), cast(Any, None), may_share=True)
+        self.memory = SlotMemory(OnceLog(logging.getLogger()), cast(Any, None), may_share=True)
         self.memory.segment = self.segment = SharedSegment(4096, 1)
         self.to_read: dict[Any, None] = {}
         self.to_write: dict[TcpLink, None] = {}
         self.link = TcpLink(self, Taking(), Identity(1, 0, 1, "run", *5 * [""]), dialler=0)
-        self.link.offered = self.link.ready = 1
+        self.link.peer_memory.offered = self.link.peer_memory.ready = 1
         self.handler.link_up(self.link)
-        self.unread: bool | None = None
 
-    def link_ended(self, link: TcpLink, reason: str, *, broken: bool, unread: bool) -> None:
-        self.unread = unread
+    def link_ended(self, link: TcpLink, reason: str, *, broken: bool) -> None: ...
 
     def send(self, is_shared: bool) -> None:
         payload = self.segment.memory[:64] if is_shared else memoryview(bytes(64))
@@ -96,7 +94,7 @@ def test_chunks_leave_in_order(events: list[str]) -> None:
             model.popleft()
         assert link.queued_chunks == link.queued_of(FrameType.EXCHANGE_CHUNK) == len(model)
     link.end("enough")
-    assert owner.unread == bool(model)
+    assert (owner.memory.segment is None) == bool(model)  # the peer may still read in it
 
 
 def test_more_than_was_sent_is_not_confirmed(owner: Owner) -> None:
@@ -107,18 +105,18 @@ def test_more_than_was_sent_is_not_confirmed(owner: Owner) -> None:
 
 
 def test_a_segment_is_confirmed_once_and_only_if_it_was_offered(owner: Owner) -> None:
-    owner.link.offered = 3
+    owner.link.peer_memory.offered = 3
     owner.hear(FrameType.SEGMENT_READY, 0, segment=2)
     for number in (1, 2, 4):
         with pytest.raises(FrameError, match="last offered is 3"):
             owner.hear(FrameType.SEGMENT_READY, 1, segment=number)
     owner.hear(FrameType.SEGMENT_READY, 1, segment=3)
-    assert owner.link.ready == 3
+    assert owner.link.peer_memory.ready == 3
 
 
 def test_what_is_owed_is_said_once(owner: Owner) -> None:
     link = owner.link
-    link.map(1, memoryview(bytearray(64)))
+    link.peer_memory.map(1, memoryview(bytearray(64)))
     link.write_some(acknowledge=True)
     assert not link.owes
     link._finish_frame(Header(FrameType.EXCHANGE_CHUNK, 64, KEY, segment=1))
@@ -137,24 +135,25 @@ def chunk_at(segment: int, offset: int, length: int) -> Header:
 
 
 def test_a_place_lies_inside_a_segment_that_was_offered() -> None:
-    segments = PeerSegments()
+    peer = PeerMemory(1, lambda *_: None)
     memory = bytes(range(200))
-    assert segments.add(1, memoryview(memory))
-    assert segments.find(chunk_at(1, 64, 136)) == memory[64:200]
+    peer.map(1, memoryview(memory))
+    assert peer.find(chunk_at(1, 64, 136)) == memory[64:200]
     for header in (chunk_at(1, 64, 137), chunk_at(1, 2**63, 1), chunk_at(2, 0, 1)):
         with pytest.raises(FrameError, match="of segment"):
-            segments.find(header)
+            peer.find(header)
 
 
 def test_an_older_segment_goes_when_a_chunk_names_a_newer() -> None:
-    segments = PeerSegments()
-    for number in (1, 2):
-        assert segments.add(number, memoryview(bytes([number]) * 64))
-    assert not segments.add(1, memoryview(bytes(64)))
-    assert segments.find(chunk_at(1, 0, 1)) == b"\x01"  # on its way when the second was offered
-    assert segments.find(chunk_at(2, 0, 1)) == b"\x02"
+    confirmed: list[int] = []
+    peer = PeerMemory(1, lambda _kind, _data, number: confirmed.append(number))
+    for number in (1, 2, 1):
+        peer.map(number, memoryview(bytes([number]) * 64))
+    assert confirmed == [1, 2]
+    assert peer.find(chunk_at(1, 0, 1)) == b"\x01"  # on its way when the second was offered
+    assert peer.find(chunk_at(2, 0, 1)) == b"\x02"
     with pytest.raises(FrameError):
-        segments.find(chunk_at(1, 0, 1))
+        peer.find(chunk_at(1, 0, 1))
 
 
 class Endless(Taking):

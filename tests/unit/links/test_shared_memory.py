@@ -338,8 +338,8 @@ def test_the_socket_has_another_name_each_time_and_each_link_its_own_token(world
     first, second, third = (world.shared(rank) for rank in range(3))
     assert name_of(first) != name_of(second)
     links = [world.join(first, other)[0] for other in (second, third)]
-    assert len({link.memory_token for link in links}) == 2
-    assert {link.memory_socket[:16] for link in links} == {
+    assert len({link.peer_memory.token for link in links}) == 2
+    assert {link.peer_memory.socket[:16] for link in links} == {
         node.transport.memory._socket.name for node in (second, third)
     }
 
@@ -389,7 +389,7 @@ def test_packets_that_are_no_memory_socket(world: Any, guests: list[socket.socke
     there, _ = world.join(first, second)
     segment = SharedSegment(PAGE, 7)
     size = shared_memory._OFFER.size
-    token = first.transport.links[1].memory_token
+    token = first.transport.links[1].peer_memory.token
     good = shared_memory._OFFER.pack(shared_memory._MAGIC, token, 7, PAGE)
     guessed = shared_memory._OFFER.pack(shared_memory._MAGIC, bytes(16), 7, PAGE)
     before = num_mapped(), len(os.listdir("/proc/self/fd"))
@@ -422,7 +422,7 @@ def test_an_offer_for_a_link_that_is_no_more_is_dropped(
 ) -> None:
     first, second = world.shared(0), world.shared(1)
     world.join(first, second)
-    memory_socket = second.transport.links[0].memory_socket
+    memory_socket = second.transport.links[0].peer_memory.socket
     segment = SharedSegment(PAGE, 9)
     before = num_mapped()
     assert shared_memory.offer(segment, memory_socket[:16] + bytes(16))
@@ -458,7 +458,7 @@ def test_a_number_that_no_frame_can_name_is_no_offer(world: Any) -> None:
     segment = SharedSegment(PAGE, MAX_SEGMENT)
     segment.number += 1
     before = num_mapped()
-    assert shared_memory.offer(segment, second.transport.links[0].memory_socket)
+    assert shared_memory.offer(segment, second.transport.links[0].peer_memory.socket)
     world.settle()
     assert num_mapped() == before
     assert there.is_shared
