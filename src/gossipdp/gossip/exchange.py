@@ -20,13 +20,11 @@ from typing import final
 
 from gossipdp.dynamics.chunks import Role, State
 from gossipdp.gossip.codec import Codec, PoisonFound
-from gossipdp.links.frames import ChunkKey, FrameType
+from gossipdp.links.frames import EXCHANGE_TYPES, SHARED_TYPES, ChunkKey, FrameType
 from gossipdp.links.link import Link
 from gossipdp.protocol.confirmation import Confirmation, Decision
 from gossipdp.protocol.messages import ExchangeId
 
-_SLOT_TYPES = (FrameType.EXCHANGE_CHUNK, FrameType.EXCHANGE_REPEAT)
-_TYPES = (FrameType.EXCHANGE_STEPS, FrameType.EXCHANGE_VERDICT, *_SLOT_TYPES)
 _YES, _NO = memoryview(b"\x01"), memoryview(b"\x00")
 
 
@@ -109,12 +107,12 @@ class Exchange:
 
         Other chunks on the link (a state on its way) do not count, nor do they in :meth:`pump`.
         """
-        return self._confirmation.is_finished and self.link.queued_of(*_TYPES) == 0
+        return self._confirmation.is_finished and self.link.queued_of(*EXCHANGE_TYPES) == 0
 
     @property
     def bytes_moved(self) -> int:
         """Bytes of chunks of exchanges, this one's and those before, that its link has moved."""
-        return self.link.moved_of(*_TYPES)
+        return self.link.moved_of(*EXCHANGE_TYPES)
 
     def pump(self) -> None:
         """Take and send snapshots as far as the window and the link's queue allow.
@@ -129,7 +127,7 @@ class Exchange:
         while (
             self._has_agreed
             and confirmation.may_send
-            and self.link.queued_of(*_TYPES) < self._codec.most_queued
+            and self.link.queued_of(*EXCHANGE_TYPES) < self._codec.most_queued
             and self._has_left(confirmation.num_sent % self._codec.window)
         ):
             index = confirmation.num_sent
@@ -150,11 +148,11 @@ class Exchange:
 
     def _has_left(self, slot: int) -> bool:
         """Whether nothing in a slot is still to be sent: our repeat may be, of a closed chunk."""
-        num_left = self._num_handed - self.link.queued_of(*_SLOT_TYPES)
+        num_left = self._num_handed - self.link.queued_of(*SHARED_TYPES)
         return num_left >= self._handed_of_slot[slot]
 
     def _hand(self, frame_type: FrameType, index: int, payload: memoryview) -> None:
-        if frame_type in _SLOT_TYPES:
+        if frame_type in SHARED_TYPES:
             self._num_handed += 1
             self._handed_of_slot[index % self._codec.window] = self._num_handed
         key = ChunkKey(self.id.initiator, self.id.incarnation, self.id.counter, index)

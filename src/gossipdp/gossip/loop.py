@@ -21,7 +21,7 @@ from gossipdp.gossip.published import Publisher
 from gossipdp.gossip.sums import Outcome, Sums
 from gossipdp.gossip.transfer import TransferMessage, Transfers
 from gossipdp.launcher.team import Report, send_report
-from gossipdp.links.frames import ChunkKey, FrameType
+from gossipdp.links.frames import STATE_TYPES, SUM_TYPES, ChunkKey, FrameType
 from gossipdp.links.handshake import Refusal
 from gossipdp.links.link import Dialer, Link, LinkHandler, Transport
 from gossipdp.logs import OnceLog, printable
@@ -109,10 +109,8 @@ class GossipLoop(LinkHandler):
         )
         self._is_busy = False  # sums have work left for the next turn
         self._owners: dict[FrameType, Transfers | Sums] = {
-            FrameType.STATE_CHUNK: self.transfers,
-            FrameType.TRAINING_CHUNK: self.transfers,
-            FrameType.PARTIAL_CHUNK: self.sums,
-            FrameType.RESULT_CHUNK: self.sums,
+            **dict.fromkeys(STATE_TYPES, self.transfers),
+            **dict.fromkeys(SUM_TYPES, self.sums),
         }
         self._publisher = Publisher(protocol, self._links)
         self.published = self._publisher.publish(clock())

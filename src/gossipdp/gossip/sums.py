@@ -22,7 +22,7 @@ from gossipdp.dynamics.chunks import Chunk, Role, State
 from gossipdp.dynamics.update import difference, is_finite
 from gossipdp.errors import PeerLostError, PoisonedError
 from gossipdp.gossip.codec import tensor_bytes
-from gossipdp.links.frames import ChunkKey, FrameType
+from gossipdp.links.frames import SUM_TYPES, ChunkKey, FrameType
 from gossipdp.links.link import Link
 from gossipdp.protocol.actions import (
     AverageEnded,
@@ -39,7 +39,6 @@ from gossipdp.protocol.worker import Action, WorkerProtocol
 
 MAX_QUEUED_CHUNKS = 4
 BUSY_S = 0.01
-TYPES = (FrameType.PARTIAL_CHUNK, FrameType.RESULT_CHUNK)
 
 
 @dataclass(frozen=True)
@@ -314,8 +313,8 @@ class Sums:
         moved: dict[Link, tuple[int, int]] = {}
         for peer, link in self._links.items():
             moved[link] = (
-                sum(link.chunk_bytes_sent[each] for each in TYPES),
-                sum(link.chunk_bytes_received[each] for each in TYPES),
+                sum(link.chunk_bytes_sent[each] for each in SUM_TYPES),
+                sum(link.chunk_bytes_received[each] for each in SUM_TYPES),
             )
             before = self._moved.get(link, moved[link])
             for which, table in enumerate((self._leaving, self._coming)):

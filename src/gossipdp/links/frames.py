@@ -49,7 +49,7 @@ class FrameError(ValueError):
 
 
 class FrameType(enum.IntEnum):
-    """What a frame carries; from 64 on, what links tell each other for themselves."""
+    """The kinds of frames. Those from 64 on are between the two ends of a link alone."""
 
     CONTROL = 1
     EXCHANGE_CHUNK = 2
@@ -63,6 +63,24 @@ class FrameType(enum.IntEnum):
     SEGMENT_READY = 64
     ACKNOWLEDGEMENT = 65
     MEMORY_SOCKET = 66
+
+
+# The part of a worker that each chunk belongs to: exchanges, sums over all workers, and the state
+# that a starting worker is given.
+EXCHANGE_TYPES = (
+    FrameType.EXCHANGE_STEPS,
+    FrameType.EXCHANGE_CHUNK,
+    FrameType.EXCHANGE_VERDICT,
+    FrameType.EXCHANGE_REPEAT,
+)
+SUM_TYPES = (FrameType.PARTIAL_CHUNK, FrameType.RESULT_CHUNK)
+STATE_TYPES = (FrameType.STATE_CHUNK, FrameType.TRAINING_CHUNK)
+# Chunks whose payload lies in a slot of an exchange, and so may be read in place.
+SHARED_TYPES = (FrameType.EXCHANGE_CHUNK, FrameType.EXCHANGE_REPEAT)
+# Frames that are a header and nothing else.
+BARE_TYPES = (FrameType.SEGMENT_READY, FrameType.ACKNOWLEDGEMENT)
+# Frames that are no chunks.
+KEYLESS_TYPES = (FrameType.CONTROL, FrameType.MEMORY_SOCKET, *BARE_TYPES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,11 +114,6 @@ class Header(NamedTuple):
 
 _TYPES = {int(frame_type): frame_type for frame_type in FrameType}
 _NO_KEY = bytes(_KEY.size)
-# Chunks that may be read in place.
-SHARED_TYPES = (FrameType.EXCHANGE_CHUNK, FrameType.EXCHANGE_REPEAT)
-# Frames that are a header and nothing else.
-BARE_TYPES = (FrameType.SEGMENT_READY, FrameType.ACKNOWLEDGEMENT)
-KEYLESS_TYPES = (FrameType.CONTROL, FrameType.MEMORY_SOCKET, *BARE_TYPES)
 _LENGTHS = {
     FrameType.CONTROL: (1, MAX_CONTROL_BYTES),
     FrameType.MEMORY_SOCKET: (MEMORY_SOCKET_BYTES, MEMORY_SOCKET_BYTES),
