@@ -28,9 +28,10 @@ from support.report import Report, Spread, Table, Target, run_script
 from torch import Tensor
 
 from gossipdp.cli.option_checks import check_output
-from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import zeros
 from gossipdp.dynamics.outer import OuterStep
+from gossipdp.dynamics.state import Segment, State
 from gossipdp.parallel.flat_parameters import chunk_bytes_for
 
 ETA, ALPHA_TILDE = 0.3, 1.3

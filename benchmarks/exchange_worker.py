@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import zeros
+from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.codec import make_codec, tensor_bytes
 from gossipdp.gossip.exchange import Exchange
 from gossipdp.links.frames import ChunkKey, FrameType

@@ -27,8 +27,9 @@ from support.report import Missing, Report, Spread, Table, Target
 
 from gossipdp import GossipDataParallel, launch
 from gossipdp.dynamics import update
-from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import ON, SWITCH
+from gossipdp.dynamics.state import Segment, State
 from gossipdp_lab.tasks.images import CIFAR_RESNET18_PARAMETERS, cifar_resnet18
 
 ALPHA_TILDE = 1.3

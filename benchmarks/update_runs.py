@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossipdp.dynamics.chunks import Role, Segment, State, working_dtype
+from gossipdp.dynamics.chunks import Role, working_dtype
+from gossipdp.dynamics.state import Segment, State
 from gossipdp.dynamics.update import KERNELS, choose_kernels
 from gossipdp.gossip.codec import Codec
 from gossipdp.parallel.flat_parameters import chunk_bytes_for
@@ -30,7 +31,8 @@ READY = """
 import time
 import torch
 started_s = time.perf_counter()
-from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.dynamics.chunks import Role
+from gossipdp.dynamics.state import Segment, State
 State([Segment(torch.empty(1, dtype=torch.{dtype}), Role.TRAINED)]).compile({name!r})
 print(time.perf_counter() - started_s)
 """

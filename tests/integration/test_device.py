@@ -51,12 +51,12 @@ def enter(kind: str, stack: contextlib.ExitStack) -> Any:
     sys.path.insert(0, SUPPORT)
     from deferred_device import DeferredDevice
 
-    from gossipdp.dynamics import chunks
+    from gossipdp.dynamics import state
     from gossipdp.parallel import flat_parameters
 
     device = DeferredDevice(seed=int(os.environ["RANK"]))
 
-    class State(chunks.State):
+    class State(state.State):
         def __init__(self, segments, moments):
             super().__init__(segments, device, moments=moments)
             device.adopt_state(self)

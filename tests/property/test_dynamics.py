@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from reference import MomentumState, PaperState
 from torch import Tensor
 
-from gossipdp.dynamics.chunks import Moment, Role, Segment, State
+from gossipdp.dynamics.chunks import Role
+from gossipdp.dynamics.moments import Moment
+from gossipdp.dynamics.state import Segment, State
 
 ETA = 0.37
 ALPHA_TILDE = 1.9

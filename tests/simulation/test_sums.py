@@ -13,7 +13,8 @@ import torch
 from simulated_faults.averaged_rows import AveragedRows, Frame
 from simulated_faults.network import FaultyNetwork, Loss
 
-from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.dynamics.chunks import Role
+from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import PoisonedError
 from gossipdp.gossip import sums as data_side
 from gossipdp.gossip.sums import BUSY_S

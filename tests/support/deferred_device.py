@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gossipdp.dynamics import update
-from gossipdp.dynamics.chunks import State
 from gossipdp.dynamics.device import Mark, QueuedDevice
+from gossipdp.dynamics.state import State
 
 MAIN, GOSSIP = "main", "gossip"
 aten = torch.ops.aten

@@ -1,5 +1,13 @@
-"""The dynamics of A2CiD2: the (x, c) state, what exchange, flow and boundary do to it, the phase.
+"""The dynamics of A2CiD2: the state of one worker, and the events that change it.
 
-Arithmetic on tensors: no socket, file or clock. ``update`` has the equations, ``chunks`` the state
-and its locks, ``device`` what a GPU needs.
+Arithmetic on tensors: no socket, file or clock.
+
+chunks      the unit of the state, with its lock, and the rules for the two threads that share it
+moments     chunks of what optimizers keep, such as Adam's second moment
+state       all chunks of one worker, and the boundary that passes over them
+update      the equations; update_loops has them as compiled loops
+phase       how far a worker's momentum has flowed
+outer       the outer step
+lattice     an 8-bit code for the difference of two workers
+device      the rules for parameters on a GPU
 """

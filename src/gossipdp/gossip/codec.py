@@ -29,7 +29,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
-from gossipdp.dynamics.chunks import Chunk, Role, State
+from gossipdp.dynamics.chunks import Chunk, Role
 from gossipdp.dynamics.lattice import (
     BLOCK,
     Lattice,
@@ -38,6 +38,7 @@ from gossipdp.dynamics.lattice import (
     largest,
     num_blocks,
 )
+from gossipdp.dynamics.state import State
 from gossipdp.dynamics.update import is_finite
 
 PAGE_BYTES = 4096

@@ -18,7 +18,8 @@ import math
 from dataclasses import dataclass
 from typing import final
 
-from gossipdp.dynamics.chunks import Role, State
+from gossipdp.dynamics.chunks import Role
+from gossipdp.dynamics.state import State
 from gossipdp.gossip.codec import Codec, PoisonFound
 from gossipdp.links.frames import EXCHANGE_TYPES, SHARED_TYPES, ChunkKey, FrameType
 from gossipdp.links.link import Link

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from random import Random
 
-from gossipdp.dynamics.chunks import State
 from gossipdp.dynamics.phase import Phase
+from gossipdp.dynamics.state import State
 from gossipdp.errors import PeerLostError, PoisonedError, RefusedError, SupersededError
 from gossipdp.gossip.codec import PoisonFound, make_codec
 from gossipdp.gossip.exchange import CompletedExchange, Exchange

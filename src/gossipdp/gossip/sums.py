@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossipdp.dynamics.chunks import Chunk, Role, State
+from gossipdp.dynamics.chunks import Chunk, Role
+from gossipdp.dynamics.state import State
 from gossipdp.dynamics.update import difference, is_finite
 from gossipdp.errors import PeerLostError, PoisonedError
 from gossipdp.gossip.codec import tensor_bytes

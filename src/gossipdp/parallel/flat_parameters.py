@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from gossipdp.dynamics.chunks import CHUNK_BYTES, Moment, Role, Segment, State
+from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.device import ON, SWITCH, is_cuda_allowed, zeros
+from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.outer import OuterStep
+from gossipdp.dynamics.state import CHUNK_BYTES, Segment, State
 from gossipdp.dynamics.update import is_finite
 from gossipdp.errors import ModelChangedError
 from gossipdp.parallel.moments import Periods, Place, decay_of

@@ -7,7 +7,7 @@ as they average parameters but seldom: it changes slowly.
 The optimizer keeps such a tensor in its own state. After its first step, and whenever a state was
 loaded into it, the tensor is replaced by a view of flat memory that holds the same values; the
 optimizer, ``state_dict()`` and whoever saves it see no difference. Exchanges and boundaries treat
-that memory as they do buffers (:class:`~gossipdp.dynamics.chunks.MomentChunk`).
+that memory as they do buffers (:class:`~gossipdp.dynamics.moments.MomentChunk`).
 """
 
 import logging
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gossipdp.dynamics.chunks import Moment, Segment, State
+from gossipdp.dynamics.moments import Moment
+from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.codec import Codec
 from gossipdp.parallel.shards import as_sharded, local
 

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
-from gossipdp.dynamics.chunks import Chunk, State
+from gossipdp.dynamics.chunks import Chunk
+from gossipdp.dynamics.state import State
 from gossipdp.errors import PeerLostError, RendezvousError
 from gossipdp.gossip.loop import GossipLoop
 from gossipdp.gossip.sums import Average

@@ -15,7 +15,8 @@ from typing import Any, Final, TypeAlias, final
 import torch
 from torch import Tensor
 
-from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.dynamics.chunks import Role
+from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.sums import Outcome
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp_lab.simulate.population import Population

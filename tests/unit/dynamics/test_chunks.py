@@ -11,8 +11,9 @@ from calling_back import CallingLock
 from reference import MomentumState
 from torch import Tensor
 
-from gossipdp.dynamics import chunks
-from gossipdp.dynamics.chunks import Chunk, Moment, Role, Segment, State
+from gossipdp.dynamics.chunks import Chunk, Role
+from gossipdp.dynamics.moments import Moment
+from gossipdp.dynamics.state import Segment, State
 
 
 def test_a_checkpoint_copies_a_chunk_before_an_exchange_or_after_it() -> None:
@@ -352,7 +353,7 @@ def test_a_variance_of_low_precision_that_shrinks_after_a_boundary_stays_positiv
 
 def test_a_helper_s_error_reaches_the_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(chunks, "LEAST_HELPED_VALUES", 1)
+    monkeypatch.setattr("gossipdp.dynamics.state.LEAST_HELPED_VALUES", 1)
     state = State([Segment(torch.zeros(40), Role.TRAINED, chunk_bytes=4)])
     state.compile("numba")
     main = threading.get_ident()
@@ -378,7 +379,7 @@ def test_a_helper_s_error_reaches_the_boundary(monkeypatch: pytest.MonkeyPatch) 
 def test_without_helpers_a_boundary_is_done_alone(monkeypatch, num_threads: int) -> None:
     """The system gives no more than ``num_threads`` threads."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(chunks, "LEAST_HELPED_VALUES", 1)
+    monkeypatch.setattr("gossipdp.dynamics.state.LEAST_HELPED_VALUES", 1)
     state = State([Segment(torch.zeros(40), Role.TRAINED, chunk_bytes=4)])
     start, started = threading.Thread.start, []
 

@@ -15,7 +15,7 @@ import torch
 from deferred_device import GOSSIP, MAIN, DeferredDevice
 from torch import Tensor, nn
 
-from gossipdp.dynamics.chunks import Chunk, Moment, Role, Segment, State
+from gossipdp.dynamics.chunks import Chunk, Role
 from gossipdp.dynamics.device import (
     HUGE_PAGE_BYTES,
     LEAST_HUGE_BYTES,
@@ -26,8 +26,10 @@ from gossipdp.dynamics.device import (
     is_cuda_allowed,
     zeros,
 )
+from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.phase import Phase
+from gossipdp.dynamics.state import Segment, State
 from gossipdp.parallel.flat_parameters import FlatParameters
 
 SEEDS = range(6)

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossipdp.dynamics import chunks
-from gossipdp.dynamics.chunks import BufferChunk, Chunk, Moment, Role, Segment, State
+from gossipdp.dynamics.chunks import BufferChunk, Chunk, Role
 from gossipdp.dynamics.device import Mark, QueuedDevice
+from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.outer import OuterStep
+from gossipdp.dynamics.state import Segment, State
 
 # A trace function without bytecodes of its own: the signal arrives, and it is the traced code where
 # the interpreter looks for it next. In a trace function of Python's it would be that one.
@@ -227,7 +228,7 @@ def world_of(monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]) -> Iterator
     num_helpers = shape.get("num_helpers", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_helpers + 1)
     if num_helpers:
-        monkeypatch.setattr(chunks, "LEAST_HELPED_VALUES", 1)
+        monkeypatch.setattr("gossipdp.dynamics.state.LEAST_HELPED_VALUES", 1)
     world = World(**shape)
     try:
         yield world

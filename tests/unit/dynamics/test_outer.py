@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossipdp.dynamics.chunks import Chunk, Outer, Role, Segment, State
+from gossipdp.dynamics.chunks import Chunk, Outer, Role
 from gossipdp.dynamics.outer import OuterStep
+from gossipdp.dynamics.state import Segment, State
 
 NUM_VALUES = 50
 ALPHA_TILDE = 1.7

@@ -18,8 +18,9 @@ from reference import MomentumState, OuterState
 from torch import Tensor
 
 from gossipdp.dynamics import update
-from gossipdp.dynamics.chunks import Chunk, Outer, Role, Segment, State
+from gossipdp.dynamics.chunks import Chunk, Outer, Role
 from gossipdp.dynamics.outer import OuterStep
+from gossipdp.dynamics.state import Segment, State
 from gossipdp.dynamics.update import KERNELS, LEAST_COMPILED_VALUES, choose_kernels
 
 MOST = 1001

@@ -10,9 +10,10 @@ import pytest
 import torch
 from links import MemoryLink
 
-from gossipdp.dynamics import chunks
-from gossipdp.dynamics.chunks import Moment, Role, Segment, State
+from gossipdp.dynamics.chunks import Role
+from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.outer import OuterStep
+from gossipdp.dynamics.state import Segment, State
 from gossipdp.dynamics.update import LEAST_COMPILED_VALUES
 from gossipdp.gossip.codec import WIRE_FORMATS, Codec, LatticeCodec, PoisonFound, make_codec
 from gossipdp.gossip.exchange import Exchange
@@ -235,7 +236,7 @@ def test_two_threads_lose_nothing(switching_often, monkeypatch, kernels, dtype):
     num_chunks = 2  # few and large, so that threads meet
     if kernels.endswith("helpers"):
         num_chunks, kernels = 7, "numba"
-        monkeypatch.setattr(chunks, "LEAST_HELPED_VALUES", num_values)
+        monkeypatch.setattr("gossipdp.dynamics.state.LEAST_HELPED_VALUES", num_values)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     segment = Segment(x, Role.TRAINED, chunk_bytes=x.nbytes // num_chunks)
     state = State([segment])

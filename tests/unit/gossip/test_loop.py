@@ -11,8 +11,9 @@ import torch
 from links import MemoryLink, MemoryTransport
 from reference import MomentumState
 
-from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.phase import MAX_PERIODS, Phase
+from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import SupersededError
 from gossipdp.gossip.codec import Codec
 from gossipdp.gossip.loop import MAX_WAITING, GossipLoop

@@ -9,7 +9,8 @@ import torch
 from consolidation import epoch
 from torch import Tensor
 
-from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.dynamics.chunks import Role
+from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.sums import Sums
 from gossipdp.links.frames import ChunkKey, FrameType
 from gossipdp.protocol.actions import (

@@ -6,7 +6,8 @@ import pytest
 import torch
 from links import MemoryLink
 
-from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
+from gossipdp.dynamics.chunks import Chunk, Role
+from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import PeerLostError
 from gossipdp.gossip.transfer import (
     CHUNK_BYTES,

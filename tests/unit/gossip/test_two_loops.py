@@ -12,8 +12,9 @@ import pytest
 import torch
 from links import World
 
-from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.phase import Phase
+from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.loop import GossipLoop
 from gossipdp.graph import build_graph
 from gossipdp.graph.constants import Constants

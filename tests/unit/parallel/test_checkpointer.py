@@ -13,7 +13,7 @@ from run_processes import VARIABLES
 from torch import nn
 
 from gossipdp import Checkpoints, GossipDataParallel
-from gossipdp.dynamics.chunks import State
+from gossipdp.dynamics.state import State
 from gossipdp.parallel.checkpoint import saved_by
 from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer
 from gossipdp.parallel.data_position import DataPosition
@@ -73,10 +73,10 @@ import sys, threading
 import torch
 from torch import nn
 from gossipdp import Checkpoints, GossipDataParallel
-from gossipdp.dynamics import chunks
+from gossipdp.dynamics import state
 from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer
 
-chunks.LEAST_HELPED_VALUES = 1
+state.LEAST_HELPED_VALUES = 1
 torch.set_num_threads(2)
 closing = threading.Event()
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gossipdp import GossipDataParallel
-from gossipdp.dynamics.chunks import State
 from gossipdp.dynamics.phase import Phase
+from gossipdp.dynamics.state import State
 from gossipdp.errors import SupersededError
 from gossipdp.parallel import gossip_engine
 from gossipdp.parallel.checkpoint import Counts

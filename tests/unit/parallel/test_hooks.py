@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gossipdp import GossipDataParallel, ProgressLR
-from gossipdp.dynamics import chunks
-from gossipdp.dynamics.chunks import State
+from gossipdp.dynamics.state import State
 from gossipdp.errors import ModelChangedError
 from gossipdp.parallel import gossip_engine, worker
 from gossipdp.parallel.hooks import warn_of_step_counters
@@ -333,7 +332,7 @@ def test_a_model_that_cannot_be_wrapped_leaves_no_thread(monkeypatch, owner, wha
         raise OSError("no such luck")
 
     monkeypatch.setattr(owner, what, fail)
-    monkeypatch.setattr(chunks, "LEAST_HELPED_VALUES", 1)
+    monkeypatch.setattr("gossipdp.dynamics.state.LEAST_HELPED_VALUES", 1)
     monkeypatch.setenv("GOSSIPDP_KERNELS", "numba")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     net = nn.Linear(2, 1)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from gossipdp import GossipDataParallel
-from gossipdp.dynamics.chunks import Moment, Segment
+from gossipdp.dynamics.moments import Moment
+from gossipdp.dynamics.state import Segment
 from gossipdp.parallel.flat_parameters import FlatParameters
 from gossipdp.parallel.moments import MOST_REPLACED, _Kept
 

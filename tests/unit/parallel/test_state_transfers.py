@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from gossipdp.dynamics.chunks import Chunk, Role, Segment, State
+from gossipdp.dynamics.chunks import Chunk, Role
+from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import PeerLostError, RendezvousError
 from gossipdp.gossip.transfer import Offer, TurnedAwayError
 from gossipdp.parallel import state_transfers

@@ -1,0 +1,111 @@
+"""Moments: what an optimizer keeps of each parameter, averaged beside the parameters."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gossipdp.dynamics import update
+from gossipdp.dynamics.chunks import BufferChunk, Role
+
+
+@dataclass
+class Moment:
+    """One tensor that an optimizer keeps of each parameter, such as Adam's ``exp_avg_sq``.
+
+    Attributes:
+        name: in the optimizer's state.
+        period: one exchange in so many carries it.
+        decay: the share of it that a step keeps (beta); 0 where the optimizer corrects no bias.
+        steps: the optimizer's age t; 0: it has no such tensor yet. Written by the main thread.
+        is_unsound: whether some of it could not be sent. Written by the gossip thread.
+    """
+
+    name: str
+    period: int
+    decay: float = 0.0
+    steps: int = 0
+    is_unsound: bool = False
+
+    @property
+    def mass(self) -> float:
+        """What the optimizer's bias correction divides by: 1 - beta^t; 0 before its first step."""
+        return 1.0 - self.decay**self.steps
+
+    def travels_with(self, counter: int) -> bool:
+        """Whether the exchange of this number carries it; both ends know the number.
+
+        The multiples of the golden ratio, less their whole parts, are spread evenly from 0 to 1,
+        and so are those of every second or third number. So where proposals are refused in a
+        rhythm, and all exchanges have even numbers, one in ``period`` still carries it. The first
+        ones do not. A moment of a longer period travels with those of shorter ones.
+
+        Example:
+            >>> [n for n in range(80) if n and Moment("exp_avg_sq", 16).travels_with(n)]
+            [13, 34, 47, 68]
+        """
+        return (counter * 2_654_435_769 & 0xFFFFFFFF) * self.period < 1 << 32
+
+
+class MomentChunk(BufferChunk):
+    r"""A chunk of a moment, in the optimizer's own memory; averaged much as buffers are.
+
+    Workers of different age t are averaged by what their optimizers make of a moment,
+    :math:`\hat v = v / (1 - \beta^t)`. The present value of it is ``weight x / mass + pending``,
+    with the mass :math:`1 - \beta^t` of the moment that it is asked for; an exchange halves both
+    and adds half of the peer's. So a second moment stays positive, whatever steps the optimizer
+    makes between snapshot and boundary.
+
+    Averaged as they are, a worker at t = 20 and one at t = 400 (beta 0.999) would have steps of a
+    third and of 1.4 times their size after it.
+
+    Zeros are not averaged. A chunk sends them, and takes nothing in that exchange, where its
+    optimizer has made no step, or where a value is not finite in the precision in which it travels:
+    after one huge gradient a second moment is infinite for good, beside finite parameters.
+    """
+
+    def __init__(
+        self, role: Role, x: Tensor, pending: Tensor, c: Tensor | None, moment: Moment
+    ) -> None:
+        super().__init__(role, x, pending, c)
+        self._moment = moment
+        self._gives = False  # in this exchange; the gossip thread's
+
+    # Under the lock. The mass is read once each time: the main thread may change it.
+
+    def _additions(self, share: float) -> list[Callable[[], object]]:
+        mass = self._moment.mass
+        if mass == 0.0:  # given up since
+            return [self._reset]
+        return [partial(self.pending.mul_, mass), *super()._additions(share)]
+
+    def _write(self, out: Tensor) -> None:
+        values = torch.mul(self.pending, self._moment.mass, out=update.scratch(self.pending))
+        torch.add(values, self.x, alpha=self.weight, out=out)
+
+    def _snapshot(self, out: Tensor, share: float) -> bool:
+        mass = self._moment.mass
+        self._gives = mass != 0.0
+        if self._gives:
+            torch.add(self.pending, self.x, alpha=self.weight / mass, out=out)
+            self._gives = update.is_finite(out)
+            self._moment.is_unsound |= not self._gives
+        if not self._gives:
+            out.zero_()
+        return True
+
+    def _exchange(
+        self, mine: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
+    ) -> float:
+        """As of buffers; how far apart the two are is not worth its passes."""
+        theirs = update.scratch(self.pending).copy_(peers)
+        if not update.is_finite(theirs):
+            return math.inf
+        has_any = bool(theirs.sum()) or bool(theirs.any())  # the sum is 20 times as fast
+        if has_any and self._gives:
+            self.pending.add_(theirs).mul_(0.5)
+            self.weight *= 0.5
+        return 0.0

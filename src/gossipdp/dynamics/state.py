@@ -1,0 +1,320 @@
+"""The state of one worker: segments of parameters, cut into chunks, and their boundary."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from gossipdp.dynamics import update
+from gossipdp.dynamics.chunks import BufferChunk, Chunk, Outer, Role, working_dtype
+from gossipdp.dynamics.device import Device, device_of, zeros
+from gossipdp.dynamics.moments import Moment, MomentChunk
+from gossipdp.dynamics.outer import OuterStep
+
+CHUNK_BYTES = 1 << 20
+# A boundary of fewer values is over before a second thread has woken.
+LEAST_HELPED_VALUES = 8_000_000
+MOST_BOUNDARY_THREADS = 8  # a few take all that memory gives
+
+
+class Segment:
+    """A run of parameters of one role, dtype, device and optimizer, in one flat tensor.
+
+    Args:
+        x: one-dimensional; the module's parameters lie in its memory.
+        role: what becomes of the values when workers meet.
+        momentum: whether trained values carry c (method ``a2cid2``).
+        outer: the outer step of trained values.
+        optimizer_index: whose boundary covers this segment.
+        chunk_bytes: the size a chunk may have at most.
+        moment: of what, where the role is MOMENT.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        role: Role,
+        *,
+        momentum: bool = True,
+        outer: OuterStep | None = None,
+        optimizer_index: int = 0,
+        chunk_bytes: int = CHUNK_BYTES,
+        moment: Moment | None = None,
+    ) -> None:
+        if x.dim() != 1:
+            raise ValueError(f"a segment is one-dimensional, not of shape {tuple(x.shape)}")
+        self.x = x
+        self.role = role
+        self.optimizer_index = optimizer_index
+        self.moment = moment
+        # What is not exchanged has no pending; the empty tensor keeps the attribute's type simple.
+        length = x.numel() if role.is_exchanged else 0
+        # In float64 the mean of equal values is that value: what nobody moved stays.
+        dtype = torch.float64 if role is Role.FOLLOWING else working_dtype(x.dtype)
+        self.pending = zeros(length, dtype, x.device)
+        has_c = momentum and role is Role.TRAINED
+        self.c = zeros(length, dtype, x.device) if has_c else None
+        self.outer: Outer | None = None
+        if outer is not None and role is Role.TRAINED:
+            base = zeros(length, dtype, x.device).copy_(x)
+            self.outer = Outer(outer, base, zeros(length, dtype, x.device))
+        kind: Callable[[Role, Tensor, Tensor, Tensor | None], Chunk]
+        kind = BufferChunk if role is Role.BUFFER else Chunk
+        if moment is not None:
+            kind = partial(MomentChunk, moment=moment)
+        length = max(1, chunk_bytes // x.element_size())
+        parts = [slice(start, start + length) for start in range(0, x.numel(), length)]
+        self._parts = parts
+        self.chunks = [
+            kind(role, x[part], self.pending[part], None if self.c is None else self.c[part])
+            for part in parts
+        ]
+        if self.outer is not None:
+            rule, base, m = self.outer
+            for chunk, part in zip(self.chunks, parts, strict=True):
+                chunk.outer = Outer(rule, base[part], m[part])
+
+    def lie_in(self, x: Tensor) -> None:
+        """Let x be these values from now on, which are those that it had.
+
+        While parameters lie elsewhere for a time; the main thread's.
+        """
+        self.x = x
+        for chunk, part in zip(self.chunks, self._parts, strict=True):
+            with chunk.lock, chunk.order:
+                chunk.x = x[part]
+
+    def forget(self, start: int, length: int) -> None:
+        """Drop all but x of values that were loaded; see :meth:`Chunk.forget`."""
+        for chunk, part in zip(self.chunks, self._parts, strict=True):
+            first, end = (
+                max(start, part.start),
+                min(start + length, part.start + chunk.num_elements),
+            )
+            if first < end:
+                chunk.forget(slice(first - part.start, end - part.start))
+
+    def copy_momentum(self) -> list[Tensor | None]:
+        """Copy pending (None: it is zero), c, g and m to host memory; see :class:`Chunk`."""
+        _, base, m = self.outer or (None, None, None)
+        held = self.pending, self.c, base, m
+        copies = [None if each is None else torch.empty_like(each, device="cpu") for each in held]
+        start = 0
+        for chunk in self.chunks if self.role.is_exchanged else ():
+            part = slice(start, start + chunk.num_elements)
+            chunk.copy_momentum(*(None if copy is None else copy[part] for copy in copies))
+            start = part.stop
+        pending, *others = copies
+        return [pending if pending is not None and pending.any() else None, *others]
+
+    def split(self, flat: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
+        """Pair each chunk with its part of another tensor of this segment's length."""
+        parts = torch.split(flat, [chunk.num_elements for chunk in self.chunks])
+        return zip(self.chunks, parts, strict=True)
+
+
+class State:
+    """All segments of one worker and their chunks, in the order in which every worker has them.
+
+    Args:
+        segments: in the order of all workers.
+        device: where they live, if not where torch says.
+        moments: segments of what optimizers keep, in the order of all workers.
+
+    Attributes:
+        segments, moments: as given.
+        chunks: those that every exchange averages; their ``index`` is their place here.
+        averaged_chunks: those and the following ones, of which the average of all workers consists.
+        copied_chunks: those of integer buffers, numbered on from there.
+        all_chunks: everything that a worker who starts must be given, by ``index``.
+        moment_chunks: those of moments, numbered on from there.
+    """
+
+    def __init__(
+        self,
+        segments: Iterable[Segment],
+        device: Device | None = None,
+        *,
+        moments: Iterable[Segment] = (),
+    ) -> None:
+        self.segments, self.moments = list(segments), list(moments)
+        chunks = [chunk for segment in self.segments for chunk in segment.chunks]
+        self.chunks = [chunk for chunk in chunks if chunk.role.is_exchanged]
+        following = [chunk for chunk in chunks if chunk.role is Role.FOLLOWING]
+        self.averaged_chunks = self.chunks + following
+        self.copied_chunks = [chunk for chunk in chunks if chunk.role is Role.COPIED]
+        frozen = [chunk for chunk in chunks if chunk.role is Role.FROZEN]
+        self.all_chunks = self.averaged_chunks + self.copied_chunks + frozen
+        self.moment_chunks = [chunk for segment in self.moments for chunk in segment.chunks]
+        self.device = device or device_of({segment.x.device for segment in self.segments})
+        for index, chunk in enumerate(self.all_chunks + self.moment_chunks):
+            chunk.index = index
+            chunk.device = self.device
+            chunk.order = self.device.order()
+        self._helpers: list[threading.Thread] = []
+        self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+
+    def description(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return what must agree between workers for their chunks to: a text and a shape each.
+
+        It tells how parameters are grouped, by role and by optimizer, how they are cut, and which
+        moments travel how often.
+        """
+        lines: list[tuple[str, tuple[int, ...]]] = []
+        for index, segment in enumerate(self.segments + self.moments):
+            dtype = str(segment.x.dtype).removeprefix("torch.")
+            length = segment.chunks[0].num_elements if segment.chunks else 0
+            role, moment = segment.role.value, segment.moment
+            if moment is not None:
+                role = f"{moment.name} in one exchange of {moment.period}"
+            kind = f"{role}, {dtype}, of optimizer {segment.optimizer_index}"
+            text = f"segment {index} ({kind}, in chunks of {length})"
+            lines.append((text, (segment.x.numel(),)))
+        return lines
+
+    def carried(self, counter: int) -> Sequence[Chunk]:
+        """Return the chunks that the exchange of this number averages, in order."""
+        due = [
+            chunk
+            for segment in self.moments
+            if segment.moment is not None and segment.moment.travels_with(counter)
+            for chunk in segment.chunks
+        ]
+        return self.chunks + due if due else self.chunks
+
+    def drop_momentum(self) -> None:
+        """Hold no c, before training: where alpha_tilde is 1/2 it would stay zero."""
+        for segment in self.segments:
+            segment.c = None
+        for chunk in self.chunks:
+            chunk.c = None
+
+    # What computes.
+
+    def compile(self, requested: str | None = None) -> None:
+        """Choose what computes exchanges, and compile it, so that no step is delayed by it.
+
+        For the choice, and what is raised, see :func:`~gossipdp.dynamics.update.choose_kernels`.
+        """
+        num_values = sum(chunk.num_elements for chunk in self.chunks)
+        is_compiled = update.choose_kernels(num_values, requested) == "numba"
+        for chunk in self.chunks:
+            chunk.is_compiled = is_compiled and update.can_compile(chunk.x)
+        self.compile_for(None)
+        compiled = sum(chunk.num_elements for chunk in self.chunks if chunk.is_compiled)
+        if compiled >= LEAST_HELPED_VALUES:
+            self._start_helpers()
+
+    def compile_for(self, wire: torch.dtype | None) -> None:
+        """Compile for snapshots of this precision (None: the parameters' own) before training."""
+        for x in {chunk.x.dtype for chunk in self.chunks if chunk.is_compiled}:
+            if (wire or x) in update.COMPILED_DTYPES:
+                update.compile_loops(x, wire or x)
+
+    @property
+    def kernels(self) -> str:
+        """What computes exchanges: ``numba``, ``torch``, or both with a comma between.
+
+        ``torch on the device``: the parameters are not in host memory.
+        """
+        names = {"numba" if chunk.is_compiled else "torch" for chunk in self.chunks}
+        return ", ".join(sorted(name + self.device.suffix for name in names))
+
+    # The main thread's part.
+
+    def boundary(
+        self, theta: float, optimizer_index: int | None = None, *, wait: bool = False
+    ) -> int:
+        """Flow every chunk to the phase ``theta`` and add its pending; return the chunks skipped.
+
+        Args:
+            theta: the present phase.
+            optimizer_index: only the chunks of that optimizer (None: all).
+            wait: wait for a chunk in use instead of leaving it to the next boundary.
+        """
+        self.device.finish()
+        chunks = [
+            chunk
+            for segment in self.segments + self.moments
+            if segment.role.is_exchanged and optimizer_index in (None, segment.optimizer_index)
+            for chunk in segment.chunks
+        ]
+        compiled = [chunk for chunk in chunks if chunk.is_compiled]
+        if sum(chunk.num_elements for chunk in compiled) < LEAST_HELPED_VALUES:
+            return sum(not chunk.boundary(theta, wait=wait) for chunk in chunks)
+        others = (chunk for chunk in chunks if not chunk.is_compiled)
+        skipped = sum(not chunk.boundary(theta, wait=wait) for chunk in others)
+        return skipped + self._helped_boundary(compiled, theta, wait)
+
+    def _helped_boundary(self, chunks: list[Chunk], theta: float, is_patient: bool) -> int:
+        """The boundary of many compiled chunks, by as many threads as the optimizer's step has.
+
+        A compiled loop has one thread, which reads half or less of what memory gives. All take the
+        next chunk from one list: the interpreter's lock gives each chunk to one of them. The
+        calling thread waits for those that have taken one, also if it was interrupted, and does
+        alone what is left.
+        """
+        rest = iter(chunks)
+        skipped: list[int] = []
+        errors: list[Exception] = []
+
+        def boundaries() -> int:
+            return sum(not chunk.boundary(theta, wait=is_patient) for chunk in rest)
+
+        def help_with(busy: threading.Lock) -> None:
+            with busy:
+                try:
+                    skipped.append(boundaries())
+                except Exception as error:
+                    errors.append(error)
+
+        all_busy = [threading.Lock() for _ in self._helpers]
+        try:
+            for busy in all_busy:
+                self._tasks.put(partial(help_with, busy))
+            skipped.append(boundaries())
+        finally:
+            deque(rest, maxlen=0)  # whoever takes the task up now, or later, finds nothing to do
+            for busy in all_busy:
+                with busy:
+                    pass
+        for error in errors:
+            raise error
+        return sum(skipped)
+
+    def _start_helpers(self) -> None:
+        """Start the helper threads of boundaries, or as many as the system gives.
+
+        Daemons: one that waits for a task at the interpreter's end is left behind.
+        """
+        for _ in range(min(torch.get_num_threads(), MOST_BOUNDARY_THREADS) - 1):
+            name = "gossipdp-boundary"
+            helper = threading.Thread(target=_help, args=(self._tasks,), name=name, daemon=True)
+            try:
+                helper.start()
+            except RuntimeError:
+                return
+            self._helpers.append(helper)
+
+    def end_helpers(self) -> None:
+        """End the helper threads: there will hardly be another boundary."""
+        helpers, self._helpers = self._helpers, []
+        for _ in helpers:
+            self._tasks.put(None)
+        for helper in helpers:
+            helper.join()
+
+    def flow(self, theta: float) -> None:
+        """Flow every chunk to the phase ``theta``, into its pending; x stays."""
+        self.device.finish()
+        for chunk in self.chunks:
+            chunk.flow(theta)
+
+
+def _help(tasks: "SimpleQueue[Callable[[], object] | None]") -> None:
+    while (task := tasks.get()) is not None:
+        task()
