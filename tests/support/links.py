@@ -1,6 +1,7 @@
 """Workers' transports, driven by hand from the test's own thread: on real loopback sockets."""
 
 import functools
+import socket
 import threading
 import time
 from collections import deque
@@ -207,6 +208,56 @@ class World:
         if first.memory and second.memory:
             self.until(lambda: there.is_shared and back.is_shared)
         return there, back
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Return whether the other end has closed; drop some of what it said before."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(4096) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+class Relay:
+    """Stands between two workers, of which the first dials; ``said`` is what each end has said."""
+
+    def __init__(self, first: Node, second: Node) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            first.transport.dial(second.rank, *listener.getsockname())
+            inner, _ = listener.accept()
+        self._ends = inner, socket.create_connection((second.host, second.port))
+        for end in self._ends:
+            end.setblocking(False)
+        self._nodes = first, second
+        self.said = [b"", b""]
+
+    def turn(self) -> bool:
+        """Pass on what has come; return whether both have a link."""
+        for index, (here, there) in enumerate((self._ends, self._ends[::-1])):
+            try:
+                data = here.recv(1 << 16)
+            except BlockingIOError:
+                continue
+            self.said[index] += data
+            there.sendall(data)
+        return all(node.handler.links for node in self._nodes)
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
 
 
 class MemoryLink(Link):

@@ -261,6 +261,9 @@ def test_a_message_out_of_turn() -> None:
     acceptor = Handshake(identity(1), SECRET, dialler=False)
     with pytest.raises(HandshakeError, match="Challenge came at stage"):
         feed(acceptor, _message([2, bytes(32)]))
+    dialler, _ = pair()
+    with pytest.raises(HandshakeError, match="Hello came at stage"):
+        feed(dialler, dialler.take_output())  # an echo
 
 
 def test_bad_arguments() -> None:

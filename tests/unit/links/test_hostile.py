@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from links import Clock, Relay, has_ended
 
 from gossipdp.links import sockets
 from gossipdp.links.frames import (
@@ -91,15 +92,6 @@ class Exchanging:
         self.exchange()
         assert self.hub.handler.names().count("link_up") == 2
         assert "link_down" not in self.hub.handler.names()
-
-
-def has_ended(connection: socket.socket) -> bool:
-    try:
-        return connection.recv(4096) == b""
-    except BlockingIOError:
-        return False
-    except ConnectionError:
-        return True
 
 
 def descriptors() -> int:
@@ -196,34 +188,19 @@ def test_a_peer_that_authenticates_and_then_sends_garbage(
 ) -> None:
     good = Exchanging(world, make)
     traitor = make(9)
-    for attempt in range(5):
+    frame = pack_header(run_tag("run"), FrameType.CONTROL, 0, 5) + b"again"
+    for data in (b"\x01" * 5000, b"\x02" * 5000, 2 * frame):
         world.join(traitor, good.hub)
-        traitor.transport.links[0].stream.send([bytes([attempt + 1]) * 5000])
+        traitor.transport.links[0].stream.send([data])
         world.until(lambda: 9 not in good.hub.handler.links and not traitor.handler.links)
-    assert good.hub.handler.of("link_down")[-1][1].startswith("the peer broke the protocol")
-    assert [event[0].peer for event in good.hub.handler.of("link_down")] == [9] * 5
+    ended = good.hub.handler.of("link_down")
+    assert [link.peer for link, _ in ended] == [9] * 3
+    assert all(reason.startswith("the peer broke the protocol") for _, reason in ended)
+    assert ended[-1][1].endswith("frame 0 came where 1 was due")
+    assert [data for _, data in good.hub.handler.of("control")] == [b"again"]
     good.exchange()
     assert len(caplog.records) == 1
     assert "ended the link to rank 9 at 127.0.0.1: the peer broke" in caplog.text
-
-
-def test_a_frame_is_not_taken_twice_nor_out_of_turn(make: Any, world: Any) -> None:
-    first, second = make(0), make(1)
-    world.join(first, second)
-    frame = pack_header(run_tag("run"), FrameType.CONTROL, 0, 5) + b"again"
-    first.transport.links[1].stream.send([frame + frame])
-    world.until(lambda: second.handler.of("link_down"))
-    assert second.handler.of("control")[0][1] == b"again"
-    assert len(second.handler.of("control")) == 1
-    assert "frame 0 came where 1 was due" in second.handler.of("link_down")[0][1]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.mark.parametrize(
@@ -343,31 +320,13 @@ def test_a_flood_of_hellos_with_another_run_s_id(
 
 
 def overheard(world: Any, make: Callable[..., Any]) -> tuple[bytes, bytes, Any, Any]:
-    """What a dialler and an acceptor say to each other until their link is up."""
+    """Return what a dialler and an acceptor say until their link is up; then end it."""
     first, second = make(0), make(1)
-    said = [b"", b""]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        first.transport.dial(1, *listener.getsockname())
-        inner, _ = listener.accept()
-    outer = socket.create_connection((second.host, second.port))
-    inner.setblocking(False)
-    outer.setblocking(False)
-
-    def relay() -> bool:
-        for index, (here, there) in enumerate(((inner, outer), (outer, inner))):
-            try:
-                data = here.recv(1 << 16)
-            except BlockingIOError:
-                continue
-            said[index] += data
-            there.sendall(data)
-        return bool(first.handler.links and second.handler.links)
-
-    world.until(relay)
-    inner.close()
-    outer.close()
+    relay = Relay(first, second)
+    world.until(relay.turn)
+    relay.close()
     world.until(lambda: not first.handler.links and not second.handler.links)
-    return said[0], said[1], first, second
+    return *relay.said, first, second
 
 
 def test_a_replayed_handshake(
@@ -400,55 +359,6 @@ def test_a_replayed_acceptor(make: Any, world: Any, caplog: pytest.LogCaptureFix
     assert len(caplog.records) == 1
 
 
-def test_a_reflected_handshake(make: Any, world: Any) -> None:
-    """A stranger that is dialled turns the dialler's words back at the dialler's own listener.
-
-    So the dialler proves the secret to itself, but in the wrong direction and as its own rank.
-    """
-    node = make(0)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        node.transport.dial(None, *listener.getsockname())
-        inner, _ = listener.accept()
-        outer = socket.create_connection((node.host, node.port))
-        for end in (inner, outer):
-            end.setblocking(False)
-        with inner, outer:
-
-            def relay() -> bool:
-                for here, there in ((inner, outer), (outer, inner)):
-                    try:
-                        data = here.recv(1 << 16)
-                        there.sendall(data)
-                    except (BlockingIOError, ConnectionError):
-                        continue
-                return bool(node.handler.events)
-
-            world.until(relay)
-    assert node.handler.names() in (["refused"], ["dial_failed"])
-    assert not node.handler.links
-
-
-def test_an_echo_is_no_worker(make: Any, world: Any) -> None:
-    """Every byte that the dialler says comes straight back."""
-    node = make(0)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
-        node.transport.dial(1, *address)
-        echo, _ = listener.accept()
-        echo.setblocking(False)
-        with echo:
-
-            def relay() -> bool:
-                try:
-                    echo.sendall(echo.recv(1 << 16))
-                except (BlockingIOError, ConnectionError):
-                    pass
-                return bool(node.handler.events)
-
-            world.until(relay)
-    assert node.handler.events == [("dial_failed", 1, address, False)]
-
-
 def test_a_wrong_secret_tried_again_and_again(world: Any, caplog: pytest.LogCaptureFixture) -> None:
     good = Exchanging(world, world.tcp)
     caplog.clear()
@@ -456,10 +366,14 @@ def test_a_wrong_secret_tried_again_and_again(world: Any, caplog: pytest.LogCapt
     for _ in range(20):
         guesser.dial(good.hub)
         world.until(lambda: guesser.handler.events)
-        assert guesser.handler.of("refused")[0][1].field == "secret"
+        ((_, refusal),) = guesser.handler.of("refused")
+        assert refusal.field == "secret"
         guesser.handler.events.clear()
     good.assert_undisturbed()
-    assert len(caplog.records) == 2  # one of each side
+    assert [record.getMessage() for record in caplog.records] == [
+        "refused 127.0.0.1: secret differs (ours '', theirs '')",
+        f"rank 0 at 127.0.0.1:{good.hub.port} refuses: {refusal}",
+    ]
 
 
 def test_the_acceptor_tells_a_stranger_nothing_of_itself(world: Any, guests: Guests) -> None:

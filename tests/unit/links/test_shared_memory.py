@@ -18,6 +18,7 @@ from typing import Any
 import links
 import pytest
 import torch
+from links import has_ended
 
 from gossipdp.links import shared_memory, sockets, tcp_link
 from gossipdp.links.frames import (
@@ -42,18 +43,6 @@ def num_mapped() -> int:
     """How many mappings of segments this process has."""
     gc.collect()
     return Path("/proc/self/maps").read_text().count("memfd:gossipdp")
-
-
-def socket_names() -> dict[str, str]:
-    """The inode of each socket of ours on this machine: its name."""
-    lines = Path("/proc/net/unix").read_text().splitlines()
-    return dict(line.split()[-2:] for line in lines if "@gossipdp-" in line)
-
-
-def sockets_of(pid: int) -> set[str]:
-    """The inodes of a process's sockets; others' runs on this machine have theirs."""
-    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-    return {link[8:-1] for link in links if link.startswith("socket:[")}
 
 
 # The memory itself.
@@ -106,15 +95,16 @@ def test_memory_that_its_owner_could_take_away_is_not_mapped() -> None:
         map_peers_segment(segment.descriptor, 2 * PAGE)
 
 
-def open_files() -> list[str]:
+def open_files(process: int | str = "self") -> list[str]:
     files = []
-    for number in os.listdir("/proc/self/fd"):
+    for number in os.listdir(f"/proc/{process}/fd"):
         with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            files.append(os.readlink(f"/proc/self/fd/{number}"))
+            files.append(os.readlink(f"/proc/{process}/fd/{number}"))
     return files
 
 
 def socket_files() -> set[str]:
+    """Return the memory sockets of all workers of this machine, as a process's files name them."""
     lines = Path("/proc/net/unix").read_text().splitlines()
     return {f"socket:[{line.split()[6]}]" for line in lines if "@gossipdp-" in line}
 
@@ -374,16 +364,6 @@ def guests() -> Iterator[list[socket.socket]]:
         guest.close()
 
 
-def has_ended(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    try:
-        return connection.recv(10) == b""
-    except BlockingIOError:
-        return False
-    except ConnectionError:
-        return True
-
-
 def test_packets_that_are_no_memory_socket(world: Any, guests: list[socket.socket]) -> None:
     first, second = world.shared(0), world.shared(1)
     there, _ = world.join(first, second)
@@ -558,7 +538,7 @@ def test_a_kill_leaves_nothing() -> None:
     try:
         assert process.stdout is not None
         assert process.stdout.readline()
-        own = sockets_of(process.pid) & socket_names().keys()
+        own = socket_files() & set(open_files(process.pid))
         assert len(own) >= 2
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         # Each its own and the other's, and none that has a name outside.
@@ -568,7 +548,7 @@ def test_a_kill_leaves_nothing() -> None:
         assert "/dev/shm" not in maps
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert not own & socket_names().keys()
+        assert not own & socket_files()
     finally:
         process.kill()
         process.wait()

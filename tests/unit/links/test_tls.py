@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from links import Relay
 
 from gossipdp.launcher.environment import Environment, tls_variables
 from gossipdp.links import tls as tls_module
@@ -378,39 +379,21 @@ def test_an_end_in_the_middle_of_a_frame_is_noticed_at_once(world: Any, end: str
 
 
 def test_the_wire_shows_nothing_of_a_message(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what crosses it is TLS records alone."""
+    """All that crosses it are TLS records."""
     first, second = world.tls(0), world.tls(1)
-    seen: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        first.transport.dial(1, *listener.getsockname())
-        inner, _ = listener.accept()
-        outer = socket.create_connection((second.host, second.port))
-        for end in (inner, outer):
-            end.setblocking(False)
-
-        def relay() -> bool:
-            for here, there in ((inner, outer), (outer, inner)):
-                try:
-                    data = here.recv(1 << 16)
-                except BlockingIOError:
-                    continue
-                seen.append(data)
-                there.sendall(data)
-            return bool(first.handler.links and second.handler.links)
-
-        world.until(relay)
-        message = b"the parameters of the model"
-        first.link(second).send_control(message)
-        chunk = memoryview(b"weights!" * 1000)
-        first.link(second).send_chunk(FrameType.STATE_CHUNK, ChunkKey(0, 0, 0, 0), chunk)
-        world.until(lambda: relay() and second.handler.of("chunk"))
-        inner.close()
-        outer.close()
-    wire = b"".join(seen)
+    relay = Relay(first, second)
+    world.until(relay.turn)
+    message = b"the parameters of the model"
+    first.link(second).send_control(message)
+    chunk = memoryview(b"weights!" * 1000)
+    first.link(second).send_chunk(FrameType.STATE_CHUNK, ChunkKey(0, 0, 0, 0), chunk)
+    world.until(lambda: relay.turn() and second.handler.of("chunk"))
+    relay.close()
     assert second.handler.of("control")[0][1] == message
-    for secret in (message, b"weights!", b"GDPH", b"GDP1", b"ring of 4"):
-        assert secret not in wire
-    assert wire[:2] == b"\x16\x03"
+    for wire in relay.said:
+        assert wire[:2] == b"\x16\x03"
+        for secret in (message, b"weights!", b"GDPH", b"GDP1", b"ring of 4"):
+            assert secret not in wire
 
 
 def test_openssl_s_own_client_and_an_older_tls_are_refused(
