@@ -2,33 +2,33 @@
 
 The training thread and the gossip thread meet here and nowhere else. The rules:
 
-* ``x`` is written by the main thread only (optimizer, boundary, loading); or by the gossip thread
-  while the main thread only waits for it: at the start and in ``consolidate``. The gossip thread
-  reads x for a snapshot without stopping the optimizer. A snapshot torn by a running step is
+* The main thread alone writes ``x`` (optimizer, boundary, loading), except at the start and in
+  ``consolidate``: there the gossip thread writes it while the main thread only waits. The gossip
+  thread reads x for a snapshot without stopping the optimizer. A snapshot torn by a running step is
   harmless, because both ends of the exchange use that same snapshot.
-* ``pending``, ``c``, the phases and what the outer step has are read and written under the chunk's
+* ``pending``, ``c``, the phases and the outer step's tensors are read and written under the chunk's
   lock: by the gossip thread in an exchange, by the main thread at a boundary.
-* The outer step reads x as a snapshot does, under the lock but beside a running optimizer. What it
-  read of each value is the new base; the rest of the optimizer's step counts in the next one.
+* The outer step reads x as a snapshot does, under the lock but beside a running optimizer. The
+  values that it read are the new base; the rest of the optimizer's step counts in the next one.
 * The boundary only *tries* the lock. A chunk in use keeps its pending for the next boundary, so
   training never waits for a thread of lower priority.
-* A lock is held for one pass over one chunk, never across I/O and never two at a time. So there is
+* A thread holds one lock at a time, for one pass over one chunk, and never across I/O. So there is
   no order of locks to respect and nothing to deadlock.
-* Ctrl+C, or whatever else a signal's handler raises in the main thread, leaves no lock taken, and
+* Ctrl+C, or any other exception of a signal's handler in the main thread, leaves no lock taken, and
   each chunk as it was before the boundary or after it. The interpreter runs handlers between
   bytecodes, and there only at the start of a function, at a jump back, and when a call returns. So
-  ``with lock:`` is safe as long as the lock is one of C (nothing is looked at between taking it and
-  the ``with``; bpo-29988), and so is a ``try`` whose ``finally`` does nothing before it releases
-  one. ``acquire()`` before the ``try`` is not, nor is a lock written in Python. What changes a
-  chunk, and the notes on it, are one call of C (:func:`~gossipdp.dynamics.update.at_once`).
-* Between a chunk's snapshot and the arrival of the peer's the lock is free, and a boundary may flow
+  ``with lock:`` is safe as long as the lock is one of C (no handler runs between taking it and the
+  ``with``; bpo-29988), and so is a ``try`` whose ``finally`` does nothing before it releases one.
+  ``acquire()`` before the ``try`` is not safe, nor is a lock written in Python. One call of C makes
+  all changes to a chunk and its notes (:func:`~gossipdp.dynamics.update.at_once`).
+* The lock is free between a chunk's snapshot and the arrival of the peer's, and a boundary may flow
   the chunk and move pending into x. That changes neither x + pending at the phase of the exchange
   nor delta, which comes from the stored snapshots. A snapshot writes nothing: the chunk remembers
-  the phase it has been flowed to, so the flow is done once, by whichever of boundary and exchange
-  comes first. It also remembers the phase at which an exchange last wrote c: what c has decayed to
-  since follows from the two phases, and no flow passes over c to write it.
+  the phase it has been flowed to, so boundary or exchange flows it once, whichever comes first. It
+  also remembers the phase at which an exchange last wrote c: the two phases say how far c has
+  decayed since, and no flow passes over c to write it.
 * The boundary of a large model has helper threads. They work only while the main thread is in
-  that boundary, so for everyone else it is the main thread that writes.
+  that boundary, so to all others it is the main thread that writes.
 
 On a device that only queues work, :mod:`~gossipdp.dynamics.device` has further rules.
 """
@@ -53,7 +53,7 @@ LEAST_LEFT = 2.0**-60
 
 
 class Role(enum.Enum):
-    """What becomes of a segment's values when workers meet."""
+    """The treatment of a segment's values when workers meet."""
 
     TRAINED = "trained"
     """Parameters that optimizers change: exchanged, and counted in distances."""
@@ -61,28 +61,28 @@ class Role(enum.Enum):
     """Float buffers, such as BatchNorm's statistics: exchanged by plain averaging, without c."""
     COPIED = "copied"
     """Integer buffers, and float ones with infinities from the start, such as attention masks:
-    never averaged; at the end all take those of the lowest rank."""
+    never averaged; at the end all workers take those of the lowest rank."""
     FOLLOWING = "following"
     """Parameters of no optimizer, such as target networks: averaged when the average is made."""
     FROZEN = "frozen"
-    """Parameters that nobody changes: sent once, at the start."""
+    """Parameters that never change: sent once, at the start."""
     MOMENT = "moment"
-    """What an optimizer keeps of trained parameters: averaged by some exchanges, never at the end.
-    Each worker holds, saves and gives its own, as a part of its optimizer's state."""
+    """Moments that an optimizer keeps of trained parameters: averaged by some exchanges, never at
+    the end. Each worker holds, saves and gives its own, as a part of its optimizer's state."""
 
     @property
     def is_exchanged(self) -> bool:
-        """Whether exchanges average these values."""
+        """True if exchanges average these values."""
         return self in (Role.TRAINED, Role.BUFFER, Role.MOMENT)
 
     @property
     def is_averaged(self) -> bool:
-        """Whether the average of all workers is one of these values too."""
+        """True if the average of all workers includes these values."""
         return self in (Role.TRAINED, Role.BUFFER, Role.FOLLOWING)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision of ``c`` and ``pending`` for parameters of ``dtype``."""
+    """Return the precision of ``c`` and ``pending`` for parameters of ``dtype``."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -102,24 +102,25 @@ class Chunk:
     """One or more MiB of the state: the unit that is locked, sent and applied, whole or not at all.
 
     ``x + pending`` is "the parameters" wherever others see them. All tensors are one-dimensional
-    and of one length, but pending of what is not exchanged is empty.
+    and of one length; pending is empty if the values are not exchanged.
 
     Attributes:
-        role: what becomes of the values.
+        role: the treatment of the values when workers meet.
         index: the chunk's place in the state.
         x: the parameter storage itself.
-        pending: what exchanges and flow brought and the next boundary adds.
+        pending: the sum of exchanges and flow that the next boundary adds.
         c: the momentum as it was at ``theta_c``; None under plain averaging.
         outer: the outer step; None without one.
-        num_exchanges: that this worker began, counted for the outer step alone.
+        num_exchanges: exchanges that this worker began, counted for the outer step alone.
         theta: the phase this chunk has been flowed to.
-        theta_c: the phase at which c was written; minus infinity where there is no momentum,
-            whatever c holds.
-        has_pending: whether the next boundary has anything to add. Known zeros are not added: with
+        theta_c: the phase at which c was written; minus infinity if there is no momentum, and c
+            then counts as zero.
+        has_pending: True if the next boundary has anything to add. Known zeros are not added: with
             no exchange, training is bitwise that of the plain loop.
-        is_compiled: whether numba's loops compute here.
+        is_compiled: True if numba's loops compute here.
+        device: where the values live.
         lock: guards pending, c, base, m, the count, the phases and the flags; see the module.
-        order: entered under the lock: what its holders queue on a device is done in their order.
+        order: entered under the lock, so that a device does the holders' work in their order.
     """
 
     def __init__(self, role: Role, x: Tensor, pending: Tensor, c: Tensor | None) -> None:
@@ -146,9 +147,9 @@ class Chunk:
     # The main thread's part.
 
     def boundary(self, theta: float, *, wait: bool = False) -> bool:
-        """Flow to the phase ``theta``, then x += pending; False if the chunk is in use.
+        """Flow to the phase ``theta``, then x += pending; return False if the chunk is in use.
 
-        With ``wait`` the chunk is waited for instead.
+        With ``wait``, wait for the chunk instead.
         """
         taken: list[bool] = []
         try:
@@ -182,12 +183,12 @@ class Chunk:
             update.at_once(*operations)
 
     def forget(self, part: slice) -> None:
-        """Drop all but x of a part whose values were loaded; no exchange is in flight."""
+        """Reset everything but x in a part whose values were loaded; no exchange is in flight."""
         with self.lock, self.order:
             self._forget(part)
 
     def restored(self) -> None:
-        """Take note that x, pending and c were set to what a checkpoint holds, at phase 0."""
+        """Take note that x, pending and c are those of a checkpoint, at phase 0."""
         self.has_pending = bool(self.pending.any())
         if self.c is not None and bool(self.c.any()):
             self.theta_c = self.theta
@@ -200,7 +201,7 @@ class Chunk:
             self.device.write(self._write, out)
 
     def read_z(self, out: Tensor) -> None:
-        """Write z to ``out``: x, pending and half of the momentum, where a joiner starts."""
+        """Write z = x + pending + c/2 to ``out``: a joiner starts there."""
         if self.c is None:
             self.read(out)
             return
@@ -218,8 +219,8 @@ class Chunk:
     ) -> None:
         """Copy pending and momenta of one moment to host memory, for a checkpoint.
 
-        ``g``, the optimizer's steps since the last outer step, and ``m`` are that one's; the main
-        thread, which calls this, takes no step meanwhile.
+        ``g`` (the optimizer's steps since the last outer step) and ``m`` belong to the outer step.
+        The main thread, which calls this, takes no step meanwhile.
         """
         with self.lock, self.order:
             if pending is not None:
@@ -235,10 +236,10 @@ class Chunk:
     # The gossip thread's part. Snapshots are in host memory.
 
     def outer_step(self) -> None:
-        """Take the outer step, if one is due, before the snapshot of an exchange: once in each.
+        """Take the outer step, if one is due, once before the snapshot of each exchange.
 
         Between the two a boundary may move pending into x, and the optimizer may step: both ends of
-        the exchange use the snapshot, and what it holds of that step counts in the next outer step.
+        the exchange use the snapshot, and that step counts in the next outer step.
         """
         if self.outer is None:
             return
@@ -252,10 +253,10 @@ class Chunk:
             self.has_pending = True
 
     def snapshot(self, theta: float, out: Tensor) -> bool:
-        """Write x + pending as they are at the phase ``theta``; return whether all is finite.
+        """Write x + pending as they are at the phase ``theta``; return True if all is finite.
 
-        Nothing else is written: the flow itself is left to the exchange or a boundary. That changes
-        no snapshot, as theta stands still meanwhile.
+        Nothing else is written: the exchange or a boundary does the flow itself. That changes no
+        snapshot, as theta stands still meanwhile.
         """
         with self.lock, self.order:
             is_finite = self._snapshot(self.device.there(0, out), self._flow(theta)[0])
@@ -271,8 +272,8 @@ class Chunk:
 
         Args:
             theta: the phase at which ``mine`` was taken.
-            mine: what :meth:`snapshot` wrote.
-            peers: the peer's.
+            mine: the snapshot of this worker.
+            peers: the snapshot of the peer.
             alpha_tilde: the gain of the exchange on x_tilde.
         """
         with self.lock, self.order:
@@ -284,7 +285,7 @@ class Chunk:
     def snapshot_and_exchange(
         self, theta: float, out: Tensor, peers: Tensor, alpha_tilde: float
     ) -> float:
-        """:meth:`snapshot`, whole in any case, and :meth:`exchange`, if peers' half is there."""
+        """Take the :meth:`snapshot`, whole in any case, and :meth:`exchange` in the same pass."""
         with self.lock, self.order:
             there = self.device.there(0, out), self.device.load(1, peers)
             squared_norm = self._snapshot_and_exchange(*there, self._flow(theta), alpha_tilde)
@@ -293,7 +294,7 @@ class Chunk:
             return squared_norm
 
     def replace(self, values: Tensor) -> None:
-        """Make x these values and all else zero, while the main thread only waits."""
+        """Set x to these values and all else to zero, while the main thread only waits."""
         with self.lock, self.order:
             self.x.copy_(values)
             self._reset()
@@ -307,13 +308,13 @@ class Chunk:
     # Under the lock.
 
     def _additions(self, share: float) -> list[Callable[[], object]]:
-        """Return what flows and adds pending to x, to be done at once."""
+        """Return the operations that flow and add pending to x, for :func:`.update.at_once`."""
         base, compiled = None if self.outer is None else self.outer.base, self.is_compiled
         c = self.c
         if self.has_pending or c is None or self.x.dtype != self.pending.dtype:
             state = self.x, self.pending, c
             return update.boundary_operations(*state, share, base, compiled=compiled)
-        # Pending is zero: half of the memory need not be passed over.
+        # Pending is zero, so half of the memory need not be passed over.
         both = (self.x,) if base is None else (self.x, base)
         return [update.flow_operation(values, c, share, compiled=compiled) for values in both]
 
@@ -340,17 +341,17 @@ class Chunk:
         return update.snapshot_and_exchange(out, *state, peers, *numbers, compiled=compiled)
 
     def _flow(self, theta: float) -> tuple[float, float]:
-        """The share of c that the flow to ``theta`` adds to x, and what it leaves of c."""
+        """Return the share of c that the flow to ``theta`` adds to x, and the share it leaves."""
         left = self._left(max(theta, self.theta))
         return 0.5 * (self._left(self.theta) - left), left
 
     def _left(self, theta: float) -> float:
-        """What is left of c at ``theta``; 0 where there is no momentum."""
+        """Return the share of c that is left at ``theta``; 0 if there is no momentum."""
         left = math.exp(-2.0 * (theta - self.theta_c))
         return left if left >= LEAST_LEFT else 0.0
 
     def _phase_at(self, theta: float) -> tuple[str, float]:
-        """Return which phase to set to what, once the chunk has flowed to ``theta``."""
+        """Return the phase to set, and its value, once the chunk has flowed to ``theta``."""
         return ("theta_c", -math.inf) if theta == math.inf else ("theta", max(self.theta, theta))
 
     def _exchanged(self, squared_norm: float, theta: float) -> None:
@@ -372,7 +373,7 @@ class Chunk:
         self._forget(slice(None))
         self.num_exchanges = 0
         self.has_pending = False
-        # A worker that takes its place anew has a phase that begins anew.
+        # A worker that takes another's state starts its phase again.
         self.theta, self.theta_c = 0.0, -math.inf
 
 
@@ -380,8 +381,8 @@ class BufferChunk(Chunk):
     """A chunk of float buffers, which forward passes change between two boundaries.
 
     The present values are ``weight x + pending``; an exchange halves both and adds half of the
-    peer's. So they lie between x, whatever the forward pass makes of it, and what peers sent: a
-    running variance stays positive. While x stands still this is the plain average.
+    peer's. So they lie between x, as forward passes change it, and the peers' values: a running
+    variance stays positive. While x stands still this is the plain average.
     """
 
     weight = 1.0
@@ -393,7 +394,7 @@ class BufferChunk(Chunk):
         g: Tensor | None = None,
         m: Tensor | None = None,
     ) -> None:
-        """See :class:`Chunk`: pending becomes what x lacks of the present values."""
+        """As of :class:`Chunk`: write the present values less x to ``pending``."""
         if pending is None:
             return
         with self.lock, self.order:
@@ -406,7 +407,7 @@ class BufferChunk(Chunk):
         return [
             partial(self.pending.add_, self.x, alpha=self.weight),
             partial(self.x.copy_, self.pending),
-            self.pending.zero_,  # what rounding left over would outlive an x that shrinks
+            self.pending.zero_,  # the remainder of rounding would outlive an x that shrinks
             partial(setattr, self, "weight", 1.0),
         ]
 

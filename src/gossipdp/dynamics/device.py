@@ -1,37 +1,38 @@
-"""Where work on the parameters is done: at once in host memory, or queued on a GPU.
+"""The device of the parameters: host memory, which works at once, or a GPU, which queues.
 
 In host memory an operation is done when its call returns, and a lock that is held meanwhile is all
-that two threads need. That is :class:`Device`. On a GPU a call only queues, so two threads that
-take turns at a lock may still overlap there. :class:`QueuedDevice` has the rules that keep them
-apart; :class:`CudaDevice` is so thin that it can be checked by reading: **it has never run on a
-card**. The rules are tested with a stand-in that works late, in any order that they allow.
+that two threads need: :class:`Device`. On a GPU a call only queues, so two threads that take turns
+at a lock may still overlap there. :class:`QueuedDevice` has the rules that keep them apart;
+:class:`CudaDevice` is so thin that it can be checked by reading: **it has never run on a card**.
+Tests check the rules with a stand-in that works late, in any order that they allow.
 
 Each thread queues on its own stream. A stream does its work in order, two streams in any order. A
 :class:`Mark` is a place in a stream (a CUDA event) that others can wait for.
 
-**Rule 1, order.** A chunk's lock comes with a mark. Whoever holds the lock makes its stream wait
+**Rule 1, order.** A chunk's lock comes with a mark. The holder of the lock makes its stream wait
 for the mark first, and last leaves the mark behind all that it has queued (:class:`Order`). So the
 holders' work is done in the order in which they held the lock. Otherwise a snapshot could add a
 pending that a boundary has moved into x already, or a boundary could add a pending that an exchange
 writes later. No two streams wait for each other: each wait is for a mark that exists.
 
 **Rule 2, the step.** Queued optimizer steps write x without a lock, as in host memory. A snapshot
-may read the old or the new of each value, and both ends use what was read. x is read once an event.
+may read the old or the new of each value, and both ends use the values read. Each event reads x
+once.
 
-**Rule 3, the host sees only what is done.** Snapshots leave and arrive through pinned slots
+**Rule 3, the host sees finished work only.** Snapshots leave and arrive through pinned slots
 (:class:`Slot`). The host reads one after :meth:`Device.finish`, and writes one only when the
 device's copy from it is done.
 
-**Rule 4, hand-over.** Where one thread takes over x from the other, or reads it without locks, the
-one that hands over calls :meth:`Device.finish` first.
+**Rule 4, hand-over.** Before one thread takes over x from the other, or reads it without locks, the
+other calls :meth:`Device.finish`.
 
-**Rule 5, nobody waits long.** With rule 1 a snapshot waits for the last boundary. If the host were
-many steps ahead of the device it would wait for all of those, and no heartbeat would leave. So the
+**Rule 5, waits are short.** With rule 1 a snapshot waits for the last boundary. If the host were
+many steps ahead of the device, it would wait for all of those, and no heartbeat would leave. So the
 main thread finishes its stream before each boundary. The price: the host does not run ahead of the
 device over a boundary.
 
-What both threads use is allocated before the gossip thread starts and freed after it was joined;
-scratch belongs to one thread, so to one stream.
+Memory that both threads use is allocated before the gossip thread starts and freed after it was
+joined; scratch belongs to one thread, so to one stream.
 """
 
 import abc
@@ -50,22 +51,22 @@ LEAST_HUGE_BYTES = 16 * HUGE_PAGE_BYTES
 
 
 def is_cuda_allowed() -> bool:
-    """Whether the user asked for what has never run on a card."""
+    """Return True if the user allows CUDA, which has never run on a card."""
     return os.environ.get(SWITCH) == ON
 
 
 class Device:
-    """Host memory, where nothing is queued; and what a queued device does in its place."""
+    """Host memory, where nothing is queued; a queued device overrides every method."""
 
     suffix = ""
-    """Added to the name of what computes."""
+    """The end of the kernels' name."""
 
     def order(self) -> contextlib.AbstractContextManager[object]:
-        """Return what the holders of a chunk's lock enter: what they do happens in their order."""
+        """Return a context for the holders of a chunk's lock; their work is done in their order."""
         return contextlib.nullcontext()
 
     def gossip_thread(self) -> contextlib.AbstractContextManager[object]:
-        """Everything that the calling thread does within it is the gossip thread's work."""
+        """Return a context in which the calling thread works as the gossip thread."""
         return contextlib.nullcontext()
 
     def finish(self) -> None:
@@ -78,11 +79,11 @@ class Device:
     # Snapshots, which are in host memory; the gossip thread's.
 
     def there(self, number: int, out: Tensor) -> Tensor:
-        """Return where to write a snapshot that :meth:`store` then copies to ``out``."""
+        """Return the room for a snapshot that :meth:`store` then copies to ``out``."""
         return out
 
     def store(self, number: int, out: Tensor) -> None:
-        """Copy what was written :meth:`there` to ``out``; it is there when this returns."""
+        """Copy the snapshot written :meth:`there` to ``out``; return when it has arrived."""
 
     def load(self, number: int, values: Tensor) -> Tensor:
         """Return a copy on the device; ``values`` may change as soon as this returns."""
@@ -94,13 +95,13 @@ class Mark(abc.ABC):
 
     @abc.abstractmethod
     def leave(self) -> None:
-        """Be behind all that the calling thread has queued on its stream."""
+        """Move behind all that the calling thread has queued on its stream."""
 
     @abc.abstractmethod
     def precede(self) -> None:
-        """Come before all that the calling thread queues from now on; the host does not wait.
+        """Make all that the calling thread queues from now on wait; the host does not wait.
 
-        It is this place that is waited for, even if the mark is left elsewhere later.
+        It waits for this place, even if the mark is left elsewhere later.
         """
 
     @abc.abstractmethod
@@ -109,7 +110,7 @@ class Mark(abc.ABC):
 
 
 class QueuedDevice(Device, abc.ABC):
-    """A device that does later what is asked of it; see the module for the rules."""
+    """A device that works later than it is asked; see the module for the rules."""
 
     suffix = " on the device"
 
@@ -134,7 +135,7 @@ class QueuedDevice(Device, abc.ABC):
 
     @abc.abstractmethod
     def holds(self, values: Tensor) -> bool:
-        """Whether ``values`` is in the device's memory."""
+        """Return True if ``values`` is in the device's memory."""
 
     # See Device.
 
@@ -172,7 +173,7 @@ class QueuedDevice(Device, abc.ABC):
 class Order:
     """Rule 1, for one lock; entered and left by its holder.
 
-    A holder that Ctrl+C has thrown out before it had left the mark is made up for by the next.
+    If Ctrl+C throws a holder out before it has left the mark, the next one makes up for it.
     """
 
     def __init__(self, device: QueuedDevice) -> None:
@@ -180,7 +181,7 @@ class Order:
         self._is_left = True
 
     def __enter__(self) -> None:
-        """Let what is queued from now on come after the work of all holders before."""
+        """Queue all that follows behind the work of the holders before."""
         if not self._is_left:
             self._device.finish_all()
         self._is_left = False
@@ -217,7 +218,7 @@ class Slot:
         return there
 
     def store(self, out: Tensor) -> None:
-        """Copy what is in the device's part to ``out``; it is there when this returns."""
+        """Copy the device's part to ``out``; return when it has arrived."""
         self._loaded.wait()  # the device may read the slot yet
         pinned = self._pinned[: out.nbytes].view(out.dtype)
         pinned.copy_(self.there(out), non_blocking=True)
@@ -266,7 +267,7 @@ class CudaDevice(QueuedDevice):
 
 @final
 class _Event(Mark):
-    """A stream that waits for an event waits for where it was recorded last by then."""
+    """A CUDA event: a stream that waits for it waits for the place of its last record."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -284,10 +285,10 @@ class _Event(Mark):
 
 
 def device_of(devices: set[torch.device]) -> Device:
-    """Return where parameters on these devices of torch's live.
+    """Return the device of parameters that lie on these devices of torch's.
 
     Raises:
-        ValueError: in several places, or in one that nothing is known of.
+        ValueError: there are several, or one of an unknown kind.
     """
     if devices <= {torch.device("cpu")}:
         return Device()
@@ -299,12 +300,12 @@ def device_of(devices: set[torch.device]) -> Device:
         )
     (device,) = devices
     if device.type != "cuda":
-        raise ValueError(f"parameters are on {device}; exchanges know the CPU and CUDA devices")
+        raise ValueError(f"parameters are on {device}; move the module to the CPU or a CUDA device")
     return CudaDevice(device)
 
 
 def zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in memory of their own: many megabytes of host memory on huge pages.
+    """Return zeros in memory of their own: many megabytes of host memory on huge pages.
 
     A pass over pages of 4 KiB takes a sixth longer: the processor reads nothing ahead across their
     ends. A kernel without huge pages gives small ones.

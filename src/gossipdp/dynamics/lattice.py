@@ -1,8 +1,8 @@
 """An 8-bit code for the difference of two vectors whose holders know that they are near.
 
 Both ends round their values to points of one lattice, k = round(x / s), with a step s for each
-block of values. What travels is k modulo 256. The receiver, who holds y, takes the number
-congruent to it that is nearest to its own round(y / s): the sender's k as long as, of every value,
+block of values, and send k modulo 256. The receiver, who holds y, takes the number congruent to it
+that is nearest to its own round(y / s). That is the sender's k if, for every value,
 
     |x - y| < 127 s.
 
@@ -12,9 +12,9 @@ agree, where a code of the values themselves would stop at its own resolution. V
 equal stay so, since the step is the same at both ends.
 
 All of it is exact: s is a power of two, so x / s is not rounded, k is a whole number of the
-integers' range, and |k_x - k_y| <= 128. Whether decoding found the sender's k is told by a
-checksum over what of k did not travel, its part above the lowest byte. All of it: where two have
-agreed to the last bit and one then turns a weight of 1/2 to -1/2, they are just 2**24 steps apart.
+integers' range, and |k_x - k_y| <= 128. A checksum over the part of k that did not travel, above
+the lowest byte, shows if decoding found the sender's k. It takes in all of that part: if two agree
+to the last bit and one then turns a weight of 1/2 to -1/2, they are just 2**24 steps apart.
 
 The idea: Davies, Gurunathan, Moshrefi, Ashkboos, Alistarh, "New Bounds for Distributed Mean
 Estimation and Variance Reduction", ICLR 2021; for gossip: Nadiradze et al., "Asynchronous
@@ -32,23 +32,23 @@ import torch
 from torch import Tensor
 
 BLOCK = 512
-"""Values that share a step. Half and a quarter of it change error and failures little."""
+"""Number of values that share a step. With half or a quarter, error and failures change little."""
 
 MARGIN = 4.0
 SHRINK = 0.8
-"""On a ring of 4 that learns the digits with SGD, with AdamW, of 53,000 blocks each 0 and 1 failed
-with (4, 0.8), 7 and 10 with (3, 0.8), 69 and 77 with (2, 0.8), and none with (4, 0.9), which
-follows half as fast; the error was 10%, 8%, 5% and 11% of the distance, root mean square."""
+"""Failures on a ring of 4 that learns the digits, of 53,000 blocks with SGD and as many with AdamW:
+0 and 1 with (4, 0.8), 7 and 10 with (3, 0.8), 69 and 77 with (2, 0.8), none with (4, 0.9), which
+follows half as fast. The error was 10%, 8%, 5% and 11% of the distance, root mean square."""
 
 LARGEST_EXPONENT = 120
 SMALLEST_EXPONENT = -120
-_FARTHEST = 127 * 2.0**LARGEST_EXPONENT  # what a code can bridge; a float32, unlike 4 times it
+_FARTHEST = 127 * 2.0**LARGEST_EXPONENT  # that a code can bridge; a float32, unlike 4 times it
 _MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
-# What rounding both ends to bfloat16 may have hidden: of each of two values at most 2**-8, and half
-# of that as a rule.
+# The part of a value that rounding both ends to bfloat16 may hide: at most 2**-8 of each of the
+# two, and half of that as a rule.
 _HIDDEN_BY_BFLOAT16 = 2.0**-8
 
-# Of each precision: the type of k, and the bound on |k|.
+# The type of k, and the bound on |k|, for each precision.
 _INTEGERS = {
     torch.float32: (torch.int32, 2.0**30),
     torch.float64: (torch.int64, 2.0**62),
@@ -56,22 +56,22 @@ _INTEGERS = {
 
 
 def num_blocks(num_elements: int) -> int:
-    """Blocks that hold ``num_elements`` values, the last one filled up with zeros."""
+    """Return the blocks for ``num_elements`` values, the last one filled up with zeros."""
     return -(-num_elements // BLOCK)
 
 
 def power_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """2**exponents for -126 to 127, exact since it is put together from bits; shape (blocks, 1)."""
+    """Return 2**exponents, -126 to 127, put together from bits and so exact; shape (blocks, 1)."""
     return ((exponents.to(torch.int32) + 127) << 23).view(torch.float32).to(dtype).unsqueeze(1)
 
 
 def largest(values: Tensor) -> Tensor:
-    """The largest absolute value of each block, NaN where it holds one; shape (blocks,)."""
+    """Return the largest absolute value of each block, or NaN if it has one; shape (blocks,)."""
     return values.abs().amax(dim=1)
 
 
 class Lattice:
-    """Codes and decodes values of one precision; holds the scratch memory.
+    """Coder and decoder of values of one precision, with its scratch memory.
 
     Shapes: ``values`` and ``near`` (blocks, BLOCK), finite and of ``dtype``; codes the same and
     uint8; differences the same and int8; ``exponents``, of the steps, (blocks,) and int8.
@@ -95,7 +95,7 @@ class Lattice:
         self._low = torch.empty(most_blocks, BLOCK, dtype=torch.uint8)
 
     def fits(self, largest: Tensor, exponents: Tensor) -> bool:
-        """Whether values with these largest ones can be coded: |k| is within the integers."""
+        """Return True if blocks with these largest values can be coded: |k| fits the integers."""
         points = largest.unsqueeze(1) * power_of_two(-exponents, largest.dtype)
         return bool((points < self._bound).all())
 
@@ -133,9 +133,9 @@ class Lattice:
 
 
 class LatticeSteps:
-    r"""What one worker knows of its distance to its peers, for each block of one chunk.
+    r"""One worker's estimate of its distance to its peers, for each block of one chunk.
 
-    Of each block the *reach* is kept, the distance that the next code is to bridge:
+    It keeps the *reach* of each block, the distance that the next code is to bridge:
 
     .. math:: \text{reach} \leftarrow \max(4 m,\ 0.8\,\text{reach}), \qquad
               s = \text{the power of two at or above reach} / 127
@@ -148,8 +148,8 @@ class LatticeSteps:
     the first exchange shows the distance.
 
     Args:
-        num_blocks: of the chunk.
-        dtype: of the values that are coded.
+        num_blocks: blocks of the chunk.
+        dtype: the precision of the values that are coded.
     """
 
     def __init__(self, num_blocks: int, dtype: torch.dtype) -> None:
@@ -159,9 +159,9 @@ class LatticeSteps:
         self._mantissa_bits = _MANTISSA_BITS[dtype]
 
     def exponents(self) -> Tensor:
-        """Exponents of the steps that this worker needs: int8, of shape (blocks,).
+        """Return the exponents of the steps that this worker needs: int8, of shape (blocks,).
 
-        Not finer than the values' own rounding: then nothing is gained.
+        They are not finer than the values' own rounding, as that gains nothing.
         """
         by_reach = torch.frexp(self._reach / 127).exponent
         by_rounding = torch.frexp(self._largest).exponent - self._mantissa_bits
@@ -173,9 +173,9 @@ class LatticeSteps:
         """Learn from an exchange that was applied.
 
         Args:
-            difference: of the two snapshots, of shape (blocks, BLOCK).
+            difference: that of the two snapshots, of shape (blocks, BLOCK).
             sizes: the largest absolute values of this worker's snapshot, of shape (blocks,).
-            is_rounded: whether the snapshots were repeated in bfloat16, which hides differences.
+            is_rounded: True if the snapshots were repeated in bfloat16, which hides differences.
         """
         hidden = _HIDDEN_BY_BFLOAT16 * sizes if is_rounded else 0.0
         distance = (largest(difference) + hidden).float()
@@ -185,5 +185,5 @@ class LatticeSteps:
 
 
 def clamped(exponents: Tensor) -> Tensor:
-    """Exponents whose steps, and their reciprocals, are ordinary numbers."""
+    """Return the nearest exponents whose steps, and their reciprocals, are ordinary numbers."""
     return exponents.clamp(SMALLEST_EXPONENT, LARGEST_EXPONENT).to(torch.int8)

@@ -1,4 +1,4 @@
-"""Moments: what an optimizer keeps of each parameter, averaged beside the parameters."""
+"""Moments: tensors that an optimizer keeps of parameters, averaged beside them."""
 
 import math
 from collections.abc import Callable
@@ -19,9 +19,9 @@ class Moment:
     Attributes:
         name: in the optimizer's state.
         period: one exchange in so many carries it.
-        decay: the share of it that a step keeps (beta); 0 where the optimizer corrects no bias.
+        decay: the share of it that a step keeps (beta); 0 if the optimizer corrects no bias.
         steps: the optimizer's age t; 0: it has no such tensor yet. Written by the main thread.
-        is_unsound: whether some of it could not be sent. Written by the gossip thread.
+        is_unsound: True if some of it could not be sent. Written by the gossip thread.
     """
 
     name: str
@@ -32,16 +32,16 @@ class Moment:
 
     @property
     def mass(self) -> float:
-        """What the optimizer's bias correction divides by: 1 - beta^t; 0 before its first step."""
+        """The divisor 1 - beta^t of the optimizer's bias correction; 0 before its first step."""
         return 1.0 - self.decay**self.steps
 
     def travels_with(self, counter: int) -> bool:
-        """Whether the exchange of this number carries it; both ends know the number.
+        """Return True if the exchange of this number carries it; both ends know the number.
 
         The multiples of the golden ratio, less their whole parts, are spread evenly from 0 to 1,
-        and so are those of every second or third number. So where proposals are refused in a
-        rhythm, and all exchanges have even numbers, one in ``period`` still carries it. The first
-        ones do not. A moment of a longer period travels with those of shorter ones.
+        and so are those of every second or third number. So if proposals are refused in a rhythm,
+        and all exchanges have even numbers, one in ``period`` still carries it. The first ones do
+        not. A moment of a longer period travels with those of shorter ones.
 
         Example:
             >>> [n for n in range(80) if n and Moment("exp_avg_sq", 16).travels_with(n)]
@@ -53,18 +53,17 @@ class Moment:
 class MomentChunk(BufferChunk):
     r"""A chunk of a moment, in the optimizer's own memory; averaged much as buffers are.
 
-    Workers of different age t are averaged by what their optimizers make of a moment,
-    :math:`\hat v = v / (1 - \beta^t)`. The present value of it is ``weight x / mass + pending``,
-    with the mass :math:`1 - \beta^t` of the moment that it is asked for; an exchange halves both
-    and adds half of the peer's. So a second moment stays positive, whatever steps the optimizer
-    makes between snapshot and boundary.
+    Workers average the corrected moment :math:`\hat v = v / (1 - \beta^t)`, since their ages t
+    differ. Its present value is ``weight x / mass + pending``, with the present mass
+    :math:`1 - \beta^t`; an exchange halves both and adds half of the peer's. So a second moment
+    stays positive, however many steps the optimizer makes between snapshot and boundary.
 
-    Averaged as they are, a worker at t = 20 and one at t = 400 (beta 0.999) would have steps of a
-    third and of 1.4 times their size after it.
+    If v itself were averaged, a worker at t = 20 and one at t = 400 (beta 0.999) would then take
+    steps of a third and of 1.4 times their size.
 
-    Zeros are not averaged. A chunk sends them, and takes nothing in that exchange, where its
-    optimizer has made no step, or where a value is not finite in the precision in which it travels:
-    after one huge gradient a second moment is infinite for good, beside finite parameters.
+    Zeros are not averaged. A chunk sends them, and takes nothing in that exchange, if its optimizer
+    has made no step, or if a value is not finite in the precision in which it travels: after one
+    huge gradient a second moment is infinite for good, beside finite parameters.
     """
 
     def __init__(
@@ -74,11 +73,11 @@ class MomentChunk(BufferChunk):
         self._moment = moment
         self._gives = False  # in this exchange; the gossip thread's
 
-    # Under the lock. The mass is read once each time: the main thread may change it.
+    # Under the lock. Each method reads the mass once, as the main thread may change it.
 
     def _additions(self, share: float) -> list[Callable[[], object]]:
         mass = self._moment.mass
-        if mass == 0.0:  # given up since
+        if mass == 0.0:  # the optimizer was reset since
             return [self._reset]
         return [partial(self.pending.mul_, mass), *super()._additions(share)]
 
@@ -100,7 +99,7 @@ class MomentChunk(BufferChunk):
     def _exchange(
         self, mine: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
     ) -> float:
-        """As of buffers; how far apart the two are is not worth its passes."""
+        """As of buffers, but return 0: the distance is not worth its passes."""
         theirs = update.scratch(self.pending).copy_(peers)
         if not update.is_finite(theirs):
             return math.inf

@@ -8,19 +8,19 @@ does so by itself, chunk by chunk, at the start of every second of its exchanges
     g = x - \text{base}, \qquad m \leftarrow \mu m + g, \qquad u = \gamma (g + \mu m) - g, \qquad
     p \leftarrow p + u, \qquad \text{base} \leftarrow x
 
-with :math:`p` the chunk's ``pending``, and the exchange follows. ``base`` is where x would be
-without the optimizer's own steps since the last outer step: a boundary adds to it exactly what it
-adds to x. So :math:`g` is the sum of those steps alone, whatever exchanges and flows brought
-meanwhile, and neither of them touches base or m. The step is local, so an exchange that fails after
-it harms nothing, and the mean of x + c/2 over workers moves by optimizer and outer steps alone.
+with :math:`p` the chunk's ``pending``, and the exchange follows. ``base`` is x without the
+optimizer's own steps since the last outer step: a boundary adds to it exactly what it adds to x. So
+:math:`g` is the sum of those steps alone, whatever exchanges and flows brought meanwhile, and
+neither of them touches base or m. The step is local, so an exchange that fails after it harms
+nothing, and the mean of x + c/2 over workers moves by optimizer and outer steps alone.
 
 Two workers in lock-step, with an exchange and an outer step every H steps, take exactly DiLoCo's
-steps. Where workers exchange at their own times, each is asked for an exchange as often as it asks
-for one. An outer step in both made the outer momentum's memory half as long, counted in optimizer
+steps. If workers exchange at their own times, each is asked for an exchange as often as it asks for
+one. An outer step in both made the outer momentum's memory half as long, counted in optimizer
 steps, and the loss worse (docs/quality.md): hence every second exchange.
 
-The optimizer may write x while the gossip thread takes the step: each value of x is read once, and
-what was read is the new base, so that no part of an optimizer's step is lost or counted twice.
+The optimizer may write x while the gossip thread takes the step. It reads each value of x once, and
+the values read are the new base, so that no part of an optimizer's step is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class OuterStep:
     .. math:: m \leftarrow \mu m + g, \qquad g \leftarrow \gamma (g + \mu m)
 
     ``momentum=0, lr=1`` changes nothing. In the long run the outer step multiplies what optimizers
-    do by lr / (1 - momentum), 2 as it is set here, so the best learning rate of the optimizer may
-    be a smaller one. It takes two more floats a parameter, as many bytes as AdamW's state; they are
-    float32 where parameters have 16 bits.
+    do by lr / (1 - momentum), by default 2, so the best learning rate of the optimizer may be a
+    smaller one. It takes two more floats a parameter, as many bytes as AdamW's state; they are
+    float32 if parameters have 16 bits.
 
     Args:
-        momentum: how much of the last outer steps goes on, from 0 to below 1.
+        momentum: the share of the last outer steps that goes on, from 0 to below 1.
         lr: the outer learning rate, above 0.
-        every: one exchange in how many, asked for or answered, begins with an outer step. With 2 a
+        every: one exchange in so many, asked for or answered, begins with an outer step. With 2 a
             worker takes one outer step for each exchange that it asks for, in the mean.
 
     Raises:
@@ -58,8 +58,8 @@ class OuterStep:
         OuterStep(momentum=0.9, lr=0.7, every=2)
 
     Departures from DiLoCo: workers exchange in pairs and at their own times, and each holds an
-    outer momentum of its own. That sees one worker's noise, where DiLoCo's sees the mean of all: so
-    the momentum is a smaller one here (docs/quality.md).
+    outer momentum of its own. That has one worker's noise, while DiLoCo's has the noise of the mean
+    of all, so the momentum is smaller here (docs/quality.md).
     """
 
     momentum: float = 0.5
@@ -67,7 +67,7 @@ class OuterStep:
     every: int = 2
 
     def __post_init__(self) -> None:
-        """Keep them as Python's numbers; raise ValueError for one that cannot be meant."""
+        """Keep the values as Python's numbers; raise ValueError for an invalid one."""
         for name in ("momentum", "lr"):
             value = getattr(self, name)
             try:

@@ -1,4 +1,4 @@
-"""The phase: how far a worker's momentum has flowed, in the worker's own communication periods."""
+"""The phase of a worker: the flow of its momentum, in its own communication periods."""
 
 import math
 import threading
@@ -21,9 +21,9 @@ class Phase:
 
     with :math:`\eta` → ``eta`` (the mixing speed at comm rate 1), :math:`R` → ``worker_rate``
     (:math:`\sum_j \lambda_{ij}` at comm rate 1) and :math:`\bar g` the running mean of the gaps
-    from exchange start to exchange start, in seconds. Time is so measured in periods that the
-    network really sustains, whatever the nominal rate: a ring of 64 with saturated links diverges
-    when eta is taken at the nominal rate (the paper's section 4.1 assumes rates that are met).
+    from exchange start to exchange start, in seconds. So the periods are those that the network
+    sustains, whatever the nominal rate: a ring of 64 with saturated links diverges if eta is taken
+    at the nominal rate (the paper's section 4.1 assumes rates that are met).
 
     The caller passes the time; an earlier one than before changes nothing. Two threads may call. An
     exchange freezes theta at or after every value that a boundary has read, and a boundary that
@@ -51,7 +51,7 @@ class Phase:
 
     @staticmethod
     def _speed_of(eta: float, worker_rate: float) -> float:
-        """Phase gained in one period. A worker without neighbours has no periods."""
+        """Return the phase gained in one period; a worker without neighbours has no periods."""
         return eta / worker_rate if worker_rate > 0 else 0.0
 
     def at(self, now_s: float) -> float:
@@ -87,7 +87,7 @@ class Phase:
             self._speed = self._speed_of(eta, worker_rate)
 
     def _advance(self, now_s: float) -> None:
-        """Move theta to where it stands ``now_s`` after the last exchange start."""
+        """Move theta forward to its value at ``now_s``, since the last exchange start."""
         if self._last_start_s is None or self._num_gaps == 0 or self._mean_gap_s <= 0:
             return
         periods = min((now_s - self._last_start_s) / self._mean_gap_s, MAX_PERIODS)

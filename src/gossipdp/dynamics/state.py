@@ -26,12 +26,12 @@ class Segment:
 
     Args:
         x: one-dimensional; the module's parameters lie in its memory.
-        role: what becomes of the values when workers meet.
-        momentum: whether trained values carry c (method ``a2cid2``).
+        role: the treatment of the values when workers meet.
+        momentum: True if trained values carry c (method ``a2cid2``).
         outer: the outer step of trained values.
-        optimizer_index: whose boundary covers this segment.
-        chunk_bytes: the size a chunk may have at most.
-        moment: of what, where the role is MOMENT.
+        optimizer_index: the optimizer whose boundary covers this segment.
+        chunk_bytes: the largest size of a chunk.
+        moment: the moment that these values are, if the role is MOMENT.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Segment:
         self.role = role
         self.optimizer_index = optimizer_index
         self.moment = moment
-        # What is not exchanged has no pending; the empty tensor keeps the attribute's type simple.
+        # Values that are not exchanged have no pending: an empty tensor, for a simple type.
         length = x.numel() if role.is_exchanged else 0
-        # In float64 the mean of equal values is that value: what nobody moved stays.
+        # In float64 the mean of equal values is that value, so values that never moved stay.
         dtype = torch.float64 if role is Role.FOLLOWING else working_dtype(x.dtype)
         self.pending = zeros(length, dtype, x.device)
         has_c = momentum and role is Role.TRAINED
@@ -79,9 +79,9 @@ class Segment:
                 chunk.outer = Outer(rule, base[part], m[part])
 
     def lie_in(self, x: Tensor) -> None:
-        """Let x be these values from now on, which are those that it had.
+        """Let x lie in another tensor that holds the same values; for the main thread.
 
-        While parameters lie elsewhere for a time; the main thread's.
+        Parameters lie elsewhere for a time, as in ``averaged()``.
         """
         self.x = x
         for chunk, part in zip(self.chunks, self._parts, strict=True):
@@ -89,7 +89,7 @@ class Segment:
                 chunk.x = x[part]
 
     def forget(self, start: int, length: int) -> None:
-        """Drop all but x of values that were loaded; see :meth:`Chunk.forget`."""
+        """Reset everything but x for values that were loaded; see :meth:`.Chunk.forget`."""
         for chunk, part in zip(self.chunks, self._parts, strict=True):
             first, end = (
                 max(start, part.start),
@@ -99,7 +99,7 @@ class Segment:
                 chunk.forget(slice(first - part.start, end - part.start))
 
     def copy_momentum(self) -> list[Tensor | None]:
-        """Copy pending (None: it is zero), c, g and m to host memory; see :class:`Chunk`."""
+        """Copy pending (None: it is zero), c, g and m to host memory; see :class:`.Chunk`."""
         _, base, m = self.outer or (None, None, None)
         held = self.pending, self.c, base, m
         copies = [None if each is None else torch.empty_like(each, device="cpu") for each in held]
@@ -122,15 +122,15 @@ class State:
 
     Args:
         segments: in the order of all workers.
-        device: where they live, if not where torch says.
-        moments: segments of what optimizers keep, in the order of all workers.
+        device: where they live, in place of the device that torch names.
+        moments: segments of optimizers' moments, in the order of all workers.
 
     Attributes:
         segments, moments: as given.
         chunks: those that every exchange averages; their ``index`` is their place here.
-        averaged_chunks: those and the following ones, of which the average of all workers consists.
+        averaged_chunks: those and the following ones: the average of all workers consists of them.
         copied_chunks: those of integer buffers, numbered on from there.
-        all_chunks: everything that a worker who starts must be given, by ``index``.
+        all_chunks: all that a starting worker is given, by ``index``.
         moment_chunks: those of moments, numbered on from there.
     """
 
@@ -159,10 +159,10 @@ class State:
         self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
 
     def description(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return what must agree between workers for their chunks to: a text and a shape each.
+        """Return a text and a shape for each segment; they must agree for chunks to agree.
 
-        It tells how parameters are grouped, by role and by optimizer, how they are cut, and which
-        moments travel how often.
+        They hold how parameters are grouped, by role and by optimizer, how they are cut, and how
+        often each moment travels.
         """
         lines: list[tuple[str, tuple[int, ...]]] = []
         for index, segment in enumerate(self.segments + self.moments):
@@ -187,7 +187,7 @@ class State:
         return self.chunks + due if due else self.chunks
 
     def drop_momentum(self) -> None:
-        """Hold no c, before training: where alpha_tilde is 1/2 it would stay zero."""
+        """Hold no c, before training: if alpha_tilde is 1/2 it would stay zero."""
         for segment in self.segments:
             segment.c = None
         for chunk in self.chunks:
@@ -196,9 +196,9 @@ class State:
     # What computes.
 
     def compile(self, requested: str | None = None) -> None:
-        """Choose what computes exchanges, and compile it, so that no step is delayed by it.
+        """Choose the kernels of exchanges, and compile them, so that they delay no step.
 
-        For the choice, and what is raised, see :func:`~gossipdp.dynamics.update.choose_kernels`.
+        For the choice and its errors see :func:`~gossipdp.dynamics.update.choose_kernels`.
         """
         num_values = sum(chunk.num_elements for chunk in self.chunks)
         is_compiled = update.choose_kernels(num_values, requested) == "numba"
@@ -217,7 +217,7 @@ class State:
 
     @property
     def kernels(self) -> str:
-        """What computes exchanges: ``numba``, ``torch``, or both with a comma between.
+        """The kernels of exchanges: ``numba``, ``torch``, or both with a comma between.
 
         ``torch on the device``: the parameters are not in host memory.
         """
@@ -234,7 +234,7 @@ class State:
         Args:
             theta: the present phase.
             optimizer_index: only the chunks of that optimizer (None: all).
-            wait: wait for a chunk in use instead of leaving it to the next boundary.
+            wait: wait for a chunk in use instead of leaving it for the next boundary.
         """
         self.device.finish()
         chunks = [
@@ -251,12 +251,12 @@ class State:
         return skipped + self._helped_boundary(compiled, theta, wait)
 
     def _helped_boundary(self, chunks: list[Chunk], theta: float, is_patient: bool) -> int:
-        """The boundary of many compiled chunks, by as many threads as the optimizer's step has.
+        """Do the boundary of many compiled chunks, with as many threads as the optimizer's step.
 
         A compiled loop has one thread, which reads half or less of what memory gives. All take the
         next chunk from one list: the interpreter's lock gives each chunk to one of them. The
-        calling thread waits for those that have taken one, also if it was interrupted, and does
-        alone what is left.
+        calling thread waits for those that have taken one, also if it was interrupted, and does the
+        rest alone.
         """
         rest = iter(chunks)
         skipped: list[int] = []
@@ -278,7 +278,7 @@ class State:
                 self._tasks.put(partial(help_with, busy))
             skipped.append(boundaries())
         finally:
-            deque(rest, maxlen=0)  # whoever takes the task up now, or later, finds nothing to do
+            deque(rest, maxlen=0)  # a thread that takes the task up from now on finds no chunk
             for busy in all_busy:
                 with busy:
                     pass
@@ -289,7 +289,7 @@ class State:
     def _start_helpers(self) -> None:
         """Start the helper threads of boundaries, or as many as the system gives.
 
-        Daemons: one that waits for a task at the interpreter's end is left behind.
+        They are daemons: one that waits for a task at the interpreter's end is left behind.
         """
         for _ in range(min(torch.get_num_threads(), MOST_BOUNDARY_THREADS) - 1):
             name = "gossipdp-boundary"

@@ -1,11 +1,11 @@
 r"""The arithmetic of the dynamics: every change of x, c and pending, in one place.
 
-One function an event. Each works in place on one-dimensional tensors of one length: ``x`` (the
-parameters), ``pending`` (what the next boundary adds to x; float32 where x has 2 bytes a value) and
+Each event is one function. It works in place on one-dimensional tensors of one length: ``x`` (the
+parameters), ``pending`` (the next boundary adds it to x; float32 if x has 2 bytes a value) and
 ``c`` (the momentum as an exchange last wrote it, None under plain averaging).
 
 Flow decays the momentum, :math:`c(\theta) = e^{-2(\theta - \theta_c)}\,c` with :math:`\theta_c` the
-phase at which c was written, but writes none of it: only an exchange does, which writes c anyway.
+phase at which c was written, but does not write it: only an exchange does, which writes c anyway.
 So a flow from :math:`\theta_1` to :math:`\theta_2` is one multiply and add. With
 :math:`q = \tfrac12(e^{-2(\theta_1-\theta_c)} - e^{-2(\theta_2-\theta_c)})` → ``share`` (0 where
 there is nothing to flow), :math:`s = e^{-2(\theta_2-\theta_c)}` → ``left`` and
@@ -31,8 +31,8 @@ to it:
 * delta is the difference of the two snapshots, rounded once. So the other end has its exact
   negative, whatever it computes with: the loops are compiled without fast-math, and only the sums
   that are returned may be reordered.
-* It is applied whole or not at all. If any of its values is NaN or infinite, nothing is written but
-  the snapshot. This depends on delta alone, so both ends decide alike.
+* It is applied whole or not at all. If any of its values is NaN or infinite, only the snapshot is
+  written. This depends on delta alone, so both ends decide alike.
 * Nothing is allocated after the first call, and the interpreter's lock is free meanwhile.
 """
 
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 KERNELS = ("numba", "torch")
 
 COMPILED_DTYPES = (torch.float32, torch.bfloat16)
-"""Of the parameters and snapshots that compiled loops compute with, in host memory."""
+"""Precisions of parameters and snapshots that compiled loops know, in host memory."""
 
 LEAST_COMPILED_VALUES = 1_000_000
 """With fewer values to exchange, loading compiled loops costs more time than they ever save."""
@@ -68,16 +68,16 @@ LEAST_COMPILED_VALUES = 1_000_000
 
 
 def at_once(*operations: Callable[[], object]) -> None:
-    """Do these, all of them or none, whatever a signal's handler raises meanwhile.
+    """Do all of these or none, whatever a signal's handler raises meanwhile.
 
-    They are torch's, numba's and other C functions, called by one: handlers run before and after
+    They are C functions (torch's, numba's and others), called by one: handlers run before and after
     it, never between two of them.
     """
     deque(map(call, operations), maxlen=0)
 
 
 def flow(values: Tensor, c: Tensor, share: float) -> None:
-    """Flow: values += share c; values are pending, or x itself."""
+    """Flow: values += share c, where values are pending or x itself."""
     values.add_(c, alpha=share)
 
 
@@ -101,8 +101,8 @@ def boundary_operations(
 ) -> list[Callable[[], object]]:
     """Return the boundary, for :func:`at_once`: flow, then x += pending.
 
-    Pending keeps what x's precision cannot hold. What x changes by is added to ``base`` too, if
-    there is one: x - base stays.
+    Pending keeps what x's precision cannot hold. The change of x is added to ``base`` too, if there
+    is one, so that x - base stays.
     """
     flows = c is not None and share != 0.0
     if compiled:
@@ -133,7 +133,7 @@ def outer_step(
     *,
     compiled: bool = False,
 ) -> None:
-    """The outer step: m = momentum m + g, pending += lr (g + momentum m) - g, base = x.
+    """Take the outer step: m = momentum m + g, pending += lr (g + momentum m) - g, base = x.
 
     With g = x - base. Another thread may write x meanwhile: each value is read once.
     """
@@ -158,9 +158,9 @@ def snapshot(
     *,
     compiled: bool = False,
 ) -> bool:
-    """Write x + pending as they will be after the flow; return whether all is finite.
+    """Write x + pending as they will be after the flow; return True if all is finite.
 
-    The flow itself is left to whoever next writes the chunk.
+    The next event that writes the chunk does the flow itself.
     """
     flows = c is not None and share != 0.0
     if compiled:
@@ -185,7 +185,7 @@ def exchange(
 ) -> float:
     """Flow, then apply delta = mine - peers; return its squared norm.
 
-    A norm that is not finite says that delta was not, and that nothing was written.
+    If the norm is not finite, delta was not, and nothing was written.
     """
     if compiled:
         momentum = _array(c, pending), c is not None
@@ -194,7 +194,7 @@ def exchange(
     delta = scratch(pending)
     squared_norm = difference(delta, mine, peers)
     if not math.isfinite(squared_norm):
-        # Finite values beyond 1e19 are no poison: only their squares are beyond float32.
+        # Finite values beyond 1e19 are no poison: only their squares exceed float32.
         wide = delta.double()
         squared_norm = float(torch.dot(wide, wide))
         if not math.isfinite(squared_norm):
@@ -219,7 +219,7 @@ def snapshot_and_exchange(
     *,
     compiled: bool = False,
 ) -> float:
-    """Both at once, where the peer's snapshot is there already; return as :func:`exchange` does."""
+    """Do both, as the peer's snapshot is there already; return as :func:`exchange` does."""
     if compiled:
         state = _array(out), _array(x), _array(pending), _array(c, pending), c is not None
         kept = _array(scratch(pending, 0)), _array(scratch(pending, 1))
@@ -230,21 +230,21 @@ def snapshot_and_exchange(
 
 
 def read_z(out: Tensor, x: Tensor, pending: Tensor, c: Tensor | None, left: float = 1.0) -> None:
-    """Out = x + pending + left c/2: where the flow ends, whose mean over workers is conserved."""
+    """Write x + pending + left c/2: the flow ends there, and its mean over workers is conserved."""
     torch.add(x, pending, out=out)
     if c is not None:
         out.add_(c, alpha=0.5 * left)
 
 
 def difference(out: Tensor, mine: Tensor, peers: Tensor) -> float:
-    """Out = mine - peers, exactly negated at the other end; return its squared norm."""
+    """Write mine - peers, exactly negated at the other end; return its squared norm."""
     out.copy_(mine)
     out.sub_(peers)
     return float(torch.dot(out, out))
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite: one sum, and a closer look only where it overflows."""
+    """Return True if no value is NaN or infinite: one sum, and a closer look if it overflows."""
     return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(
         torch.isfinite(values).all()
     )
@@ -259,7 +259,7 @@ _kept = _Kept()
 
 
 def scratch(like: Tensor, number: int = 0) -> Tensor:
-    """The calling thread's room ``number`` for values ``like`` these; kept for the next."""
+    """Return the calling thread's room ``number`` for values ``like`` these; keep it."""
     key = number, like.dtype, like.device
     room = _kept.rooms.get(key)
     if room is None or room.numel() < like.numel():
@@ -271,7 +271,7 @@ def scratch(like: Tensor, number: int = 0) -> Tensor:
 
 
 def choose_kernels(num_values: int, requested: str | None = None) -> str:
-    """Return ``numba`` or ``torch``: what computes exchanges of so many values.
+    """Choose ``numba`` or ``torch`` for exchanges of so many values.
 
     ``auto`` takes numba for at least :data:`LEAST_COMPILED_VALUES`; ``numba`` and ``torch`` are
     taken as they are. By default the variable GOSSIPDP_KERNELS decides, else ``auto``.
@@ -290,7 +290,7 @@ def choose_kernels(num_values: int, requested: str | None = None) -> str:
 
 
 def can_compile(x: Tensor) -> bool:
-    """Whether compiled loops know parameters like these."""
+    """Return True if compiled loops know parameters like these."""
     return x.device.type == "cpu" and x.dtype in COMPILED_DTYPES
 
 
@@ -298,7 +298,7 @@ def compile_loops(x: torch.dtype, wire: torch.dtype) -> None:
     """Compile the loops for parameters and snapshots of these precisions, or load them from disk.
 
     So no later call is slow. An empty call of each loop compiles it. If the disk is full, the loops
-    are used all the same and not kept.
+    work all the same, but are not kept.
 
     Raises:
         ImportError: numba cannot be imported.
@@ -315,12 +315,14 @@ def compile_loops(x: torch.dtype, wire: torch.dtype) -> None:
         try:
             use()
         except OSError as error:
-            logger.warning("compiled kernels cannot be kept on disk: %s", error)
+            logger.warning(
+                "compiled kernels cannot be kept on disk, so each start compiles them: %s", error
+            )
             use()
 
 
 def _loops() -> Any:
-    """The compiled loops. Importing numba takes a third of a second, so it waits for a call."""
+    """Return the compiled loops; importing numba takes a third of a second, so it waits."""
     from gossipdp.dynamics import update_loops
 
     return update_loops
@@ -331,7 +333,7 @@ def _base(base: Tensor | None, instead: Tensor) -> tuple[Any, bool]:
 
 
 def _array(values: Tensor | None, instead: Tensor | None = None) -> Any:
-    """The tensor's memory as an array; ``instead`` of it, where there is no tensor.
+    """Return the memory of the tensor, or of ``instead`` if it is None, as an array.
 
     Numpy does not know bfloat16: its bits are in uint16.
     """

@@ -42,7 +42,7 @@ def _add_square(total: Any, value: Any) -> Any:
 
 @numba.njit(fastmath={"reassoc"})
 def _add_zero(total: Any, value: Any) -> Any:
-    """Leave the sum at zero for every finite value; NaN or infinity make it NaN."""
+    """Leave the sum at zero for every finite value; make it NaN for NaN or infinity."""
     return total + value * _F32(0.0)
 
 
@@ -94,7 +94,7 @@ def _overload_put(values: Any, i: Any, value: Any) -> Any:
 
 @_compiled
 def flow(values: Any, c: Any, share: float) -> None:
-    """Values += share c; all float32."""
+    """Flow: values += share c; all float32."""
     q = _F32(share)
     for i in range(values.size):
         values[i] = values[i] + q * c[i]
@@ -102,7 +102,7 @@ def flow(values: Any, c: Any, share: float) -> None:
 
 @_compiled
 def snapshot(out: Any, x: Any, pending: Any, c: Any, has_c: bool, share: float) -> Any:
-    """Out = x + pending + share c; return whether all is finite."""
+    """Write x + pending + share c to ``out``; return True if all is finite."""
     q = _F32(share)
     zero = _F32(0.0)
     if has_c:
@@ -158,7 +158,7 @@ def snapshot_and_exchange(
     left: float,
     alpha_tilde: float,
 ) -> Any:
-    """Both in one pass; if delta turns out not to be finite, what was overwritten is put back.
+    """Do both in one pass; if delta turns out not to be finite, put back the old values.
 
     The old values go to two arrays that stay in the cache from chunk to chunk. That costs less than
     a pass that only looks: most of the chunk's five arrays are no longer in the cache by then.
@@ -195,7 +195,7 @@ def snapshot_and_exchange(
 def boundary(
     x: Any, pending: Any, c: Any, has_c: bool, share: float, base: Any, has_base: bool
 ) -> None:
-    """Flow, then x += pending; pending keeps what rounding x left over. x - base stays."""
+    """Flow, then x += pending; pending keeps the remainder of rounding x. x - base stays."""
     q = _F32(share)
     if has_base:  # before the flow: q c is 0 without c, whose place pending takes
         q = q if has_c else _F32(0.0)
@@ -217,7 +217,7 @@ def boundary(
 
 @_compiled
 def outer_step(x: Any, pending: Any, base: Any, m: Any, momentum: float, lr: float) -> None:
-    """Outer step: m = momentum m + g, pending += lr (g + momentum m) - g, base = x.
+    """Take the outer step: m = momentum m + g, pending += lr (g + momentum m) - g, base = x.
 
     With g = x - base.
     """

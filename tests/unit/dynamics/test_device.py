@@ -418,7 +418,7 @@ def test_host_memory_queues_nothing() -> None:
 
 
 def test_other_devices_and_several_are_refused() -> None:
-    with pytest.raises(ValueError, match="on meta; exchanges know the CPU and CUDA"):
+    with pytest.raises(ValueError, match="on meta; move the module to the CPU or a CUDA device"):
         device_of({torch.device("meta")})
     with pytest.raises(ValueError, match=r"several devices \(cpu, meta\); move the module to one"):
         device_of({torch.device("meta"), torch.device("cpu")})
