@@ -1,4 +1,4 @@
-"""Frames: what travels on an established link.
+"""Frames: the units that travel on an established link.
 
 A frame is a fixed header of 56 bytes, little-endian, followed by ``length`` bytes of payload::
 
@@ -9,10 +9,10 @@ The chunk key names the exchange (or the epoch of a consolidation) that a chunk 
 place in it; in other frames it is zero. The sequence counts the frames of one direction of one
 link from 0, modulo 2**32, so that a lost, repeated or reordered frame cannot pass.
 
-Where ``segment`` is not 0, no payload follows: the ``length`` bytes lie at ``offset`` of that
-segment of the sender's memory (:mod:`.shared_memory`), to be read in place. ``read`` says, in
-every frame, how many such chunks of the other direction have been read on this link, modulo 2**32;
-an ACKNOWLEDGEMENT says nothing else. SEGMENT_READY says that the receiver's ``segment`` is mapped.
+If ``segment`` is not 0, no payload follows: the ``length`` bytes lie at ``offset`` of that segment
+of the sender's memory (:mod:`.shared_memory`), to be read in place. ``read`` says, in every frame,
+how many such chunks of the other direction have been read on this link, modulo 2**32; an
+ACKNOWLEDGEMENT says nothing else. SEGMENT_READY says that the receiver's ``segment`` is mapped.
 MEMORY_SOCKET says where its sender takes segments: a name and a token.
 
 :func:`parse_header` checks all of it, with the bound on ``length``, before the caller allocates
@@ -33,10 +33,10 @@ MAX_CONTROL_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 64 << 20
 SEQUENCE_MODULUS = 1 << 32
 MAX_SEGMENT = (1 << 16) - 1
-# Of a socket's name, and of the token with it.
+# Sizes of a socket's name, and of the token with it.
 NAME_BYTES = TOKEN_BYTES = 16
 MEMORY_SOCKET_BYTES = NAME_BYTES + TOKEN_BYTES
-# Of a chunk in its segment, so that it can be read as numbers of any type.
+# A chunk begins at a multiple of this in its segment, so that it can be read as any numbers.
 SEGMENT_ALIGNMENT_BYTES = 64
 
 _KEY = struct.Struct("<IIQI")
@@ -45,7 +45,7 @@ HEADER_BYTES = _HEADER.size
 
 
 class FrameError(ValueError):
-    """What arrived is not the frame that had to come next on this link."""
+    """The bytes that arrived are not the frame that had to come next on this link."""
 
 
 class FrameType(enum.IntEnum):
@@ -85,7 +85,7 @@ KEYLESS_TYPES = (FrameType.CONTROL, FrameType.MEMORY_SOCKET, *BARE_TYPES)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkKey:
-    """Which exchange (``initiator``, ``incarnation``, ``counter``), and which chunk of it.
+    """The exchange of a chunk (``initiator``, ``incarnation``, ``counter``), and its place there.
 
     ``counter`` fits 64 bits, the others 32.
     """
@@ -102,7 +102,7 @@ class ChunkKey:
 
 
 class Header(NamedTuple):
-    """A checked frame header. ``key`` is None exactly for frames that are not chunks."""
+    """A checked frame header; ``key`` is None exactly for frames that are not chunks."""
 
     frame_type: FrameType
     length: int
@@ -122,7 +122,7 @@ _LENGTHS = {
 
 
 def run_tag(run_id: str) -> bytes:
-    """Eight bytes that stand for ``run_id`` in every frame."""
+    """Return eight bytes that stand for ``run_id`` in every frame."""
     return hashlib.sha256(run_id.encode()).digest()[:RUN_TAG_BYTES]
 
 
@@ -135,7 +135,7 @@ def check_length(frame_type: FrameType, length: int) -> None:
 
 
 def pack_key(key: ChunkKey) -> bytes:
-    """The key as it stands in a header; raises FrameError where a number does not fit."""
+    """Return the key as bytes of a header; raise FrameError if a number does not fit."""
     try:
         return _KEY.pack(*key.id, key.index)
     except struct.error as error:
@@ -153,7 +153,7 @@ def pack_header(
     segment: int = 0,
     offset: int = 0,
 ) -> bytes:
-    """A header of ``HEADER_BYTES`` bytes; ``packed_key`` is None for frames that are no chunks."""
+    """Return a header of ``HEADER_BYTES``; ``packed_key`` is None for frames that are no chunks."""
     assert len(tag) == RUN_TAG_BYTES
     assert (frame_type in KEYLESS_TYPES) == (packed_key is None)
     check_length(frame_type, length)
@@ -164,12 +164,12 @@ def pack_header(
 
 
 def parse_header(data: bytes | bytearray | memoryview, tag: bytes, sequence: int) -> Header:
-    """Check the header that ``data`` (``HEADER_BYTES`` bytes) holds.
+    """Check and return the header that ``data`` (``HEADER_BYTES`` bytes) holds.
 
     ``tag`` is this run's, ``sequence`` the number that the next frame of this direction must have.
 
     Raises:
-        FrameError: Naming the first field that is wrong, what it is and what it should be.
+        FrameError: names the first field that is wrong, its value and the right one.
     """
     if len(data) != HEADER_BYTES:
         raise FrameError(f"a header has {HEADER_BYTES} bytes, not {len(data)}")
@@ -198,7 +198,10 @@ def parse_header(data: bytes | bytearray | memoryview, tag: bytes, sequence: int
 
 
 def _check_place(frame_type: FrameType, segment: int, offset: int) -> None:
-    """Only these chunks lie in a segment, aligned; only SEGMENT_READY names one besides."""
+    """Raise FrameError unless a frame of this type may name this place.
+
+    Only chunks of SHARED_TYPES lie in a segment, aligned; SEGMENT_READY names one besides.
+    """
     if frame_type in SHARED_TYPES:
         is_good = offset % SEGMENT_ALIGNMENT_BYTES == 0 and (segment != 0 or offset == 0)
     else:

@@ -1,4 +1,4 @@
-"""Who a worker is, and the handshake that opens a link: a pure state machine, bytes in, bytes out.
+"""The identity of a worker, and the handshake that opens a link: a pure machine of bytes.
 
     dialler                                        acceptor
       Hello(identity, wanted rank, nonce)  →                 the run id is ours?
@@ -11,16 +11,16 @@ On a plain link the run's secret is a membership cookie: each end shows once tha
 HMAC-SHA256 over the direction, the run id, both nonces and both ranks. So a recorded handshake
 opens no second link (other nonces), and neither side's proof can be turned back at it (other
 direction). Nothing else is authenticated: not the rest of the identities, not the words of a
-refusal, and no frame that follows. The acceptor says only its run id before it has seen the proof;
-and a refusal that only a member can have a reason for (a newer process of that rank, another model)
-is heard only from one that shows the secret, for a worker may end on it.
+refusal, and no frame that follows. Before it has seen the proof, the acceptor says only its run id.
+Only a member can have a reason for some refusals (a newer process of that rank, another model), and
+a worker may end on them: so they count only from an end that shows the secret.
 
 Inside TLS (:mod:`.tls`) the hello is plain data: holding the run's key is membership.
 
 Messages are msgpack behind a prefix (magic, version of gossipdp, length) and at most
-``MAX_MESSAGE_BYTES`` long. The prefix stays as it is in all versions: two that differ in the first
-two numbers, between which anything may change, find so here, and refuse each other. A caller reads
-``num_wanted`` bytes at a time, so it never reads into the frames that follow.
+``MAX_MESSAGE_BYTES`` long. The prefix is the same in all versions. Two versions that differ in the
+first two numbers may differ in anything else: they see that here, and refuse each other. A caller
+reads ``num_wanted`` bytes at a time, so it never reads into the frames that follow.
 """
 
 import dataclasses
@@ -41,30 +41,30 @@ MAGIC = b"GDPH"
 VERSION = tuple(map(int, gossipdp.__version__.split(".")[:2]))
 NONCE_BYTES = 32
 MAX_MESSAGE_BYTES = 4096
-# What both ends must have alike, in the order in which a difference is reported.
+# Fields that must agree, in the order in which a difference is reported.
 AGREED_FIELDS = ("run_id", "model", "method", "graph", "comm_rate", "wire_format")
 MAX_TEXT = 200
-# Ranks from here on are of visitors: processes that only ask who takes part, before they join. They
-# draw one at random, and may not know the graph yet.
+# Ranks of visitors: processes that only ask who takes part, before they join. They draw one at
+# random, and may not know the graph yet.
 FIRST_VISITOR_RANK, LAST_VISITOR_RANK = 2**30, 2**31 - 1
 
 _PREFIX = struct.Struct("<4sBBH")
-# What an acceptor may refuse that cannot show the run's secret.
+# An acceptor that does not show the run's secret may refuse for these alone.
 _UNPROVED_FIELDS = ("run_id", "secret", "tls", "gossipdp_version")
-# How a TLS connection begins: a handshake record of version 3.x.
+# The start of a TLS connection: a handshake record of version 3.x.
 _TLS_HELLO = b"\x16\x03"
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A worker's hello: who it is, where it listens (a numeric ``host``), and what it runs.
+    """A worker's hello: its identity, its numeric address, and the settings of its run.
 
-    The last are short strings that a refusal can show: ``model`` the fingerprint of names, shapes
-    and order, ``graph`` a digest.
+    The settings are short strings that a refusal can show: ``model`` the fingerprint of names,
+    shapes and order, ``graph`` a digest.
 
     ``incarnation`` is the one with which the process began, and stays when the process goes on as
-    a new life after it was taken for dead: it orders processes of one rank, of which a later one
-    begins above all that is known of the earlier. Which life stands is for membership to say, over
-    links. A hello that followed would shut out the one that must give way before it was told so.
+    a new life after it was taken for dead. It orders the processes of one rank: a later one begins
+    above all that is known of the earlier. Membership decides over links which life stands. If the
+    hello followed the life, the process that must give way would be shut out before it heard so.
     """
 
     rank: int
@@ -98,11 +98,11 @@ class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
     @property
     def is_visitor(self) -> bool:
-        """Whether this process only asks who takes part."""
+        """True if this process only asks who takes part."""
         return self.rank >= FIRST_VISITOR_RANK
 
     def disagreement(self, other: "Identity") -> "Refusal | None":
-        """The first field in which the two workers' runs differ, seen from ``self``."""
+        """Return the first field in which the two workers' runs differ, seen from ``self``."""
         for name in AGREED_FIELDS:
             if name == "graph" and (self.is_visitor or other.is_visitor):
                 continue
@@ -114,9 +114,9 @@ class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """Why one worker turned another away: ``field`` differs; ``ours`` is the refuser's value.
+    """The reason to turn a worker away: ``field`` differs; ``ours`` is the refuser's value.
 
-    ``str()`` of it is the text for :class:`.RefusedError`.
+    ``str()`` of it is the text of :class:`.RefusedError`.
     """
 
     field: str
@@ -124,7 +124,7 @@ class Refusal:
     theirs: str = ""
 
     def __str__(self) -> str:
-        """A sentence for the user of the refused worker."""
+        """Say it in a sentence, for the user of the refused worker."""
         label, ours, theirs = self.field.replace("_", " "), self.ours, self.theirs
         if self.field in _SENTENCES:
             return _SENTENCES[self.field].format(ours=ours, theirs=theirs)
@@ -147,7 +147,7 @@ _SENTENCES = {
 
 
 def _differing_parts(ours: str, theirs: str) -> tuple[str, str, str]:
-    """Of two fingerprints such as ``"names=1f shapes=9c"``: what differs, and its two values."""
+    """Compare fingerprints such as ``"names=1f shapes=9c"``: return what differs, both values."""
     here, there = (dict(word.partition("=")[::2] for word in t.split()) for t in (ours, theirs))
     if here.keys() != there.keys():
         return "model", ours, theirs
@@ -157,7 +157,7 @@ def _differing_parts(ours: str, theirs: str) -> tuple[str, str, str]:
 
 
 class HandshakeError(ValueError):
-    """What arrived is not the next message of a handshake."""
+    """The bytes that arrived are not the next message of a handshake."""
 
 
 class _Hello(msgspec.Struct, tag=1, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -192,7 +192,7 @@ _decoder = msgspec.msgpack.Decoder(_Message)
 
 
 class Stage(enum.Enum):
-    """How far a handshake is."""
+    """The stages of a handshake."""
 
     OPENING = "opening"  # acceptor: the dialler's Hello is due
     CHALLENGED = "challenged"  # acceptor: the dialler's Proof is due
@@ -207,15 +207,15 @@ class Handshake:
     """One side of one handshake.
 
     Args:
-        identity: what this worker says of itself.
+        identity: this worker's hello.
         secret: shared by all workers of the run, not empty; None inside TLS.
-        wanted_rank: whom the dialler wants to reach; None: whoever is there, or an acceptor.
-        admit: what an acceptor has against a member whose run agrees; None: nothing.
-        nonce: 32 fresh random bytes; given by tests alone.
+        wanted_rank: the rank that the dialler wants to reach; None: any, or this is an acceptor.
+        admit: returns an acceptor's reason against a member whose run agrees; None: there is none.
+        nonce: 32 fresh random bytes; only tests give it.
 
     Attributes:
-        peer: what the other side says of itself, once it is known to be a member.
-        refusal: why it ended, at stage REFUSED.
+        peer: the other side's hello, once it is known to be a member.
+        refusal: the reason for the end, at stage REFUSED.
     """
 
     version = VERSION
@@ -251,20 +251,20 @@ class Handshake:
 
     @property
     def num_wanted(self) -> int:
-        """How many bytes to read next; 0 when this side awaits nothing."""
+        """The number of bytes to read next; 0 when this side awaits nothing."""
         if self.stage in (Stage.DONE, Stage.REFUSED):
             return 0
         size = _PREFIX.size if self._body_bytes is None else self._body_bytes
         return size - len(self._buffer)
 
     def take_output(self) -> bytes:
-        """The bytes to send next; each is given out once."""
+        """Return the bytes to send next, each once."""
         output = bytes(self._output)
         self._output.clear()
         return output
 
     def receive(self, data: bytes) -> None:
-        """Take up to ``num_wanted`` bytes; HandshakeError: they are not what must come next."""
+        """Take up to ``num_wanted`` bytes; raise HandshakeError if they must not come next."""
         assert len(data) <= self.num_wanted
         self._buffer += data
         if self.num_wanted:
@@ -282,7 +282,7 @@ class Handshake:
         self._take_message(message)
 
     def refuse(self, refusal: Refusal) -> None:
-        """End without a link; an acceptor tells the dialler why, and proves it to a member."""
+        """End without a link; an acceptor says why, with a proof if the dialler is a member."""
         self.stage, self.refusal = Stage.REFUSED, refusal
         self._output.clear()
         if not self.dialler:
@@ -345,7 +345,7 @@ class Handshake:
         self._peer_nonce = nonce
 
     def _decide(self) -> None:
-        """The dialler is a member: make a link, unless something speaks against it."""
+        """Make a link, as the dialler is a member, unless there is a reason against it."""
         mine, peer, wanted = self._identity, self._hello.identity, self._hello.wanted_rank
         self.peer = peer
         refusal = mine.disagreement(peer)
@@ -381,7 +381,7 @@ class Handshake:
         return hmac.compare_digest(self._prove(direction, acceptor_rank), proof)
 
     def _prove(self, direction: str, acceptor_rank: int | None) -> bytes:
-        """The HMAC over direction, run id, both nonces and both ranks; empty inside TLS.
+        """Return the HMAC over direction, run id, both nonces and both ranks; empty inside TLS.
 
         The dialler names the rank that it wants, perhaps None; the acceptor names its own.
         """

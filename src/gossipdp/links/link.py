@@ -1,13 +1,13 @@
-"""The seam between the gossip thread and whatever carries its bytes; and when to dial whom.
+"""The seam between the gossip thread and the transport of its bytes; and the times of dials.
 
 A :class:`Transport` (:mod:`.tcp`) makes links and calls one :class:`LinkHandler`.
-Guarantees, which the conformance suite in ``tests/unit/links`` checks:
+The conformance suite in ``tests/unit/links`` checks these guarantees:
 
 - Handler methods are called only from inside the transport's ``poll()``, one at a time, and never
   from inside a method of a link. So no handler method is ever entered twice.
 - For each link: ``link_up`` once, then ``control`` and chunk calls, then ``link_down`` once, also
-  where it was this side that called :meth:`Link.close`; after :meth:`Link.close` nothing but
-  ``link_down``. At most one link to a peer is up: an old one goes down before the new one is up.
+  if this side called :meth:`Link.close`; after :meth:`Link.close` nothing but ``link_down``. At
+  most one link to a peer is up: an old one goes down before the new one is up.
 - From ``link_down`` on (and from the return of ``close()``) the transport touches neither a
   queued payload nor a landing buffer of that link. (The peer may: see ``Transport.allocate``.)
 - Frames arrive in the order in which they were started. Control frames overtake chunks that have
@@ -30,9 +30,9 @@ from gossipdp.links.handshake import Identity, Refusal
 
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 10.0
-# Of two workers that want the same link the lower rank dials at once and the higher one waits
-# this long for it: dialling from both sides works, but costs a link. After the loss of a link less
-# long: if the peer was killed, its address refuses connections, and that is how it is noticed.
+# If two workers want the same link, the lower rank dials at once and the higher one waits this long
+# for it: dialling from both sides works, but costs a link. After the loss of a link it waits less:
+# if the peer was killed, its address refuses connections, and the dial shows that.
 GRACE_S = 1.0
 GRACE_AFTER_LOSS_S = 0.2
 
@@ -42,16 +42,16 @@ class Link(abc.ABC):
 
     Attributes:
         peer_identity: the peer's hello.
-        closed: whether the link has ended, at either end's wish or by failure.
-        queued_bytes: bytes that have not left, headers of started frames included.
-        bytes_sent, bytes_received: over the network, headers included.
-        shared_bytes_sent, shared_bytes_received: of chunks that were read in place instead.
-        chunk_bytes_sent, chunk_bytes_received: of the payload of chunks, by type, also of the chunk
-            under way and of those read in place; nothing of chunks that nobody wants.
-        last_heard_s: when the last byte arrived, by the transport's clock, in seconds.
-        is_shared: whether the peer reads exchange chunks in what ``allocate`` gives now.
-        is_aging: whether it is to be closed, and dialled anew, when nothing is under way. If nobody
-            does, it closes itself in the end, whatever is.
+        closed: True once the link has ended, at either end's wish or by failure.
+        queued_bytes: bytes that have not left, including headers of started frames.
+        bytes_sent, bytes_received: bytes over the network, including headers.
+        shared_bytes_sent, shared_bytes_received: bytes of chunks that were read in place instead.
+        chunk_bytes_sent, chunk_bytes_received: bytes of chunks' payloads, by type, including the
+            chunk under way and those read in place, excluding those received and dropped.
+        last_heard_s: the time of the last byte's arrival, by the transport's clock, in seconds.
+        is_shared: True if the peer reads exchange chunks in the memory that ``allocate`` gives now.
+        is_aging: True if the link is to be closed, and dialled again, when nothing is under way.
+            Otherwise it closes itself in the end, in the middle of anything.
     """
 
     peer_identity: Identity
@@ -88,15 +88,15 @@ class Link(abc.ABC):
     @property
     @abc.abstractmethod
     def queued_chunks(self) -> int:
-        """Chunks that have not left wholly, the one being sent included."""
+        """The number of chunks that have not left wholly, including the one being sent."""
 
     @abc.abstractmethod
     def queued_of(self, *frame_types: FrameType) -> int:
-        """Those of them that have one of these types."""
+        """Return the number of queued chunks that have one of these types."""
 
     @final
     def moved_of(self, *frame_types: FrameType) -> int:
-        """Return the bytes of such chunks that went either way; they show that something gets on.
+        """Return the bytes of such chunks that went either way, as a sign of progress.
 
         Messages and heartbeats do not count, nor do headers.
         """
@@ -115,103 +115,103 @@ class Link(abc.ABC):
         """Queue a chunk. ``payload`` (contiguous) is not copied. On a closed link it does nothing.
 
         It must stay unchanged until the chunk has left, that is, until ``queued_chunks`` no
-        longer counts it; chunks leave in the order in which they were queued. One whose payload is
-        from :meth:`Transport.allocate`, on a link that ``is_shared``, has left when the peer has
-        read it there.
+        longer counts it; chunks leave in the order in which they were queued. If the payload is
+        from :meth:`Transport.allocate`, on a link that ``is_shared``, the chunk has left when the
+        peer has read it there.
         """
 
     @abc.abstractmethod
     def close(self, reason: str) -> None:
         """End the link at once; ``link_down(link, reason)`` follows from ``poll()``.
 
-        Control frames queued before are handed over where that takes no waiting (an ABORT sent
-        just before goes out); queued chunks are dropped. A second call does nothing.
+        Control frames queued before are handed over if that takes no waiting (an ABORT sent just
+        before goes out); queued chunks are dropped. A second call does nothing.
         """
 
 
 class LinkHandler(abc.ABC):
-    """Is told what happens; see the module for when and in which order."""
+    """The receiver of a transport's events; see the module for their order."""
 
     @abc.abstractmethod
     def link_up(self, link: Link) -> None:
-        """``link`` is authenticated and ready."""
+        """Take note that ``link`` is authenticated and ready."""
 
     @abc.abstractmethod
     def link_down(self, link: Link, reason: str) -> None:
-        """``link`` has ended."""
+        """Take note that ``link`` has ended."""
 
     @abc.abstractmethod
     def control(self, link: Link, data: bytes) -> None:
-        """A control frame arrived."""
+        """Take a control frame that arrived."""
 
     @abc.abstractmethod
     def chunk_buffer(
         self, link: Link, frame_type: FrameType, key: ChunkKey, length: int
     ) -> memoryview | None:
-        """Where to land the ``length`` bytes of the chunk that comes next; None: drop them.
+        """Return a buffer for the ``length`` bytes of the chunk that comes next; None: drop them.
 
-        The buffer belongs to the transport until ``chunk`` or ``link_down``. A buffer whose size
-        is not ``length`` ends the link, for the peer's layout is not ours; so does a
-        :class:`.FrameError` raised here, for a chunk that no worker sends.
+        The buffer belongs to the transport until ``chunk`` or ``link_down``. If its size is not
+        ``length``, the link ends, for the peer's layout is not ours. To end the link for a chunk
+        that no worker sends, raise :class:`.FrameError`.
         """
 
     @abc.abstractmethod
     def chunk(
         self, link: Link, frame_type: FrameType, key: ChunkKey, payload: memoryview | None
     ) -> None:
-        """A chunk arrived whole: ``payload`` is the buffer from ``chunk_buffer``, now filled.
+        """Take a chunk that arrived whole: ``payload`` is the buffer from ``chunk_buffer``, filled.
 
-        None: it was dropped. An exchange chunk may be passed where the peer holds it instead. That
-        is valid until this method returns, and a write there would end the process.
+        None: it was dropped. The payload of an exchange chunk may be the peer's own memory instead.
+        That is valid until this method returns, and a write there would end the process.
         """
 
     @abc.abstractmethod
     def writable(self, link: Link) -> None:
-        """Chunks have left and ``queued_chunks`` is now under the transport's bound."""
+        """Take note that chunks left and ``queued_chunks`` is under the transport's bound."""
 
     @abc.abstractmethod
     def refused(self, peer: int | None, refusal: Refusal) -> None:
-        """The worker dialled turned us away (or we it): ``str(refusal)`` says why."""
+        """Take note that a worker that we dialled refuses us (or we it), for ``str(refusal)``."""
 
     @abc.abstractmethod
     def dial_failed(
         self, peer: int | None, address: tuple[str, int], refused_connection: bool
     ) -> None:
-        """The dial to ``address`` came to nothing; ``refused_connection``: nobody listens there.
+        """Take note that the dial to ``address`` failed.
 
-        That address, and not one that was to be dialled while this dial was under way.
+        ``refused_connection``: no process listens at that address. It is the one that was dialled,
+        not another that was asked for while this dial was under way.
         """
 
 
 class Transport(abc.ABC):
-    """Makes links and drives one :class:`LinkHandler`; for one thread, except :meth:`wake`."""
+    """A maker of links that drives one :class:`LinkHandler`; for one thread, except ``wake``."""
 
     @abc.abstractmethod
     def allocate(self, num_bytes: int) -> memoryview:
-        """Memory for the slots of one exchange: ``num_bytes`` from the start of a page.
+        """Return memory for the slots of one exchange: ``num_bytes`` from the start of a page.
 
-        To be asked for before each exchange and never in the middle of one. It is the same as
+        Call it before each exchange and never in the middle of one. The memory is the same as
         before, unless the peer of a link that broke may still be reading that: then it is fresh,
-        and what was given before stays as it is for as long as somebody reads it.
+        and the old one stays unchanged for as long as a peer reads it.
 
-        Where peers can read it in place (``Link.is_shared``) its chunks are not copied.
+        If peers can read it in place (``Link.is_shared``), its chunks are not copied.
         """
 
     @abc.abstractmethod
     def dial(self, peer: int | None, host: str, port: int) -> None:
-        """Start a link to ``peer`` (None: to whoever listens there) at a numeric address.
+        """Start a link to ``peer`` (None: any worker that listens there) at a numeric address.
 
         A second dial to a peer while one is under way does nothing. A dial ends in ``link_up`` of
         a link to that peer (perhaps one that the peer dialled), ``refused`` or ``dial_failed``;
-        the last is left out where a link to that peer is up.
+        the last is left out if a link to that peer is up.
         """
 
     @abc.abstractmethod
     def poll(self, timeout_s: float) -> None:
-        """One turn: write, wait at most ``timeout_s`` for something to happen, read, write.
+        """Do one turn: write, wait at most ``timeout_s`` for an event, read, write.
 
-        All handler methods are called from here. Their exceptions pass through; call again to go
-        on.
+        It calls all handler methods. Their exceptions pass through; call again to go on.
         """
 
     @abc.abstractmethod
@@ -220,7 +220,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close everything, without telling the handler; control frames leave where they can."""
+        """Close everything without a call to the handler; control frames leave if they can."""
 
 
 @dataclass
@@ -230,7 +230,7 @@ class _Wish:
 
 
 class Dialer:
-    """Which peers to dial now: pure bookkeeping of wanted links.
+    """The bookkeeping of wanted links: which peers to dial now.
 
     A wanted peer without a link is dialled, and dialled again with a back-off that doubles up to
     ``LONGEST_RETRY_S`` (and a jitter, so that many workers do not knock together) for as long as
@@ -252,17 +252,17 @@ class Dialer:
                 wish.due_s = min(wish.due_s, now_s)
 
     def linked(self, peer: int) -> None:
-        """A link to ``peer`` is up."""
+        """Take note that a link to ``peer`` is up."""
         self._linked.add(peer)
 
     def unlinked(self, peer: int, now_s: float) -> None:
-        """The link to ``peer`` went down."""
+        """Take note that the link to ``peer`` went down."""
         self._linked.discard(peer)
         if peer in self._wishes:
             self._wishes[peer] = _Wish(now_s + (0.0 if self._rank < peer else GRACE_AFTER_LOSS_S))
 
     def failed(self, peer: int, now_s: float) -> None:
-        """A dial came to nothing."""
+        """Take note that a dial failed."""
         wish = self._wishes.get(peer)
         if wish is not None and peer not in self._linked:
             wish.due_s = now_s + wish.retry_s * self._random.uniform(0.8, 1.2)
@@ -276,7 +276,7 @@ class Dialer:
         return due
 
     def next_due_s(self, addresses: Mapping[int, tuple[str, int]]) -> float:
-        """When :meth:`due` will next have something to say, if nothing happens before."""
+        """Return the time at which :meth:`due` next returns a peer, if nothing happens before."""
         return min((wish.due_s for _, wish in self._open(addresses)), default=math.inf)
 
     def _open(self, addresses: Mapping[int, tuple[str, int]]) -> list[tuple[int, _Wish]]:

@@ -1,5 +1,5 @@
 """A connection that is no link yet: accepted or dialled, then TLS if there is any, then our
-handshake. Of a stranger little is read, and of TLS nothing is allocated before its first byte.
+handshake. A stranger is read a little only, and before its first byte nothing is allocated for TLS.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Opening:
 
     @property
     def connection(self) -> socket.socket:
-        """The socket, whose object TLS replaces by one of its own."""
+        """The socket; TLS replaces its object by one of its own."""
         return self._connection if self.stream is None else self.stream.connection
 
     @property
     def who(self) -> str:
-        """The other end for messages: without the port where it dialled us."""
+        """The other end, for messages; without its port if it dialled us."""
         host, port = self.there
         return f"{host}:{port}" if self.handshake.dialler else host
 
@@ -59,8 +59,9 @@ class Opening:
         """Go on without waiting, to stage DONE or REFUSED.
 
         Raises:
-            BlockingIOError: The other end is to speak first.
-            HandshakeError, OSError: It has come to nothing; EOFError: the other end has ended.
+            BlockingIOError: the other end is to speak first.
+            EOFError: the other end has ended.
+            HandshakeError, OSError: it has come to nothing.
         """
         handshake = self.handshake
         if not self._is_connected:
@@ -89,23 +90,23 @@ class Opening:
             handshake.receive(bytes(room[:count]))
 
     def _begin_stream(self) -> None:
-        """Choose what carries the handshake."""
+        """Choose the stream that carries the handshake."""
         dialler = self.handshake.dialler
         if self._tls is None:
             self.stream = PlainStream(self.connection)
             return
         if dialler and self.stream is None:
             self._wrap(self._tls).do_handshake()  # says hello
-            # It did not wait: the answer was there at once, and no event will tell of it.
+            # It did not wait: the answer was there at once, and no event will follow.
             return
-        # A worker without TLS is known by how its own handshake begins. The plain method: an
+        # The start of our own handshake shows a worker without TLS. The plain method, since an
         # ssl.SSLSocket refuses flags.
         start = socket.socket.recv(self.connection, len(MAGIC), socket.MSG_PEEK)
         if not start:
             raise EOFError
         if start != MAGIC and MAGIC.startswith(start):
             raise BlockingIOError  # the rest is an event of its own
-        if start == MAGIC:  # let each know
+        if start == MAGIC:  # both hear why
             self.stream = PlainStream(self.connection)
             self.handshake.refuse(Refusal("tls", *(("off", "on") if dialler else ("on", "off"))))
         elif not dialler:

@@ -1,24 +1,24 @@
-"""Memory that another process of this host reads in place, and how it gets there.
+"""Memory that another process of this host reads in place, and the way it is passed.
 
-A :class:`SharedSegment` is a worker's own sealed memfd: it writes there what it sends. It has no
+A :class:`SharedSegment` is a worker's own sealed memfd, in which it writes its chunks. It has no
 name in any file system and ends with the last process that has it mapped or open, so that nothing
 is left after ``kill -9`` of all workers. Its size is sealed, so a peer's read cannot run into a
-hole, and so is writing by anybody else.
+hole, and so is writing by other processes.
 
 Every worker that has a segment listens on an abstract Unix socket of a random name, its
-:class:`MemorySocket`. It tells a peer the name and a random token of their link over that link
+:class:`MemorySocket`. It sends a peer the name and a random token of their link over that link
 itself. To offer its segment, a worker connects to the peer's socket, sends one packet, the
-segment's descriptor with it, and closes. That is all: the answer comes over the link. A connection
-that is refused says that the peer is not in the same network namespace, so "the same host" is
-proved and never guessed from names.
+segment's descriptor with it, and closes. The answer comes over the link. A refused connection shows
+that the peer is not in the same network namespace, so "the same host" is proved and never guessed
+from names.
 
 Guarantees:
 
 - A mapping lives as long as anything that looks at it: memoryviews, slices of them, tensors made of
   them all hold it. So none ends under a running read, whatever became of the link.
 - A forked child has neither the mapping (``MADV_DONTFORK``) nor, once :mod:`.sockets` has closed
-  it, the descriptor. So its copies of these objects are not to be looked at; that they are
-  collected there does no harm.
+  it, the descriptor. So the child must not look at its copies of these objects; collecting them
+  there does no harm.
 - Each end looks at the other's user id, for which the kernel vouches: a process of another user
   gets nothing and is not read. One of the same user could read a worker's memory anyway.
 - Nothing here waits: a peer whose queue is full is not offered anything, and its link stays as it
@@ -51,7 +51,7 @@ from gossipdp.links.frames import (
 )
 from gossipdp.logs import OnceLog
 
-# A bound on what is mapped for a peer; slots are a few chunks.
+# A bound on the memory mapped for a peer; slots are a few chunks.
 MAX_SEGMENT_BYTES = 1 << 30
 # A peer passes another segment only when one that had mapped the last is gone.
 MAX_SEGMENTS = 2
@@ -81,7 +81,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class _Mapping:
     """One mapping, which ends with this object.
 
-    Not ``mmap.mmap``: that keeps a duplicate of the descriptor, which a forked child would hold.
+    Not ``mmap.mmap``, which keeps a duplicate of the descriptor: a forked child would hold that.
     """
 
     def __init__(self, descriptor: int, num_bytes: int, protection: int) -> None:
@@ -97,15 +97,15 @@ class _Mapping:
                 raise OSError(ctypes.get_errno(), f"madvise: {os.strerror(ctypes.get_errno())}")
 
     def __del__(self) -> None:
-        """Unmap, but not in a forked child: what it has at that address is something else."""
+        """Unmap, but not in a forked child, which has other memory at that address."""
         if self.address is not None and self.process_id == os.getpid():
             _libc.munmap(self.address, self.num_bytes)
 
     def view(self) -> memoryview:
-        """All of it as bytes. Writable to Python, whatever its protection is."""
+        """Return all of it as bytes, writable to Python whatever its protection is."""
         assert self.address is not None
         room: Any = (ctypes.c_uint8 * self.num_bytes).from_address(self.address)
-        room.mapping = self  # whoever holds the view holds the mapping
+        room.mapping = self  # so the view holds the mapping
         return memoryview(room).cast("B")
 
 
@@ -113,8 +113,8 @@ class _Mapping:
 class SharedSegment(sockets.DescriptorOwner):
     """A worker's own ``memory``, page-aligned, which it writes and its peers read.
 
-    ``number``, 1 to 65535, names it among the segments of this worker. Raises OSError where the
-    system has no memfd that can be sealed so, or not that much memory.
+    ``number``, 1 to 65535, names it among the segments of this worker. Raises OSError if the system
+    has no memfd that can be sealed so, or not that much memory.
     """
 
     def __init__(self, num_bytes: int, number: int) -> None:
@@ -127,7 +127,7 @@ class SharedSegment(sockets.DescriptorOwner):
         with sockets.descriptors_guard:
             self.descriptor = os.memfd_create("gossipdp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             sockets.register(self)
-        # At once, so that too little memory is an error here and no signal later.
+        # Allocated at once, so that too little memory is an error here and no signal later.
         os.posix_fallocate(self.descriptor, 0, num_bytes)
         self.memory = _Mapping(self.descriptor, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE).view()
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
@@ -144,23 +144,23 @@ class SharedSegment(sockets.DescriptorOwner):
         self.descriptor = -1
 
     def __del__(self) -> None:
-        """Close the descriptor; the memory lives as long as somebody looks at it."""
+        """Close the descriptor; the memory lives as long as a view of it."""
         with sockets.descriptors_guard:
             if self.descriptor >= 0:
                 self.close_in_child()
 
 
 def address_of(view: memoryview) -> int:
-    """Where the bytes of a contiguous, writable ``view`` begin in this process."""
+    """Return the address of the bytes of a contiguous, writable ``view``."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def map_peers_segment(descriptor: int, num_bytes: int) -> memoryview:
     """Map a peer's segment for reading; the descriptor may be closed afterwards.
 
-    The view calls itself writable, since neither torch nor numba likes one that is not; whoever
-    writes there all the same is ended by the system. Raises ValueError for what no peer of ours
-    passes: another size, or one that is not sealed.
+    The view calls itself writable, since neither torch nor numba likes one that is not; the system
+    ends a process that writes there all the same. Raises ValueError for memory that no worker
+    passes: of another size, or not sealed.
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -236,9 +236,9 @@ class PeerMemory:
 
 
 def offer(segment: SharedSegment, memory_socket: bytes) -> bool:
-    """Offer ``segment`` to the peer that told its ``memory_socket``; whether it is on this host.
+    """Offer ``segment`` to the peer with this ``memory_socket``; return False if on another host.
 
-    Raises OSError where its socket did not take it, or belongs to another user.
+    Raises OSError if its socket did not take it, or belongs to another user.
     """
     name, token = memory_socket[:NAME_BYTES], memory_socket[NAME_BYTES:]
     packet = _OFFER.pack(_MAGIC, token, segment.number, len(segment.memory))
@@ -258,9 +258,9 @@ def offer(segment: SharedSegment, memory_socket: bytes) -> bool:
 
 @final
 class MemorySocket:
-    """Where one worker takes its peers' segments; its owner sees to forks.
+    """The socket by which one worker takes its peers' segments; its owner sees to forks.
 
-    ``epoll`` watches every socket for :meth:`take`, edge-triggered. ``sockets`` are all that it has
+    ``epoll`` watches every socket for :meth:`take`, edge-triggered. ``sockets`` are all that are
     open: the listening one, then those of strangers, the oldest first.
     """
 
@@ -280,7 +280,7 @@ class MemorySocket:
             self.sockets = [listener]
 
     def take(self, tokens: Collection[bytes]) -> Iterator[tuple[bytes, int, memoryview]]:
-        """What has come for links with these tokens: token, number and memory of each segment."""
+        """Yield token, number and memory of each segment that came for links with these tokens."""
         for connection in self._connections():
             try:
                 offered = self._receive(connection, tokens)
@@ -296,7 +296,7 @@ class MemorySocket:
                 yield offered
 
     def _connections(self) -> Iterator[socket.socket]:
-        """Those that have said nothing yet, then those that wait to be taken in."""
+        """Yield those that have said nothing yet, then those that wait to be accepted."""
         yield from self.sockets[1:]
         for _ in range(BACKLOG):
             with sockets.descriptors_guard:
@@ -307,7 +307,7 @@ class MemorySocket:
                 except ConnectionError:
                     continue
                 except OSError as error:  # no descriptor left: look again at the next event
-                    self._warn("cannot take what is offered", error)
+                    self._warn("cannot take offered memory", error)
                     return
                 if _user_of(connection) != os.geteuid():
                     connection.close()
@@ -326,7 +326,7 @@ class MemorySocket:
     def _receive(
         self, connection: socket.socket, tokens: Collection[bytes]
     ) -> tuple[bytes, int, memoryview] | None:
-        """What ``connection`` brings; None: for a link that is no more. ValueError: no offer."""
+        """Return the offer that came, None if its link is no more; ValueError: it is no offer."""
         with sockets.descriptors_guard:
             packet, descriptors, flags, _ = socket.recv_fds(
                 connection, _OFFER.size, 1, socket.MSG_CMSG_CLOEXEC
@@ -354,7 +354,7 @@ class SlotMemory:
 
     Args:
         log, epoll: as of :class:`MemorySocket`.
-        may_share: whether peers may read it in place, where the system has what that takes.
+        may_share: True if peers may read it in place, if the system has sealed memory.
 
     Attributes:
         segment: the memory that peers may read; None: they may not, or there is none yet.
@@ -392,8 +392,8 @@ class SlotMemory:
     def abandon(self) -> None:
         """Write nothing there any more: the next exchange gets another segment.
 
-        A peer may be in the middle of a read, stopped there perhaps, and apply what it reads when
-        it goes on. This segment ends when it has let go of it too.
+        A peer may be in the middle of a read, stopped there perhaps, and apply those values when it
+        goes on. This segment ends when the peer has let go of it too.
         """
         self.segment = self._memory = None
 
@@ -456,7 +456,7 @@ def _address(name: bytes) -> bytes:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """The user id of the process at the other end, as the kernel saw it connect or listen."""
+    """Return the user id of the process at the other end, as the kernel saw it connect."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user_id: int = _CREDENTIALS.unpack(data)[1]
     return user_id

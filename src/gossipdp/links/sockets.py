@@ -4,16 +4,16 @@ Everything is non-blocking and made for edge-triggered events.
 
 **A forked child keeps none of our descriptors.** A DataLoader worker is a fork of the training
 process and holds every socket open at the moment of the fork. When the parent is then killed, the
-kernel sends no end of stream until the child dies too, and peers notice late. So in every forked
-child the descriptors are closed at once: closed, never shut down, since a shutdown would end the
-parent's connections as well.
+kernel sends no end of stream until the child dies too, and peers notice late. So every forked child
+closes the descriptors at once. It never shuts them down, since a shutdown would end the parent's
+connections as well.
 
 The race: a fork between ``accept()`` (or ``socket()``) and the moment its owner lists the new
 descriptor, or between the moment an owner drops one and ``close()``, would leave the child with a
-descriptor that nobody names. It cannot happen: owners open and close descriptors under
+descriptor that no owner names. It cannot happen: owners open and close descriptors under
 :data:`descriptors_guard`, and a fork waits for that guard. The calls made under it never block.
-The guard is re-entrant, so that a signal handler that forks does not wait for its own thread; the
-child takes no lock, it only lets go of the guard that its parent took for it.
+The guard is re-entrant, so that a signal handler that forks does not wait for its own thread. The
+child takes no lock; it only releases the guard that its parent took for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import final
 
 from gossipdp.errors import RendezvousError
 
-# Unsent bytes that the kernel takes at most, so that a control message on a slow link waits behind
+# The most unsent bytes that the kernel takes, so that a control message on a slow link waits behind
 # these and one chunk, not behind megabytes.
 NOTSENT_LOWAT_BYTES = 256 << 10
 BACKLOG = 128
@@ -46,7 +46,7 @@ descriptors_guard = threading.RLock()
 
 
 class DescriptorOwner(abc.ABC):
-    """Something that holds descriptors which a forked child must not keep."""
+    """An object with descriptors that a forked child must not keep."""
 
     @abc.abstractmethod
     def close_in_child(self) -> None:
@@ -84,19 +84,19 @@ os.register_at_fork(
 
 
 class Stream(abc.ABC):
-    """A connected socket and what lies between it and its user.
+    """A connected socket and the layer between it and its user.
 
-    A call that moves fewer bytes than it was asked to has come to the end of what the kernel had
-    (or had room for), so the next event says when it is worth another.
+    A call that moves fewer bytes than it was asked to has reached the end of the kernel's bytes (or
+    of its room), so the next event says when another call is worth it.
 
     Attributes:
-        connection: the socket itself; whoever closes it closes the stream.
-        mixes_directions: whether reading may have to wait for room to write, or the other way
+        connection: the socket itself; closing it closes the stream.
+        mixes_directions: True if reading may have to wait for room to write, or the other way
             round, so that any event is a reason to try both.
-        has_more: whether ``receive_into`` has something to say although it returned fewer bytes.
-        is_aging: whether a key has protected half as much as it may: a new connection is due when
+        has_more: True if ``receive_into`` has more to return although it returned fewer bytes.
+        is_aging: True if a key has protected half as much as it may: a new connection is due when
             nothing is under way.
-        is_worn: whether its key has protected as much as it may: a new connection is due at once.
+        is_worn: True if its key has protected as much as it may: a new connection is due at once.
     """
 
     connection: socket.socket
@@ -106,23 +106,24 @@ class Stream(abc.ABC):
 
     @abc.abstractmethod
     def receive_into(self, rooms: Sequence[memoryview]) -> int:
-        """Fill ``rooms``, one after the other; how many bytes came. 0: the peer has ended.
+        """Fill ``rooms`` in turn; return the number of bytes that came, 0 if the peer has ended.
 
-        Raises BlockingIOError where nothing has come yet, OSError where the connection is lost.
+        Raises BlockingIOError if nothing has come yet, OSError if the connection is lost.
         """
 
     def batch(self, num_bytes: int) -> bool:
-        """Let no event come before ``num_bytes`` have, at least 1, or the connection's end.
+        """Let no event come before ``num_bytes`` (at least 1) have come, or the connection's end.
 
-        True: it was more until now. TLS does not: what it has taken of a record does not count.
+        Return True if it was more until now. TLS has no such limit: its part of a record does not
+        count.
         """
         return False
 
     @abc.abstractmethod
     def send(self, parts: Sequence[bytes | memoryview]) -> int:
-        """Hand ``parts`` to the kernel, one after the other; how many bytes it took.
+        """Hand ``parts`` to the kernel in turn; return the number of bytes that it took.
 
-        What was not taken must come first, unchanged, in the next call. Raises as above.
+        The rest must come first, unchanged, in the next call. Raises as above.
         """
 
 
@@ -151,8 +152,8 @@ class PlainStream(Stream):
 class Listener(socket.socket, DescriptorOwner):
     """A listening socket that no forked child keeps.
 
-    A child that held it would take connections in after its parent's death, and the others would
-    wait for an answer where a refusal tells them that the worker is dead.
+    A child that held it would accept connections after its parent's death, and the others would
+    wait for an answer, while a refusal shows them that the worker is dead.
     """
 
     def close_in_child(self) -> None:
@@ -160,7 +161,11 @@ class Listener(socket.socket, DescriptorOwner):
 
 
 def listen(host: str, port: int) -> Listener:
-    """A non-blocking listening socket; port 0 takes a free one. RendezvousError: it cannot be."""
+    """Return a non-blocking listening socket; port 0 takes a free one.
+
+    Raises:
+        RendezvousError: the port is in use, or the address is not of this machine.
+    """
     listener = None
     stream, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
     try:
@@ -186,8 +191,8 @@ def set_options(
 ) -> None:
     """Make a data connection non-blocking and undelayed, and bound its unsent bytes.
 
-    Not on loopback without a cap: nothing queues there but what the peer has not read, and the
-    bound costs a quarter more CPU time.
+    Loopback without a cap has no such bound: only bytes that the peer has not read queue there, and
+    the bound costs a quarter more CPU time.
     """
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -199,7 +204,7 @@ def set_options(
 
 def pace(connection: socket.socket, max_bytes_per_s: float) -> None:
     """Cap what the kernel sends on a TCP connection; a first burst of ten segments is not paced."""
-    # As unsigned long: of an int Python packs 32 bits with sign, which end at 2 GB/s.
+    # As unsigned long: Python packs an int as 32 bits with sign, which end at 2 GB/s.
     wanted = struct.pack("@L", math.ceil(max_bytes_per_s))
     connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, wanted)
     if connection.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, len(wanted)) != wanted:
@@ -207,7 +212,7 @@ def pace(connection: socket.socket, max_bytes_per_s: float) -> None:
 
 
 def check_pacing(max_bytes_per_s: float) -> None:
-    """Raise ValueError where links of this machine cannot be capped so."""
+    """Raise ValueError if links of this machine cannot be capped so."""
     if not (math.isfinite(max_bytes_per_s) and 1 <= max_bytes_per_s <= MAX_PACE):
         raise ValueError(
             f"max_bytes_per_s must be None (no cap) or a number from 1 to {MAX_PACE:g}, "
@@ -226,7 +231,7 @@ def check_pacing(max_bytes_per_s: float) -> None:
 
 
 def is_connected(connection: socket.socket) -> bool:
-    """Whether a non-blocking ``connect`` has got through, not yet, or failed (OSError)."""
+    """Return True once a non-blocking ``connect`` is through; raise OSError if it failed."""
     code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if code:
         raise OSError(code, errno.errorcode.get(code, str(code)))
@@ -235,19 +240,19 @@ def is_connected(connection: socket.socket) -> bool:
     except OSError:
         return False
     if connection.getsockname() == peer_name:
-        # Dialling a free port of one's own host may be given that very port as its own and
-        # connect to itself: nobody listens there.
+        # A dial to a free port of this host may be given that very port as its own and connect to
+        # itself: no process listens there.
         raise ConnectionRefusedError(errno.ECONNREFUSED, "connected to itself")
     return True
 
 
 def empty(connection: socket.socket, scratch: memoryview, max_bytes: int = 16 << 20) -> None:
-    """Drop what has arrived on a socket about to be closed.
+    """Drop the bytes that have arrived on a socket about to be closed.
 
-    Closing with unread data resets the connection, and the reset overtakes what was just sent.
+    Closing with unread data resets the connection, and the reset overtakes the last bytes sent.
     """
     try:
-        # The plain method: what TLS would make of the bytes does not matter any more.
+        # The plain method, since the bytes need not be decrypted any more.
         while max_bytes > 0 and (count := socket.socket.recv_into(connection, scratch)):
             max_bytes -= count
     except OSError:

@@ -1,13 +1,13 @@
 """The TCP transport: one non-blocking poll loop that owns all sockets of a worker.
 
-Used from one thread, except :meth:`TcpTransport.wake`. Everything that waits has a deadline, and
-every error of a socket ends that link or dial and nothing else. A connection begins as an
+Used from one thread, except :meth:`TcpTransport.wake`. Every wait has a deadline, and an error of
+a socket ends that link or dial and nothing else. A connection begins as an
 :class:`~.opening.Opening` and, once its handshake is done, becomes a :class:`~.tcp_link.TcpLink`.
 
-What strangers can cause is bounded: the number of accepted connections, the time each may take,
-the bytes read of each, what is allocated for it and what is logged of it.
+The cost of strangers is bounded: the number of accepted connections, and for each its time, the
+bytes read, the memory allocated and the lines logged.
 
-Where both of two workers dial, the link dialled by the lower rank stays: the higher lets it replace
+If two workers dial each other, the link dialled by the lower rank stays: the higher lets it replace
 its own and gives up its dial, and the lower turns a dial away while it holds its own link to the
 same process. Another process of the peer always replaces the old.
 """
@@ -44,10 +44,10 @@ SharedMemory = Literal["auto", "off"]
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_UNAUTHENTICATED = 64
-# What is read of a stranger that is turned away, so that it hears why before the reset.
+# Bytes read of a stranger that is turned away, so that it hears why before the reset.
 MAX_EMPTIED_BYTES = 64 << 10
 SCRATCH_BYTES = 256 << 10
-# How long nobody is accepted when the process has no descriptor left.
+# The pause in accepting connections when the process has no descriptor left.
 LISTENER_REST_S = 0.2
 
 _HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
@@ -56,20 +56,20 @@ _EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 @final
 class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
-    """Listens, dials, and moves frames between links and one handler.
+    """A transport that listens, dials, and moves frames between links and one handler.
 
     Args:
-        handler: is told of everything; see :mod:`.link` for the guarantees.
-        identity: this worker's hello; its ``host`` and ``port`` are filled in with where it
-            listens (an own ``host`` is kept: the address that others are to dial).
-        secret: shared by all workers of the run; with ``tls`` it is not looked at.
+        handler: receives all events; see :mod:`.link` for the guarantees.
+        identity: this worker's hello; the transport fills in ``host`` and ``port`` of its listener
+            (a ``host`` that is given stays: the address that others are to dial).
+        secret: shared by all workers of the run; not used with ``tls``.
         listener: from :func:`~.sockets.listen`; the transport closes it.
-        tls: what all links go through; None: in the clear.
+        tls: the TLS of all links; None: in the clear.
         clock: seconds, monotonic; the handler's own, which looks at ``last_heard_s``.
         max_unauthenticated: bounds the accepted connections without a handshake.
-        max_bytes_per_s: what each link sends at most; None for no cap.
-        shared_memory: "auto": workers of one host read each other's exchange chunks in place,
-            where the system has what it takes and links are not capped; "off": all are sent.
+        max_bytes_per_s: the cap on the bytes that each link sends; None for no cap.
+        shared_memory: "auto": workers of one host read each other's exchange chunks in place, if
+            the system has sealed memory and links are not capped; "off": all chunks are sent.
 
     Attributes:
         links: the link to each peer that has one. ``link_up`` may still be on its way.
@@ -91,7 +91,9 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         self._closed = True  # until there is something to close
         bound_host, bound_port = listener.getsockname()[:2]
         if not identity.host and ipaddress.ip_address(bound_host).is_unspecified:
-            raise ValueError(f"listening on {bound_host}: say in identity.host where to dial us")
+            raise ValueError(
+                f"listening on {bound_host}: name the address to dial in identity.host"
+            )
         self.identity = msgspec.structs.replace(
             identity, host=identity.host or bound_host, port=bound_port
         )
@@ -151,7 +153,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
                 self._read()
             if self._is_open():
                 self._expire()
-                # What is owed may yet ride on what the caller sends next.
+                # Acknowledgements that are owed may yet ride on the caller's next frames.
                 self._write(acknowledge=False)
                 self._tell()
         finally:
@@ -160,8 +162,8 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
     def wake(self) -> None:
         """As of :class:`Transport`.
 
-        A forked child, where another thread may have left the guard taken for ever, finds the
-        transport closed before it gets there.
+        In a forked child another thread may have left the guard taken for ever, but the child finds
+        the transport closed before it gets there.
         """
         if self._closed:
             return
@@ -207,14 +209,14 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         sockets.close_descriptor(self._wake_descriptor)
 
     def __del__(self) -> None:
-        """Close what the owner forgot."""
+        """Close a transport that its owner forgot."""
         self.close()
 
     def _is_open(self) -> bool:
         return not self._closed
 
     def _connections(self) -> list[socket.socket]:
-        """All sockets but the listener, which sees to itself in a child."""
+        """Return all sockets but the listener, which sees to itself in a child."""
         links = (link.connection for link in self.links.values())
         openings = (opening.connection for opening in self._openings)
         return [*links, *openings, *self.memory.sockets]
@@ -299,7 +301,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
     def _begin(
         self, connection: socket.socket, there: tuple[str, int], dialler: bool, wanted: int | None
     ) -> Opening:
-        """List a new socket, under the guard of :mod:`.sockets`."""
+        """List a new socket as an opening, under the guard of :mod:`.sockets`."""
         handshake = Handshake(
             self.identity, self._secret, dialler=dialler, wanted_rank=wanted, admit=self._admit
         )
@@ -327,7 +329,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
                     except ConnectionError:
                         continue  # it was gone before we looked
                     opening = self._begin(connection, address[:2], False, None)
-                # What it has said by now counts when one must go.
+                # The bytes that it has sent by now count when one must go.
                 self._advance(opening)
                 if len(self._accepted()) > self._max_unauthenticated:
                     self._drop_one("too many unauthenticated connections")
@@ -342,7 +344,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         return [opening for opening in self._openings if not opening.handshake.dialler]
 
     def _drop_one(self, reason: str) -> None:
-        """Close one accepted opening, if there is any: of those that have shown least the oldest.
+        """Close the oldest of the accepted openings that have shown least, if there are any.
 
         So a flood of connections that say nothing, or not the run's id, drives out none that do.
         """
@@ -351,7 +353,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             self._abandon(min(accepted, key=lambda opening: opening.standing), reason)
 
     def _expire(self) -> None:
-        """Give up the openings whose time is over; all have the same, so the oldest come first."""
+        """Give up the openings whose time is over; all have as much, so the oldest come first."""
         now = self.clock()
         for opening in list(self._openings):
             if opening.deadline_s > now:
@@ -377,7 +379,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
                 self._end(opening)
 
     def _admit(self, peer: Identity) -> Refusal | None:
-        """Whether a member is outdated, or our own link to it takes precedence."""
+        """Refuse a member that is outdated; abort if our own link to it takes precedence."""
         old = self.links.get(peer.rank)
         if old is not None:
             held = old.peer_identity
@@ -389,7 +391,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         return None
 
     def _abandon(self, opening: Opening, reason: str) -> None:
-        """End an opening for a reason that somebody may want to look into."""
+        """End an opening, and log the reason."""
         who = opening.who
         if opening.handshake.dialler:
             rank = opening.handshake.wanted_rank
@@ -399,7 +401,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         self._end(opening)
 
     def _end(self, opening: Opening, refused_connection: bool = False) -> None:
-        """End an opening that made no link; ``refused_connection``: nobody listens there."""
+        """End an opening that made no link; ``refused_connection``: no process listens there."""
         handshake, who, refusal = opening.handshake, opening.who, opening.handshake.refusal
         peer = handshake.wanted_rank
         if not handshake.dialler:
@@ -437,19 +439,19 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
     # A turn of the loop.
 
     def _tell(self) -> bool:
-        """Deliver what has queued up for the handler, oldest first. Whether there was anything.
+        """Deliver the queued notices to the handler, oldest first; return True if there was one.
 
         Links go up and down only here, between callbacks, so no handler method is entered twice
         however it uses ``close()``; and a new link's ``link_up`` comes before its first frame,
         since frames are read only after this.
         """
-        told = bool(self._notices)
+        had_notices = bool(self._notices)
         while self._notices:
             self._notices.popleft()()
-        return told
+        return had_notices
 
     def _write(self, acknowledge: bool) -> bool:
-        """Write on every link that has output and room. Whether there was one."""
+        """Write on every link that has output and room; return True if there was one."""
         had_output = any(link.has_output for link in self.to_write)
         for link in list(self.to_write):
             # Removed only afterwards: should the handler raise, the rest is written next time.
@@ -461,8 +463,8 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
     def _collect_events(self, timeout_s: float) -> None:
         """Sleep, then turn events into flags before any callback runs.
 
-        So an exception loses no edge, and a descriptor that is closed and given out again by a
-        callback cannot receive an event of its former owner.
+        So an exception loses no edge, and if a callback closes a descriptor and is given its number
+        again, the new owner cannot receive an event of the former one.
         """
         due_s = [opening.deadline_s for opening in islice(self._openings, 1)]  # the oldest
         if self._accept_due:

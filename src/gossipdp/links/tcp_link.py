@@ -5,11 +5,11 @@ in one call, and small frames several at once; writes hand header and payload to
 together. So a chunk costs few system calls, each of which gives up the interpreter lock and has to
 win it back from the training loop.
 
-A chunk that lies in memory which the peer has mapped goes as a header alone and is read there
-(:mod:`.shared_memory`). It has left when the peer has said that it read it: every header says how
-many its sender has read so far, and if none goes that way by the next turn, a frame of its own
-does. Chunks leave in order: one that was sent as bytes has left only when all before it have, so
-that a sender may tell from their number which of its slots are free.
+A chunk in memory that the peer has mapped goes as a header alone, and the peer reads it there
+(:mod:`.shared_memory`). It has left when the peer has confirmed that it read it: every header says
+how many its sender has read so far, and if none goes that way by the next turn, a frame of its own
+does. Chunks leave in order: one that was sent as bytes has left only when all before it have, so a
+sender knows from the number of queued chunks which of its slots are free.
 """
 
 import abc
@@ -42,14 +42,14 @@ from gossipdp.links.sockets import Stream
 TURN_BYTES = 4 << 20
 # Control frames that wait together leave in one call.
 CONTROL_BATCH_BYTES = 64 << 10
-# Read behind a header that comes first: what is small arrives in one call.
+# Bytes read behind a header that comes first, so that small frames arrive in one call.
 READ_AHEAD_BYTES = 1024
 # Within a payload, packets that follow one another sooner than this are read several at once: each
 # time the thread wakes it takes the interpreter's lock, and a core, from training. At most so many
 # bytes gather; on a slow link none do, so that the peer is heard as often as it sends.
 QUICK_S = 1e-3
 MAX_BATCH_BYTES = 64 << 10
-# A peer that reads nothing for this long a list of messages is as good as gone.
+# A peer that leaves so many bytes of messages unread is as good as gone.
 MAX_QUEUED_CONTROL_BYTES = 4 << 20
 # The handler hears that a link is writable while fewer chunks than this are queued.
 MAX_QUEUED_CHUNKS = 4
@@ -76,12 +76,12 @@ class _Queued:
 
 
 class LinkOwner(abc.ABC):
-    """What a link needs of its transport."""
+    """The part of a transport that its links use."""
 
     handler: LinkHandler
     tag: bytes
     clock: Callable[[], float]
-    scratch: memoryview  # where payloads land that nobody wants
+    scratch: memoryview  # for payloads that are dropped
     memory: SlotMemory  # ours, which peers may read
     # Links whose ``read_some`` or ``write_some`` is to be called before sleeping.
     to_read: dict[Any, None]
@@ -91,7 +91,7 @@ class LinkOwner(abc.ABC):
     def link_ended(self, link: "TcpLink", reason: str, *, broken: bool) -> None:
         """Close the link's socket and tell the handler from ``poll()``.
 
-        ``broken``: the peer, authenticated as it is, sent what no worker sends.
+        ``broken``: the peer, though authenticated, sent bytes that no worker sends.
         """
 
 
@@ -120,7 +120,7 @@ class TcpLink(Link):
         self._owner = owner
         self._write_error: str | None = None
 
-        # What was read beyond the last payload: at most one header, or a header and small frames.
+        # Bytes read beyond the last payload: at most one header, or a header and small frames.
         self._inbox = memoryview(bytearray(HEADER_BYTES + READ_AHEAD_BYTES))
         self._ahead = self._inbox[:0]
         self._frame: Header | None = None
@@ -128,12 +128,12 @@ class TcpLink(Link):
         self._payload_rest = 0
         self._next_received = 0
         self._batch_bytes = 1
-        self._num_read = self._num_said = 0  # of the peer's chunks, in place; and what it was told
+        self._num_read = self._num_said = 0  # peer's chunks that were read in place, and confirmed
 
         self._small: deque[_Queued] = deque()
         self._queued_small_bytes = 0
         self._chunks: deque[_Queued] = deque()
-        self._num_started = 0  # so many of them, from the first on, are on their way
+        self._num_started = 0  # of them, from the first on: those on their way
         self._sending: list[bytes | memoryview] = []
         self._sending_chunk: _Queued | None = None
         self._next_sent = 0
@@ -204,29 +204,29 @@ class TcpLink(Link):
 
     @property
     def has_input(self) -> bool:
-        """Whether ``read_some`` could do anything now."""
+        """True if ``read_some`` could do anything now."""
         wanted = HEADER_BYTES if self._frame is None else min(1, self._payload_rest)
         waits = self.can_read or self._writable_due or len(self._ahead) >= wanted
         return waits and not self.closed
 
     @property
     def has_output(self) -> bool:
-        """Whether ``write_some`` could send something now, acknowledgements aside."""
+        """True if ``write_some`` could send a frame now, acknowledgements aside."""
         waiting = self._sending or self._small or len(self._chunks) > self._num_started
         return bool(waiting) and self.can_write and not self.closed
 
     @property
     def owes(self) -> bool:
-        """Whether ``write_some`` could send an acknowledgement now."""
+        """True if ``write_some`` could send an acknowledgement now."""
         return self._num_read != self._num_said and self.can_write and not self.closed
 
     # Reading.
 
     def read_some(self) -> None:
-        """Read what there is, up to the turn's share, and pass complete frames to the handler.
+        """Read up to the turn's share, and pass complete frames to the handler.
 
         Every callback may close this link, so ``closed`` is looked at after each. State moves on
-        before the callback: should it raise, the next call continues with the next frame.
+        before the callback: if it raises, the next call continues with the next frame.
         """
         budget = TURN_BYTES
         while budget > 0 and not self.closed:
@@ -256,14 +256,14 @@ class TcpLink(Link):
             self.end(self._write_error)
 
     def _receive(self) -> int:
-        """Read once: the rest of the payload, then what follows; how many bytes came."""
+        """Read once: the rest of the payload, then the bytes behind it; return their number."""
         num_ahead, rest = len(self._ahead), self._payload_rest
         if num_ahead:  # a header cut short
             self._inbox[:num_ahead] = self._ahead
         room = self._inbox[num_ahead:]
         rooms = [room]
         if rest:
-            # Behind a payload its next header alone: what follows that lands in its own place.
+            # Behind a payload the next header alone: the bytes after it land in their own place.
             payload = self._owner.scratch[:rest] if self._landing is None else self._landing[-rest:]
             rooms = [payload, room[:HEADER_BYTES]] if len(payload) == rest else [payload]
         try:
@@ -280,7 +280,7 @@ class TcpLink(Link):
         now_s = self._owner.clock()
         gap_s, self.last_heard_s = now_s - self.last_heard_s, now_s
         self.bytes_received += count
-        # A short read has emptied the socket; only an end is then still to be read.
+        # A short read has emptied the socket; then only an end is still to be read.
         is_short = count < sum(map(len, rooms))
         self.can_read = not is_short or self.hung_up or self.stream.has_more
         self._came(min(count, rest))
@@ -302,14 +302,14 @@ class TcpLink(Link):
     def _gather(self) -> bool:
         """Sleep until a batch of the payload is there, or a frame begins; True: look once more.
 
-        No wait is for bytes that do not come: the peer sends its payload to the end, whatever we
-        do. What comes between a short read and a smaller batch than before made no event, so it is
-        looked for.
+        The bytes waited for do come: the peer sends its payload to the end, whatever we do. Bytes
+        that come between a short read and a smaller batch than before make no event, so the caller
+        looks for them.
         """
         return self.stream.batch(max(1, min(self._payload_rest, self._batch_bytes)))
 
     def _start_frame(self, data: memoryview) -> None:
-        """Look at a whole header; raises FrameError where no worker would send it."""
+        """Look at a whole header; raise FrameError if no worker would send it."""
         frame = parse_header(data, self._owner.tag, self._next_received)
         self._confirm(frame.num_read)
         if frame.frame_type is FrameType.SEGMENT_READY:
@@ -324,7 +324,7 @@ class TcpLink(Link):
             self._landing = memoryview(bytearray(frame.length))
             return
         in_place = self.peer_memory.find(frame) if frame.segment else None
-        # Should the handler raise here, the payload is dropped and the stream stays in step.
+        # If the handler raises here, the payload is dropped and the stream stays in step.
         self._frame, self._landing = frame, None
         self._payload_rest = frame.length if in_place is None else 0
         handler = self._owner.handler
@@ -358,7 +358,7 @@ class TcpLink(Link):
             self._owner.memory.offer_to(self.peer_memory)
 
     def _confirm(self, num_read: int) -> None:
-        """The peer says how many chunks it has read in place, modulo 2**32."""
+        """Take note of the number of chunks that the peer has read in place, modulo 2**32."""
         news = (num_read - self._num_confirmed) % SEQUENCE_MODULUS
         if not news:
             return
@@ -377,9 +377,9 @@ class TcpLink(Link):
     # Writing.
 
     def write_some(self, acknowledge: bool) -> None:
-        """Write what the kernel takes, up to the turn's share; report chunks that left.
+        """Write up to the turn's share, as the kernel takes it; report chunks that left.
 
-        ``acknowledge``: say what was read, although no frame goes out that could.
+        ``acknowledge``: confirm the chunks read, with a frame of its own if no other goes out.
         """
         self._send(TURN_BYTES, acknowledge)
         if self.stream.is_worn and not self._sending:
@@ -408,7 +408,7 @@ class TcpLink(Link):
                 self.can_write = False
                 return
             except OSError as error:
-                # What the peer said before it went is still to be read, so reading ends the link.
+                # The peer's last words are still to be read, so reading ends the link.
                 self.can_write = False
                 self.can_read = True
                 self._write_error = f"connection lost: {error.strerror}"
@@ -435,7 +435,7 @@ class TcpLink(Link):
                     return  # the link ends here, however much waits
 
     def _start_sending(self) -> None:
-        """Number the next frames and lay them out: first all that are small, in one part."""
+        """Lay out the next frames with their numbers: first all that are small, in one part."""
         parts: list[bytes | memoryview] = []
         size = 0
         while self._small and size < CONTROL_BATCH_BYTES:
@@ -469,7 +469,7 @@ class TcpLink(Link):
         return self._chunks[self._num_started] if has_more else None
 
     def _let_go(self) -> None:
-        """Drop the chunks that have left, and owe the handler word of it."""
+        """Drop the chunks that have left, and owe the handler a call."""
         while self._chunks and self._chunks[0].is_done:
             self._chunks.popleft()
             self._num_started -= 1
@@ -481,7 +481,7 @@ class TcpLink(Link):
         self._owner.handler.writable(self)
 
     def _header_of(self, frame: _Queued) -> bytes:
-        """The next header; it tells how many chunks were read."""
+        """Return the next header, with the number of chunks read so far."""
         header = pack_header(
             self._owner.tag,
             frame.frame_type,

@@ -1,15 +1,14 @@
 """Links through TLS 1.3, for networks that others share: the run's key is membership.
 
 :func:`make_tls_files` makes one self-signed certificate and its key for a run. Every worker
-presents that certificate and trusts nothing else, so who holds the key belongs to the run, and
-nobody else gets further than TLS's own handshake. With an authority of your own every certificate
-that it signed is membership. Host names are not compared: workers are known by numeric addresses
-that change from run to run.
+presents that certificate and trusts nothing else, so holding the key is membership, and others get
+no further than TLS's own handshake. With an authority of your own, every certificate that it signed
+is membership. Host names are not compared: workers are known by numeric addresses that change from
+run to run.
 
 The end of a stream needs no farewell of TLS: frames have lengths, and a link that is cut short is
-the same to us as one that was closed. A key protects a bounded number of records: the
-link is made anew between two exchanges once half of them have gone, and at the bound whatever
-goes on.
+the same to us as one that was closed. A key protects a bounded number of records: once half of them
+have gone, a new link takes over between two exchanges, and at the bound at any moment.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ CERTIFICATE_DAYS = 365
 
 @dataclasses.dataclass(frozen=True)
 class TlsFiles:
-    """Where a worker's certificate (or chain), its key and the authority lie, as PEM."""
+    """The paths of a worker's certificate (or chain), its key and the authority, as PEM."""
 
     cert: Path
     key: Path
@@ -57,10 +56,10 @@ def tls_files(
     key: str | os.PathLike[str] | None,
     ca: str | os.PathLike[str] | None = None,
 ) -> TlsFiles | None:
-    """The files, None where none is named. Without ``ca`` the certificate is its own authority.
+    """Return the files, or None if none is named. Without ``ca`` the certificate is the authority.
 
     Raises:
-        ValueError: Only some are named.
+        ValueError: only some are named.
     """
     if cert and key:
         return TlsFiles(Path(cert), Path(key), Path(ca or cert))
@@ -83,8 +82,8 @@ def make_tls_files(directory: str | os.PathLike[str]) -> TlsFiles:
         directory: made if it is not there.
 
     Raises:
-        FileExistsError: One of the files is there; nothing is overwritten.
-        OSError: They cannot be written.
+        FileExistsError: one of the files is there; nothing is overwritten.
+        OSError: they cannot be written.
 
     Example:
         >>> make_tls_files(getfixture("tmp_path")).cert.name
@@ -121,19 +120,19 @@ def make_tls_files(directory: str | os.PathLike[str]) -> TlsFiles:
 
 
 def _write_new(path: Path, data: bytes, mode: int) -> None:
-    """Write a file that is not there yet; never through a link that somebody left in its place."""
+    """Write a file that is not there yet; never through a symbolic link in its place."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
 
 
 def check_private(name: str, path: Path) -> None:
-    """Warn where others than its owner may read or change a file with a secret."""
+    """Warn if others than its owner may read or change a file with a secret."""
     mode = path.stat().st_mode & 0o777
     if mode & 0o077:
         logger.warning(
-            "others than you may read %s %s (mode %03o), and whoever reads it can take part in the "
-            "run; chmod 600 it",
+            "others than you may read %s %s (mode %03o), and its readers can take part in the run; "
+            "chmod 600 it",
             name,
             path,
             mode,
@@ -142,10 +141,10 @@ def check_private(name: str, path: Path) -> None:
 
 @final
 class Tls:
-    """What a worker needs to open either end of a TLS connection; ``files`` are read here once.
+    """The certificates for either end of a TLS connection; ``files`` are read here once.
 
     Raises:
-        ValueError: A file cannot be read or used, the key does not fit the certificate, or another
+        ValueError: a file cannot be read or used, the key does not fit the certificate, or another
             worker with the same authority would refuse the certificate (expired, not yet valid,
             not signed by it, not meant for both ends of a connection).
     """
@@ -161,7 +160,7 @@ class Tls:
                 raise ValueError(f"cannot read tls_{name} {path}: {error.strerror}") from None
         check_private("tls_key", files.key)
         self._server = _context(ssl.PROTOCOL_TLS_SERVER, files)
-        # No tickets: every link shows its certificate, and nothing unasked-for follows.
+        # No tickets: every link shows its certificate, and no unasked-for message follows.
         self._server.num_tickets = 0
         self._client = _context(ssl.PROTOCOL_TLS_CLIENT, files)
         left_s = self._meet_oneself(files) - clock()
@@ -170,7 +169,7 @@ class Tls:
             logger.warning(text, files.cert, left_s / 3600)
 
     def wrap(self, connection: socket.socket, *, server_side: bool) -> TlsStream:
-        """The stream over a connected socket, whose object is emptied; its handshake is due."""
+        """Return the stream over a connected socket, whose object is emptied; handshake is due."""
         context = self._server if server_side else self._client
         with sockets.descriptors_guard:
             wrapped = context.wrap_socket(
@@ -179,7 +178,7 @@ class Tls:
         return TlsStream(wrapped)
 
     def _meet_oneself(self, files: TlsFiles) -> float:
-        """Open a connection between two ends that both have these files; when they expire."""
+        """Connect two ends that both have these files; return the time at which they expire."""
         there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
         client = self._client.wrap_bio(back, there)
         server = self._server.wrap_bio(there, back, server_side=True)
@@ -217,7 +216,7 @@ class TlsStream(Stream):
         self._error: OSError | None = None
 
     def do_handshake(self) -> None:
-        """Go on with the TLS handshake; BlockingIOError: the peer is to speak first."""
+        """Go on with the TLS handshake; raise BlockingIOError if the peer is to speak first."""
         try:
             self._secured.do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -247,13 +246,13 @@ class TlsStream(Stream):
         except OSError as error:
             if total == 0:
                 raise _readable(error) from None
-            self._error = _readable(error)  # raised after what came before it
+            self._error = _readable(error)  # raised after the bytes before it
             self.has_more = True
         return total
 
     @property
     def is_aging(self) -> bool:  # type: ignore[override]
-        """As of :class:`.Stream`; both ends find it, about as soon as one another."""
+        """As of :class:`.Stream`; both ends find it at about the same time."""
         return 2 * max(self._num_sent, self._num_received) >= MAX_RECORDS
 
     def send(self, parts: Sequence[bytes | memoryview]) -> int:
@@ -276,7 +275,7 @@ class TlsStream(Stream):
 
 
 def explain(error: OSError) -> str:
-    """Why TLS failed, for the user of the worker that found it."""
+    """Return the reason why TLS failed, for the user of the worker that found it."""
     if isinstance(error, ssl.SSLCertVerificationError):
         message = error.verify_message
         if error.verify_code in _UNKNOWN_AUTHORITY:
@@ -293,7 +292,7 @@ def explain(error: OSError) -> str:
 
 
 def _readable(error: OSError) -> OSError:
-    """An error of OpenSSL as one whose ``strerror`` is a sentence; others as they are."""
+    """Return an error of OpenSSL as one whose ``strerror`` is a sentence, others as they are."""
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):  # found by writing
         return BrokenPipeError(errno.EPIPE, "closed by the peer")
     return OSError(errno.EPROTO, explain(error)) if isinstance(error, ssl.SSLError) else error
