@@ -394,7 +394,7 @@ class BufferChunk(Chunk):
         g: Tensor | None = None,
         m: Tensor | None = None,
     ) -> None:
-        """As of :class:`Chunk`: write the present values less x to ``pending``."""
+        """Copy the present values less x to ``pending``; there are no momenta."""
         if pending is None:
             return
         with self.lock, self.order:

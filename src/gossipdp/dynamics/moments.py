@@ -99,7 +99,7 @@ class MomentChunk(BufferChunk):
     def _exchange(
         self, mine: Tensor, peers: Tensor, flow: tuple[float, float], alpha_tilde: float
     ) -> float:
-        """As of buffers, but return 0: the distance is not worth its passes."""
+        """Average as buffers do, but return 0: the distance is not worth its passes."""
         theirs = update.scratch(self.pending).copy_(peers)
         if not update.is_finite(theirs):
             return math.inf

@@ -376,7 +376,7 @@ class SlotMemory:
         return self._socket.sockets if self._socket is not None else []
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """As of :meth:`.Transport.allocate`."""
+        """Return memory for the slots of one exchange; see :meth:`.Transport.allocate`."""
         if self._memory is not None and len(self._memory) == num_bytes:
             return self._memory
         self.segment = self._make_segment(num_bytes) if self._may_share else None

@@ -160,7 +160,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
             self._polling = False
 
     def wake(self) -> None:
-        """As of :class:`Transport`.
+        """Make ``poll()`` return soon, as :class:`.Transport` says.
 
         In a forked child another thread may have left the guard taken for ever, but the child finds
         the transport closed before it gets there.
@@ -195,7 +195,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         self._notices.clear()
 
     def close_in_child(self) -> None:
-        """As of :class:`.sockets.DescriptorOwner`.
+        """Close every descriptor by number, as :class:`.sockets.DescriptorOwner` says.
 
         Sockets are detached first: a socket object closed later, by the collector, must not close
         a number that the child has meanwhile given to a file of its own.

@@ -252,7 +252,7 @@ class TlsStream(Stream):
 
     @property
     def is_aging(self) -> bool:  # type: ignore[override]
-        """As of :class:`.Stream`; both ends find it at about the same time."""
+        """True once half of the records are used; both ends find it at about the same time."""
         return 2 * max(self._num_sent, self._num_received) >= MAX_RECORDS
 
     def send(self, parts: Sequence[bytes | memoryview]) -> int:

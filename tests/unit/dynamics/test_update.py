@@ -33,9 +33,28 @@ PRECISIONS = (
     (torch.bfloat16, torch.bfloat16),
 )
 POISON = (math.nan, math.inf, -math.inf)
+DECAYS = (1.0, 0.7, 0.0)
 
 each_precision = pytest.mark.parametrize(("dtype", "wire"), PRECISIONS)
 with_and_without_momentum = pytest.mark.parametrize("momentum", [True, False])
+# Every pair of values of two of these, and not every triple.
+each_exchange = pytest.mark.parametrize(
+    ("dtype", "wire", "momentum", "decay"),
+    [
+        (*precision, (i + j) % 2 == 0, decay)
+        for i, precision in enumerate(PRECISIONS)
+        for j, decay in enumerate(DECAYS)
+    ],
+)
+each_boundary = pytest.mark.parametrize(
+    ("dtype", "momentum", "decay"),
+    [
+        (dtype, momentum, decay)
+        for i, dtype in enumerate((torch.float32, torch.bfloat16))
+        for j, (momentum, decay) in enumerate(itertools.product((True, False), DECAYS))
+        if (i + j) % 2 == 0 or momentum
+    ],
+)
 
 
 class Computes:
@@ -131,9 +150,7 @@ def flowed(state: MomentumState, decay: float) -> MomentumState:
 # Against the reference.
 
 
-@each_precision
-@with_and_without_momentum
-@pytest.mark.parametrize("decay", [1.0, 0.7, 0.0])
+@each_exchange
 def test_an_exchange_is_the_reference_s(
     computes: Computes, dtype: torch.dtype, wire: torch.dtype, momentum: bool, decay: float
 ) -> None:
@@ -154,9 +171,7 @@ def test_an_exchange_is_the_reference_s(
         assert torch.equal(chunk.x, before.x)
 
 
-@each_precision
-@with_and_without_momentum
-@pytest.mark.parametrize("decay", [1.0, 0.7])
+@each_exchange
 def test_at_once_or_one_after_the_other_is_the_same_to_the_bit(
     computes: Computes, dtype: torch.dtype, wire: torch.dtype, momentum: bool, decay: float
 ) -> None:
@@ -173,9 +188,7 @@ def test_at_once_or_one_after_the_other_is_the_same_to_the_bit(
         assert norm == pytest.approx(norm_apart, rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@with_and_without_momentum
-@pytest.mark.parametrize("decay", [1.0, 0.7, 0.0])
+@each_boundary
 def test_a_boundary_moves_everything_and_keeps_the_remainder(
     computes: Computes, dtype: torch.dtype, momentum: bool, decay: float
 ) -> None:
@@ -238,9 +251,7 @@ def test_an_outer_step_is_the_reference_s(
         assert torch.equal(chunk.c, before.c)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@with_and_without_momentum
-@pytest.mark.parametrize("decay", [1.0, 0.7])
+@each_boundary
 def test_a_boundary_adds_to_base_what_it_adds_to_x(
     computes: Computes, dtype: torch.dtype, momentum: bool, decay: float
 ) -> None:
@@ -335,11 +346,10 @@ def test_a_peer_s_poison_is_not_applied(
 
 @each_precision
 @pytest.mark.parametrize("where", ["x", "pending", "c"])
-@pytest.mark.parametrize("value", POISON)
 def test_our_own_poison_is_found_and_not_applied(
-    computes: Computes, dtype: torch.dtype, wire: torch.dtype, where: str, value: float
+    computes: Computes, dtype: torch.dtype, wire: torch.dtype, where: str
 ) -> None:
-    for place in (0, 500, MOST - 1):
+    for place, value in zip((0, 500, MOST - 1), POISON, strict=True):
         chunk = random_chunk(MOST, 3, dtype)
         getattr(chunk, where)[place] = value
         before = copy_of(chunk)
