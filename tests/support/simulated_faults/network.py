@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from random import Random
 from typing import Any, Literal, TypeAlias
 
 from gossipdp.gossip.sums import Outcome, Sums
@@ -17,6 +18,7 @@ from gossipdp.protocol.actions import (
     Superseded,
     Unlink,
 )
+from gossipdp.protocol.members import first_incarnation
 from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope, ExchangeId, decode, encode
 from gossipdp.protocol.worker import Action, WorkerProtocol
 from gossipdp_lab.simulate.network import Conditions, Exchange, Network, Wire
@@ -130,6 +132,34 @@ class FaultyNetwork(Network):
         for peer in sorted(worker.neighbours):
             self._want(rank, peer)
         self._set_alarm(rank)
+
+    def new_process(
+        self, rank: int | None, process_id: int, asked: int, *, is_joining: bool = True
+    ) -> WorkerProtocol:
+        """Return a worker that knows what ``asked`` tells it, for :meth:`join` or :meth:`start`.
+
+        Without a ``rank`` it gets the one after all that are known.
+        """
+        informant = self.workers[asked]
+        answer, chunks = informant.answer_joiner(1), informant.consolidation.num_chunks
+        rank, incarnation = first_incarnation(answer.members, rank)
+        worker = WorkerProtocol(
+            rank=rank,
+            incarnation=incarnation,
+            process_id=process_id,
+            host="simulated",
+            port=0,
+            constants=informant.neighbourhood.graph.original,
+            method="a2cid2",
+            policy_name="fresh",
+            timeout_s=informant.timeout_s,
+            random=Random(process_id),
+            num_chunks=chunks,
+            is_joining=is_joining,
+        )
+        worker.membership.merge_all(answer.members)
+        worker.progress.merge_all(answer.progress)
+        return worker
 
     def stall(self, rank: int, duration_s: float) -> None:
         """The process of ``rank`` stands still: what arrives waits, its kernel answers no dial."""
