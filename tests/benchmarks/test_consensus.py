@@ -54,7 +54,7 @@ def test_each_worker_and_each_seed_has_a_vector_of_its_own() -> None:
 
 
 def worker(rank: int, starts_s: float, values: list[float], initiated: list[int]) -> WorkerSeries:
-    """A worker that takes a step a second and holds one value."""
+    """Return a worker that takes a step a second and holds one value."""
     return WorkerSeries(
         rank,
         starts_s + np.arange(len(values), dtype=np.float64),

@@ -148,7 +148,7 @@ def test_the_verdict_is_about_all_rings_and_the_whole_run():
 
 
 def trace_falling(*shares: float) -> Trace:
-    """Of 4 workers with 2 exchanges each between records, in steps of 0.5 s."""
+    """Return a trace of 4 workers with 2 exchanges each between records, in steps of 0.5 s."""
     trace = Trace("a2cid2", 4, unit_s=0.5)
     for number, share in enumerate(shares):
         trace.records.append(

@@ -1,4 +1,4 @@
-"""What the figures of time_to_loss rest on: conditions, shares by speed, scores, and short runs."""
+"""Tests of time_to_loss: conditions, shares by speed, scores, and short runs."""
 
 import json
 import math
