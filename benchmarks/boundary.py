@@ -165,7 +165,7 @@ class Worker:
         self._theta = 0.0
 
     def exchange(self) -> None:
-        """An exchange of every chunk, after an outer step if there is one."""
+        """Exchange every chunk, after an outer step if there is one."""
         self._theta += ETA
         for chunk, snapshot, peer in self._chunks:
             chunk.outer_step()
@@ -173,7 +173,7 @@ class Worker:
         self._theta += 0.5 * ETA
 
     def boundary(self) -> None:
-        """The boundary after a step."""
+        """Cross the boundary after a step."""
         self.state.boundary(self._theta)
 
 

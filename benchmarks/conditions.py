@@ -19,7 +19,7 @@ FORWARD_SHARE = 1 / 3
 
 @dataclass(frozen=True)
 class Condition:
-    """What a run is timed under.
+    """The conditions that a run is timed under.
 
     step_s: what the gradients of a full batch take on a worker of ordinary speed, the mean.
     slowness: by rank, how many times as long they take; of none: all are equal.
@@ -48,11 +48,11 @@ class Condition:
         return [1 / factor for factor in self.slowness] or [1.0] * num_workers
 
     def ideal_s(self, num_workers: int, steps: int) -> float:
-        """What ``steps`` of each worker, shared out by speed, take if nobody waits for anybody."""
+        """Return how long ``steps`` of each worker, shared by speed, take, without waits."""
         return steps * num_workers * self.step_s / sum(self.speeds(num_workers))
 
     def hosts(self, num_workers: int, num_parameters: int) -> Hosts | None:
-        """A network of namespaces, one a worker; None on one machine."""
+        """Return a network of namespaces, one a worker; None on one machine."""
         if self.mbits_per_s is None:
             return None
         rate = self.mbits_per_s * num_parameters / MODEL_PARAMETERS
@@ -117,7 +117,7 @@ class TimedCompute:
         stage.register_forward_hook(forward)
 
     def begin(self) -> None:
-        """A step begins now."""
+        """Note that a step begins now."""
         self._began_s, self._duration_s = time.monotonic(), self._draw_s()
         self.computed_s += self._duration_s
 

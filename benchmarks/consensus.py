@@ -133,7 +133,7 @@ def run(arguments: ConsensusBenchmark) -> None:
 
 
 def check(arguments: ConsensusBenchmark) -> list[int]:
-    """The seeds; raises ValueError for what cannot be meant. Quick, without torch."""
+    """Return the seeds, or raise ValueError for an invalid list. Quick, without torch."""
     for option, number, least in (
         ("--workers", arguments.workers, 2),
         ("--steps", arguments.steps, 20),
@@ -163,7 +163,7 @@ def check(arguments: ConsensusBenchmark) -> list[int]:
 
 
 def make_task(arguments: ConsensusBenchmark, seed: int) -> ConsensusTask:
-    """What the workers of one run are told."""
+    """Return the task of the workers of one run."""
     return ConsensusTask(
         graph=arguments.graph,
         method=arguments.method,
@@ -207,7 +207,7 @@ def simulate_task(
     exchange_s: list[float],
     advance: Callable[[float], None],
 ) -> list[Outcome]:
-    """The same run in the simulator, whose exchanges last as long as measured ones.
+    """Simulate the same run, with exchanges that last as long as the measured ones.
 
     Simulated several times, first with the run's own seed: it costs little, and of the two figures
     that are compared one is then nearly free of chance.
@@ -238,7 +238,7 @@ def simulate_task(
 
 
 def configuration(arguments: ConsensusBenchmark, seeds: list[int]) -> dict[str, Any]:
-    """What was asked for."""
+    """Return the configuration that was asked for."""
     asked = asdict(arguments) | {"seeds": seeds}
     del asked["json"], asked["quick"]
     return asked
@@ -246,7 +246,7 @@ def configuration(arguments: ConsensusBenchmark, seeds: list[int]) -> dict[str, 
 
 @contextmanager
 def _bar(console: Console, text: str) -> Iterator[Callable[[float], None]]:
-    """A bar on a terminal, told the share that is done; elsewhere nothing."""
+    """Show a bar of the share that is done, on a terminal only."""
     with Progress(
         console=console, auto_refresh=False, transient=True, disable=not console.is_terminal
     ) as progress:

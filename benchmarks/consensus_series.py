@@ -61,7 +61,7 @@ class NetworkSeries:
 
     @classmethod
     def of_trace(cls, trace: Trace) -> NetworkSeries:
-        """A simulated run."""
+        """Return the series of a simulated run."""
         return cls(
             trace.num_workers,
             trace.column("exchanges"),
@@ -70,7 +70,7 @@ class NetworkSeries:
         )
 
     def outcome(self) -> Outcome:
-        """The figures of this run.
+        """Return the figures of this run.
 
         Raises:
             ValueError: the run is too short for a slope.
@@ -101,7 +101,7 @@ class Outcome:
 
     @property
     def is_long_enough(self) -> bool:
-        """Whether the whole part that the slope should be taken from was reached."""
+        """Return whether the whole part that the slope should be taken from was reached."""
         return self.lowest_share < LOWEST_SHARE
 
 
@@ -118,7 +118,7 @@ def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def quantiles(durations_s: Sequence[float]) -> dict[str, float]:
-    """The median and the outer tenths of a list of durations; NaN where it is empty."""
+    """Return the median and the outer tenths of some durations; NaN without any."""
     if not durations_s:
         return dict.fromkeys(("median", "p10", "p90"), float("nan"))
     median, p10, p90 = np.quantile(durations_s, [0.5, 0.1, 0.9])
@@ -126,5 +126,5 @@ def quantiles(durations_s: Sequence[float]) -> dict[str, float]:
 
 
 def _first(condition: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
-    """The first place where it holds; the length where it never does."""
+    """Return the first place where it holds, or the length where it never does."""
     return int(np.argmax(condition)) if condition.any() else len(condition)

@@ -93,13 +93,13 @@ def run_worker(task: ConsensusTask) -> WorkerSeries:
 
 
 def start_vector(task: ConsensusTask, rank: int) -> torch.Tensor:
-    """The standard normal vector with which a worker begins."""
+    """Return the standard normal vector with which a worker begins."""
     generator = torch.Generator().manual_seed(task.seed * 1_000_003 + rank)
     return torch.randn(task.num_floats, generator=generator)
 
 
 def _agree_on_start(task: ConsensusTask) -> float:
-    """A moment soon after the last worker is ready, on the clock that all processes share."""
+    """Return a moment soon after the last worker is ready, on the clock of all processes."""
     environment = Environment.read()
     if environment.store_host is None:
         return time.monotonic()

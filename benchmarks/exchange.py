@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def measure(benchmark: ExchangeBenchmark) -> dict[str, Any]:
-    """What ``--json`` writes.
+    """Return the content of ``--json``.
 
     Raises:
         ValueError: Bad input, before any process starts.

@@ -39,7 +39,7 @@ ALPHA_TILDE = 1.3
 
 
 def values(rank: int, round_number: int, num_values: int) -> Tensor:
-    """What worker ``rank`` holds in a round: both ends can compute both, and no two are alike."""
+    """Return the values of a worker in a round: no two are alike, and both ends know both."""
     return _base(rank, num_values) + round_number
 
 
@@ -286,7 +286,7 @@ class GlooUpdate(Update):
 
 
 def bare_connection(rank: int, pipe: Connection) -> socket.socket:
-    """A plain TCP connection to the other process."""
+    """Open a plain TCP connection to the other process."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         pipe.send(server.getsockname())
         address = pipe.recv()
@@ -298,7 +298,7 @@ def bare_connection(rank: int, pipe: Connection) -> socket.socket:
 def contenders(
     rank: int, pipe: Connection, num_values: int, tls: TlsFiles
 ) -> dict[str, Callable[[], Contender]]:
-    """How each is made. Those with addresses to swap do so in this order, through ``pipe``."""
+    """Return the maker of each. Those with addresses swap them in this order, through ``pipe``."""
     return {
         "bare_socket": lambda: BareSocket(rank, num_values, bare_connection(rank, pipe)),
         "tcp": lambda: LinkTransfer(rank, num_values, pipe, "off"),

@@ -45,7 +45,7 @@ def finish(device: str) -> None:
 
 
 def median_ms(device: str, run: Callable[[], object], num_runs: int) -> float:
-    """The median time of a run, of which the first is not counted."""
+    """Return the median time of a run; the first run does not count."""
     times = []
     for _ in range(num_runs + 1):
         finish(device)
@@ -99,7 +99,7 @@ class Task:
 
 
 def run_worker(task: Task) -> dict[str, Any]:
-    """Steps per second of each round, without and with gossip, and the achieved comm rate."""
+    """Return each round's steps per second, without and with gossip, and the achieved comm rate."""
     rank = int(os.environ["RANK"])
     os.environ[SWITCH] = ON
     meeting = Meeting(task.meeting, rank)
@@ -139,7 +139,7 @@ def run_worker(task: Task) -> dict[str, Any]:
 
 
 def measure_training(num_workers: int, task_options: dict[str, Any]) -> dict[str, Any]:
-    """Steps per second over all workers, by round."""
+    """Return the steps per second over all workers, by round."""
     with tempfile.TemporaryDirectory() as folder:
         meeting = Path(folder) / "meeting"
         Meeting.create(meeting, num_workers)

@@ -55,7 +55,7 @@ def measure(key: str) -> list[Added]:
 
 
 def summary(key: str, runs: list[list[Added]], drift: float) -> dict[str, Any]:
-    """What the table shows; drift: bytes that a process gains without a wrapper."""
+    """Return the figures of the table; drift: bytes that a process gains without a wrapper."""
     workers = [worker for run in runs for worker in run]
     parameters = workers[0].num_parameters
     counted = workers[0].memory.tensors

@@ -41,7 +41,7 @@ class Memory:
     tensors: int
 
     def since(self, before: Memory) -> Memory:
-        """What was added."""
+        """Return the memory that was added."""
         return Memory(
             self.pss - before.pss,
             self.rss - before.rss,
@@ -52,7 +52,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Added:
-    """What one worker measured.
+    """The measurements of one worker.
 
     bucket_bytes: of DDP's buckets, which Python cannot reach unless gradients are views of them.
     """
@@ -106,7 +106,7 @@ def run_worker(task: MemoryTask) -> Added:
 def _wrap(
     arm: str, net: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, Callable[[], int]]:
-    """The model to train, and how to count its exchanges."""
+    """Return the model to train, and a function that counts its exchanges."""
     if arm in ("a2cid2", "gossip"):
         wrapped = GossipDataParallel(net, optimizer, method=arm, samples_per_step=BATCH_SIZE)  # type: ignore[arg-type]
         return wrapped, lambda: wrapped.stats().exchanges
@@ -127,7 +127,7 @@ def _step(
 
 
 def look(libc: Any, net: nn.Module) -> Memory:
-    """The memory of this process now, after everything unused was given back."""
+    """Return the memory of this process now, after everything unused was given back."""
     gc.collect()
     libc.malloc_trim(0)
     sizes = {}

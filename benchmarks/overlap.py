@@ -96,7 +96,7 @@ def measure(setting: Setting, num_rounds: int, gossip_nice: int) -> list[dict[st
 
 
 def computing(setting: Setting, workers: list[dict[str, ArmTimes]], arm: str) -> list[ArmTimes]:
-    """The times of an arm, of those workers that compute."""
+    """Return the times of an arm, of those workers that compute."""
     return [worker[arm] for worker in (workers if setting.shares_cores else workers[:1])]
 
 
@@ -110,7 +110,7 @@ def steps_per_s(setting: Setting, workers: list[dict[str, ArmTimes]], arm: str) 
 
 
 def summary(setting: Setting, workers: list[dict[str, ArmTimes]]) -> dict[str, Any]:
-    """What the tables show of one setting."""
+    """Return the figures of one setting."""
     rates = {arm: steps_per_s(setting, workers, arm) for arm in setting.arms}
     arms = {}
     for arm in setting.arms:
@@ -157,7 +157,7 @@ def summary(setting: Setting, workers: list[dict[str, ArmTimes]]) -> dict[str, A
 
 
 def tables(setting: Setting, found: dict[str, Any]) -> list[Table]:
-    """Steps, and what a boundary costs."""
+    """Return the table of steps and boundary costs."""
     arms = found["arms"]
     steps = [
         (

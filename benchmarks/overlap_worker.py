@@ -57,7 +57,7 @@ class OverlapTask:
 
 @dataclass
 class ArmTimes:
-    """What one worker measured of one arm.
+    """The measurements of one worker in one arm.
 
     step_s: seconds of each step, by round; the first of a turn is left out.
     boundary_s: of each boundary: without anything to add, with flow alone, and with what
@@ -202,7 +202,7 @@ class _Arm:
         return time.perf_counter() - began_s
 
     def take_turn(self, turn_s: float, wait_s: float | None, busy_share: float) -> list[float]:
-        """Steps for so long, two at least; their durations without the first."""
+        """Step for so long, at least twice; return the durations without the first."""
         began_s, gossip_began_s = time.perf_counter(), self._gossip_cpu_s()
         durations_s = []
         while len(durations_s) < 2 or time.perf_counter() < began_s + turn_s:

@@ -217,7 +217,7 @@ class Campaign:
         return results
 
     def run(self, settings: RunSettings) -> RunResult | None:
-        """The result of a run, of this call or of one before; None where no time is left."""
+        """Return the result of a run, of this call or an earlier one; None if no time is left."""
         self._seen.add(settings.key)
         result = self.runs.find(settings)
         if result is not None:
@@ -243,7 +243,7 @@ class Campaign:
 
 
 def unfinished(results: Mapping[DataName, Mapping[str, Measured]], num_seeds: int) -> list[Missing]:
-    """What of the written plan is not measured yet."""
+    """Return the part of the written plan that is not measured yet."""
     found = []
     for kind, rows in results.items():
         for row, measured in rows.items():

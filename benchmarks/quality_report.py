@@ -42,7 +42,7 @@ def mean_loss(measured: Measured) -> float:
 
 
 def loss_std(measured: Measured) -> float | None:
-    """The sample standard deviation over the seeds; None of fewer than two."""
+    """Return the sample standard deviation over the seeds; None of fewer than two."""
     losses = [one.loss for one in measured.results.values() if one.loss is not None]
     return statistics.stdev(losses) if len(losses) > 1 else None
 
@@ -67,7 +67,7 @@ def reached(curve: Sequence[Point], loss: float) -> tuple[float, float]:
 
 
 def timed_losses(rows: Mapping[str, Measured]) -> dict[str, float]:
-    """The easy and the late loss; NaN without the baseline."""
+    """Return the easy and the late loss; NaN without the baseline."""
     base = mean_loss(rows[BASELINE]) if BASELINE in rows else math.nan
     return {"easy": EASY * base, "late": LATE * base}
 
@@ -101,7 +101,7 @@ def row_as_json(measured: Measured, timed: Mapping[str, float]) -> dict[str, Any
 
 
 def rows_as_json(results: Results, size: Size) -> dict[str, Any]:
-    """What ``--json`` writes: the first kind of data under ``rows``, others under ``other_data``.
+    """Return the content of ``--json``: the first data under ``rows``, others under ``other_data``.
 
     =========================  =================================================================
     loss, loss_std             final validation loss of the average, bits a byte: mean and sample
@@ -202,7 +202,7 @@ def _grid(kind: DataName, rows: Mapping[str, Measured]) -> Table:
 
 
 def tried_text(tried: Mapping[float, float]) -> str:
-    """The rates in their order, the best in bold."""
+    """Return the rates in their order, the best in bold."""
     best = min(tried.values(), default=math.nan)
     return ", ".join(
         f"**{rate:g}: {loss:.3f}**" if loss == best else f"{rate:g}: {loss:.3f}"
@@ -211,7 +211,7 @@ def tried_text(tried: Mapping[float, float]) -> str:
 
 
 def settings_facts(base: RunSettings) -> dict[str, str]:
-    """What is the same in all runs like this one, and what cannot be, in words."""
+    """Say in words what is the same in all runs like this one, and what cannot be."""
     size = base.size
     batch = f"{size.batch_size} windows of {size.context} bytes a worker"
     return {

@@ -37,7 +37,7 @@ LIGHTHOUSE_JOIN_MS, TORCHFT_TIMEOUT_S = 60_000, 120.0
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], beta2: float) -> torch.optim.AdamW:
-    """The same for every row; norms and biases are not decayed."""
+    """Make the optimizer, the same for every row; norms and biases are not decayed."""
     every = list(parameters)
     groups = [
         {"params": [p for p in every if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
@@ -91,7 +91,7 @@ class WeightedBfloat16DDP(WeightedDDP, Bfloat16DDP):
 
 
 def _flat(net: nn.Module) -> Tensor:
-    """A copy of its parameters, one after the other."""
+    """Return a copy of its parameters, one after the other."""
     return nn.utils.parameters_to_vector(net.parameters()).detach()
 
 
@@ -297,12 +297,12 @@ class RowKind:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it exchanges by gossip."""
+        """Return whether it exchanges by gossip."""
         return self.row is Gossip and self.method != "none"
 
 
 def _ours(method: str) -> dict[str, RowKind]:
-    """The rows of gossipdp by one method: with moments, its default, and without, and so on.
+    """Return the rows of gossipdp by one method: with moments (the default), without, and so on.
 
     With a period each worker exchanges once in H steps; with an outer step there must be one.
     """
@@ -413,11 +413,11 @@ class RowName:
         return missing_package(KINDS[self.kind].needs)
 
     def needs(self, packages: Mapping[str, str]) -> bool:
-        """Whether it is a row of these packages."""
+        """Return whether it is a row of these packages."""
         return KINDS[self.kind].needs is packages
 
     def batch_sizes(self, batch_size: int, speeds: Sequence[float]) -> list[int]:
-        """Samples of a step, by rank: a full batch, or all of them shared out by speed."""
+        """Return the samples of a step, by rank: a full batch, or a share by speed."""
         if KINDS[self.kind].by_speed != "batch":
             return [batch_size] * len(speeds)
         total, before = batch_size * len(speeds), [sum(speeds[:n]) for n in range(len(speeds) + 1)]
@@ -425,14 +425,14 @@ class RowName:
         return [max(1, end - start) for start, end in itertools.pairwise(ends)]
 
     def periods(self, speeds: Sequence[float]) -> list[int]:
-        """Steps from one average to the next, by rank: fewer for slow workers, or all the same."""
+        """Return the steps between averages, by rank: fewer for slow workers, or all the same."""
         period = self.period or 1
         if KINDS[self.kind].by_speed != "steps":
             return [period] * len(speeds)
         return [max(1, round(period * speed / max(speeds))) for speed in speeds]
 
     def gossip_options(self, graph: str, pace: str = "strict") -> dict[str, Any]:
-        """What GossipDataParallel is told, beside the method."""
+        """Return the arguments of GossipDataParallel, beside the method."""
         kind = KINDS[self.kind]
         if not kind.is_ours:
             return {}
@@ -440,5 +440,5 @@ class RowName:
         return {"graph": graph, "comm_rate": rate, "pace": pace, **kind.options}
 
     def make(self, net: nn.Module, plan: RowPlan) -> Row:
-        """What one worker does of it."""
+        """Return the part of one worker."""
         return KINDS[self.kind].row(net, plan)

@@ -54,7 +54,7 @@ class Runs:
                 self._lines[line.key] = line
 
     def find(self, settings: RunSettings) -> RunResult | None:
-        """What a run of these settings came to; None where none is finished."""
+        """Return the result of a run of these settings; None if none is finished."""
         line = self._lines.get(settings.key)
         if line is None:
             return None
@@ -80,7 +80,7 @@ class Runs:
 
 
 def next_rate(tried: Mapping[float, float], start: Sequence[float]) -> float | None:
-    """The learning rate to try next; None when the best one has a neighbour on both sides.
+    """Return the learning rate to try next; None when the best one has a neighbour on both sides.
 
     tried: rate → loss, infinity where it diverged. start: the written grid, of factors of two.
 
@@ -105,7 +105,7 @@ def next_rate(tried: Mapping[float, float], start: Sequence[float]) -> float | N
 
 
 def best_rate(tried: Mapping[float, float]) -> float:
-    """Of the least loss; the smaller of two equal ones."""
+    """Return the rate of the least loss; the smaller of two equal ones."""
     return min(sorted(tried), key=lambda rate: tried[rate])
 
 

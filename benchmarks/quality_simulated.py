@@ -86,7 +86,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all rows have in common."""
+    """The settings that all rows share."""
 
     data: str
     model: str
@@ -120,7 +120,7 @@ ROUNDS["diloco, steps by speed"] = StepsBySpeed
 
 
 def slowness(rank: int) -> int:
-    """How many times longer a step of this rank takes, where speeds are 1:2:4:8."""
+    """Return how many times longer a step of this rank takes, where speeds are 1:2:4:8."""
     return 2 ** (rank % 4)
 
 
@@ -357,7 +357,7 @@ class Runs:
 
     @staticmethod
     def key(run: dict[str, Any]) -> str:
-        """What tells a run from others."""
+        """Return the key that tells a run from others."""
         names = ("row", "data", "model", "workers", "steps", "learning_rate", "seed")
         return json.dumps([run[name] for name in names])
 
@@ -373,7 +373,7 @@ class Runs:
         return [Setting(*each) for each in sorted(found)]
 
     def find(self, name: str, row: Row, setting: Setting, rate: float, seed: int) -> dict[str, Any]:
-        """The run, from the file or now."""
+        """Return the run, from the file or made now."""
         run = {"row": name, **asdict(setting), "learning_rate": rate, "seed": seed}
         known = self.known.get(self.key(run))
         if known is not None:
@@ -400,7 +400,7 @@ class Runs:
 
 
 def tune(loss_at: Callable[[float], float], first: float) -> float:
-    """The rate of the least loss on the grid first * 2^k, from which the loss rises both ways."""
+    """Return the rate of the least loss on the grid first * 2^k, with higher losses beside it."""
     tried = {first: loss_at(first)}
     for factor in (2.0, 0.5):
         best = min(tried, key=lambda rate: tried[rate])
@@ -444,13 +444,13 @@ def as_row(name: str, found: list[dict[str, Any]], above: float) -> list[str]:
 
 
 def models_a_step(run: dict[str, Any]) -> float:
-    """What a worker sends in the time of a step of the fastest, however many it takes itself."""
+    """Return the models that a worker sends in the time of a step of the fastest worker."""
     steps_of_the_fastest = int(run["workers"]) * int(run["steps"])
     return float(run["models_per_step"]) * int(run["gradient_steps"]) / steps_of_the_fastest
 
 
 def tried(runs: Runs, name: str, setting: Setting) -> dict[float, float]:
-    """The losses of the first seed at all rates that were tried; by rate."""
+    """Return the losses of the first seed at all rates that were tried, by rate."""
     found = {
         run["learning_rate"]: loss_of(run) for run in runs.of(name, setting) if run["seed"] == 0
     }
@@ -458,7 +458,7 @@ def tried(runs: Runs, name: str, setting: Setting) -> dict[float, float]:
 
 
 def result_of(runs: Runs, name: str, setting: Setting) -> list[dict[str, Any]]:
-    """The runs of a row at its best rate, by seed; none if it was not tuned."""
+    """Return the runs of a row at its best rate, by seed; none if it was not tuned."""
     rates = tried(runs, name, setting)
     if not rates:
         return []
@@ -520,7 +520,7 @@ def rare_gradients(workers: int, steps: int, beta_2: float) -> Table:
 
 
 def tables(runs: Runs, setting: Setting) -> list[Table]:
-    """The results of a setting, and the rates that were tried."""
+    """Return the results of a setting, and the rates that were tried."""
     results = {name: found for name in ROWS if (found := result_of(runs, name, setting))}
     if not results:
         return []

@@ -99,7 +99,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class RunResult(msgspec.Struct, frozen=True):
-    """What a run came to.
+    """The result of a run.
 
     loss: validation loss of the average at the end, bits a byte; None where it diverged.
     bytes_per_parameter_step: that a worker sent, over parameters and its steps: by its sockets, or,
@@ -134,7 +134,7 @@ class CurveText(Text):
 def make_task(
     settings: RunSettings, kind: type[Text] = Text, batch_size: int | None = None
 ) -> Text:
-    """Data and model; batch_size: of a worker whose own is another than the size's."""
+    """Return data and model; ``batch_size``: of a worker whose own differs from the size's."""
     size = settings.size
     options = BytesGptOptions(
         data=None,

@@ -104,7 +104,7 @@ def reproduce(names: Sequence[str], directory: Path, effort: Effort) -> Path:
 
 
 def read_stored(directory: Path, name: str) -> Stored | None:
-    """What was measured of a section; None where nothing was."""
+    """Return the stored result of a section; None where there is none."""
     path = _path(directory, name, "json")
     if not path.exists():
         return None

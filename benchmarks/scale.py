@@ -27,7 +27,7 @@ LEAST_RATE, UNCONTENDED_MS, MOST_LOAD, FLAT = 0.95, 1.0, 0.70, 1.25
 
 @dataclass(frozen=True)
 class Options:
-    """What every run is told."""
+    """The arguments of every run."""
 
     graph: str
     step_ms: float
@@ -44,7 +44,7 @@ class Options:
 
 
 def summary(runs: list[list[WorkerScale]]) -> dict[str, Any]:
-    """What the table shows of one number of workers; spreads are over the runs."""
+    """Return the figures of one number of workers; spreads are over the runs."""
     num_cores = len(os.sched_getaffinity(0))
     workers = [worker for run in runs for worker in run]
     handshake_ms = [1e3 * each for worker in workers for each in worker.handshake_s]

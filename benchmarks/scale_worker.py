@@ -31,7 +31,7 @@ class ScaleTask:
 
 @dataclass(frozen=True)
 class WorkerScale:
-    """What one worker measured after its warm-up.
+    """The measurements of one worker after its warm-up.
 
     num_ticks: demands for an exchange that its clock made; initiated: those that were served.
     handshake_s: of exchanges it asked for, from its proposal to the exchange's begin.

@@ -28,7 +28,7 @@ RATES = (0.004, 0.008)
 
 
 def matchings(name: str) -> list[np.ndarray]:
-    """Some perfect matchings of a graph: each as the partner of every replica."""
+    """Return some perfect matchings of a graph: each as the partner of every replica."""
     n = NUM_REPLICAS
     if name == "ring":
         rounds = [[(i, (i + 1) % n) for i in range(first, n, 2)] for first in (0, 1)]

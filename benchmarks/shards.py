@@ -58,12 +58,12 @@ class Case:
 
     @property
     def is_hsdp(self) -> bool:
-        """Whether torch averages gradients, in place of gossip."""
+        """Return whether torch averages gradients, in place of gossip."""
         return self.method.startswith("HSDP")
 
     @property
     def sends_half(self) -> bool:
-        """Whether what crosses between replicas has 16 bits."""
+        """Return whether what crosses between replicas has 16 bits."""
         return self.method.endswith("bfloat16")
 
 
@@ -115,7 +115,7 @@ class Gpt(nn.Module):
 
 
 def peak_mb() -> float:
-    """The most memory that this process has had at once."""
+    """Return the most memory that this process has had at once."""
     with open("/proc/self/status", encoding="ascii") as status:
         lines = dict(line.split(":", 1) for line in status)
     return int(lines["VmHWM"].split()[0]) / 1024
@@ -258,7 +258,7 @@ def behind_links(
 
 
 def note(num_rounds: int, task: dict[str, Any]) -> str:
-    """What a table was measured with."""
+    """Return the conditions that a table was measured with."""
     size = sum(each.numel() for each in Gpt(task["width"], task["num_layers"]).parameters())
     return (
         f"Rounds: {num_rounds}. Each process under HSDP: {task['num_steps']} steps of "

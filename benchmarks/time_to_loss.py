@@ -150,12 +150,12 @@ def check(benchmark: TimeToLossBenchmark) -> dict[str, dict[str, float]]:
 
 
 def rows_once(benchmark: TimeToLossBenchmark) -> set[str]:
-    """What ``--once`` says."""
+    """Return the rows that ``--once`` names."""
     return set(filter(None, map(str.strip, benchmark.once.split(","))))
 
 
 def given_rates(text: str) -> dict[str, float]:
-    """What ``--rates`` says."""
+    """Return the rates that ``--rates`` gives."""
     given = {}
     for pair in filter(None, text.split(",")):
         row, _, rate = pair.partition("=")
@@ -265,7 +265,7 @@ def measure_round(settings: RunSettings, runs: Runs, hosts: Hosts | None) -> Rou
 
 
 def settings_table(base: RunSettings, more: dict[str, str]) -> Table:
-    """What the table was measured with."""
+    """Return the conditions that the table was measured with."""
     condition = base.condition
     assert condition is not None
     facts = settings_facts(base) | {

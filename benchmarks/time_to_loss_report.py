@@ -16,7 +16,7 @@ from support.report import Spread, Table, Target
 
 
 def _or_inf(loss: float | None) -> float:
-    """A loss; infinity where the run had diverged."""
+    """Return a loss; infinity if the run had diverged."""
     return math.inf if loss is None else loss
 
 
@@ -62,7 +62,7 @@ Results = Mapping[str, Sequence[Round]]
 
 
 def timed_losses(results: Results) -> dict[str, float]:
-    """The easy and the late loss: over that of the row that is best at equal time."""
+    """Return the easy and the late loss: over that of the row that is best at equal time."""
     best = min(
         statistics.median(one.loss_in_time for one in rounds)
         for rounds in results.values()
@@ -72,7 +72,7 @@ def timed_losses(results: Results) -> dict[str, float]:
 
 
 def figures(timed: Mapping[str, float]) -> dict[str, Callable[[Round], float]]:
-    """What is told of each round, by its name in JSON."""
+    """Return the figures of each round, by their names in JSON."""
     return {
         "samples_per_s": lambda one: one.tokens.samples_per_s,
         "seconds_to_easy_loss": lambda one: one.seconds_to(timed["easy"]),
@@ -137,7 +137,7 @@ def _text(values: Any, form: str) -> str:
 
 
 def rows_as_json(results: Results, rates: Mapping[str, float], ideal_s: float) -> dict[str, Any]:
-    """What ``--json`` writes: by row the medians, and every run; what never came is null."""
+    """Return the content of ``--json``: by row the medians, and every run; null: never reached."""
     if not any(results.values()):
         return {"rows": {}}
     timed = timed_losses(results)
@@ -152,7 +152,7 @@ def rows_as_json(results: Results, rates: Mapping[str, float], ideal_s: float) -
 
 
 def targets(results: Results) -> list[Target]:
-    """The best of gossipdp's rows beside the best of the others; NaN, not met, without either."""
+    """Hold the best of gossipdp's rows against the best other; NaN, not met, without either."""
     timed = timed_losses(results)
     found = []
     for name in ("seconds_to_late_loss", "loss_at_equal_time"):

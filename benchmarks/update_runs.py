@@ -128,7 +128,7 @@ class _Worker:
         self.one_pass()
 
     def one_pass(self) -> None:
-        """The peer's snapshots are there before ours are taken."""
+        """Take each snapshot and exchange it at once: the peer's snapshots are there already."""
         self._theta += ETA
         for chunk, snapshot, peers in self._chunks:
             chunk.snapshot_and_exchange(self._theta, snapshot, peers, ALPHA_TILDE)

@@ -112,7 +112,7 @@ def run(wire_format: str, samples: int, seed: int, pause_s: float) -> Run:
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """The mean and its standard error."""
+    """Return the mean and its standard error."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return statistics.mean(values), error
 

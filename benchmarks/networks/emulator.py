@@ -84,7 +84,7 @@ class Switch:
         self.num_dropped = 0
 
     def take(self, source: int, packet: bytes, now_s: float) -> None:
-        """A host sends a packet. Those that are not IPv4, or for nobody here, go nowhere."""
+        """Take a packet from a host. Drop it if it is not IPv4, or for no host here."""
         if len(packet) < 20 or packet[0] >> 4 != 4 or packet[16:20] not in self._hosts:
             return
         left_s = self.up[source].send(now_s, len(packet))
@@ -138,7 +138,7 @@ def forward(descriptors: list[int], switch: Switch, stop: int) -> None:
 def open_device(
     namespace: str, address: str, interface: str, made_as: str, bytes_per_s: float
 ) -> int:
-    """A TUN device in ``namespace``; what its descriptor reads is what that host sends."""
+    """Open a TUN device in ``namespace``: its descriptor reads the packets that this host sends."""
     mtu = round(min(LARGEST_MTU_BYTES, max(LEAST_MTU_BYTES, MTU_S * bytes_per_s)))
     descriptor = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(

@@ -52,7 +52,7 @@ def enter(name: str) -> None:
 
 
 def bytes_sent(interface: str) -> int:
-    """What has gone out over an interface of the caller's namespace, headers included."""
+    """Return the bytes sent over an interface of the caller's namespace, headers included."""
     with open("/proc/thread-self/net/dev", encoding="ascii") as file:
         for line in file:
             name, _, counts = line.partition(":")

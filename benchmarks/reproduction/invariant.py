@@ -43,7 +43,7 @@ class Result(msgspec.Struct, frozen=True):
     dimension: int
 
     def of(self, method: str) -> list[Run]:
-        """The runs of one method."""
+        """Return the runs of one method."""
         return [run for run in self.runs if run.method == method]
 
     def released_when_ours_at(self, share: float) -> list[float]:
@@ -117,7 +117,7 @@ def draw(result: Result, path: Path) -> None:
 
 
 def write(result: Result) -> list[str]:
-    """What both reach."""
+    """Write the section on the distance that both reach."""
     worst = {method: result.worst(method) for method in NAMES}
     ours, released = worst["a2cid2"], worst["released"]
     then = result.released_when_ours_at(AGREED)

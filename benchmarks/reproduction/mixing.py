@@ -137,7 +137,7 @@ def _asynchronous(graph: str, method: str, num_workers: int, seed: int) -> float
 
 
 def _synchronous(graph: str, method: str, num_workers: int, seed: int) -> float:
-    """Rounds per e-fold, times |E|."""
+    """Return the rounds per e-fold, times |E|."""
     built = build_graph(graph, num_workers)
     distances = consensus_rounds(
         mixing_matrix(built, lazy=True),
@@ -180,7 +180,7 @@ class Mixing:
         self._before = np.zeros(0)
 
     def multiply(self, rows: FloatArray) -> FloatArray:
-        """The next multiplication of rows of shape (n, d)."""
+        """Do the next multiplication of rows of shape (n, d)."""
         omega, before, self._before = self._omega, self._before, rows
         mixed: FloatArray = self._matrix @ rows
         if omega:
@@ -214,7 +214,7 @@ def consensus_rounds(
 
 
 def chebyshev_limit(gamma: float) -> float:
-    """The factor by which a late Chebyshev round shrinks the consensus distance."""
+    """Return the factor by which a late Chebyshev round shrinks the consensus distance."""
     root = math.sqrt(1.0 - gamma**2)
     return (1.0 - root) / (1.0 + root)
 
@@ -235,7 +235,7 @@ def _decay_bound(graph: str, method: str, num_workers: int) -> float:
 
 
 def draw(result: Result, path: Path) -> None:
-    """A panel a graph: measured points, the fitted power laws as lines."""
+    """Draw a panel a graph: measured points, the fitted power laws as lines."""
     figure, panels = parts.new_figure(4.2, 1, len(result.graphs), sharey=True)
     for axes, graph in zip(panels, result.graphs, strict=True):
         ends: list[tuple[float, str, str]] = []

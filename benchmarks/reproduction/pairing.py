@@ -78,11 +78,11 @@ class Result(msgspec.Struct, frozen=True):
     dimension: int
 
     def choose(self, **wanted: object) -> list[Run]:
-        """The runs whose attributes are all as wanted."""
+        """Return the runs whose attributes are all as wanted."""
         return [run for run in self.runs if all(getattr(run, k) == v for k, v in wanted.items())]
 
     def values(self, attribute: str, of: Callable[[Run], bool] | None = None) -> list[str]:
-        """The different values of an attribute, in the order of measurement."""
+        """Return the different values of an attribute, in the order of measurement."""
         chosen = self.runs if of is None else filter(of, self.runs)
         return list(dict.fromkeys(getattr(run, attribute) for run in chosen))
 
@@ -107,7 +107,7 @@ class Result(msgspec.Struct, frozen=True):
         return ratios
 
     def slow_runs(self) -> list[Run]:
-        """Runs of ``fresh`` that decay at less than a third of what is usual on their network."""
+        """Return runs of ``fresh`` that decay at under a third of their network's usual rate."""
         fresh = self.choose(policy="fresh")
         usual = {
             network: statistics.median(r.decay_per_exchange for r in fresh if r.network == network)
@@ -117,7 +117,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def _counts(run: Run) -> bool:
-    """Whether the verdict is about this network."""
+    """Return whether the verdict is about this network."""
     return (run.graph == "ring" and run.method == "a2cid2") or run.num_workers == LARGE
 
 
@@ -169,7 +169,7 @@ def measure_run(num_steps: float, **cell: Any) -> Run:
 
 
 def decay(trace: Trace) -> float:
-    """The decay per exchange, also of a run that hardly falls."""
+    """Return the decay per exchange, also of a run that hardly falls."""
     return trace.decay_per_exchange(lowest=TAIL[1], least_fall=1.0)
 
 
@@ -214,7 +214,7 @@ def draw(result: Result, path: Path) -> None:
 
 
 def write(result: Result) -> list[str]:
-    """The policies and the lock-in."""
+    """Draw the policies and the lock-in."""
     ratios = result.fresh_over_available
     holds = bool(ratios) and all(ratio >= AT_LEAST for ratio in ratios.values())
     shown = "; ".join(

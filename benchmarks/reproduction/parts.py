@@ -91,7 +91,7 @@ class PowerLaw(NamedTuple):
 
 
 def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw:
-    """The exponent of y over x, by least squares of log y on log x.
+    """Fit the exponent of y over x, by least squares of log y on log x.
 
     Raises:
         ValueError: fewer than two points, all at the same x, or one that is not positive.
@@ -143,7 +143,7 @@ def verdict(holds: bool, words: tuple[str, str] = REPRODUCED) -> str:
 
 
 def new_figure(height: float, rows: int, columns: int, **options: Any) -> tuple[Figure, Any]:
-    """A figure as wide as the page, and its panels; height in inches."""
+    """Return a figure as wide as the page, and its panels; height in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -37,7 +37,7 @@ DOUBLED, ACCELERATED = ("gossip", 2.0), ("a2cid2", 1.0)
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What all runs have in common."""
+    """The settings that all runs share."""
 
     total_steps: float = 19_200
     """Gradient steps of all workers together, whatever their number."""
@@ -84,7 +84,7 @@ class Result(msgspec.Struct, frozen=True):
     seeds: list[int]
 
     def of(self, data: str, graph: str, n: int, kind: tuple[str, float]) -> list[Run]:
-        """The runs of one cell, one a seed. All-reduce knows no graph: a ring's are everyone's."""
+        """Return the runs of one cell, one a seed. All-reduce has no graph: a ring's runs serve."""
         method, rate = kind
         if method == "allreduce":
             graph = "ring"
@@ -106,7 +106,7 @@ class Result(msgspec.Struct, frozen=True):
         return [a.late_distance / b.late_distance for a, b in zip(*both, strict=True)]
 
     def ahead_from(self, data: str, n: int) -> float:
-        """The share of the run after which A2CiD2 stays closer together than gossip at rate 2."""
+        """Return the share of the run after which A2CiD2 stays ahead of gossip at rate 2."""
         ours, theirs = (
             np.array([run.distances for run in self.of(data, "ring", n, kind)]).mean(axis=0)
             for kind in (ACCELERATED, DOUBLED)
@@ -178,7 +178,7 @@ def measure_run(settings: Settings, **cell: Any) -> Run:
 
 
 def draw(result: Result, path: Path) -> None:
-    """A row a kind of data: distance over n, loss over n, distance over time on the largest."""
+    """Draw a row a kind of data: distance and loss over n, distance over time on the largest."""
     figure, panels = parts.new_figure(6.2, 2, 3)
     sizes, largest = result.sizes, result.settings.largest
     for row, data in zip(panels, ("iid", "dirichlet"), strict=True):

@@ -52,7 +52,7 @@ class BatchedTransformer(Objective):
         return BatchedSource(self, num_workers, seed)
 
     def make_task(self) -> Task:
-        """Data and module."""
+        """Return data and module."""
         options = BytesGptOptions(
             batch_size=self.batch_size,
             context=self.context,

@@ -55,7 +55,7 @@ class ByteModel(Objective):
         return ByteSource(self, num_workers, seed)
 
     def make_model(self) -> nn.Sequential:
-        """The network as a module; contexts of shape (k, context) to logits of (k, 256)."""
+        """Return the network as a module; contexts of shape (k, context) to logits of (k, 256)."""
         return nn.Sequential(
             nn.Embedding(NUM_BYTES, self.width),
             nn.Flatten(),
@@ -65,7 +65,7 @@ class ByteModel(Objective):
         )
 
     def split(self, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """The contexts, (k, context), and the bytes that follow them, (k,)."""
+        """Return the contexts, (k, context), and the bytes that follow them, (k,)."""
         contexts = windows[:, :-1].unfold(1, self.context, 1).reshape(-1, self.context)
         return contexts, windows[:, self.context :].flatten()
 
@@ -109,7 +109,7 @@ class ByteSource(GradientSource):
         return Gradients(values, x.new_zeros(len(ranks), 0), losses)
 
     def windows(self, rank: int) -> Tensor:
-        """The worker's next batch: (batch_size, context + predicted), int64."""
+        """Return the worker's next batch: (batch_size, context + predicted), int64."""
         text, generator = self.texts[rank], self._generators[rank]
         size = (self._objective.batch_size,)
         starts = torch.randint(len(text) - self._length, size, generator=generator)

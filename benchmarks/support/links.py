@@ -50,7 +50,7 @@ def transport_to_the_other(
     shared_memory: SharedMemory,
     tls: TlsFiles | None = None,
 ) -> tuple[TcpTransport, Callable[[], None]]:
-    """A transport to the other of two processes, and what connects it.
+    """Return a transport to the other of two processes, and the dialler that connects it.
 
     Between the two the caller allocates the memory that is to be shared. ``pipe`` leads to the
     parent, which hands each process the other's address.
@@ -99,7 +99,7 @@ class ChunkStream(LinkEnd):
 
     @property
     def is_finished(self) -> bool:
-        """Whether all chunks of this round have come and gone."""
+        """Return whether all chunks of this round have come and gone."""
         assert self.link is not None
         return self._num_landed == self._num_chunks and self.link.queued_chunks == 0
 

@@ -50,5 +50,5 @@ class Meeting:
         self._numbers[len(self._numbers) // 2 + self._rank] = number
 
     def heard(self, rank: int) -> float:
-        """What the worker of this rank said last."""
+        """Return the number that the worker of this rank said last."""
         return float(self._numbers[len(self._numbers) // 2 + rank])

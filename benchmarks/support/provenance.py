@@ -1,4 +1,4 @@
-"""What a result was measured by: command, commit, hardware."""
+"""The provenance of a result: command, commit, hardware."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import gossipdp
 
 
 class Provenance(msgspec.Struct, frozen=True):
-    """Where a result comes from."""
+    """The origin of a result."""
 
     command: str
     version: str
@@ -27,7 +27,7 @@ class Provenance(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls, seconds: float) -> Provenance:
-        """Of this script on this machine."""
+        """Return the provenance of this script on this machine."""
         return cls(
             command=command(),
             version=gossipdp.__version__,
@@ -48,17 +48,17 @@ class Provenance(msgspec.Struct, frozen=True):
 
 
 def command() -> str:
-    """How this benchmark was called, with the path as seen from the repository."""
+    """Return the command of this benchmark, with the path as seen from the repository."""
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
 def commit_here() -> str:
-    """The commit of the source tree that this runs from; see :func:`commit_of`."""
+    """Return the commit of the source tree that this runs from; see :func:`commit_of`."""
     return commit_of(Path(gossipdp.__file__).parents[2])
 
 
 def commit_of(tree: Path) -> str:
-    """The commit of a source tree, with ``+`` if what measures or is measured was changed since.
+    """Return the commit of a source tree, with ``+`` if ``src`` or ``benchmarks`` changed since.
 
     ``unknown`` where the package is not part of one.
     """

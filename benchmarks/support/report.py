@@ -1,4 +1,4 @@
-"""What the benchmarks share: rounds in turn, medians with their spread, and where results go.
+"""Rounds in turn, medians with their spread, and the place of results, for all benchmarks.
 
 A benchmark prints its tables and writes them, with all that it measured, to
 ``benchmarks/results/NAME.{json,md}``: by which command, at which commit, on which hardware, and
@@ -44,7 +44,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Of at least one value; NaN of none."""
+        """Return the spread of the values; NaN of none."""
         found = tuple(values) or (math.nan,)
         return cls(statistics.median(found), min(found), max(found), found)
 
@@ -56,7 +56,7 @@ class Spread:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share does not exceed; NaN of none."""
+    """Return the smallest value that at least this share does not exceed; NaN of none."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
@@ -217,12 +217,12 @@ def run_script(main: Callable[[], None]) -> None:
 
 
 def results_folder(quick: bool) -> Path:
-    """Where results go: quick ones never to those that are committed."""
+    """Return the folder of results: quick ones never join the committed ones."""
     return QUICK_RESULTS if quick else RESULTS
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> str:
-    """A Markdown table; the first ``num_left`` columns are aligned to the left."""
+    """Return a Markdown table; the first ``num_left`` columns are aligned to the left."""
     marks = ["---" if column < num_left else "---:" for column in range(len(head))]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, marks, *rows])
 
@@ -237,7 +237,7 @@ def print_table(table: Table) -> None:
 
 
 def processor() -> str:
-    """The processor's own name."""
+    """Return the processor's own name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -22,7 +22,7 @@ from gossipdp import GossipDataParallel, OuterStep
 
 @dataclass(frozen=True)
 class RowPlan:
-    """What a row is told.
+    """The arguments of a row.
 
     samples: of the run, all workers together.
     batch_sizes: samples of one step, by rank.
@@ -87,7 +87,7 @@ class Row(ABC):
 
     @abstractmethod
     def set_rate(self, rate: float) -> None:
-        """The learning rate of the next step."""
+        """Return the learning rate of the next step."""
 
     @abstractmethod
     def step(self, loss: Tensor) -> None:
@@ -98,7 +98,7 @@ class Row(ABC):
         """Leave the average of all workers in ``net``."""
 
     def account(self) -> dict[str, float]:
-        """What this row counts: exchanges (or averages) of this worker."""
+        """Return the count of this row: exchanges (or averages) of this worker."""
         return {}
 
     def close(self) -> None:

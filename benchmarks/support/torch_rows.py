@@ -54,7 +54,7 @@ class TorchRows(RowOptimizer):
         return state
 
     def _kept(self, rank: int) -> list[tuple[dict[str, Tensor], str, Tensor]]:
-        """What the optimizers of a worker keep of each parameter: where, its name, the tensor."""
+        """Return what a worker's optimizers keep of each parameter: where, its name, the tensor."""
         found = []
         for optimizer in self._optimizers[rank]:
             for kept in optimizer.state.values():

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import quality
 import quality_rows
-import support.rows
 import torch
 from conditions import CONDITIONS
 from quality import QualityBenchmark, check, measure_all
@@ -23,7 +22,6 @@ from quality_report import (
     rows_as_json,
     tables,
     targets,
-    tried_text,
 )
 from quality_rows import DEFAULT_ROWS, KINDS, OuterNesterov, RowName
 from quality_runs import (
@@ -83,14 +81,11 @@ def test_the_grid_is_widened_until_the_best_has_neighbours(best: float, expected
     assert list(tried) == pytest.approx(expected)
 
 
-def test_a_grid_that_finds_no_end_is_an_error():
+def test_a_rate_that_diverged_is_a_neighbour_and_a_grid_without_end_an_error():
+    assert next_rate({0.004: 3.0, 0.008: math.inf}, RATES) == 0.002
     tried = {0.004 * 2**power: -float(power) for power in range(2 + MOST_WIDENINGS)}
     with pytest.raises(NoBestRateError, match="still at the end"):
         next_rate(tried, RATES)
-
-
-def test_a_rate_that_diverged_is_a_neighbour():
-    assert next_rate({0.004: 3.0, 0.008: math.inf}, RATES) == 0.002
 
 
 def test_seeds_are_apart_from_the_tuning_and_all_are_run_at_the_best_rate():
@@ -130,11 +125,6 @@ def test_what_is_not_to_be_had_now_is_left_open():
     assert unfinished.is_tuned
     assert list(unfinished.results) == [1]
     assert not measure(SETTINGS, RATES, 3, lambda _: None).is_tuned
-
-
-def test_a_row_that_diverges_at_every_rate_is_an_error():
-    with pytest.raises(NoBestRateError, match="still at the end"):
-        measure(SETTINGS, RATES, 1, lambda _: result(None))
 
 
 def test_finished_runs_are_found_again_by_all_of_their_settings(tmp_path: Path):
@@ -205,14 +195,6 @@ def test_a_row_that_is_none_is_told(text: str, message: str):
 def test_bad_input_is_told_before_anything_runs(changes: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         check(replace(QualityBenchmark(), **changes))
-
-
-def test_a_row_whose_package_is_missing_says_how_to_have_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(support.rows.importlib.util, "find_spec", lambda name: None)
-    reason = RowName.parse("diloco_torchft@16").missing()
-    assert reason is not None
-    assert "pip install torchft" in reason
-    assert RowName.parse("ddp").missing() is None
 
 
 def test_the_outer_step_is_nesterovs():
@@ -295,10 +277,6 @@ def test_a_second_call_goes_on_where_the_first_was_stopped(
     assert [(one.row, one.seed) for one in asked[first:]] == [("ddp", 3), ("none", 3)]
 
 
-def test_the_best_rate_stands_out():
-    assert tried_text({0.008: 3.0, 0.004: 3.25}) == "0.004: 3.250, **0.008: 3.000**"
-
-
 def test_bytes_are_those_that_the_sockets_sent():
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -315,17 +293,14 @@ def test_bytes_are_those_that_the_sockets_sent():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("row", "sent"),
-    [("local_sgd@2", 2.0), ("local_sgd_bf16@2", 1.0), ("ddp_bf16", 2.0), ("none", 0.0)],
-)
-def test_a_run_trains_every_worker_as_long_and_counts_its_bytes(row: str, sent: float):
-    found = run(replace(SETTINGS, row=row))
+def test_a_run_trains_every_worker_as_long_and_counts_its_bytes():
+    """Other rows run under a condition, in test_time_to_loss."""
+    found, sent = run(replace(SETTINGS, row="local_sgd_bf16@2")), 1.0
     assert found.samples == 2 * SIZE.steps * SIZE.batch_size
     assert len(found.curve) == NUM_MARKS + 1
     assert found.loss is not None
     assert found.loss < found.curve[0].loss < 8.5
-    # Two workers send each other half of the vector twice: 4 bytes a parameter every second step,
-    # 2 at each; and a few words.
+    # Two workers send each other half of the vector twice: 2 bytes a parameter every second step,
+    # and a few words.
     words = found.bytes_per_parameter_step - sent
     assert 0 <= words * num_parameters(SIZE) * SIZE.steps < 8_192

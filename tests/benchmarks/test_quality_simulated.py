@@ -58,16 +58,6 @@ def test_stacked_transformers_have_the_gradients_of_the_module() -> None:
     assert 7 < source.evaluate(source.start[0]).loss < 9
 
 
-def test_a_fresh_model_knows_little_and_disjoint_workers_read_different_text() -> None:
-    source = ByteModel(disjoint=True).begin(4, seed=0)
-    assert 6 < source.evaluate(source.start[0]).loss < 10
-    texts = [text.data_ptr() for text in source.texts]
-    ends = [start + len(text) for start, text in zip(texts, source.texts, strict=True)]
-    assert texts[1:] == ends[:-1]
-    together = ByteModel().begin(4, seed=0)
-    assert len(together.texts[0]) == sum(len(text) for text in source.texts)
-
-
 @pytest.mark.parametrize("best", [-5, -1, 0, 1, 4])
 def test_the_search_ends_where_the_loss_rises_both_ways(best: int) -> None:
     asked: list[float] = []

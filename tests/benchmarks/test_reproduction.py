@@ -1,8 +1,8 @@
 """The reproduction: what its sections measure, what they conclude, and the page."""
 
-import json
 import math
 import re
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -15,7 +15,7 @@ from reproduction.parts import Effort, Estimate, fit_power_law
 
 from gossipdp.graph import build_graph
 from gossipdp_lab.simulate import Record, Trace
-from gossipdp_lab.simulate.synchronous import mixing_matrix, second_eigenvalue
+from gossipdp_lab.simulate.synchronous import mixing_matrix
 
 SIZES = [8, 16, 32, 64, 128, 256]
 
@@ -66,21 +66,6 @@ def test_synchronous_rounds_on_a_complete_graph_shrink_by_a_quarter():
     assert point.prediction == pytest.approx(28 / math.log(4))
 
 
-def test_the_number_is_that_of_the_method_that_was_simulated():
-    points = {
-        method: mixing.measure_point("ring", method, 16, 2)
-        for method in ("gossip", "a2cid2", "dpsgd", "dpsgd-chebyshev")
-    }
-    mean = {method: sum(point.communications) / 2 for method, point in points.items()}
-    assert mean["a2cid2"] < 0.6 * mean["gossip"]
-    assert mean["dpsgd-chebyshev"] < 0.2 * mean["dpsgd"]
-    # The bound holds for the asynchronous methods, and is not what is returned.
-    for method in ("gossip", "a2cid2"):
-        assert 0.3 < mean[method] / points[method].prediction < 0.95
-        first, second = points[method].communications
-        assert first != second
-
-
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -116,23 +101,6 @@ def test_rounds_are_those_of_the_chebyshev_polynomials() -> None:
     assert plain.multiply(plain.multiply(np.ones((1, 1))))[0, 0] == pytest.approx(value**2)
 
 
-@pytest.mark.parametrize("chebyshev", [False, True])
-def test_consensus_rounds_decay_as_the_second_eigenvalue_says(chebyshev: bool) -> None:
-    matrix = mixing_matrix(build_graph("ring", 16), lazy=True)
-    start = np.random.default_rng(0).standard_normal((16, 4))
-    distances = mixing.consensus_rounds(matrix, start, chebyshev=chebyshev)
-    centred = start - start.mean(axis=0)
-    assert distances[0] == pytest.approx((centred**2).sum() / 16)
-    assert distances[-1] < 1e-12 * distances[0] <= distances[-2]
-    shares = distances / distances[0]
-    tail = np.flatnonzero(shares < 1e-6)
-    slope, _ = np.polyfit(tail, -np.log(shares[tail]), 1)
-    gamma = second_eigenvalue(matrix)
-    factor = mixing.chebyshev_limit(gamma) if chebyshev else gamma**2
-    # All eigenvalues below gamma oscillate under the Chebyshev envelope.
-    assert slope == pytest.approx(-math.log(factor), rel=0.1 if chebyshev else 1e-3)
-
-
 def test_consensus_rounds_end_where_they_must() -> None:
     complete = mixing_matrix(build_graph("complete", 6))
     start = np.arange(12.0).reshape(6, 2)
@@ -145,32 +113,6 @@ def test_consensus_rounds_end_where_they_must() -> None:
 
 
 # Training on rings
-
-LONGER = msgspec.structs.replace(training.QUICK, noise_steps=150.0, total_steps=320)
-
-
-def trained(data: str, num_workers: int, method: str, rate: float) -> training.Run:
-    cell = (data, "ring", num_workers, method, rate, 0)
-    return training.measure_run(LONGER, **dict(zip(training.CELL, cell, strict=True)))
-
-
-def test_the_distance_is_that_of_the_method_and_the_rate():
-    plain, doubled, accelerated = (
-        trained("noise", 16, method, rate).late_distance
-        for method, rate in (("gossip", 1.0), ("gossip", 2.0), ("a2cid2", 1.0))
-    )
-    assert doubled < 0.75 * plain
-    assert accelerated < 0.75 * plain
-
-
-def test_digits_are_learnt_and_uneven_classes_keep_workers_apart():
-    alike, uneven, synchronous = (
-        trained(data, 8, method, 1.0)
-        for data, method in (("iid", "gossip"), ("dirichlet", "gossip"), ("iid", "allreduce"))
-    )
-    assert alike.loss < 1.5  # of ln 10 at the start
-    assert uneven.late_distance > 2 * alike.late_distance
-    assert synchronous.late_distance < 1e-9 * alike.late_distance
 
 
 def made_up_rings(ratio: float) -> training.Result:
@@ -205,22 +147,8 @@ def test_the_verdict_is_about_all_rings_and_the_whole_run():
 # Pairing and the invariant
 
 
-def paired(policy: str, method: str = "a2cid2") -> pairing.Run:
-    cell = (method, "ring", 16, policy, 1.5, False, 0)
-    return pairing.measure_run(120.0, **dict(zip(pairing.CELL, cell, strict=True)))
-
-
-def test_available_locks_in_and_fresh_does_not():
-    fresh, available = paired("fresh"), paired("available")
-    assert fresh.decay_per_exchange > 3 * available.decay_per_exchange
-    assert fresh.decay_per_exchange > 1.5 * paired("fresh", "gossip").decay_per_exchange
-    # An exchange of 1.5 steps leaves room for two thirds of one a step.
-    assert 0.4 < fresh.comm_rate < 0.7
-    assert fresh.decay_per_step == pytest.approx(fresh.decay_per_exchange * fresh.comm_rate)
-
-
 def trace_falling(*shares: float) -> Trace:
-    """Of 4 workers with 2 exchanges each between records, in steps of 0.5 s."""
+    """Return a trace of 4 workers with 2 exchanges each between records, in steps of 0.5 s."""
     trace = Trace("a2cid2", 4, unit_s=0.5)
     for number, share in enumerate(shares):
         trace.records.append(
@@ -248,17 +176,6 @@ def test_slow_runs_of_fresh_are_found():
     assert pairing.Result(runs, 60.0, 16).slow_runs() == [runs[1]]
 
 
-def test_only_the_released_exchange_drifts():
-    runs = {
-        method: invariant.measure_run(method, 16, 120.0, seed=0)
-        for method in ("a2cid2", "released", "gossip")
-    }
-    assert max(runs["a2cid2"].drifts) < 1e-13
-    assert max(runs["gossip"].drifts) < 1e-13
-    assert max(runs["released"].drifts) > 1e-2
-    assert runs["a2cid2"].distances[-1] < 1e-3 * runs["gossip"].distances[-1]
-
-
 def test_the_invariant_s_verdict_follows_from_the_runs():
     def run(method: str, distance: float, drift: float) -> invariant.Run:
         series = ([0.0, 5.0, 10.0], [1.0, 1e-3, distance], [0.0, drift, drift])
@@ -278,8 +195,14 @@ def test_the_invariant_s_verdict_follows_from_the_runs():
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("docs")
-    return reproduce.reproduce(list(reproduce.SECTIONS), directory, Effort(quick=True))
+    """Run every section, in little, where a quick run writes by itself: under runs/."""
+    committed = {path: path.read_bytes() for path in reproduce.DOCS.rglob("reproduction*")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("quick"))
+        assert reproduce.main(["--quick"]) == 0
+        page = Path("runs/reproduction/reproduction.md").absolute()
+    assert {path: path.read_bytes() for path in committed} == committed
+    return page
 
 
 def test_every_section_is_there_with_figure_table_and_provenance(written):
@@ -293,6 +216,49 @@ def test_every_section_is_there_with_figure_table_and_provenance(written):
         for link in re.findall(r"\]\(([^)#]+)\)", part):
             assert (written.parent / link).stat().st_size > 1000, link
         assert "<figure>" not in part
+
+
+def test_method_rate_data_and_policy_reach_the_simulator(written):
+    """Each makes the difference in the quick runs that the simulator's own tests measure."""
+    results = {
+        name: msgspec.json.decode(reproduce.read_stored(written.parent, name).result, type=each)
+        for name, each in ((name, part.Result) for name, part in reproduce.SECTIONS.items())
+    }
+    point = {
+        (point.graph, point.method): (sum(point.communications) / 2, point.prediction)
+        for point in results["mixing"].points
+        if point.num_workers == 16
+    }
+    assert point["ring", "a2cid2"][0] < 0.6 * point["ring", "gossip"][0]
+    assert point["ring", "dpsgd-chebyshev"][0] < 0.2 * point["ring", "dpsgd"][0]
+    for method in ("gossip", "a2cid2"):
+        number, bound = point["ring", method]
+        assert 0.3 < number / bound < 0.95  # the bound is not what is returned
+
+    late = {
+        (run.data, run.method, run.comm_rate): run.late_distance
+        for run in results["training"].runs
+        if (run.graph, run.num_workers) == ("ring", 8)
+    }
+    plain = late["noise", "gossip", 1.0]
+    assert max(late["noise", "gossip", 2.0], late["noise", "a2cid2", 1.0]) < 0.75 * plain
+    assert late["dirichlet", "gossip", 1.0] > 2 * late["iid", "gossip", 1.0]
+    assert late["iid", "allreduce", 1.0] < 1e-9 * late["iid", "gossip", 1.0]
+
+    paired = {
+        (run.method, run.policy): run
+        for run in results["pairing"].runs
+        if run.duration == 1.5 and not run.is_jittered
+    }
+    fresh = paired["a2cid2", "fresh"]
+    assert fresh.decay_per_exchange > 3 * paired["a2cid2", "available"].decay_per_exchange
+    assert fresh.decay_per_exchange > 1.1 * paired["gossip", "fresh"].decay_per_exchange
+    assert fresh.decay_per_step == pytest.approx(fresh.decay_per_exchange * fresh.comm_rate)
+
+    last = {run.method: run for run in results["invariant"].runs}
+    assert max(last["a2cid2"].drifts + last["gossip"].drifts) < 1e-13
+    assert max(last["released"].drifts) > 1e-3
+    assert last["a2cid2"].distances[-1] < 1e-2 * last["gossip"].distances[-1]
 
 
 def test_the_page_is_rebuilt_from_what_is_stored(written):
@@ -320,35 +286,16 @@ def test_docs_take_no_figures_of_code_that_no_commit_has(tmp_path, monkeypatch, 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_quick_run_leaves_what_is_committed_alone(tmp_path, monkeypatch):
-    """A quick run without --output writes under runs/ where it is called."""
-    committed = {path: path.read_bytes() for path in reproduce.DOCS.rglob("reproduction*")}
-    monkeypatch.chdir(tmp_path)
-    assert reproduce.main(["--quick", "--only", "invariant", "--processes", "1"]) == 0
-    assert {path: path.read_bytes() for path in committed} == committed
-    text = (tmp_path / "runs/reproduction/reproduction.md").read_text()
-    assert text.count("Not run yet") == len(reproduce.SECTIONS) - 1
-    stored = json.loads(
-        (tmp_path / "runs/reproduction/figures/reproduction-invariant.json").read_text()
-    )
-    assert stored["quick"]
-    assert stored["provenance"]["hardware"]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--only", "mixin"], "there is no section 'mixin'; choose among mixing"),
         (["--processes", "0"], "number of processes is 0"),
+        (["--rewrite"], "not a stored result"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, capsys, words, message):
-    assert reproduce.main([*words, "--output", str(tmp_path)]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_file_that_is_no_result_is_refused(tmp_path):
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures/reproduction-mixing.json").write_text("{}")
-    with pytest.raises(ValueError, match="not a stored result"):
-        reproduce.read_stored(tmp_path, "mixing")
+    assert reproduce.main([*words, "--output", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What all benchmarks share: spreads, turns, meetings, and the list of what is missing."""
+"""Tests of what all benchmarks share: spreads, turns, meetings, and missing rows."""
 
 import json
 import math

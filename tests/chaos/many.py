@@ -26,7 +26,8 @@ import cloudpickle
 import known_average
 import psutil
 import torch
-from mean_of_members import consolidate_what_is_kept, inputs_in, wrong_end, wrong_steps
+import waiting
+from known_average import consolidate_what_is_kept, inputs_in, wrong_end, wrong_steps
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -156,7 +157,8 @@ def main() -> int:
             f"{arguments.workers} workers take up to {needed >> 20} MB; {available >> 20} are free"
         )
         return 2
-    cloudpickle.register_pickle_by_value(known_average)  # it is on no worker's import path
+    for module in (known_average, waiting):  # they are on no worker's import path
+        cloudpickle.register_pickle_by_value(module)
     os.environ["OMP_NUM_THREADS"] = "1"
     problems: list[str] = []
     figures: dict[str, float] = {}

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import psutil
 import torch
-from mean_of_members import errors_in, inputs_in, wrong_end, wrong_steps
+from known_average import errors_in, inputs_in, wrong_end, wrong_steps
 from rich.console import Console
 from rich.table import Table
 from run_processes import VARIABLES, RunCommand, runs

@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
-from mean_of_members import consolidate_what_is_kept
+from known_average import consolidate_what_is_kept
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

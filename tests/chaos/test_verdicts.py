@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mean_of_members import (
+from known_average import (
     errors_in,
     squared_distance,
     wrong_average,

@@ -40,7 +40,7 @@ def local_ray() -> Iterator[None]:
 
 
 def make_train() -> Any:
-    """A worker's function, which Ray takes by value since tests are on nobody's import path."""
+    """Return a worker's function, which Ray takes by value: no import path leads to tests."""
 
     def train(marks: Path, mode: str) -> tuple[int, int, int]:
         import torch

@@ -102,7 +102,7 @@ class Slurm:
         }
 
     def call(self, *words: str) -> str:
-        """What a command writes."""
+        """Return the output of a command."""
         done = subprocess.run(
             words, env=self.variables, capture_output=True, text=True, check=False, timeout=60
         )
@@ -115,7 +115,7 @@ class Slurm:
         return self.call("sbatch", *options, str(SBATCH), *words).strip()
 
     def state(self, job: str) -> str:
-        """Of a job, such as RUNNING."""
+        """Return the state of a job, such as RUNNING."""
         words = self.call("scontrol", "show", "job", job).split()
         return next(word.partition("=")[2] for word in words if word.startswith("JobState="))
 

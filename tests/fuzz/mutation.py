@@ -64,7 +64,7 @@ def message(data: bytes, chance: random.Random) -> bytes:
 
 
 def records(data: bytes, chance: random.Random) -> bytes:
-    """A row of records (length, choice, message): one is changed, moved, repeated or dropped."""
+    """Change, move, repeat or drop one of a row of records (length, choice, message)."""
     parts: list[tuple[int, bytes]] = []
     while len(data) >= 2:
         parts.append((data[1], data[2 : 2 + data[0]]))
@@ -86,7 +86,7 @@ def records(data: bytes, chance: random.Random) -> bytes:
 
 
 def handshake(data: bytes, chance: random.Random) -> bytes:
-    """A row of handshake messages (magic, version, length, msgpack): one is changed."""
+    """Change one of a row of handshake messages (magic, version, length, msgpack)."""
     parts: list[tuple[bytes, bytes]] = []
     while len(data) >= 7:
         length = int.from_bytes(data[5:7], "little")

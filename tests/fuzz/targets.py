@@ -1,4 +1,4 @@
-"""What is fuzzed: every parser that meets bytes of the network.
+"""The targets of fuzzing: every parser that meets bytes of the network.
 
 A target takes any bytes and returns, or raises where the library does wrong: an exception that
 callers do not expect, a value out of bounds, a message that does not survive being written again.
@@ -85,7 +85,7 @@ def identity(rank: int) -> Identity:
 
 
 def frame_header(data: bytes) -> None:
-    """A header is refused, or in bounds and the same when written again."""
+    """Check that a header is refused, or in bounds and the same when written again."""
     try:
         header = parse_header(data[:HEADER_BYTES], TAG, 0)
     except FrameError:
@@ -153,7 +153,7 @@ def handshake_acceptor(data: bytes) -> None:
 
 
 def handshake_dialler(data: bytes) -> None:
-    """The same for the dialler."""
+    """Do the same for the dialler."""
     machine = Handshake(identity(0), SECRET, dialler=True, wanted_rank=1, nonce=NONCES[0])
     try:
         _shake(machine, data)
@@ -180,7 +180,7 @@ def handshake_in_tls(data: bytes) -> None:
 
 
 def handshake_in_tls_seeds() -> list[bytes]:
-    """A hello, a welcome, and refusals."""
+    """Return a hello, a welcome, and refusals."""
     hello = Handshake(identity(1), None, dialler=True).take_output()
     acceptor = Handshake(identity(1), None, dialler=False)
     _feed(acceptor, Handshake(identity(0), None, dialler=True).take_output())
@@ -189,7 +189,7 @@ def handshake_in_tls_seeds() -> list[bytes]:
 
 @functools.cache
 def _conversation() -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-    """What a dialler and an acceptor with these nonces say, message by message."""
+    """Return the messages of a dialler and an acceptor with these nonces, in turn."""
     dialler = Handshake(identity(0), SECRET, dialler=True, wanted_rank=1, nonce=NONCES[0])
     acceptor = Handshake(identity(1), SECRET, dialler=False, nonce=NONCES[1])
     said: tuple[list[bytes], list[bytes]] = ([], [])
@@ -220,13 +220,13 @@ def _refusals(secret: bytes | None = SECRET) -> list[bytes]:
 
 
 def handshake_acceptor_seeds() -> list[bytes]:
-    """The dialler's words, whole and begun; a TLS hello; a browser."""
+    """Return the dialler's words, whole and begun; a TLS hello; a browser's."""
     words = _conversation()[0]
     return [b"".join(words), *words, b"\x16\x03\x01\x02\x00\x01\x00", b"GET / HTTP/1.1\r\n\r\n"]
 
 
 def handshake_dialler_seeds() -> list[bytes]:
-    """The acceptor's words, and refusals."""
+    """Return the acceptor's words, and refusals."""
     words = _conversation()[1]
     return [b"".join(words), *words, *_refusals()]
 
@@ -235,7 +235,7 @@ def handshake_dialler_seeds() -> list[bytes]:
 
 
 def control_message(data: bytes) -> None:
-    """A message is refused, or the same when written again."""
+    """Check that a message is refused, or the same when written again."""
     try:
         envelope = decode(data)
     except ProtocolError:
@@ -449,7 +449,7 @@ class _Owner(LinkOwner):
 
 
 def link_stream(data: bytes) -> None:
-    """A link ends exactly once, whatever comes, and tells its handler only what is allowed."""
+    """Check that a link ends exactly once, and tells its handler only what is allowed."""
     owner = _Owner()
     link = TcpLink(owner, _Bytes(data), identity(1), dialler=0)
     link.peer_memory.map(1, memoryview(bytes(4096)))
@@ -462,7 +462,7 @@ def link_stream(data: bytes) -> None:
 
 
 def link_stream_seeds() -> list[bytes]:
-    """Controls and chunks, in order."""
+    """Return controls and chunks, in order."""
     frames = []
     for number, message in enumerate(control_message_seeds()[:6]):
         frames.append(pack_header(TAG, FrameType.CONTROL, number, len(message)) + message)
@@ -485,7 +485,7 @@ def link_stream_seeds() -> list[bytes]:
 
 
 def state_skeleton(data: bytes) -> None:
-    """A skeleton is refused, or stands for a state that can be described again."""
+    """Check that a skeleton is refused, or gives a state that can be described again."""
     try:
         found = skeleton.decode(data)
         if found.num_bytes > 1 << 20:

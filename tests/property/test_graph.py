@@ -10,7 +10,7 @@ from gossipdp.graph.constants import laplacian_matrix
 
 @st.composite
 def connected_graphs(draw, max_workers=12):
-    """A random tree, so that it is connected, and any further edges."""
+    """Draw a random tree, so that the graph is connected, and any further edges."""
     num_workers = draw(st.integers(2, max_workers))
     graph = nx.Graph()
     graph.add_nodes_from(range(num_workers))

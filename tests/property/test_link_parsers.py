@@ -164,7 +164,7 @@ def test_bytes_may_come_in_any_pieces(size: int) -> None:
 
 
 def module(name: str) -> ModuleType:
-    """A file of tests/fuzz, which is on nobody's import path."""
+    """Import a file of tests/fuzz, which is on no import path."""
     spec = importlib.util.spec_from_file_location(f"fuzz_{name}", FUZZ / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

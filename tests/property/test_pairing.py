@@ -53,7 +53,7 @@ class Scenario:
 
 @st.composite
 def graphs(draw: st.DrawFn) -> nx.Graph:
-    """A connected graph: a random tree on shuffled ranks and some more edges."""
+    """Draw a connected graph: a random tree on shuffled ranks and some more edges."""
     num_workers = draw(st.integers(2, 6))
     ranks = draw(st.permutations(range(num_workers)))
     graph: nx.Graph = nx.Graph()

@@ -1,4 +1,4 @@
-"""How often workers exchange, with whom, and at what cost in messages."""
+"""The rate of exchanges, their partners, and their cost in messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def train(
     is_in_phase: bool = False,
     slow_rank: int | None = None,
 ) -> Network:
-    """Steps of one second, the slow rank's of four; latency one millisecond."""
+    """Train by steps of one second, the slow rank's of four; latency one millisecond."""
     constants = Constants.of(build_graph(graph_name, num_workers), comm_rate)
     workers = make_workers(constants, seed=0, policy_name=policy_name)
     if is_in_phase:
@@ -62,7 +62,7 @@ def messages_per_exchange(network: Network) -> float:
 
 
 def repeated_share(network: Network) -> float:
-    """The share of exchanges whose two ends had each exchanged with the other just before."""
+    """Return the share of exchanges whose two ends had just exchanged with one another."""
     last: dict[int, int] = {}
     num_repeated = 0
     for record in network.exchanges.values():

@@ -11,7 +11,7 @@ from simulated_faults.network import FaultyNetwork
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
-from gossipdp.protocol.members import Status, first_incarnation
+from gossipdp.protocol.members import Status
 from gossipdp.protocol.worker import WorkerProtocol
 from gossipdp_lab.simulate.network import Conditions, make_workers
 
@@ -252,28 +252,8 @@ def test_a_stop_in_the_midst_of_consolidation_does_not_hold_it_up() -> None:
 
 
 def restarted(network: FaultyNetwork, rank: int | None, process_id: int) -> WorkerProtocol:
-    """A worker that knows what a live one tells it."""
-    informant = next(iter(running(network).values()))
-    answer = informant.answer_joiner(1)
-    rank, incarnation = first_incarnation(answer.members, rank)
-    original = next(iter(network.workers.values()))
-    worker = WorkerProtocol(
-        rank=rank,
-        incarnation=incarnation,
-        process_id=process_id,
-        host="simulated",
-        port=0,
-        constants=original.neighbourhood.graph.original,
-        method="a2cid2",
-        policy_name="fresh",
-        timeout_s=original.timeout_s,
-        random=Random(process_id),
-        num_chunks=3,
-        is_joining=True,
-    )
-    worker.membership.merge_all(answer.members)
-    worker.progress.merge_all(answer.progress)
-    return worker
+    """Return a worker that knows what the lowest live one tells it."""
+    return network.new_process(rank, process_id, asked=next(iter(running(network))))
 
 
 @pytest.mark.parametrize("wait_s", [0.02, 8.0])

@@ -1,4 +1,4 @@
-"""How fast workers agree over links: quick ones, and saturated ones."""
+"""The speed of agreement over links: quick ones, and saturated ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL_BYTES = 1e6
 
 
 def links(transfer_steps: float, jitter: float = 0.0) -> LinkModel:
-    """An exchange takes so many gradient steps; messages are quick."""
+    """Return links on which an exchange takes so many gradient steps; messages are quick."""
     speed = MODEL_BYTES / (transfer_steps * STEP_S) if transfer_steps else float("inf")
     return LinkModel(Link(latency_s=1e-4, bytes_per_s=speed), jitter=jitter)
 

@@ -1,4 +1,4 @@
-"""Whether two nested states are the same, to the bit."""
+"""A comparison of two nested states, to the bit."""
 
 from typing import Any
 

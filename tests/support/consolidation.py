@@ -32,7 +32,7 @@ def worker(rank: int, num_chunks: int = 2, num_copied_chunks: int = 0) -> Consol
 
 
 def ticks(machine: Consolidation, number: int) -> list[ReductionAction]:
-    """What a worker does in so many quarters of a time-out in which it hears everybody."""
+    """Let so many quarters of a time-out pass, in which a worker hears all others."""
     return [action for _ in range(number) for action in machine.tick(range(100))]
 
 

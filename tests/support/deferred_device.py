@@ -80,7 +80,7 @@ class DeferredDevice(QueuedDevice):
 
     @contextlib.contextmanager
     def on(self, stream: str) -> Iterator[None]:
-        """The calling thread queues on ``stream``."""
+        """Let the calling thread queue on ``stream``."""
         before, self._local.stream = self.stream, stream
         try:
             yield
@@ -89,7 +89,7 @@ class DeferredDevice(QueuedDevice):
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """What this thread does with the device's tensors is deferred."""
+        """Defer what this thread does with the device's tensors."""
         update._kept.rooms.clear()  # scratch that was made before is not the device's
         with _Deferred(self):
             yield
@@ -179,7 +179,7 @@ class DeferredDevice(QueuedDevice):
         return room
 
     def holds(self, values: Tensor) -> bool:
-        """Whether they are in the device's memory, be it through a storage over a piece of it."""
+        """Return whether they are in the device's memory, or in a storage over a piece of it."""
         address = values.untyped_storage().data_ptr()
         place = bisect.bisect_right(self._storages, address, key=_address) - 1
         if place < 0:

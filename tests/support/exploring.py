@@ -1,4 +1,4 @@
-"""Whether tests that draw at random draw a fixed set, or a new one each time.
+"""The seed of tests that draw at random: a fixed set of examples, or a new one each time.
 
 ``make test`` runs the same examples every time. With ``GOSSIPDP_EXPLORE=1``, as in ``make chaos``,
 each run draws others, and pytest's header says their seed; ``GOSSIPDP_EXPLORE=SEED`` repeats them.

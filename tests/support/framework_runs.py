@@ -57,7 +57,7 @@ def run_example(name: str, wrapper: str | None) -> dict[str, Any]:
 
 
 def digest(module: Any) -> str:
-    """Of every bit of a module's parameters and buffers."""
+    """Return a digest of every bit of a module's parameters and buffers."""
     hashed = hashlib.sha256()
     for value in module.state_dict().values():
         hashed.update(value.detach().contiguous().numpy().tobytes())
@@ -102,7 +102,7 @@ def save_under_transformers(folder: str) -> dict[str, Any]:
 
 
 def scaled(linear: Any) -> Any:
-    """A module whose forward pass takes ``inputs`` and returns a loss."""
+    """Make a module whose forward pass takes ``inputs`` and returns a loss."""
     import torch
 
     class Scaled(torch.nn.Module):
@@ -156,7 +156,7 @@ def save_under_lightning(folder: str) -> dict[str, Any]:
 
 
 def forget_the_single_process() -> list[str]:
-    """The errors of frameworks that were set up as a part of the run."""
+    """Return the errors of frameworks that were set up as a part of the run."""
     import torch
     from accelerate import Accelerator
     from transformers import Trainer, TrainingArguments

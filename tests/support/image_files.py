@@ -10,7 +10,7 @@ SYNSETS = ("n01440764", "n01443537", "n02105855")
 
 
 def cifar10_files(images_per_file: int, seed: int = 0) -> dict[str, bytes]:
-    """The files of the folder: noise on a patch whose place and colour tell the class."""
+    """Make the files of the folder: noise on a patch whose place and colour tell the class."""
     random = np.random.default_rng(seed)
     files = {}
     for name in [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]:
@@ -25,7 +25,7 @@ def cifar10_files(images_per_file: int, seed: int = 0) -> dict[str, bytes]:
 
 
 def write_cifar10(folder: Path, images_per_file: int = 8) -> Path:
-    """The folder that cifar-10-binary.tar.gz holds."""
+    """Write the folder that cifar-10-binary.tar.gz holds."""
     path = folder / "cifar-10-batches-bin"
     path.mkdir()
     for name, content in cifar10_files(images_per_file).items():
@@ -34,7 +34,7 @@ def write_cifar10(folder: Path, images_per_file: int = 8) -> Path:
 
 
 def jpeg(label: int, number: int, kind: str = "JPEG", mode: str = "RGB") -> bytes:
-    """An image of class ``label``; its size depends on ``number``."""
+    """Draw an image of class ``label``; its size depends on ``number``."""
     size = (60 + 7 * (number % 5), 48 + 5 * (number % 7))
     colour = [40, 40, 40]
     colour[label] = 200

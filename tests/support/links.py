@@ -108,7 +108,7 @@ class Node:
     num_used: int = 0
 
     def payload(self, data: bytes) -> memoryview:
-        """``data`` to be sent: where peers can read it in place, if this worker has such memory."""
+        """Place ``data`` where peers can read it, if this worker has such memory."""
         if self.memory is None:
             return memoryview(data)
         start = self.num_used
@@ -166,7 +166,7 @@ class World:
         return self.tcp(rank, **{"tls": Tls(self._tls_files), **changes})
 
     def memory(self, rank: int, **changes: Any) -> Node:
-        """A worker whose links are queues in this process: see :class:`MemoryTransport`."""
+        """Make a worker whose links are queues in this process: see :class:`MemoryTransport`."""
         handler = Recorder()
         transport = MemoryTransport(handler, self.identity(rank, **changes), self._network)
         address = transport.identity.host, transport.identity.port
@@ -199,7 +199,7 @@ class World:
         node.transport.close()
 
     def join(self, first: Node, second: Node) -> tuple[Link, Link]:
-        """A link between two workers, ``first`` dialling."""
+        """Link two workers, ``first`` dialling."""
         first.dial(second)
         self.until(
             lambda: second.rank in first.handler.links and first.rank in second.handler.links
@@ -306,7 +306,7 @@ class MemoryLink(Link):
             self.most_queued = max(self.most_queued, len(self.queue))
 
     def take(self) -> tuple[FrameType, ChunkKey, memoryview]:
-        """The oldest chunk: it has left."""
+        """Return the oldest chunk: it has left."""
         frame_type, key, payload = self.queue.popleft()
         self.queued_bytes -= len(payload)
         self.bytes_sent += HEADER_BYTES + len(payload)

@@ -31,7 +31,7 @@ class MixingTask:
 
 @dataclass(frozen=True)
 class Mixed:
-    """What one worker saw at its start and after each of its steps.
+    """The observations of one worker at its start and after each of its steps.
 
     Attributes:
         times_s: ``time.monotonic``, which all processes share; (num_steps + 1,).
@@ -51,13 +51,13 @@ class Mixed:
 
 
 def start_vector(task: MixingTask, rank: int) -> torch.Tensor:
-    """The standard normal vector with which a worker begins."""
+    """Return the standard normal vector with which a worker begins."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(task.num_floats, generator=generator)
 
 
 def observed(task: MixingTask, values: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Some coordinates, from all chunks."""
+    """Return some coordinates, from all chunks."""
     return values[:: max(1, task.num_floats // NUM_OBSERVED)][:NUM_OBSERVED].numpy()
 
 

@@ -98,7 +98,7 @@ ORDERS = (
 
 
 def make_loader(order: str, *, has_generator: bool = False, **options: Any) -> DataLoader[Tensor]:
-    """A loader as a script makes it anew when it is started again."""
+    """Make a loader as a script does when it is started again."""
     generator = torch.Generator().manual_seed(17) if has_generator else None
     data, options = Numbers(), options | {"generator": generator}
     match order:

@@ -1,4 +1,4 @@
-"""What tests share that start ``gossipdp run`` and look at its processes."""
+"""Helpers of tests that start ``gossipdp run`` and look at its processes."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ VARIABLES = {
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there and is no zombie."""
+    """Return whether a process is there and is no zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

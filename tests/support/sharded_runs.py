@@ -1,4 +1,4 @@
-"""What the processes of sharded replicas do in tests, and what each of them saw."""
+"""Programs of sharded replicas' processes in tests, and what each process saw."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def exchanged_by_hand(mesh: DeviceMesh, *, is_sharded: bool) -> Tensor:
 
 @dataclass
 class Seen:
-    """What one process saw.
+    """The observations of one process.
 
     Attributes:
         replica, num_replicas: ``rank`` and ``world_size``.
@@ -146,7 +146,7 @@ def train(
     save: str = "",
     **options: Any,
 ) -> Seen:
-    """A run over gossip, from the wrapper to the consolidated model; ``save`` is a program."""
+    """Run over gossip, from the wrapper to the consolidated model; ``save`` is a program."""
     replica_mesh, shard_mesh = (None, None) if mesh is None else (mesh["replicate"], mesh["shard"])
     net = shard(make_net(dist.get_rank()), shard_mesh)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
@@ -241,7 +241,7 @@ def on_one_mesh(
 
 
 def loaded(load: str) -> tuple[Tensor, Tensor]:
-    """What a replica had saved, loaded into shards over four processes: all, and the parameters.
+    """Load a replica's checkpoint into shards over four processes: all, and the parameters.
 
     Then that one replica trains on.
     """
@@ -305,7 +305,7 @@ def averaged_and_stopped(mesh: DeviceMesh) -> dict[str, Any]:
 def averages(
     model: GossipDataParallel, net: nn.Module, partners: dist.ProcessGroup
 ) -> dict[str, Tensor]:
-    """The replica's own parameters, the mean over replicas, and what the wrapper says it is."""
+    """Return the replica's parameters, the mean over replicas, and what the wrapper says it is."""
     own = values(net)
     mean = own.clone()
     dist.all_reduce(mean, group=partners)
@@ -326,7 +326,7 @@ def averages(
 
 
 def poisoned(mesh: DeviceMesh) -> dict[str, Any]:
-    """A batch of one process of replica 1 holds NaN, and so does what its replica trains then."""
+    """Give one process of replica 1 a batch of NaN, so that its replica's parameters become NaN."""
     rank, num_steps = dist.get_rank(), 0
     net = shard(make_net(rank), mesh["shard"])
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
@@ -377,7 +377,7 @@ def until_asked(directory: Path, is_one_slow: bool) -> None:
 
 
 def all_train(directory: Path) -> bool:
-    """Whether all processes of :func:`until_asked` do."""
+    """Return whether all processes of :func:`until_asked` do."""
     return len(list(directory.glob("[01].[01]"))) == 4
 
 

@@ -98,7 +98,7 @@ class Adversary:
 
 
 def draw_adversary(seed: int) -> Adversary:
-    """The schedule of a seed."""
+    """Draw the schedule of a seed."""
     random = Random(f"{seed} adversary")
     return Adversary(
         seed,
@@ -112,7 +112,7 @@ def draw_adversary(seed: int) -> Adversary:
 
 @dataclass
 class Cost:
-    """What the honest workers paid.
+    """The price that the honest workers paid.
 
     Attributes:
         pause_s: the longest that one of them exchanged with no other honest one.
@@ -312,7 +312,7 @@ def _judge(cost: Cost, longest_end_s: float) -> None:
 
 
 def num_items(root: object) -> int:
-    """How many items all tables hold that can be reached from an object of the protocol."""
+    """Count the items of all tables that can be reached from an object of the protocol."""
     seen: set[int] = set()
     count, waiting = 0, [root]
     while waiting:

@@ -28,7 +28,7 @@ Frame: TypeAlias = tuple[FrameType, ChunkKey, bytes]
 
 @dataclass(frozen=True)
 class Committed:
-    """What a worker committed and, in float64, what it gave, each as one row; (d,)."""
+    """The result that a worker committed and its input, in float64, each as one row; (d,)."""
 
     outcome: Outcome
     result: Tensor
@@ -37,7 +37,7 @@ class Committed:
 
 @final
 class AveragedRows:
-    """What each worker puts into a sum, and what it ended with.
+    """The input of each worker to a sum, and the result it ended with.
 
     Args:
         population: the rows.

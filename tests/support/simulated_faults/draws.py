@@ -42,7 +42,7 @@ POLICIES = ("fresh", "fresh", "fresh", "fresh", "available", "poisson", "schedul
 
 
 def draw_schedule(seed: int, *, largest: int = 64) -> FaultSchedule:
-    """The schedule of a seed, with at most ``largest`` workers at first.
+    """Draw the schedule of a seed, with at most ``largest`` workers at first.
 
     Not drawn, since no invariant could hold:
 

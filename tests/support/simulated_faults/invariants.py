@@ -1,4 +1,4 @@
-"""What must hold in a run under faults, whatever happens: checked as it goes on.
+"""Invariants of a run under faults, checked as it goes on.
 
 Every input of every worker's protocol is followed by :meth:`Invariants.after`, which looks at that
 worker alone; what becomes of parameters is checked by :class:`~simulated_faults.ledger.Ledger`
@@ -35,7 +35,7 @@ MANY_DEMANDS = 12.0
 
 @dataclass
 class _Seen:
-    """What was seen of one process last."""
+    """The last look at one process."""
 
     total_steps: int = 0
     members_version: int = -1
@@ -181,7 +181,7 @@ class Invariants:
     # --- in the end ------------------------------------------------------------------------
 
     def live(self) -> list[int]:
-        """The ranks whose process lives and has parameters, as it truly is."""
+        """Return the ranks whose process truly lives and has parameters."""
         network = self._network
         return [
             rank
@@ -191,7 +191,7 @@ class Invariants:
         ]
 
     def is_well(self, since_s: float, within_s: float) -> InvariantBroken | None:
-        """What is still amiss, if anything, when nothing has gone wrong since ``since_s``.
+        """Return what is still amiss, if anything, when nothing has gone wrong since ``since_s``.
 
         All views are the truth; all follow the graph over the live workers; nobody waits for
         parameters; each that has a neighbour has exchanged since. Of a worker that exchanges so

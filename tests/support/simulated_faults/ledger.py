@@ -1,4 +1,4 @@
-"""Where the sum of x + c/2 goes: an account of what every event did to every row.
+"""An account of the sum of x + c/2: each event, and its change of each row.
 
 It is kept apart from :class:`~simulated_faults.rows.FaultyRows`, from the rows alone,
 so that each checks the other.
@@ -36,7 +36,7 @@ class InvariantBroken(AssertionError):
 
 @dataclass(slots=True)
 class _Account:
-    """What an exchange has done to the rows of its two ends."""
+    """The change that an exchange made to the rows of its two ends."""
 
     change: Row
     num_applied: int = 0
@@ -137,7 +137,7 @@ class Ledger(FaultyPayload):
             )
 
     def check_sum(self, now_s: float) -> None:
-        """Whether the sum of x + c/2 over all rows is where it must be."""
+        """Check that the sum of x + c/2 over all rows is where it must be."""
         total = self.torn.copy()
         for account in self._accounts.values():
             total += account.change

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from random import Random
 from typing import Any, Literal, TypeAlias
 
 from gossipdp.gossip.sums import Outcome, Sums
@@ -17,6 +18,7 @@ from gossipdp.protocol.actions import (
     Superseded,
     Unlink,
 )
+from gossipdp.protocol.members import first_incarnation
 from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope, ExchangeId, decode, encode
 from gossipdp.protocol.worker import Action, WorkerProtocol
 from gossipdp_lab.simulate.network import Conditions, Exchange, Network, Wire
@@ -92,12 +94,12 @@ class FaultyNetwork(Network):
         )
 
     def running(self, rank: int) -> ExchangeId | None:
-        """The exchange that ``rank`` is in."""
+        """Return the exchange that ``rank`` is in."""
         running = self._running.get(rank)
         return None if running is None else running.id
 
     def lives(self, worker: WorkerProtocol) -> bool:
-        """Whether the process of ``worker`` is still there."""
+        """Return whether the process of ``worker`` is still there."""
         return self.workers.get(worker.rank) is worker and worker.rank not in self.crashed
 
     def done(self, rank: int) -> None:
@@ -107,7 +109,7 @@ class FaultyNetwork(Network):
     # --- faults ----------------------------------------------------------------------------
 
     def crash(self, rank: int) -> None:
-        """The process of ``rank`` is gone: its links are closed, its address refuses dials."""
+        """Kill the process of ``rank``: its links are closed, its address refuses dials."""
         self.crashed.add(rank)
         self._stalled_until.pop(rank, None)
         self._waiting.pop(rank, None)
@@ -123,7 +125,7 @@ class FaultyNetwork(Network):
         self._outbox = {dial: box for dial, box in self._outbox.items() if dial[0] != rank}
 
     def start(self, worker: WorkerProtocol) -> None:
-        """A process trains from now on: after a crash of its rank, with parameters of its own."""
+        """Let a process train from now on, with its own parameters: after a crash of its rank."""
         rank = worker.rank
         self._add(worker)
         self._start_step(rank)
@@ -131,8 +133,36 @@ class FaultyNetwork(Network):
             self._want(rank, peer)
         self._set_alarm(rank)
 
+    def new_process(
+        self, rank: int | None, process_id: int, asked: int, *, is_joining: bool = True
+    ) -> WorkerProtocol:
+        """Return a worker that knows what ``asked`` tells it, for :meth:`join` or :meth:`start`.
+
+        Without a ``rank`` it gets the one after all that are known.
+        """
+        informant = self.workers[asked]
+        answer, chunks = informant.answer_joiner(1), informant.consolidation.num_chunks
+        rank, incarnation = first_incarnation(answer.members, rank)
+        worker = WorkerProtocol(
+            rank=rank,
+            incarnation=incarnation,
+            process_id=process_id,
+            host="simulated",
+            port=0,
+            constants=informant.neighbourhood.graph.original,
+            method="a2cid2",
+            policy_name="fresh",
+            timeout_s=informant.timeout_s,
+            random=Random(process_id),
+            num_chunks=chunks,
+            is_joining=is_joining,
+        )
+        worker.membership.merge_all(answer.members)
+        worker.progress.merge_all(answer.progress)
+        return worker
+
     def stall(self, rank: int, duration_s: float) -> None:
-        """The process of ``rank`` stands still: what arrives waits, its kernel answers no dial."""
+        """Stop the process of ``rank``: what arrives waits, its kernel answers no dial."""
         until = self.engine.now + duration_s
         if rank in self.crashed or until <= self._stalled_until.get(rank, self.engine.now):
             return
@@ -167,7 +197,7 @@ class FaultyNetwork(Network):
         self.perform(rank, self.workers[rank].done(self.engine.now, wait_s))
 
     def join(self, worker: WorkerProtocol) -> None:
-        """A process starts that is to take parameters from a live worker before it trains.
+        """Start a process that takes parameters from a live worker before it trains.
 
         With nobody to give them its process ends.
         """
@@ -218,7 +248,7 @@ class FaultyNetwork(Network):
     # --- what they do to the network -------------------------------------------------------
 
     def answer(self, rank: int, peer: int) -> Answer:
-        """What a dial from ``rank`` to ``peer`` meets."""
+        """Return what a dial from ``rank`` to ``peer`` meets."""
         if self._is_apart(rank, peer):
             return "silence"
         if frozenset((rank, peer)) in self._rejected:
@@ -228,7 +258,7 @@ class FaultyNetwork(Network):
         return "refused" if peer in self.crashed or peer == rank else "accepted"
 
     def carries(self, rank: int, peer: int, envelope: Envelope) -> Envelope | Loss:
-        """What the link carries as a message is sent: it, another one, or what is lost."""
+        """Return what the link carries as a message is sent: it, another one, or what is lost."""
         number = self._num_sent
         self._num_sent += 1
         return "link lost" if number in self._lost_at_messages else envelope
@@ -238,21 +268,21 @@ class FaultyNetwork(Network):
         return "all"
 
     def stands_still(self, rank: int, callback: Callable[[], None]) -> bool:
-        """Whether ``rank`` stands still; ``callback`` is then called when it goes on."""
+        """Return whether ``rank`` stands still; ``callback`` is then called when it goes on."""
         if rank not in self._stalled_until:
             return False
         self._waiting.setdefault(rank, []).append(callback)
         return True
 
     def holds_up(self, rank: int, peer: int, callback: Callable[[], None]) -> bool:
-        """Whether what ``rank`` sent cannot reach ``peer`` yet; then call back when it can."""
+        """Return whether ``peer`` is out of reach of ``rank``; then call back once it is not."""
         if self._is_apart(rank, peer):
             self.engine.at(self._heals_at, callback)
             return True
         return self.stands_still(peer, callback)
 
     def _can_hold_up(self) -> bool:
-        """Whether anything stands still or is parted: mostly not, and events are many."""
+        """Return whether anything stands still or is parted: mostly not, and events are many."""
         return bool(self._stalled_until) or self.engine.now < self._heals_at
 
     def before(self, rank: int, actions: Sequence[Action]) -> None:
@@ -420,7 +450,7 @@ class FaultyNetwork(Network):
             self.perform(rank, worker.peer_unreachable(peer, now))
 
     def _is_apart(self, first: int, second: int) -> bool:
-        """Whether nothing passes between two ranks."""
+        """Return whether nothing passes between two ranks."""
         if self.engine.now >= self._heals_at:
             return False
         sides = self._sides

@@ -1,4 +1,4 @@
-"""What simulated workers hold where faults tear exchanges, change the graph, and bring joiners."""
+"""Rows of simulated workers, where faults tear exchanges, change graphs, and bring joiners."""
 
 from __future__ import annotations
 

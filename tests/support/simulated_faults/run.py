@@ -42,7 +42,7 @@ LOOK_EVERY_S = 0.25
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run under faults came to.
+    """The outcome of a run under faults.
 
     Attributes:
         digest: the same for the same schedule and protocol, and for no other.
@@ -184,7 +184,7 @@ class _Run:
         self.invariants.check_end(self.averaged)
 
     def digest(self) -> str:
-        """Of all that happened, and of the rows that it left."""
+        """Return a digest of all that happened, and of the rows that it left."""
         return self.network.digest(self.population.x.numpy().tobytes())
 
     def _done(self, worker: WorkerProtocol) -> None:
@@ -215,7 +215,7 @@ class _Run:
                 network.cut(first, second)
 
     def _start(self, rank: int | None, asked: int) -> None:
-        """A process starts; as a real one it asks one live worker for all it must know."""
+        """Start a process; as a real one it asks one live worker for all that it must know."""
         network = self.network
         live = self.invariants.live()
         if not live:
@@ -234,7 +234,7 @@ class _Run:
         network.join(worker)
 
     def _make_worker(self, rank: int, incarnation: int, *, is_joining: bool) -> WorkerProtocol:
-        """A new process."""
+        """Make a new process."""
         schedule = self.schedule
         process_id = self.random.getrandbits(48)
         return self.worker_type(

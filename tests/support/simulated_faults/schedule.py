@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run, and when: faults, declared in advance.
+"""The faults of a simulated run and their times, declared in advance.
 
 A :class:`FaultSchedule` is everything that a run under faults depends on. It is frozen, prints as
 text that a person can read, and the same schedule gives the same run to the last bit. Where a

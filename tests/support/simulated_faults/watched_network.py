@@ -112,7 +112,7 @@ class WatchedNetwork(FaultyNetwork):
         self._is_ending = True
 
     def digest(self, rows: bytes) -> str:
-        """Of every input so far, how many actions it led to, and of ``rows``."""
+        """Return a digest of every input so far, its number of actions, and ``rows``."""
         digest = self._digest.copy()
         digest.update(rows)
         digest.update(repr(sorted(self.num_messages.items())).encode())
@@ -164,7 +164,7 @@ class WatchedNetwork(FaultyNetwork):
 
 
 def _longest_hunger_s(schedule: FaultSchedule) -> float:
-    """How long a demand may wait: for silence to be noticed, and for its turn at a busy hub.
+    """Return how long a demand may wait, for silence to be noticed and for a busy hub's turn.
 
     A saturated hub of policy ``available`` draws whom it serves, so that a leaf may be passed over
     for several rounds of all.
