@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_faults.network import FaultyNetwork
 
-from gossipdp.dynamics.chunks import Role, Segment, State
+from gossipdp.dynamics.chunks import Role
+from gossipdp.dynamics.state import Segment, State
 from gossipdp.gossip.sums import Outcome
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
