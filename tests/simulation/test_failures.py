@@ -265,7 +265,6 @@ def restarted(network: FaultyNetwork, rank: int | None, process_id: int) -> Work
         port=0,
         constants=original.neighbourhood.graph.original,
         method="a2cid2",
-        policy_name="fresh",
         timeout_s=original.timeout_s,
         random=Random(process_id),
         num_chunks=3,

@@ -9,12 +9,13 @@ be silent. So the driver may work it out elsewhere; until then the old graph hol
 whose views differ for a while have different neighbours and gains: whoever is asked answers,
 neighbour or not, and ACCEPT fixes the smaller gain.
 
-The policies are behind ``neighbour_policy=``. A policy is asked with the neighbours that can
-exchange now and their rates ``lambda_ij``; it answers with the order in which to try them for this
-demand. Whoever is asked accepts whenever it is idle: a policy decides for the initiator alone.
+A policy is given the neighbours that can exchange now, with their rates ``lambda_ij``. It returns
+the order in which to try them for this demand. A worker that is asked accepts if it is idle, so a
+policy decides for the initiator alone. Workers use ``Fresh``; the simulator compares it with
+others.
 
 Pairing with whoever is free *locks in*: two workers that finish together find only each other
-free and exchange again, for ever, and the network stops mixing. ``fresh`` is the remedy.
+free and exchange again, for ever, and the network stops mixing. ``Fresh`` is the remedy.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class NeighbourPolicy(ABC):
 
 @final
 class Fresh(NeighbourPolicy):
-    """Not those it exchanged with last: the default.
+    """Leave out the latest partners.
 
     Of the ``deg`` neighbours that can exchange now, the ``floor(deg / 2)`` most recent partners
     are left out (at least one when ``deg > 1``); the others are tried in an order
@@ -67,81 +68,15 @@ class Fresh(NeighbourPolicy):
         recent = [peer for peer in reversed(self._recent) if peer in available]
         left_out = set(recent[:num_left_out])
         others = {peer: rate for peer, rate in available.items() if peer not in left_out}
-        return _weighted_order(others, self._random)
+        return weighted_order(others, self._random)
 
     def exchanged(self, peer: int, *, initiated: bool) -> None:
         self._recent.pop(peer, None)
         self._recent[peer] = None
 
 
-@final
-class Poisson(NeighbourPolicy):
-    """The paper's edges: a partner drawn by lambda in advance, and waited for."""
-
-    def __init__(self, random: Random) -> None:
-        super().__init__(random)
-        self._partner: int | None = None
-
-    def draw(self, available: Mapping[int, float]) -> list[int]:
-        if self._partner not in available:
-            self._partner = next(iter(_weighted_order(available, self._random)), None)
-        return [] if self._partner is None else [self._partner]
-
-    def exchanged(self, peer: int, *, initiated: bool) -> None:
-        if initiated:
-            self._partner = None
-
-
-@final
-class Available(NeighbourPolicy):
-    """The first that is free, as in the authors' released code. It locks in: for comparison."""
-
-    def draw(self, available: Mapping[int, float]) -> list[int]:
-        return _weighted_order(available, self._random)
-
-    def exchanged(self, peer: int, *, initiated: bool) -> None:
-        pass
-
-
-@final
-class Scheduled(NeighbourPolicy):
-    """A fixed cyclic order, each neighbour waited for in its turn; the rates play no part."""
-
-    def __init__(self, random: Random) -> None:
-        super().__init__(random)
-        self._last: int | None = None
-
-    def draw(self, available: Mapping[int, float]) -> list[int]:
-        if not available:
-            return []
-        if self._last is None:
-            self._last = self._random.choice(sorted(available))
-        later = [peer for peer in available if peer > self._last]
-        return [min(later, default=min(available))]
-
-    def exchanged(self, peer: int, *, initiated: bool) -> None:
-        if initiated:
-            self._last = peer
-
-
-NEIGHBOUR_POLICIES: Mapping[str, type[NeighbourPolicy]] = {
-    "fresh": Fresh,
-    "poisson": Poisson,
-    "available": Available,
-    "scheduled": Scheduled,
-}
-
-
-def make_policy(name: str, random: Random) -> NeighbourPolicy:
-    """The policy called ``name``, one of :data:`NEIGHBOUR_POLICIES`."""
-    if name not in NEIGHBOUR_POLICIES:
-        known = ", ".join(NEIGHBOUR_POLICIES)
-        raise ValueError(f"unknown neighbour policy {name!r}; choose one of: {known}")
-    return NEIGHBOUR_POLICIES[name](random)
-
-
-def _weighted_order(rates: Mapping[int, float], random: Random) -> list[int]:
-    """A random order in which each next peer is drawn by rate (the exponential race)."""
+def weighted_order(rates: Mapping[int, float], random: Random) -> list[int]:
+    """Return a random order in which each next peer is drawn by rate (the exponential race)."""
     arrivals = {peer: random.expovariate(1.0) / rates[peer] for peer in sorted(rates)}
     return sorted(arrivals, key=lambda peer: (arrivals[peer], peer))
 

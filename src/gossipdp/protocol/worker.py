@@ -56,7 +56,13 @@ from gossipdp.protocol.messages import (
     ProtocolError,
     ReductionMessage,
 )
-from gossipdp.protocol.neighbours import Neighbourhood, WorkOut, at_once, make_policy
+from gossipdp.protocol.neighbours import (
+    Fresh,
+    Neighbourhood,
+    NeighbourPolicy,
+    WorkOut,
+    at_once,
+)
 from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
 from gossipdp.protocol.presence import Presence, Shed
 from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT, Reduction, ReductionAction
@@ -101,7 +107,7 @@ class WorkerProtocol:
             know it; the last says where it shows its status.
         constants: the graph with its rates, at the comm rate asked for.
         method: "a2cid2", "gossip", or "none": no ticks, every proposal is answered BUSY.
-        policy_name: one of :data:`~gossipdp.protocol.neighbours.NEIGHBOUR_POLICIES`.
+        policy_type: the order in which neighbours are asked.
         timeout_s: a peer silent for this long is suspect: nothing is waited for from it. After
             half of it a peer is overdue: not chosen, and no proposal waits for it.
         random: seeds the clock and the policy.
@@ -129,9 +135,9 @@ class WorkerProtocol:
         port: int,
         constants: Constants,
         method: Method,
-        policy_name: str,
         timeout_s: float,
         random: Random,
+        policy_type: type[NeighbourPolicy] = Fresh,
         num_chunks: int = 0,
         num_copied_chunks: int = 0,
         is_joining: bool = False,
@@ -158,7 +164,7 @@ class WorkerProtocol:
         self.pairing = self.pairing_type(
             rank=rank,
             incarnation=incarnation,
-            policy=make_policy(policy_name, Random(random.getrandbits(64))),
+            policy=policy_type(Random(random.getrandbits(64))),
             alpha_tilde=self.alpha_tilde,
         )
         self.consolidation = Consolidation(

@@ -85,7 +85,6 @@ class Worker:
             port=1,
             constants=Constants.of(build_graph("ring", 3)),
             method="a2cid2",
-            policy_name="fresh",
             timeout_s=TIMEOUT_S,
             random=Random(0),
             num_chunks=len(self.segment.chunks),

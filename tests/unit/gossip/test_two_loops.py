@@ -55,7 +55,6 @@ class Pair:
             port=port,
             constants=Constants.of(build_graph("ring", 2)),
             method="a2cid2",
-            policy_name="fresh",
             timeout_s=TIMEOUT_S,
             random=Random(rank),
             num_chunks=len(self.segments[rank].chunks),

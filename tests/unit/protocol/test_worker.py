@@ -40,7 +40,6 @@ def make_worker(**changes: Any) -> WorkerProtocol:
         "port": 4001,
         "constants": Constants.of(build_graph("ring", 4)),
         "method": "a2cid2",
-        "policy_name": "fresh",
         "timeout_s": TIMEOUT_S,
         "random": Random(0),
     }
