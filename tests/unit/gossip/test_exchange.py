@@ -14,7 +14,7 @@ from gossipdp.dynamics import chunks
 from gossipdp.dynamics.chunks import Moment, Role, Segment, State
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.update import LEAST_COMPILED_VALUES
-from gossipdp.gossip.codec import WIRE_FORMATS, Codec, LatticeCodec, PoisonFound, make_codec
+from gossipdp.gossip.codec import FORMATS, WIRE_FORMATS, PoisonFound, make_codec
 from gossipdp.gossip.exchange import Exchange
 from gossipdp.links.frames import HEADER_BYTES, ChunkKey, FrameType
 from gossipdp.protocol.messages import ExchangeId
@@ -92,7 +92,7 @@ def test_an_exchange_averages_and_conserves_the_mean(order):
     assert torch.allclose(w0 + w1, z0 + z1, atol=1e-6)
     assert exchanges[0].squared_distance == exchanges[1].squared_distance
     assert exchanges[0].squared_distance == pytest.approx(float((x0 - x1).square().sum()), rel=1e-5)
-    assert all(link.most_queued <= Codec.window for link in links)
+    assert all(link.most_queued <= FORMATS["full"].window for link in links)
 
 
 def test_chunks_of_another_exchange_or_out_of_turn_are_not_taken():
@@ -496,7 +496,7 @@ def test_a_slot_waits_for_the_repeat_in_it_though_its_chunk_is_closed():
     states = [make_state(0, chunk_bytes=512), make_state(1, chunk_bytes=512)]
     codecs = [make_codec("lattice8", state) for state in states]
     (mine, theirs), (here, there) = start(states, codecs=codecs)
-    window = LatticeCodec.window
+    window = FORMATS["lattice8"].window
     for each in (here, there):  # the steps: the finest, with which no code can be read
         each.pump()
     deliver(mine, there)

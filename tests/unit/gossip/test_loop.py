@@ -14,7 +14,7 @@ from reference import MomentumState
 from gossipdp.dynamics.chunks import Role, Segment, State
 from gossipdp.dynamics.phase import MAX_PERIODS, Phase
 from gossipdp.errors import SupersededError
-from gossipdp.gossip.codec import Codec
+from gossipdp.gossip.codec import FORMATS
 from gossipdp.gossip.loop import MAX_WAITING, GossipLoop
 from gossipdp.gossip.transfer import SLOTS
 from gossipdp.graph import build_graph
@@ -368,7 +368,7 @@ def test_nothing_is_written_where_a_lost_peer_may_still_read():
     worker.loop.perform([Begin(1, ExchangeId(1, 0, 1), 0.5, False)])
     worker.loop.writable(link)
     slots = link.chunks[:]
-    assert len(slots) == Codec.window
+    assert len(slots) == FORMATS["full"].window
     for index in range(2):
         # The peer's chunks come while ours stay unread.
         key = ChunkKey(1, 0, 1, index)
