@@ -144,14 +144,12 @@ class LiveAverages:
                 start >= self._num_chunks and peer == request.sum.parent
             ):
                 self._forget(message.epoch.leader)  # all has arrived
-            case PullPartials(start=start, stop=stop) if peer == request.sum.parent:
+            case PullPartials(start=start) if peer == request.sum.parent:
                 self._actions.append(Forget(message.epoch, start))
                 request.sum.moved(peer)
-                request.sum.pulled(start, stop)
-            case Progressed(count=count):
-                request.sum.progressed(peer, count)
-            case Stalled():
-                request.sum.accused(peer, message)
+                request.sum.receive(peer, message)
+            case Progressed() | Stalled():
+                request.sum.receive(peer, message)
             case _:
                 pass
         return self._flush()
@@ -159,8 +157,8 @@ class LiveAverages:
     def partial_landed(self, peer: int, epoch: Epoch, chunk: int) -> Actions:
         """Count a partial sum that was accepted and added."""
         reduction = self.sum_of(epoch)
-        if reduction is not None and reduction.accepts(peer, chunk):
-            reduction.landed(peer)
+        if reduction is not None:
+            reduction.landed(peer, chunk)
         return self._flush()
 
     def chunk_finished(self, epoch: Epoch, chunk: int) -> Actions:

@@ -293,9 +293,8 @@ class Consolidation:
     def partial_landed(self, peer: int, epoch: Epoch, chunk: int) -> Actions:
         """Count a partial sum that was accepted and added to the chunk's sum here."""
         current = self.current
-        if current is not None and current.epoch == epoch and current.accepts(peer, chunk):
+        if current is not None and current.epoch == epoch and current.landed(peer, chunk):
             self._vain_ticks = 0
-            current.landed(peer)
         return self._settle()
 
     def chunk_finished(self, epoch: Epoch, chunk: int, squared_distance: float) -> Actions:
@@ -619,13 +618,9 @@ class Consolidation:
                 if self._found is None or average.order > self._found[1].order:
                     self._found = (peer, average)
                     self._participants.restarted_by(peer)
-            case Stalled():
-                attempt.sum.accused(peer, message)
-            case Progressed(count=count):
-                attempt.sum.progressed(peer, count)
-            case PullPartials(start=start, stop=stop) if peer == attempt.parent:
+            case Stalled() | Progressed() | PullPartials():
                 if not attempt.is_refused:
-                    attempt.sum.pulled(start, stop)
+                    attempt.sum.receive(peer, message)
             case CommitEpoch(consensus_distance=value) if peer == attempt.parent:
                 self._commit(attempt, value)
             case Distance(squared_distance=value) if is_child:

@@ -157,6 +157,18 @@ class Reduction:
                 self._actions.append(FinishChunk(self.epoch, chunk, self.divisor))
         self._next = max(self._next, num_whole)
 
+    def receive(self, peer: int, message: ReductionMessage) -> None:
+        """Take in a message of another member of this sum."""
+        match message:
+            case PullPartials(start=start, stop=stop) if peer == self.parent:
+                self.pulled(start, stop)
+            case Progressed(count=count):
+                self.progressed(peer, count)
+            case Stalled():
+                self.accused(peer, message)
+            case _:  # from a worker that is not its parent in this tree
+                pass
+
     def pulled(self, start: int, stop: int) -> None:
         """Take the parent's word for how much it has room for."""
         if self._next is None:
@@ -169,14 +181,17 @@ class Reduction:
         child = self.children.get(peer)
         return child is not None and child.landed == chunk < child.stop
 
-    def landed(self, peer: int) -> None:
-        """Count the partial sum of ``peer`` that was accepted and added."""
+    def landed(self, peer: int, chunk: int) -> bool:
+        """Count a partial sum of ``peer`` that was added; return whether it was accepted."""
+        if not self.accepts(peer, chunk):
+            return False
         child = self.children[peer]
         child.landed += 1
         self.moved(peer)
         self.advance()
         if child.landed == self.num_chunks:
             self._pull(peer, child)  # so that it knows that all of it has arrived
+        return True
 
     def finished(self, chunk: int) -> None:
         """Count a chunk of the result: the root's sum of it is divided."""

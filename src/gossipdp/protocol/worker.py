@@ -312,38 +312,31 @@ class WorkerProtocol:
         self.progress.merge_all(envelope.progress, now)
         self.membership.merge_all(envelope.members)
         actions += [*self._review_members(now), *self._set_available(now)]
-        message = envelope.message
+        try:
+            return [*actions, *self._take(peer, envelope.message, now)]
+        except ProtocolError as error:
+            return [*actions, *self._break(peer, str(error))]
+
+    def _take(self, peer: int, message: Message, now: float) -> Sequence[_Inner]:
+        """Pass a message to the part of this worker that it is for."""
         if isinstance(message, Propose) and self._presence.is_shunned(peer, now):
-            actions += [Send[ExchangeMessage](peer, Busy(message.id))]
-        elif isinstance(message, ExchangeMessage):
-            try:
-                actions += self.pairing.receive(peer, message)
-            except ProtocolError as error:
-                actions += self._break(peer, str(error))
-        elif isinstance(message, AverageMessage) or (
-            isinstance(message, ReductionMessage) and self.averages.sum_of(message.epoch)
+            return [Send[ExchangeMessage](peer, Busy(message.id))]
+        if isinstance(message, ExchangeMessage):
+            return self.pairing.receive(peer, message)
+        if isinstance(message, AverageMessage) or (
+            isinstance(message, ReductionMessage) and message.epoch.number >= FIRST_NUMBER
         ):
-            try:
-                actions += self.averages.receive(peer, message)
-            except ProtocolError as error:
-                actions += self._break(peer, str(error))
-        elif isinstance(message, ConsolidationMessage) or (
-            isinstance(message, ReductionMessage) and message.epoch.number < FIRST_NUMBER
-        ):
+            return self.averages.receive(peer, message)
+        if isinstance(message, ConsolidationMessage | ReductionMessage):
             self._deferred.append((peer, message))
         elif isinstance(message, LifeMessage):
-            suspect = message.suspect
-            actions += self.detector.receive(
-                peer,
-                message,
-                now,
-                is_linked=suspect in self._links,
-                is_live=self.membership.is_live(suspect),
-            )
             self._look_anew()
+            suspect = message.suspect
+            is_linked, is_live = suspect in self._links, self.membership.is_live(suspect)
+            return self.detector.receive(peer, message, now, is_linked=is_linked, is_live=is_live)
         elif isinstance(message, AskMembers):
-            actions.append(Send(peer, self.answer_joiner(message.counter)))
-        return actions
+            return [Send(peer, self.answer_joiner(message.counter))]
+        return []
 
     def progressed(self, now: float) -> None:
         """A byte of the running exchange came or left: its deadline begins anew."""
@@ -357,8 +350,7 @@ class WorkerProtocol:
             self.exchanges_initiated += state.initiator
             self.exchanges_answered += not state.initiator
             self._presence.pardon(state.peer)
-        actions = self.pairing.finished(id)
-        return actions
+        return self.pairing.finished(id)
 
     @_input
     def failed(self, id: ExchangeId, now: float) -> Sequence[_Inner]:

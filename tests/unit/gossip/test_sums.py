@@ -91,7 +91,7 @@ class Member:
 
     def partial_landed(self, peer: int, name: Epoch, index: int, now: float) -> list[Any]:
         assert self.reduction is not None
-        self.reduction.landed(peer)
+        self.reduction.landed(peer, index)
         self.said.append(("partial", peer, index))
         return []
 
