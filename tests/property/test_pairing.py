@@ -18,10 +18,10 @@ from simulated_faults.network import FaultyNetwork
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
-from gossipdp.protocol.clock import StepClock
 from gossipdp.protocol.messages import Propose
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
 from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
+from gossipdp.protocol.step_clock import StepClock
 from gossipdp_lab.simulate.network import Conditions, make_workers
 from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 

@@ -9,8 +9,8 @@ import pytest
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
-from gossipdp.protocol.clock import SKIPPED_STEPS, StepClock
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
+from gossipdp.protocol.step_clock import SKIPPED_STEPS, StepClock
 from gossipdp_lab.simulate.network import Conditions, Network, make_workers
 from gossipdp_lab.simulate.policies import Available
 

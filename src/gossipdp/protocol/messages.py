@@ -17,7 +17,7 @@ from gossipdp.protocol.members import Incarnation, Member, ProcessId, ProgressEn
 
 MAX_NEWS = 256
 """Records of membership, and as many of progress, in one envelope."""
-MAX_TOLD = 1024
+MAX_RECORDS = 1024
 """Records of membership, and as many of progress, that a joiner is told at once."""
 
 Counter = Annotated[int, Meta(ge=0, le=2**62)]
@@ -240,8 +240,8 @@ class Members(_Message, frozen=True):
     counter: Counter
     num_workers: Annotated[int, Meta(ge=1, le=2**20)]
     is_ending: bool
-    members: Annotated[tuple[Member, ...], Meta(max_length=MAX_TOLD)]
-    progress: Annotated[tuple[ProgressEntry, ...], Meta(max_length=MAX_TOLD)]
+    members: Annotated[tuple[Member, ...], Meta(max_length=MAX_RECORDS)]
+    progress: Annotated[tuple[ProgressEntry, ...], Meta(max_length=MAX_RECORDS)]
 
 
 class Heartbeat(_Message, frozen=True):

@@ -80,12 +80,12 @@ class _Waiting:
     """Those who asked in vain, in the order in which they asked."""
 
     parked: dict[int, Propose] = field(default_factory=dict)
-    told_busy: dict[int, None] = field(default_factory=dict)
+    refused: dict[int, None] = field(default_factory=dict)
     sent_free: int | None = None  # at most one FREE is unanswered
 
     def forget(self, peer: int) -> None:
         self.parked.pop(peer, None)
-        self.told_busy.pop(peer, None)
+        self.refused.pop(peer, None)
         if self.sent_free == peer:
             self.sent_free = None
 
@@ -236,7 +236,7 @@ class Pairing:
             parked = waiting.parked.get(peer)
             if parked is not None:
                 told.append(Send(peer, Busy(parked.id)))
-            if parked is not None or peer in waiting.told_busy:
+            if parked is not None or peer in waiting.refused:
                 told.append(Send(peer, Free()))
         had_free = waiting.sent_free in peers
         for peer in peers:
@@ -407,10 +407,10 @@ class Pairing:
 
     def _free_oldest(self) -> list[PairingAction]:
         waiting = self._waiting
-        if not self.answers or waiting.sent_free is not None or not waiting.told_busy:
+        if not self.answers or waiting.sent_free is not None or not waiting.refused:
             return []
-        peer = next(iter(waiting.told_busy))
-        del waiting.told_busy[peer]
+        peer = next(iter(waiting.refused))
+        del waiting.refused[peer]
         waiting.sent_free = peer
         return [Send(peer, Free())]
 
@@ -422,7 +422,7 @@ class Pairing:
         """Exchange with ``peer``, which asked."""
         alpha_tilde = min(proposal.alpha_tilde, self.alpha_tilde)
         self._waiting.parked.pop(peer, None)
-        self._waiting.told_busy.pop(peer, None)
+        self._waiting.refused.pop(peer, None)
         self.state = Exchanging(peer, proposal.id, initiator=False)
         return [
             Send(peer, Accept(proposal.id, alpha_tilde)),
@@ -432,7 +432,7 @@ class Pairing:
 
     def refuse(self, peer: int, proposal: Propose) -> list[PairingAction]:
         """Say BUSY, and FREE once it is the turn of ``peer``."""
-        self._waiting.told_busy.setdefault(peer)
+        self._waiting.refused.setdefault(peer)
         return [Send(peer, Busy(proposal.id))]
 
     def _refuse_parked(self) -> list[PairingAction]:

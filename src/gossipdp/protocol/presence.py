@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from gossipdp.protocol.actions import Reach, Rebuilt, Superseded
-from gossipdp.protocol.links import Links
+from gossipdp.protocol.link_health import LinkHealth
 from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Verdict
 from gossipdp.protocol.members import Member, Membership, Status
 from gossipdp.protocol.neighbours import Neighbourhood
@@ -34,14 +34,14 @@ LONGEST_SHUNNED = 16.0
 
 
 @dataclass(frozen=True)
-class Shed:
+class CloseIfSilent:
     """Close the link to ``peer`` if it is silent; one that is not carries the news to it."""
 
     peer: int
     reason: str
 
 
-PresenceAction: TypeAlias = DetectorAction | Shed | Reach | Rebuilt | Superseded
+PresenceAction: TypeAlias = DetectorAction | CloseIfSilent | Reach | Rebuilt | Superseded
 
 
 class Presence:
@@ -58,7 +58,7 @@ class Presence:
     def __init__(
         self,
         membership: Membership,
-        links: Links,
+        links: LinkHealth,
         neighbourhood: Neighbourhood,
         detector: FailureDetector,
         timeout_s: float,
@@ -83,7 +83,7 @@ class Presence:
         self._reviewed_version = -1
         self._available_version = -1
 
-    def look_anew(self) -> None:
+    def recheck(self) -> None:
         """A link came, went, fell overdue or was heard again."""
         self._available_version = -1
 
@@ -116,10 +116,10 @@ class Presence:
             return self._give_way()
         return []
 
-    def judge(self, verdict: Verdict) -> list[Shed]:
+    def judge(self, verdict: Verdict) -> list[CloseIfSilent]:
         """Follow the detector's verdict; what a death brings is for :meth:`review`."""
         if not verdict.is_dead:
-            return [Shed(verdict.peer, "it is silent here, but others hear it")]
+            return [CloseIfSilent(verdict.peer, "it is silent here, but others hear it")]
         self._unreachable.discard(verdict.peer)
         self._membership.declare_dead(verdict.peer)
         return []
@@ -150,19 +150,19 @@ class Presence:
         actions: list[PresenceAction] = []
         if self._reviewed_version != members.version:
             self._reviewed_version = members.version
-            self.look_anew()
+            self.recheck()
             self._neighbourhood.review(members.members())
             for member in members.members():
                 if member.is_over and member.rank != self.rank:
                     self._unreachable.discard(member.rank)
                     actions += self._detector.gone(member.rank)
-                    actions.append(Shed(member.rank, "it is dead"))
+                    actions.append(CloseIfSilent(member.rank, "it is dead"))
             actions += self._meet_rival()
         if now >= self._neighbourhood.next_deadline():
             has_ended = "consolidation" in closed_for
             rebuilt = self._neighbourhood.rebuild(members.members(), now, has_ended=has_ended)
             if rebuilt is not None:
-                self.look_anew()
+                self.recheck()
                 actions.append(rebuilt)
         if self._available_version != members.version:
             self._detector.watch(self._watched(is_held="hold" in closed_for), now)

@@ -34,13 +34,12 @@ from gossipdp.protocol.actions import (
     Unlink,
 )
 from gossipdp.protocol.averages import FIRST_NUMBER, LiveAverages
-from gossipdp.protocol.clock import StepClock
 from gossipdp.protocol.consolidate import Consolidation
-from gossipdp.protocol.links import Links
+from gossipdp.protocol.link_health import LinkHealth
 from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Seek, Verdict
 from gossipdp.protocol.members import Member, Membership, Progress, Status
 from gossipdp.protocol.messages import (
-    MAX_TOLD,
+    MAX_RECORDS,
     AskMembers,
     AverageMessage,
     Busy,
@@ -64,8 +63,9 @@ from gossipdp.protocol.neighbours import (
     at_once,
 )
 from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
-from gossipdp.protocol.presence import Presence, Shed
+from gossipdp.protocol.presence import CloseIfSilent, Presence
 from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT, Reduction, ReductionAction
+from gossipdp.protocol.step_clock import StepClock
 
 Method: TypeAlias = Literal["a2cid2", "gossip", "none"]
 Action: TypeAlias = Send[Envelope] | Begin | Stop | LifeAction | DataAction
@@ -156,7 +156,7 @@ class WorkerProtocol:
         )
         self.progress = Progress(rank, process_id)
         graph = live_graph or LiveGraph(constants)
-        self._links = Links(self.membership, self.progress, timeout_s)
+        self._links = LinkHealth(self.membership, self.progress, timeout_s)
         self.neighbourhood = Neighbourhood(
             rank, graph, has_momentum=method == "a2cid2", work_out=work_out
         )
@@ -297,8 +297,8 @@ class WorkerProtocol:
             counter,
             num_workers=self.neighbourhood.num_originals,
             is_ending="consolidation" in self._closed_for or not is_training,
-            members=tuple(sorted(members[:MAX_TOLD], key=lambda each: each.rank)),
-            progress=self.progress.news()[0][:MAX_TOLD],
+            members=tuple(sorted(members[:MAX_RECORDS], key=lambda each: each.rank)),
+            progress=self.progress.news()[0][:MAX_RECORDS],
         )
 
     # --- exchanges and messages ------------------------------------------------------------
@@ -330,7 +330,7 @@ class WorkerProtocol:
         if isinstance(message, ConsolidationMessage | ReductionMessage):
             self._deferred.append((peer, message))
         elif isinstance(message, LifeMessage):
-            self._look_anew()
+            self._recheck()
             suspect = message.suspect
             is_linked, is_live = suspect in self._links, self.membership.is_live(suspect)
             return self.detector.receive(peer, message, now, is_linked=is_linked, is_live=is_live)
@@ -423,7 +423,7 @@ class WorkerProtocol:
             actions += self._drop_link(peer)
         self._links.up(peer, now)
         self._presence.linked(peer)
-        self._look_anew()
+        self._recheck()
         actions += self.detector.heard(peer, now)
         return [*actions, *self.detector.link_up(peer)]
 
@@ -470,11 +470,11 @@ class WorkerProtocol:
             return []
         actions: list[_Inner] = []
         if self._presence.dialled_in_vain(peer):
-            self._look_anew()
+            self._recheck()
             actions += self._review_members(now)
         found = self.detector.refused if is_refused else self.detector.unreachable
         actions += found(peer, now)
-        self._look_anew()
+        self._recheck()
         return actions
 
     @_input
@@ -484,7 +484,7 @@ class WorkerProtocol:
         if self._patience_ends_at() <= now:
             actions += self._end_standstill(now)
         if self._presence.welcomes_back(now):
-            self._look_anew()
+            self._recheck()
         actions += [*self._ticks(now), *self.detector.poll(now, self._presence.witnesses)]
         if now >= self._tick_at and (self.is_done or not self.averages.is_idle):
             self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
@@ -524,7 +524,7 @@ class WorkerProtocol:
 
     def _note_life(self, peer: int, now: float) -> list[DetectorAction]:
         if self._links.heard(peer, now):
-            self._look_anew()
+            self._recheck()
         return self.detector.heard(peer, now)
 
     def _drop_link(self, peer: int) -> list[PairingAction | ReductionAction]:
@@ -537,10 +537,10 @@ class WorkerProtocol:
 
     def _forget_link(self, peer: int) -> None:
         self._links.drop(peer)
-        self._look_anew()
+        self._recheck()
 
-    def _shed(self, shed: Shed) -> list[_Inner]:
-        return self._break(shed.peer, shed.reason) if self._links.is_silent(shed.peer) else []
+    def _close_if_silent(self, link: CloseIfSilent) -> list[_Inner]:
+        return self._break(link.peer, link.reason) if self._links.is_silent(link.peer) else []
 
     def _break(self, peer: int, reason: str) -> list[_Inner]:
         """Close the link to ``peer``, which is silent or broke the rules."""
@@ -561,15 +561,15 @@ class WorkerProtocol:
             # Whoever lives answers at once, or waits for one who does: never so long. But who is to
             # blame, the one who was asked or another it waits for, is not known here.
             self.proposals_unanswered += 1
-            self._look_anew()
+            self._recheck()
             return self.pairing.overdue([state.peer])
         assert isinstance(state, Exchanging)
         self._presence.shun(state.peer, now)
         return self.pairing.abort(f"nothing of it came or left for {self.timeout_s:g} s")
 
-    def _look_anew(self) -> None:
+    def _recheck(self) -> None:
         """A link came, went, fell overdue or was heard again; or there is a new deadline."""
-        self._presence.look_anew()
+        self._presence.recheck()
         self._quiet_version = -1
 
     def _look_at_clock(self, now: float) -> None:
@@ -580,19 +580,19 @@ class WorkerProtocol:
         self.progressed(now)
         self._links.slept(now)
         self.detector.slept(now)
-        self._look_anew()
+        self._recheck()
 
     def _notice_silence(self, now: float) -> list[_Inner]:
         actions: list[_Inner] = []
         if overdue := self._links.fall_overdue(now):
-            self._look_anew()
+            self._recheck()
             actions += self.pairing.overdue(overdue)
         for peer in self._links.fall_silent(now):
-            self._look_anew()
+            self._recheck()
             actions += self.pairing.silent(peer)
             member = self.membership.get(peer)
             if member is not None and member.is_over:
-                actions += self._shed(Shed(peer, "it is dead"))
+                actions += self._close_if_silent(CloseIfSilent(peer, "it is dead"))
         return actions
 
     def _ticks(self, now: float) -> list[PairingAction]:
@@ -612,8 +612,8 @@ class WorkerProtocol:
                     self._forget_link(action.peer)
                     settled.append(action)
                 case Verdict():
-                    for shed in self._presence.judge(action):
-                        settled += self._shed(shed)
+                    for link in self._presence.judge(action):
+                        settled += self._close_if_silent(link)
                 case _:
                     settled.append(action)
         settled += self._review_members(now)
@@ -651,12 +651,12 @@ class WorkerProtocol:
         actions: list[_Inner] = []
         for found in self._presence.review(now, self._closed_for):
             match found:
-                case Shed():
-                    actions += self._shed(found)
+                case CloseIfSilent():
+                    actions += self._close_if_silent(found)
                 case Rebuilt():
                     self.pairing.alpha_tilde = self.alpha_tilde
                     self._set_clock_rate()
-                    self._look_anew()
+                    self._recheck()
                     actions.append(found)
                 case _:
                     actions.append(found)
@@ -673,7 +673,7 @@ class WorkerProtocol:
         if reason in self._closed_for:
             return []
         self._closed_for.add(reason)
-        self._look_anew()
+        self._recheck()
         self.clock.pause(now)
         return self.pairing.close()
 
@@ -681,7 +681,7 @@ class WorkerProtocol:
         if reason not in self._closed_for:
             return []
         self._closed_for.discard(reason)
-        self._look_anew()
+        self._recheck()
         if self._closed_for:
             return []
         if not self.is_done:

@@ -11,7 +11,7 @@ import pytest
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import Begin, Send, Stop
-from gossipdp.protocol.links import OVERDUE_AFTER
+from gossipdp.protocol.link_health import OVERDUE_AFTER
 from gossipdp.protocol.members import Member, ProgressEntry, Status
 from gossipdp.protocol.messages import (
     Accept,

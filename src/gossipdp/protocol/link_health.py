@@ -38,7 +38,7 @@ class _Link:
     own_told: ProgressEntry | None = None
 
 
-class Links:
+class LinkHealth:
     """The links that are up, by peer.
 
     Args:

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from gossipdp.protocol.clock import MEDIAN_WINDOW, SKIPPED_STEPS, StepClock
+from gossipdp.protocol.step_clock import MEDIAN_WINDOW, SKIPPED_STEPS, StepClock
 
 
 class EveryGap(Random):
