@@ -80,7 +80,7 @@ class Participants:
         """Note that this leader restarts on the word of ``peer``."""
         self._restarts[peer] += 1
         if self._restarts[peer] > MAX_RESTARTS:
-            self.leave_out(peer, f"it had worker {self.rank} begin anew {MAX_RESTARTS} times")
+            self.leave_out(peer, f"it made worker {self.rank} restart {MAX_RESTARTS} times")
 
     def watch_leader(self, epoch: Epoch | None, *, gets_on: bool, wait_ticks: float) -> None:
         """Pass over a leader under which nothing moves, or that restarts without end.
