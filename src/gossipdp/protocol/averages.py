@@ -59,7 +59,7 @@ class _Request:
 
 @dataclass
 class _Own:
-    """This worker's own request, and the workers without which it goes on."""
+    """The request of this worker, and the workers without which it goes on."""
 
     blame: Blame
     live: frozenset[int]
