@@ -59,7 +59,7 @@ def start(states, alpha_tilde=1.3, codecs=None, id=ID):
 
 
 def exchange(states, codecs, random: Random, alpha_tilde=1.3, id=ID):
-    """One whole exchange, frames and turns of the two ends in an order that is drawn."""
+    """Run one whole exchange, frames and turns of the two ends in an order that is drawn."""
     links, exchanges = start(states, alpha_tilde, codecs, id)
     idle = 0
     while not all(each.is_finished for each in exchanges):
@@ -130,7 +130,7 @@ def test_an_exchange_ends_although_a_state_travels_on_its_link(name):
 
 @pytest.mark.parametrize("name", WIRE_FORMATS)
 def test_every_chunk_takes_its_outer_step_once_and_before_its_snapshot(name):
-    """Whichever end's half comes first, and where a chunk is sent again in bfloat16."""
+    """So it is in any order of the two halves, and if a chunk is sent again in bfloat16."""
     num_repeated = 0
     for seed in range(8):
         random = Random(seed)
@@ -250,7 +250,7 @@ def test_two_threads_lose_nothing(switching_often, monkeypatch, kernels, dtype):
 
 
 def race(segment: Segment, state: State, seed: int) -> None:
-    """Eight rounds of exchanges (with more, float32 would round) beside as many boundaries."""
+    """Run eight rounds of exchanges (more would round in float32) beside as many boundaries."""
     for chunk in state.chunks:
         chunk.replace(torch.zeros_like(chunk.x))
     total = torch.zeros(segment.x.numel())
@@ -296,7 +296,7 @@ def race(segment: Segment, state: State, seed: int) -> None:
 
 
 def mixed_state(seed: int, scale: float = 1.0) -> State:
-    """Trained parameters of two precisions and buffers, over several chunks each."""
+    """Make trained parameters of two precisions and buffers, over several chunks each."""
     generator = torch.Generator().manual_seed(seed)
 
     def values(count: int) -> torch.Tensor:
@@ -312,7 +312,7 @@ def mixed_state(seed: int, scale: float = 1.0) -> State:
 
 
 def exchanged_z(state: State) -> torch.Tensor:
-    """Return z of all that is exchanged."""
+    """Return z of all exchanged values."""
     segments = [s for s in state.segments if s.role.is_exchanged]
     z = [present(segment) for segment in segments]
     return torch.cat(
@@ -330,7 +330,7 @@ def present(segment: Segment) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", WIRE_FORMATS)
 def test_every_format_conserves_the_mean_of_z(name):
-    """To the rounding of the sums alone: 1e-15 for what is held in float64."""
+    """It differs by the rounding of the sums alone: 1e-15 for values in float64."""
     states = [mixed_state(0), mixed_state(1)]
     codecs = [make_codec(name, state) for state in states]
     before = sum(map(exchanged_z, states))
@@ -373,7 +373,7 @@ def test_buffers_stay_exact_in_every_format():
 
 
 def state_with_moments(seed: int, dtype=torch.float32) -> State:
-    """Parameters of eight chunks, and two moments of seven each, which differ by worker."""
+    """Make parameters of eight chunks, and two moments of seven each, which differ by worker."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(480, generator=generator).to(dtype)
     moments = [

@@ -1,4 +1,4 @@
-"""Who is left out and who is passed over, seen from one worker's consolidation machine."""
+"""Members that are left out or passed over, seen from one worker's consolidation machine."""
 
 import pytest
 from consolidation import begin, begun, epoch, process, ticks, view, worker

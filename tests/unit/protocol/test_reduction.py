@@ -1,4 +1,4 @@
-"""One sum over a tree, driven by hand; and how its root judges who gives nothing."""
+"""One sum over a tree, driven by hand; and its root's judgement on members that give nothing."""
 
 import pytest
 from consolidation import epoch
@@ -18,7 +18,7 @@ EPOCH = epoch(1)
 
 
 class Sum:
-    """One member's sum over ``num_members``, and what it asks for since it was looked at last."""
+    """One member's sum over ``num_members``, and its requests since the last look."""
 
     def __init__(self, rank: int, num_members: int, num_chunks: int = 9, **options) -> None:
         self.actions = []
@@ -238,7 +238,7 @@ def test_an_accusation_of_this_moment_does_not_count_yet():
 
 
 def test_an_attempt_never_ends_without_a_consequence():
-    """One that always names its child just before the judgement would have it begin for ever."""
+    """A member that names its child just before each judgement could make it restart for ever."""
     blame = Blame(0)
     blame.said(0, stalled(1))
     assert [blame.tick() for _ in range(GRACE - 1)] == [None] * (GRACE - 1)
