@@ -33,7 +33,6 @@ class ConsensusTask:
     graph: str
     method: Literal["a2cid2", "gossip"]
     comm_rate: float
-    neighbour_policy: str
     step_s: float
     num_steps: int
     num_floats: int
@@ -76,7 +75,6 @@ def run_worker(task: ConsensusTask) -> WorkerSeries:
         graph=task.graph,
         comm_rate=task.comm_rate,
         method=task.method,
-        neighbour_policy=task.neighbour_policy,
         seed=task.seed,
         samples_per_step=1,
         network=Network(max_bytes_per_s=task.max_bytes_per_s),

@@ -18,7 +18,7 @@ from torch import Tensor
 from gossipdp.dynamics.chunks import Role, working_dtype
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.dynamics.update import KERNELS, choose_kernels
-from gossipdp.gossip.codec import Codec
+from gossipdp.gossip.codec import FORMATS
 from gossipdp.parallel.flat_parameters import chunk_bytes_for
 
 ETA, ALPHA_TILDE = 0.3, 1.3
@@ -26,6 +26,8 @@ ETA, ALPHA_TILDE = 0.3, 1.3
 
 NUM_START_UPS = 3
 """Processes that find what the first has compiled."""
+
+WINDOW = FORMATS["full"].window
 
 READY = """
 import time
@@ -146,14 +148,14 @@ class _Worker:
         self._theta += ETA
         num_taken = 0
         for index, (chunk, _, peers) in enumerate(self._chunks):
-            while num_taken < min(index + Codec.window, len(self._chunks)):
+            while num_taken < min(index + WINDOW, len(self._chunks)):
                 ahead, slot = self._chunks[num_taken][0], self._slot(num_taken)
                 ahead.snapshot(self._theta, slot)
                 num_taken += 1
             chunk.exchange(self._theta, self._slot(index), peers, ALPHA_TILDE)
 
     def _slot(self, index: int) -> Tensor:
-        return self._chunks[index % Codec.window][1][: self._chunks[index][0].num_elements]
+        return self._chunks[index % WINDOW][1][: self._chunks[index][0].num_elements]
 
     def boundary(self) -> None:
         """With momentum to flow."""

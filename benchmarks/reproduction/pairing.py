@@ -14,7 +14,6 @@ import msgspec
 from reproduction import parts
 from reproduction.parts import COLOURS, FIGURE, HOLDS, TAIL, Estimate, table, verdict
 
-from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
 from gossipdp_lab.simulate import (
     Consensus,
     ConstantTime,
@@ -25,6 +24,7 @@ from gossipdp_lab.simulate import (
     Trace,
     simulate,
 )
+from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 
 TITLE = "Whom to exchange with"
 GRAPHS = ("ring", "torus", "exponential", "complete")

@@ -313,7 +313,6 @@ def protocol_worker(data: bytes) -> None:
         port=4000,
         constants=_ring(),
         method="a2cid2",
-        policy_name="fresh",
         timeout_s=5.0,
         random=random.Random(0),
         num_chunks=2,

@@ -11,8 +11,8 @@ import pytest
 from framework_runs import EPOCHS, EXAMPLES, WRAPPERS
 
 from gossipdp.parallel.gossip_engine import MAX_LAG
-from gossipdp.protocol.clock import SKIPPED_STEPS
 from gossipdp.protocol.pairing import MAX_BACKLOG
+from gossipdp.protocol.step_clock import SKIPPED_STEPS
 
 SCRIPT = Path(__file__).parents[1] / "support" / "framework_runs.py"
 FRAMEWORKS = ("accelerate_loop", "huggingface_trainer", "lightning_module")

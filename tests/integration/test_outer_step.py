@@ -13,7 +13,7 @@ from gossipdp import Checkpoints, GossipDataParallel, OuterStep, RefusedError, R
 from gossipdp.dynamics.chunks import Chunk
 from gossipdp.parallel.checkpoint import saved_by
 from gossipdp.parallel.checkpoint_files import read_tensors
-from gossipdp.protocol.clock import SKIPPED_STEPS
+from gossipdp.protocol.step_clock import SKIPPED_STEPS
 
 pytestmark = pytest.mark.processes
 

@@ -18,10 +18,12 @@ from simulated_faults.network import FaultyNetwork
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
-from gossipdp.protocol.clock import StepClock
 from gossipdp.protocol.messages import Propose
+from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
 from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
+from gossipdp.protocol.step_clock import StepClock
 from gossipdp_lab.simulate.network import Conditions, make_workers
+from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES
 
 TRAINING_S = 40.0
 LATEST_END_S = TRAINING_S + 120.0
@@ -41,7 +43,7 @@ class Scenario:
     """A network and what befalls it."""
 
     graph: nx.Graph
-    policy_name: str
+    policy_type: type[NeighbourPolicy]
     comm_rate: float
     latency_s: tuple[float, float]
     transfer_s: tuple[float, float]
@@ -72,7 +74,7 @@ def spans(*choices: tuple[float, float]) -> st.SearchStrategy[tuple[float, float
 SCENARIOS = st.builds(
     Scenario,
     graph=graphs(),
-    policy_name=st.sampled_from(["fresh", "poisson", "available", "scheduled"]),
+    policy_type=st.sampled_from(list(NEIGHBOUR_POLICIES.values())),
     comm_rate=st.sampled_from([0.5, 1.0, 4.0]),
     latency_s=spans((0.001, 0.001), (0.0, 0.0), (0.0, 0.3), (0.1, 0.1), (0.0, 1.5)),
     transfer_s=spans((0.01, 0.01), (0.0, 0.0), (0.0, 0.5), (0.3, 0.3)),
@@ -85,7 +87,7 @@ SCENARIOS = st.builds(
 
 def make_network(scenario: Scenario, pairing_class: type[Pairing] = Pairing) -> FaultyNetwork:
     constants = Constants.of(scenario.graph, scenario.comm_rate)
-    workers = make_workers(constants, seed=scenario.seed, policy_name=scenario.policy_name)
+    workers = make_workers(constants, seed=scenario.seed, policy_type=scenario.policy_type)
     random = Random(scenario.seed)
     for rank, worker in workers.items():
         broken = pairing_class(
@@ -234,7 +236,7 @@ class WaitingDownward(Pairing):
 def in_phase_on(graph_name: str, num_workers: int, **changes: object) -> Scenario:
     values: dict[str, object] = {
         "graph": build_graph(graph_name, num_workers),
-        "policy_name": "fresh",
+        "policy_type": Fresh,
         "comm_rate": 1.0,
         "latency_s": (0.01, 0.01),
         "transfer_s": (0.05, 0.05),

@@ -9,8 +9,10 @@ import pytest
 
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
-from gossipdp.protocol.clock import SKIPPED_STEPS, StepClock
+from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
+from gossipdp.protocol.step_clock import SKIPPED_STEPS, StepClock
 from gossipdp_lab.simulate.network import Conditions, Network, make_workers
+from gossipdp_lab.simulate.policies import Available
 
 FIRST_STEPS = SKIPPED_STEPS + 1  # without a tick
 
@@ -27,7 +29,7 @@ def train(
     num_workers: int,
     *,
     num_steps: int,
-    policy_name: str = "fresh",
+    policy_type: type[NeighbourPolicy] = Fresh,
     comm_rate: float = 1.0,
     transfer_s: float = 0.01,
     is_in_phase: bool = False,
@@ -35,7 +37,7 @@ def train(
 ) -> Network:
     """Train by steps of one second, the slow rank's of four; latency one millisecond."""
     constants = Constants.of(build_graph(graph_name, num_workers), comm_rate)
-    workers = make_workers(constants, seed=0, policy_name=policy_name)
+    workers = make_workers(constants, seed=0, policy_type=policy_type)
     if is_in_phase:
         for rank, worker in workers.items():
             worker.clock = StepClock(constants.worker_rate(rank) / 2, InPhase())
@@ -114,20 +116,20 @@ def test_messages_are_bounded_with_saturated_links(
 @pytest.mark.parametrize(("graph_name", "num_workers"), [("ring", 8), ("torus", 16)])
 def test_saturated_links_lock_available_but_not_fresh(graph_name: str, num_workers: int) -> None:
     networks = {
-        policy_name: train(
+        policy_type: train(
             graph_name,
             num_workers,
             num_steps=120,
-            policy_name=policy_name,
+            policy_type=policy_type,
             comm_rate=100.0,
             transfer_s=0.5,
         )
-        for policy_name in ("fresh", "available")
+        for policy_type in (Fresh, Available)
     }
-    assert repeated_share(networks["fresh"]) == 0.0
-    assert repeated_share(networks["available"]) > 0.7
-    per_edge = exchanges_by_edge(networks["fresh"])
+    assert repeated_share(networks[Fresh]) == 0.0
+    assert repeated_share(networks[Available]) > 0.7
+    per_edge = exchanges_by_edge(networks[Fresh])
     assert len(per_edge) == build_graph(graph_name, num_workers).number_of_edges()
     assert min(per_edge.values()) > 0.5 * max(per_edge.values())
     # Some partners are waited for, but most of the time everybody exchanges.
-    assert networks["fresh"].num_exchanges > 0.7 * networks["available"].num_exchanges
+    assert networks[Fresh].num_exchanges > 0.7 * networks[Available].num_exchanges

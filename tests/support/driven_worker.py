@@ -37,7 +37,6 @@ def make_worker(*linked: int, **changes: Any) -> WorkerProtocol:
         "port": own.port,
         "constants": RING,
         "method": "a2cid2",
-        "policy_name": "fresh",
         "timeout_s": TIMEOUT_S,
         "random": Random(0),
     }

@@ -1,4 +1,4 @@
-"""In which form chunks travel in exchanges: a snapshot to bytes and back. A seam: one class a form.
+"""The forms in which chunks travel in exchanges: a snapshot to bytes and back.
 
 Both ends compute their difference from the same two numbers, whatever the form, so the mean of
 x + c/2 is conserved in each; and no worker's own parameters are rounded. Consolidation, averages
@@ -22,7 +22,8 @@ stays positive. Integer buffers and frozen parameters are not exchanged.
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, final
 
@@ -47,8 +48,36 @@ _CHECKSUM = struct.Struct("<I")
 Allocate: TypeAlias = Callable[[int], memoryview]
 
 
+@dataclass(frozen=True)
+class WireFormat:
+    """One form in which chunks travel.
+
+    Attributes:
+        rounded: the roles whose values travel in bfloat16, rounded as the snapshot is taken, so
+            both ends hold the same two.
+        is_coded: whether trained parameters travel as a code of the difference.
+        window: chunks that may be open at a time.
+        most_queued: chunks that may wait in the link's queue.
+    """
+
+    rounded: Collection[Role] = ()
+    is_coded: bool = False
+    window: int = 4
+    most_queued: int = 4
+
+
+FORMATS = {
+    "full": WireFormat(),
+    "bfloat16": WireFormat(rounded=(Role.TRAINED, Role.MOMENT)),
+    # A coded chunk closes after the way there and back, so more are open. Codes wait here and not
+    # in the link's queue, where verdicts would wait behind them.
+    "lattice8": WireFormat(rounded=(Role.MOMENT,), is_coded=True, window=6, most_queued=2),
+}
+WIRE_FORMATS = tuple(FORMATS)
+
+
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor as bytes."""
+    """Return the memory of a contiguous host tensor as bytes."""
     return tensor.detach().view(torch.uint8).numpy().data
 
 
@@ -60,27 +89,32 @@ class PoisonFound(Exception):
         self.ours = ours
 
 
+@final
 class Codec:
-    """Values as they are held; other forms override what differs.
+    """Turns one worker's chunks into bytes and the peer's bytes into differences.
 
     Owns the memory of the window, which exchanges use one after the other: slot ``i % window`` for
     an exchange's chunk ``i`` on its way out, and one more for the chunk that is coming in. A slot
     begins at a page, and so fits numbers of any type: the arithmetic sees a tensor, the link bytes.
 
+    A *certain* chunk travels as values, which the peer can always read. Any other is *coded*: a
+    checksum of 4 bytes, and one byte a value. Before the first chunk each end sends the step of
+    every block that it needs; the larger of the two is used. From each exchange the steps of the
+    next are learnt. A chunk that is too small for a code is certain.
+
     Args:
+        wire_format: one of ``FORMATS``.
         state: whose chunks.
         allocate: where the slots' memory comes from; see ``Transport.allocate``. None: memory that
-            nobody else sees.
-
-    Attributes:
-        window: chunks that may be open at a time.
-        most_queued: chunks that may wait in the link's queue.
+            no other process sees.
     """
 
-    window = 4
-    most_queued = 4
-
-    def __init__(self, state: State, allocate: Allocate | None = None) -> None:
+    def __init__(
+        self, wire_format: WireFormat, state: State, allocate: Allocate | None = None
+    ) -> None:
+        self.window = wire_format.window
+        self.most_queued = wire_format.most_queued
+        self._format = wire_format
         chunks = state.chunks + state.moment_chunks
         most = max((max(c.x.nbytes, c.pending.nbytes) for c in chunks), default=1)
         self._slot_bytes = -(-most // PAGE_BYTES) * PAGE_BYTES
@@ -94,8 +128,29 @@ class Codec:
         self._memory = memoryview(b"")
         self._slot_of: dict[int, int] = {}
         self._renew()
-        for dtype in {self._dtype(chunk) for chunk in state.chunks}:
+        self._prepare_codes([chunk for chunk in state.chunks if not self.is_certain(chunk)])
+        dtypes = {self._dtype(chunk) for chunk in state.chunks}
+        if wire_format.is_coded:  # the code's difference, and repeats
+            dtypes |= {torch.float32, torch.bfloat16}
+        for dtype in dtypes:
             state.compile_for(dtype)
+
+    def _prepare_codes(self, coded: Sequence[Chunk]) -> None:
+        blocks = {chunk.index: num_blocks(chunk.num_elements) for chunk in coded}
+        self._steps = {
+            chunk.index: LatticeSteps(blocks[chunk.index], chunk.pending.dtype) for chunk in coded
+        }
+        self._exponents: dict[int, Tensor] = {}
+        # A frame is not empty, even if nothing is coded.
+        self._needed = torch.zeros(max(1, sum(blocks.values())), dtype=torch.int8)
+        self.preface_landing = tensor_bytes(torch.zeros_like(self._needed))
+        """Where what the peer returned from :meth:`start` lands."""
+        self._code_slots: dict[torch.dtype, list[_CodeSlot]] = {}
+        self._scratch: dict[torch.dtype, _Scratch] = {}
+        for dtype in {chunk.pending.dtype for chunk in coded}:
+            most = max(blocks[chunk.index] for chunk in coded if chunk.pending.dtype == dtype)
+            self._code_slots[dtype] = [_CodeSlot(most, dtype) for _ in range(self.window)]
+            self._scratch[dtype] = _Scratch(most, dtype)
 
     def _renew(self) -> None:
         """Ask for the memory again: it may be other than before, and what it held is lost then."""
@@ -110,7 +165,7 @@ class Codec:
         return self._memory[start : start + num_bytes]
 
     def _tensor(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        """Where our snapshot of a chunk is, if it travels in this precision."""
+        """Return the place of our snapshot of a chunk, if it travels in this precision."""
         key = self._slot_of[chunk.index], chunk.num_elements, dtype
         if key not in self._tensors:
             room = self._bytes(key[0], chunk.num_elements * dtype.itemsize)
@@ -118,24 +173,46 @@ class Codec:
         return self._tensors[key]
 
     def _dtype(self, chunk: Chunk) -> torch.dtype:
-        """The precision in which a chunk travels that is not coded."""
-        return chunk.x.dtype
+        """Return the precision in which a certain chunk travels."""
+        is_wide = chunk.x.dtype.itemsize > torch.bfloat16.itemsize
+        is_rounded = is_wide and chunk.role in self._format.rounded
+        return torch.bfloat16 if is_rounded else chunk.x.dtype
+
+    def is_certain(self, chunk: Chunk) -> bool:
+        """Return whether the peer can always read the chunk; else it sends a verdict on each."""
+        if not self._format.is_coded or chunk.role is not Role.TRAINED:
+            return True
+        return _CHECKSUM.size + chunk.num_elements > chunk.pending.nbytes
 
     def num_bytes(self, chunk: Chunk) -> int:
-        """How many bytes a chunk is on its way, where it need not be repeated."""
-        return chunk.num_elements * self._dtype(chunk).itemsize
+        """Return how many bytes a chunk is on its way, where it need not be repeated."""
+        if self.is_certain(chunk):
+            return chunk.num_elements * self._dtype(chunk).itemsize
+        return _CHECKSUM.size + chunk.num_elements
 
     def start(self, chunks: Sequence[Chunk]) -> memoryview | None:
         """Begin an exchange of these chunks, in their order.
 
-        Return what the peer must know before the first chunk, if anything.
+        Returns:
+            The preface, which the peer must have before the first chunk; None if there is none.
         """
         self._renew()
         self._slot_of = {chunk.index: place % self.window for place, chunk in enumerate(chunks)}
-        return None
+        if not self._format.is_coded:
+            return None
+        if self._steps:
+            torch.cat([steps.exponents() for steps in self._steps.values()], out=self._needed)
+        return tensor_bytes(self._needed)
+
+    def agree(self, preface: memoryview) -> None:
+        """Take in the peer's preface: the larger of both ends' steps holds."""
+        agreed = torch.maximum(self._needed, clamped(torch.frombuffer(preface, dtype=torch.int8)))
+        sizes = [steps.num_blocks for steps in self._steps.values()]
+        parts = torch.split(agreed[: sum(sizes)], sizes)
+        self._exponents = dict(zip(self._steps, parts, strict=True))
 
     def room(self, chunk: Chunk, *, lands: bool = False, repeats: bool = False) -> memoryview:
-        """Where a chunk's bytes are before they leave, or (``lands``) where the peer's land.
+        """Return where a chunk's bytes are before they leave, or (``lands``) where the peer's land.
 
         ``repeats``: those of a chunk that could not be decoded and is sent again in bfloat16.
         """
@@ -149,8 +226,12 @@ class Codec:
         Raises:
             PoisonFound: it holds NaN or infinity.
         """
-        if not chunk.snapshot(theta, self._tensor(chunk, self._dtype(chunk))):
+        if not self.is_certain(chunk):
+            self._encode_difference(chunk, theta)
+        elif not chunk.snapshot(theta, self._tensor(chunk, self._dtype(chunk))):
             raise PoisonFound(ours=True)
+
+    # Certain chunks.
 
     def exchange(
         self, chunk: Chunk, theta: float, payload: memoryview, gain: float, *, is_encoded: bool
@@ -171,117 +252,11 @@ class Codec:
             raise PoisonFound(ours=True)
         return squared_norm
 
-    # Of forms whose chunks the peer may not be able to read, such as a code of the difference.
+    # Coded chunks.
 
-    def is_certain(self, chunk: Chunk) -> bool:
-        """Whether the peer can always read the chunk; else it sends a verdict on each."""
-        return True
-
-    @property
-    def preface_landing(self) -> memoryview:
-        """Where what the peer returned from :meth:`start` lands."""
-        raise NotImplementedError
-
-    def agree(self, preface: memoryview) -> None:
-        """Take in what the peer returned from :meth:`start`."""
-        raise NotImplementedError
-
-    def decode(self, chunk: Chunk, payload: memoryview) -> bool:
-        """Decode the peer's code against our snapshot; return whether that could be done."""
-        raise NotImplementedError
-
-    def exchange_decoded(self, chunk: Chunk, theta: float, gain: float) -> float:
-        """Apply what was decoded; return the squared norm of the difference."""
-        raise NotImplementedError
-
-    def repeat(self, chunk: Chunk) -> memoryview:
-        """Return our snapshot in bfloat16, to be sent; raises PoisonFound if it overflows."""
-        raise NotImplementedError
-
-    def exchange_repeated(
-        self, chunk: Chunk, theta: float, payload: memoryview, gain: float
-    ) -> float:
-        """Apply the difference of two repeats; return its squared norm."""
-        raise NotImplementedError
-
-
-@final
-class Bfloat16Codec(Codec):
-    """Snapshots rounded to bfloat16 as they are taken, so both ends hold the same two."""
-
-    def _dtype(self, chunk: Chunk) -> torch.dtype:
-        is_rounded = chunk.role in (Role.TRAINED, Role.MOMENT)
-        return _at_most_bfloat16(chunk) if is_rounded else chunk.x.dtype
-
-
-@final
-class LatticeCodec(Codec):
-    """An 8-bit code of the difference: a checksum of 4 bytes, and one byte a value.
-
-    Chunks that are too small for a code travel as they are held. Before the first chunk each end
-    sends the step of every block that it needs; the larger of the two is used. From each exchange
-    the steps of the next are learnt.
-    """
-
-    window = 6  # more than for values: a chunk closes after the way there and back
-    most_queued = 2  # codes wait here, not in the link's queue, where verdicts would wait behind
-
-    def __init__(self, state: State, allocate: Allocate | None = None) -> None:
-        super().__init__(state, allocate)
-        for dtype in (torch.float32, torch.bfloat16):  # the code's difference, and repeats
-            state.compile_for(dtype)
-        coded = [chunk for chunk in state.chunks if not self.is_certain(chunk)]
-        blocks = {chunk.index: num_blocks(chunk.num_elements) for chunk in coded}
-        self._steps = {
-            chunk.index: LatticeSteps(blocks[chunk.index], chunk.pending.dtype) for chunk in coded
-        }
-        self._exponents: dict[int, Tensor] = {}
-        # A frame is not empty, even if nothing is coded.
-        self._needed = torch.zeros(max(1, sum(blocks.values())), dtype=torch.int8)
-        self._landing = tensor_bytes(torch.zeros_like(self._needed))
-        self._slots: dict[torch.dtype, list[_Slot]] = {}
-        self._scratch: dict[torch.dtype, _Scratch] = {}
-        for dtype in {chunk.pending.dtype for chunk in coded}:
-            most = max(blocks[chunk.index] for chunk in coded if chunk.pending.dtype == dtype)
-            self._slots[dtype] = [_Slot(most, dtype) for _ in range(self.window)]
-            self._scratch[dtype] = _Scratch(most, dtype)
-
-    def _dtype(self, chunk: Chunk) -> torch.dtype:
-        return _at_most_bfloat16(chunk) if chunk.role is Role.MOMENT else chunk.x.dtype
-
-    def start(self, chunks: Sequence[Chunk]) -> memoryview:
-        """See :class:`Codec`: the steps that this worker needs."""
-        super().start(chunks)
-        if self._steps:
-            torch.cat([steps.exponents() for steps in self._steps.values()], out=self._needed)
-        return tensor_bytes(self._needed)
-
-    @property
-    def preface_landing(self) -> memoryview:
-        return self._landing
-
-    def agree(self, preface: memoryview) -> None:
-        """See :class:`Codec`: the larger of both ends' steps."""
-        agreed = torch.maximum(self._needed, clamped(torch.frombuffer(preface, dtype=torch.int8)))
-        sizes = [steps.num_blocks for steps in self._steps.values()]
-        parts = torch.split(agreed[: sum(sizes)], sizes)
-        self._exponents = dict(zip(self._steps, parts, strict=True))
-
-    def is_certain(self, chunk: Chunk) -> bool:
-        is_coded = _CHECKSUM.size + chunk.num_elements <= chunk.pending.nbytes
-        return chunk.role is not Role.TRAINED or not is_coded
-
-    def num_bytes(self, chunk: Chunk) -> int:
-        if self.is_certain(chunk):
-            return super().num_bytes(chunk)
-        return _CHECKSUM.size + chunk.num_elements
-
-    def encode(self, chunk: Chunk, theta: float) -> None:
-        """See :class:`Codec`. A snapshot that the steps do not fit is not coded, nor decoded."""
-        if self.is_certain(chunk):
-            super().encode(chunk, theta)
-            return
-        slot, scratch = self._slot(chunk), self._scratch[chunk.pending.dtype]
+    def _encode_difference(self, chunk: Chunk, theta: float) -> None:
+        """Code a snapshot; one that the steps do not fit is neither coded nor decoded."""
+        slot, scratch = self._code_slot(chunk), self._scratch[chunk.pending.dtype]
         chunk.snapshot(theta, slot.snapshot[: chunk.num_elements])
         snapshot = _blocks(slot.snapshot, chunk)
         slot.snapshot[chunk.num_elements : snapshot.numel()] = 0
@@ -299,7 +274,8 @@ class LatticeCodec(Codec):
             )
 
     def decode(self, chunk: Chunk, payload: memoryview) -> bool:
-        slot, scratch = self._slot(chunk), self._scratch[chunk.pending.dtype]
+        """Decode the peer's code against our snapshot; return whether that could be done."""
+        slot, scratch = self._code_slot(chunk), self._scratch[chunk.pending.dtype]
         if not slot.fits:
             return False
         codes = _blocks(scratch.codes, chunk)
@@ -316,8 +292,11 @@ class LatticeCodec(Codec):
         return _CHECKSUM.unpack_from(payload) == (checksum,)
 
     def exchange_decoded(self, chunk: Chunk, theta: float, gain: float) -> float:
-        """See :class:`Codec`: delta, exactly negated at the other end, against zero."""
-        slot, scratch = self._slot(chunk), self._scratch[chunk.pending.dtype]
+        """Apply what was decoded; return the squared norm of the difference.
+
+        The other end has exactly the negative of it; here it is exchanged against zero.
+        """
+        slot, scratch = self._code_slot(chunk), self._scratch[chunk.pending.dtype]
         delta = scratch.lattice.difference(
             _blocks(slot.differences, chunk),
             self._exponents[chunk.index],
@@ -328,8 +307,13 @@ class LatticeCodec(Codec):
         return chunk.exchange(theta, flat, scratch.zeros[: chunk.num_elements], gain)
 
     def repeat(self, chunk: Chunk) -> memoryview:
-        mine = self._repeated(chunk)
-        mine.copy_(self._slot(chunk).snapshot[: chunk.num_elements])
+        """Return our snapshot in bfloat16, to be sent.
+
+        Raises:
+            PoisonFound: it overflows.
+        """
+        mine = self._tensor(chunk, torch.bfloat16)
+        mine.copy_(self._code_slot(chunk).snapshot[: chunk.num_elements])
         if not is_finite(mine):
             raise PoisonFound(ours=True)
         return self.room(chunk, repeats=True)
@@ -337,26 +321,25 @@ class LatticeCodec(Codec):
     def exchange_repeated(
         self, chunk: Chunk, theta: float, payload: memoryview, gain: float
     ) -> float:
-        mine, peers = self._repeated(chunk), torch.frombuffer(payload, dtype=torch.bfloat16)
+        """Apply the difference of two repeats; return its squared norm."""
+        mine = self._tensor(chunk, torch.bfloat16)
+        peers = torch.frombuffer(payload, dtype=torch.bfloat16)
         squared_norm = chunk.exchange(theta, mine, peers, gain)
         if math.isfinite(squared_norm):
             delta = _blocks(self._scratch[chunk.pending.dtype].delta, chunk)
             delta.view(-1)[: chunk.num_elements].copy_(mine).sub_(peers)
             delta.view(-1)[chunk.num_elements :] = 0
-            sizes = self._slot(chunk).sizes
+            sizes = self._code_slot(chunk).sizes
             self._steps[chunk.index].learn(delta, sizes, is_rounded=True)
         return squared_norm
 
-    def _repeated(self, chunk: Chunk) -> Tensor:
-        return self._tensor(chunk, torch.bfloat16)
-
-    def _slot(self, chunk: Chunk) -> "_Slot":
-        return self._slots[chunk.pending.dtype][self._slot_of[chunk.index]]
+    def _code_slot(self, chunk: Chunk) -> "_CodeSlot":
+        return self._code_slots[chunk.pending.dtype][self._slot_of[chunk.index]]
 
 
 @final
-class _Slot:
-    """What is kept of an open chunk; tensors flat, of whole blocks."""
+class _CodeSlot:
+    """The record of an open coded chunk; tensors flat, of whole blocks."""
 
     def __init__(self, most_blocks: int, dtype: torch.dtype) -> None:
         self.snapshot = torch.zeros(most_blocks * BLOCK, dtype=dtype)
@@ -367,7 +350,7 @@ class _Slot:
 
 @final
 class _Scratch:
-    """What is needed while a chunk is worked on."""
+    """The memory for the work on one coded chunk."""
 
     def __init__(self, most_blocks: int, dtype: torch.dtype) -> None:
         self.lattice = Lattice(most_blocks, dtype)
@@ -376,25 +359,16 @@ class _Scratch:
         self.zeros = torch.zeros(most_blocks * BLOCK, dtype=dtype)
 
 
-def _at_most_bfloat16(chunk: Chunk) -> torch.dtype:
-    is_wide = chunk.x.dtype.itemsize > torch.bfloat16.itemsize
-    return torch.bfloat16 if is_wide else chunk.x.dtype
-
-
 def _blocks(flat: Tensor, chunk: Chunk) -> Tensor:
     """Return the part of ``flat`` that a chunk takes, as (blocks, BLOCK)."""
     return flat[: num_blocks(chunk.num_elements) * BLOCK].view(-1, BLOCK)
 
 
-CODECS = {"full": Codec, "bfloat16": Bfloat16Codec, "lattice8": LatticeCodec}
-WIRE_FORMATS = tuple(CODECS)
-
-
 def make_codec(name: str, state: State, allocate: Allocate | None = None) -> Codec:
-    """Return the form that ``name``, one of ``WIRE_FORMATS``, stands for; reused by all exchanges.
+    """Return the codec of the form ``name``, one of ``WIRE_FORMATS``; all exchanges reuse it.
 
     ``allocate``: the transport's, so that peers of the same host can read the slots in place.
     """
-    if name not in CODECS:
+    if name not in FORMATS:
         raise ValueError(f"unknown wire_format {name!r}; choose one of: {', '.join(WIRE_FORMATS)}")
-    return CODECS[name](state, allocate)
+    return Codec(FORMATS[name], state, allocate)

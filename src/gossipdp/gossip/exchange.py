@@ -1,15 +1,14 @@
 """One exchange: chunks out and in, a window at a time, applied as soon as both halves are here.
 
-Which chunks are exchanged follows from the exchange's number, which both ends know. A chunk takes
-its outer step, if there is one; it is copied to a slot at the exchange's phase and sent. When the
-peer's chunk of the same index has arrived whole, the difference of the two snapshots is applied.
-Nothing is applied before the peer's first frame, which confirms the exchange at the end that was
-asked. The extra memory is the window's. How a chunk becomes bytes is the
-:mod:`codec <gossipdp.gossip.codec>`'s matter.
+The exchange's number, which both ends know, says which chunks travel. A chunk takes its outer
+step, if there is one; it is copied to a slot at the exchange's phase and sent. When the peer's
+chunk of the same index has arrived whole, the difference of the two snapshots is applied. Nothing
+is applied before the peer's first frame, which confirms the exchange at the end that was asked. The
+extra memory is the window's. The :mod:`codec <gossipdp.gossip.codec>` turns chunks into bytes.
 
 Frames: ``EXCHANGE_STEPS`` (only if the codec has something to say first), then for each chunk
-``EXCHANGE_CHUNK``. If the codec cannot be certain that the peer reads it, the peer answers with a
-byte in ``EXCHANGE_VERDICT``; where either verdict is no, both send the same snapshot again in
+``EXCHANGE_CHUNK``. If the codec cannot be certain that the peer can read it, the peer answers with
+a byte in ``EXCHANGE_VERDICT``; if either verdict is no, both send the same snapshot again in
 bfloat16, ``EXCHANGE_REPEAT``. :mod:`~gossipdp.protocol.confirmation` says when a chunk is applied,
 and why no slot is needed twice.
 """
@@ -34,9 +33,9 @@ class CompletedExchange:
     """One exchange that ended well, as this end of it saw it.
 
     Attributes:
-        peer: with whom.
+        peer: the other end.
         initiated: whether this end asked for it.
-        asked_s: when this end sent the proposal that was accepted; None where the peer asked.
+        asked_s: when this end sent the proposal that was accepted; None if the peer asked.
         started_s, ended_s: from the agreement to the last chunk applied here, by
             :func:`~gossipdp.links.clock.since_boot_s`.
         half_squared_distance: half the squared distance to the peer, over trained parameters.
@@ -55,15 +54,15 @@ class Exchange:
     """The data side of one exchange that the pairing has agreed on. Driven by the gossip thread.
 
     Args:
-        state: this worker's.
-        codec: what the chunks travel in; the exchange before has ended.
+        state: this worker's parameters.
+        codec: the form of the chunks; the exchange before has ended.
         link: to the peer.
-        id: travels with every chunk; chunks with another are not ours.
-        alpha_tilde: the gain both ends agreed on.
+        id: travels with every chunk; chunks with another id are dropped.
+        alpha_tilde: the gain on which both ends agreed.
         theta: the phase, which stands still until the exchange has ended.
 
     Attributes:
-        num_applied: chunks, so far.
+        num_applied: chunks that were applied so far.
         num_repeated: chunks that were sent a second time, in bfloat16.
         squared_distance: to the peer, over the trained parameters applied so far.
     """
@@ -91,7 +90,7 @@ class Exchange:
             [codec.is_certain(chunk) for chunk in self._chunks], codec.window
         )
         self._num_encoded = 0
-        # Frames in slots that were handed to the link, in all and up to each slot's last one.
+        # Slot frames handed to the link: in all, and up to the last one of each slot.
         self._num_handed = 0
         self._handed_of_slot = [0] * codec.window
         self._preface = codec.start(self._chunks)
@@ -99,20 +98,20 @@ class Exchange:
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks it consists of."""
+        """Return the number of chunks."""
         return len(self._chunks)
 
     @property
     def is_finished(self) -> bool:
-        """Whether every chunk was applied here and all the peer needs was handed to the kernel.
+        """Return whether all was applied here and all that the peer needs went to the kernel.
 
-        Other chunks on the link (a state on its way) do not count, nor do they in :meth:`pump`.
+        Other chunks on the link (a state on its way) count neither here nor in :meth:`pump`.
         """
         return self._confirmation.is_finished and self.link.queued_of(*EXCHANGE_TYPES) == 0
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes of chunks of exchanges, this one's and those before, that its link has moved."""
+        """Return the bytes of this exchange and earlier ones that its link has moved."""
         return self.link.moved_of(*EXCHANGE_TYPES)
 
     def pump(self) -> None:
@@ -137,10 +136,10 @@ class Exchange:
             self._hand(FrameType.EXCHANGE_CHUNK, index, self._codec.room(self._chunks[index]))
 
     def _encode(self, index: int) -> None:
-        """Take the snapshot of chunk ``index`` unless that was done already.
+        """Take the snapshot of chunk ``index`` unless there is one already.
 
-        Its slot is free: for our own chunk ``pump`` has looked, and a peer that is ahead of us has
-        closed chunk ``index - window``, for which it needed all that we sent of it.
+        Its slot is free: for our own chunk ``pump`` has checked that, and a peer that is ahead of
+        us has closed chunk ``index - window``, for which it needed all that we sent of that chunk.
         """
         if index == self._num_encoded:
             self._chunks[index].outer_step()
@@ -148,7 +147,7 @@ class Exchange:
             self._num_encoded += 1
 
     def _has_left(self, slot: int) -> bool:
-        """Whether nothing in a slot is still to be sent: our repeat may be, of a closed chunk."""
+        """Return whether all of a slot has left; the repeat of a closed chunk may still wait."""
         num_left = self._num_handed - self.link.queued_of(*SHARED_TYPES)
         return num_left >= self._handed_of_slot[slot]
 
@@ -159,10 +158,10 @@ class Exchange:
         key = ChunkKey(self.id.initiator, self.id.incarnation, self.id.counter, index)
         self.link.send_chunk(frame_type, key, payload)
 
-    # What comes.
+    # Frames that arrive.
 
     def expects(self, frame_type: FrameType, key: ChunkKey) -> bool:
-        """Whether a frame belongs to this exchange and may come now."""
+        """Return whether a frame belongs to this exchange and may come now."""
         if key.id != (self.id.initiator, self.id.incarnation, self.id.counter):
             return False
         match frame_type:
@@ -177,7 +176,7 @@ class Exchange:
         return False
 
     def landing(self, frame_type: FrameType, key: ChunkKey) -> memoryview | None:
-        """Return where a frame of the peer's goes, or None if it is not one expected now.
+        """Return where a frame of the peer goes, or None if it is not expected now.
 
         The link ends itself if the frame has another length.
         """
@@ -192,7 +191,7 @@ class Exchange:
     def landed(self, frame_type: FrameType, key: ChunkKey, payload: memoryview) -> None:
         """Deal with a frame that is :meth:`expected <expects>` and has arrived whole.
 
-        ``payload`` may be the landing place or the peer's own memory; it is read before this
+        ``payload`` may be the landing place or the peer's own memory; it is read before the call
         returns.
 
         Raises:
@@ -216,7 +215,7 @@ class Exchange:
                 self._applied(index, codec.exchange_repeated(*what))
 
     def _values_landed(self, index: int, payload: memoryview) -> None:
-        """Apply them; where they came first, our snapshot is taken in the same pass."""
+        """Apply the peer's values; if they came first, take our snapshot in the same pass."""
         self._confirmation.code(index, decoded=True)
         what = self._chunks[index], self._theta, payload, self._alpha_tilde
         is_encoded = index < self._num_encoded
@@ -227,7 +226,7 @@ class Exchange:
         self._applied(index, squared_norm)
 
     def _code_landed(self, index: int, payload: memoryview) -> None:
-        """Say whether it could be decoded; it is applied once both ends have said so."""
+        """Decode the peer's code and send the verdict; both verdicts decide what follows."""
         chunk = self._chunks[index]
         self._encode(index)
         decoded = self._codec.decode(chunk, payload)
@@ -246,7 +245,7 @@ class Exchange:
                 self._hand(FrameType.EXCHANGE_REPEAT, index, self._codec.repeat(chunk))
 
     def _applied(self, index: int, squared_norm: float) -> None:
-        """Take note of a chunk that was applied, unless its difference was not finite."""
+        """Count an applied chunk; raise PoisonFound if its difference was not finite."""
         if not math.isfinite(squared_norm):
             raise PoisonFound(ours=False)
         if self._chunks[index].role is Role.TRAINED:

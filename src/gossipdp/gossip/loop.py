@@ -1,8 +1,8 @@
 """One worker's side of everything that crosses the network: a single-threaded event loop.
 
-It performs the protocol's actions and turns what links report into the protocol's inputs. All of
-it runs in one thread (:mod:`~gossipdp.gossip.thread`), so nothing here is locked; the
-parameters are reached through their chunks (:mod:`~gossipdp.dynamics.chunks`) alone.
+It performs the protocol's actions and turns reports of links into the protocol's inputs. All of it
+runs in one thread (:mod:`~gossipdp.gossip.thread`), so nothing here is locked; it reaches the
+parameters only through their chunks (:mod:`~gossipdp.dynamics.chunks`).
 """
 
 import logging
@@ -47,13 +47,13 @@ from gossipdp.protocol.worker import Action, WorkerProtocol
 logger = logging.getLogger("gossipdp")
 
 LONGEST_TURN_S = 0.5
-# Messages that wait for one peer's link. Of more the oldest are dropped, which is no loss: what
-# consolidation and the failure detector are not answered they say again, and a state or an average
-# that does not come is asked for anew after its time-out.
+# Messages that wait for one peer's link. Beyond that the oldest are dropped, which is no loss:
+# consolidation and the failure detector repeat messages without an answer, and a state or an
+# average that does not come is requested again after its time-out.
 MAX_WAITING = 16
 REPORT_INTERVAL_S = 0.2
 FAREWELL_S = 1.0
-# A handshake that fails so shows that the worker dialled lives.
+# A handshake that fails with one of these shows that the dialled worker lives.
 REFUSALS_OF_THE_LIVING = ("incarnation", "own_rank")
 
 
@@ -62,15 +62,15 @@ class GossipLoop(LinkHandler):
 
     Args:
         protocol: this worker's protocol.
-        state, phase: its parameters, and how far its momentum has flowed.
-        transport: makes links; this loop must be its handler (:meth:`turn` polls it).
-        clock: seconds, monotonic; the transport's and the phase's is the same.
-        wire_format: in which form parameters travel in exchanges.
+        state, phase: its parameters, and the phase of its momentum.
+        make_transport: makes the transport, with this loop as its handler; :meth:`turn` polls it.
+        clock: seconds, monotonic; the transport and the phase use the same.
+        wire_format: the form in which parameters travel in exchanges.
 
     Attributes:
-        codec: the form in which chunks travel.
-        published: what other threads may read, replaced whole at the end of each turn.
-        poisoned: what stopped this worker's exchanges, if it is poisoned; any thread may read it.
+        codec: turns chunks into that form and back.
+        published: the snapshot for other threads, replaced whole at the end of each turn.
+        poisoned: the error that stopped this worker's exchanges, if any; any thread may read it.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class GossipLoop(LinkHandler):
         self._outbox: dict[int, deque[bytes]] = {}
         self._dialer = Dialer(protocol.rank, Random(protocol.rank))
         self._exchange: Exchange | None = None
-        self._progress = 0  # bytes of chunks when the exchange last got on
+        self._progress = 0  # bytes of chunks at the exchange's latest progress
         self._asked_s = self._exchange_started_s = 0.0
         self.codec = make_codec(wire_format, state, self.transport.allocate)
         self.transfers = Transfers(
@@ -122,10 +122,10 @@ class GossipLoop(LinkHandler):
         # Until it has the start parameters this worker must not exchange its own.
         self.hold()
 
-    # What the owner of the loop calls.
+    # Calls of the loop's owner.
 
     def its_thread(self) -> AbstractContextManager[object]:
-        """The thread that turns this loop does so within this."""
+        """Return the context in which its thread must turn this loop."""
         return self._state.device.gossip_thread()
 
     def turn(self, longest_s: float = LONGEST_TURN_S) -> None:
@@ -139,7 +139,7 @@ class GossipLoop(LinkHandler):
         self.transport.poll(max(0.0, due_s - now))
         now = self.clock()
         for peer, link in list(self._links.items()):
-            # Chunks are life too, on a link that may be too busy with them for a heartbeat.
+            # Chunks are signs of life too: a link may be too busy with them for a heartbeat.
             if link.last_heard_s > self.protocol.last_heard(peer) + self._heard_every_s:
                 self.perform(self.protocol.heard(peer, link.last_heard_s))
         self._note_progress(now)
@@ -150,7 +150,7 @@ class GossipLoop(LinkHandler):
         self.published = self._publisher.publish(now)
 
     def _report_addresses(self, now: float) -> None:
-        """Tell whoever restarts workers where the live ones are, when that has changed."""
+        """Report the live workers' addresses to the supervisor, if they have changed."""
         membership = self.protocol.membership
         if self._reported_version == membership.version or now < self._report_due_s:
             return
@@ -168,10 +168,10 @@ class GossipLoop(LinkHandler):
     def serve_state(self, first: Iterable[int], on_served: Callable[[], None]) -> None:
         """Answer requests for this worker's state from now on; it has one.
 
-        ``on_served`` is called once each worker of ``first`` has been sent it, or is gone.
+        ``on_served`` is called once each worker of ``first`` has got it, or is gone.
         """
         first = set(first)
-        # Dialled, so that one that has died is known by its refusal.
+        # Dial them, so that the refusal of one that has died makes its death known.
         self._dialer.want(first, self.clock())
         self.transfers.serve(first, on_served)
 
@@ -181,7 +181,7 @@ class GossipLoop(LinkHandler):
         self.release()
 
     def hold(self) -> None:
-        """Exchange with nobody until :meth:`release`; a running exchange is aborted."""
+        """Exchange with no worker until :meth:`release`; abort a running exchange."""
         now = self.clock()
         self.perform(self.protocol.hold(now))
         self.perform(self.protocol.abort("the parameters are being loaded", now))
@@ -191,9 +191,9 @@ class GossipLoop(LinkHandler):
         self.perform(self.protocol.release(self.clock()))
 
     def joined(self) -> None:
-        """Take part from now on: this worker, which was joining, has another's parameters."""
+        """Take part from now on: this joining worker has the parameters of a live one."""
         self.perform(self.protocol.joined(self.clock()))
-        # At once: the others may be backing off from where this worker lived before.
+        # At once: the others may be backing off from the address of this worker's earlier life.
         self._dialer.want(self.protocol.neighbours, self.clock(), at_once=True)
         self.release()
 
@@ -207,7 +207,7 @@ class GossipLoop(LinkHandler):
         )
 
     def poison(self, error: PoisonedError) -> None:
-        """Exchange no more: this worker's parameters are poisoned, as ``error`` says."""
+        """Stop exchanging for good: this worker's parameters are poisoned, as ``error`` says."""
         self.poisoned = error
         logger.error("%s", error)
         self.perform(self.protocol.poisoned(self.clock()))
@@ -215,10 +215,10 @@ class GossipLoop(LinkHandler):
     def consolidate(self, on_end: Callable[[Outcome], None], timeout_s: float = math.inf) -> None:
         """Take part in consolidation; ``on_end`` is called when this worker may leave.
 
-        ``timeout_s``: how long workers that still train are waited for.
+        ``timeout_s``: the longest wait for workers that still train.
         """
         if self.protocol.consolidation.is_finished and self.sums.outcome is not None:
-            on_end(self.sums.outcome)  # asked for again after an interrupt
+            on_end(self.sums.outcome)  # asked again after an interrupt
             return
         self.sums.on_end(on_end)
         self.perform(self.protocol.done(self.clock(), timeout_s))
@@ -233,7 +233,7 @@ class GossipLoop(LinkHandler):
         self.transport.close()
 
     def _say_farewell(self) -> None:
-        """After consolidation: let RELEASE and LEFT go out, so that nobody takes us for dead."""
+        """Let RELEASE and LEFT go out after consolidation, or others would take us for dead."""
         deadline_s = self.clock() + FAREWELL_S
         while self.protocol.consolidation.is_finished and self.clock() < deadline_s:
             if not any(link.queued_bytes for link in self._links.values()):
@@ -241,7 +241,7 @@ class GossipLoop(LinkHandler):
             self.transport.poll(FAREWELL_S / 10)
 
     def perform(self, actions: Iterable[Action]) -> None:
-        """Do what the protocol asks, in order."""
+        """Do the protocol's actions, in order."""
         self._actions.extend(actions)
         if self._is_performing:
             return  # from within an action: after those that came before
@@ -309,7 +309,7 @@ class GossipLoop(LinkHandler):
             self.perform(self.protocol.reached(peer, now))
         else:
             self.perform(self.protocol.peer_unreachable(peer, now))
-        # Who has another of this worker's rank may yet learn which of the two stands.
+        # A peer linked to another process of this rank may yet learn which of the two stays.
         kind = PeerLostError if refusal.field in REFUSALS_OF_THE_LIVING else RefusedError
         self.transfers.gone(peer, kind(f"worker {peer} refused this worker: {refusal}"))
 
@@ -350,8 +350,8 @@ class GossipLoop(LinkHandler):
     def _renews(self, link: Link) -> bool:
         """Close a link whose keys have served long, now that its peer asks for an exchange.
 
-        Whoever asks has applied all that it was to apply of the exchange before. At any other time
-        it may yet have to read the last chunks, and would lose them with the link.
+        A peer that asks has applied all of the exchange before. At any other time it may yet have
+        to read the last chunks, and would lose them with the link.
         """
         is_idle = self._exchange is None or self._exchange.link is not link
         if link.is_aging and is_idle and not link.queued_chunks:
@@ -359,12 +359,12 @@ class GossipLoop(LinkHandler):
         return link.closed
 
     def _refuse(self, link: Link, error: ProtocolError) -> None:
-        """End a link over which came what no worker of this version says."""
+        """End a link that brought a message that breaks the rules."""
         self._log.warn_once(
             "message",
             str(link.peer),
-            "worker %d closes its link to worker %d, of which it cannot accept a message: %s. They "
-            "exchange nothing while that goes on. If both run the same version of gossipdp, "
+            "worker %d closes its link to worker %d, which sent a message it cannot accept: %s. "
+            "They exchange nothing while that goes on. If both run the same version of gossipdp, "
             "please report it",
             self.protocol.rank,
             link.peer,
@@ -384,7 +384,7 @@ class GossipLoop(LinkHandler):
             self._outbox.setdefault(peer, deque(maxlen=MAX_WAITING)).append(encode(envelope))
             self._dialer.want([peer], self.clock(), at_once=True)
 
-    # Chunks. One of another length than where it is to land ends its link.
+    # Chunks. If a chunk and its landing place differ in length, its link ends.
 
     def chunk_buffer(
         self, link: Link, frame_type: FrameType, key: ChunkKey, length: int
@@ -405,7 +405,7 @@ class GossipLoop(LinkHandler):
         owner, exchange = self._owners.get(frame_type), self._exchange
         if owner is not None:
             owner.landed(link, frame_type, key)
-        # It may have been stopped while its chunk was arriving.
+        # The exchange may have been stopped while its chunk was arriving.
         elif exchange is not None and exchange.expects(frame_type, key):
             self._guarded(lambda: exchange.landed(frame_type, key, payload))
 
@@ -413,8 +413,8 @@ class GossipLoop(LinkHandler):
         self._pump()
 
     def _pump(self) -> None:
-        # On a lost link nothing counts as queued, but the peer may still be reading our slots; the
-        # exchange is stopped by link_down, which is on its way.
+        # On a lost link nothing counts as queued, but the peer may still be reading our slots:
+        # link_down, which is on its way, stops the exchange.
         if self._exchange is not None and not self._exchange.link.closed:
             self._guarded(self._exchange.pump)
         self.transfers.pump()
@@ -428,7 +428,7 @@ class GossipLoop(LinkHandler):
     def _begin(self, begin: Begin) -> None:
         link = self._links[begin.peer]
         self._exchange_started_s = self.clock()
-        # The first snapshots wait for the end of the turn: the answer leaves before they are taken.
+        # The first snapshots wait for the end of the turn, so that the answer leaves before them.
         theta = self._phase.start_exchange(self._exchange_started_s)
         self._exchange = Exchange(
             self._state, self.codec, link, begin.id, alpha_tilde=begin.alpha_tilde, theta=theta
@@ -449,7 +449,7 @@ class GossipLoop(LinkHandler):
             self.protocol.progressed(now)
 
     def _guarded(self, step: Callable[[], None]) -> None:
-        """Run a step of the exchange; poison ends it before anything spreads."""
+        """Run a step of the exchange; poison ends the exchange before it spreads."""
         try:
             step()
         except PoisonFound as poison:

@@ -1,13 +1,13 @@
 """The data side of sums over a tree: the protocol decides, this reads, adds, divides and sends.
 
-What a worker gives is read chunk by chunk when the sum is sent, z = x + pending + c/2, and nothing
-here writes the parameters: at every moment x + pending is this worker's, also for a main
-thread that no longer waits in ``consolidate``. Sums and results are tensors of their own, one for
-each chunk and each sum, made as they are needed; a new attempt has new ones, so that what is still
-on its way from an old one is left alone. Driven by the gossip thread.
+A worker's own values, z = x + pending + c/2, are read chunk by chunk when the sum is sent. Nothing
+here writes the parameters: at every moment x + pending is this worker's, also for a main thread
+that no longer waits in ``consolidate``. Sums and results are tensors of their own, one for each
+chunk of each sum, made when needed. A new attempt has new ones, so data of an old one that is still
+on its way stays untouched. Driven by the gossip thread.
 
-No call takes longer than a few chunks do: actions that cost a pass wait here, and :meth:`Sums.pump`
-does them for ``BUSY_S`` in a turn.
+No call takes longer than the work on a few chunks: actions that cost a pass wait here, and
+:meth:`Sums.pump` does them for ``BUSY_S`` in a turn.
 """
 
 from collections import deque
@@ -52,7 +52,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class Average:
-    """The mean over some workers, one tensor for each averaged chunk; at the end the copied too.
+    """The mean over some workers, a tensor for each averaged chunk; at the end also the copied.
 
     ``without``: the live workers that are not in it, and why.
     """
@@ -74,14 +74,14 @@ class Sums:
 
     Args:
         state: the parameters.
-        protocol: told what has landed and what was divided.
+        protocol: gets the chunks that landed or were divided.
         links: by peer; the loop's own table, which it keeps up to date.
-        perform: does the actions that the protocol answers with.
+        perform: does the actions that the protocol returns.
         clock: seconds, monotonic.
-        poisoned: called where this worker's own values are of no use to the last average.
+        poisoned: called if this worker's own values are of no use to the last average.
 
     Attributes:
-        outcome: what consolidation committed.
+        outcome: the committed result of consolidation.
     """
 
     def __init__(
@@ -107,18 +107,18 @@ class Sums:
         self._slots: dict[Epoch, dict[int, _Slot]] = {}
         self._to_finish: deque[FinishChunk] = deque()
         self._queues: dict[int, deque[SendPartial | SendResult]] = {}
-        self._rooms: dict[int, Tensor] = {}  # where the chunk of a peer lands
-        # Whose payload moves on a link: which sum's was put there last, which comes, how much did.
+        self._rooms: dict[int, Tensor] = {}  # the landing place of each peer's chunk
+        # The sum whose payload went to a link last, the one whose payload comes, and bytes moved.
         self._leaving: dict[int, Epoch] = {}
         self._coming: dict[int, Epoch] = {}
         self._moved: dict[Link, tuple[int, int]] = {}
 
-    # What the loop asks for.
+    # Requests of the loop.
 
     def ask(self) -> "Future[Average]":
-        """Average all live workers while they train; the future is of the caller's thread.
+        """Average all live workers while they train; the caller's thread waits for the future.
 
-        It takes the place of one that its caller no longer waits for, such as after Ctrl+C.
+        It replaces a request whose caller no longer waits, such as after Ctrl+C.
         """
         self._asked = Future()
         asked = self._asked
@@ -130,7 +130,7 @@ class Sums:
         self._on_end = callback
 
     def end(self, reason: str) -> None:
-        """Fail what this worker has asked for: it closes."""
+        """Fail this worker's own request, because it closes."""
         if self._asked is not None:
             self._asked.set_exception(PeerLostError(reason))
             self._asked = None
@@ -165,7 +165,7 @@ class Sums:
                 else:
                     asked.set_exception(PeerLostError("no worker has parameters to average"))
             case Commit(origin=origin, consensus_distance=distance, num_members=num_members):
-                # All are here, but for a leader's own copied chunks that nobody has asked for.
+                # All are here, but for copied chunks of a leader for which no worker has asked.
                 results = [self._values(origin, index) for index in range(len(self._chunks))]
                 values = [each for each in results if each is not None]
                 left_out = self._protocol.consolidation.left_out
@@ -175,10 +175,10 @@ class Sums:
                 assert self._on_end is not None
                 self._on_end(self.outcome)
 
-    # Sending, and what else takes a pass.
+    # Sending, and other work that takes a pass.
 
     def link_lost(self, peer: int) -> None:
-        """Forget what was to be sent to ``peer``; the protocol asks for it again."""
+        """Forget the chunks to be sent to ``peer``; the protocol asks for them again."""
         for table in (self._queues, self._rooms, self._leaving, self._coming):
             table.pop(peer, None)
 
@@ -225,7 +225,7 @@ class Sums:
     def _values(self, epoch: Epoch, index: int) -> Tensor | None:
         """Return the sum or result of one chunk; to a sum this worker's own values are added.
 
-        None: it holds NaN or infinity, which no worker is sent. The others do without this one.
+        None: it holds NaN or infinity, which is never sent. The others go on without this worker.
         """
         slots = self._slots.setdefault(epoch, {})
         slot, chunk = slots.get(index), self._chunks[index]
@@ -257,7 +257,7 @@ class Sums:
         return torch.empty(chunk.num_elements, dtype=dtype)
 
     def _squared_distance(self, chunk: Chunk, result: Tensor) -> float:
-        """Return how far this worker's own values are from the result."""
+        """Return the squared distance of this worker's own values to the result."""
         if chunk.role is not Role.TRAINED:
             return 0.0
         own = torch.empty_like(result)
@@ -267,7 +267,7 @@ class Sums:
     # Landing.
 
     def landing(self, link: Link, frame_type: FrameType, key: ChunkKey) -> memoryview | None:
-        """Return where a partial sum or a result goes, or None if it is not awaited."""
+        """Return the place for a partial sum or a result, or None if it is not awaited."""
         peer, epoch = link.peer, _epoch(key)
         if not self._accepts(peer, frame_type, key):
             self._coming.pop(peer, None)
@@ -304,9 +304,9 @@ class Sums:
         return reduction is not None and reduction.accepts(peer, key.index)
 
     def note_progress(self) -> None:
-        """Tell the protocol with whom payload of which sum moves: bytes, not whole chunks.
+        """Tell the protocol between which peers payload of each sum moves, by bytes.
 
-        On a slow link one chunk may take longer than the time-out.
+        On a slow link one whole chunk may take longer than the time-out.
         """
         if self._protocol.averages.is_idle and not self._protocol.consolidation.has_begun:
             self._moved.clear()

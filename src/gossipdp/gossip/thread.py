@@ -1,4 +1,4 @@
-"""The one background thread of a worker, and the only way for other threads to reach its loop."""
+"""The gossip thread of a worker, through which alone other threads reach its loop."""
 
 import logging
 import math
@@ -22,13 +22,14 @@ JOIN_TIMEOUT_S = 5.0
 
 
 class Background(Generic[Result]):
-    """Works out one thing after another in a thread of its own, for the gossip thread.
+    """A thread that works out one result after another for the gossip thread.
 
     The graph over hundreds of live workers and the description of a large state take longer than
-    that may be silent. The library below numpy would take all cores, from training: it gets one.
+    the gossip thread may be silent. The library below numpy would take all cores from training: it
+    gets one.
 
     Attributes:
-        wake: called in that thread whenever a result is there.
+        wake: called in that thread whenever a result is ready.
     """
 
     def __init__(self) -> None:
@@ -38,9 +39,9 @@ class Background(Generic[Result]):
         self._thread: threading.Thread | None = None
 
     def __call__(self, key: Hashable, function: Callable[[], Result]) -> Result | None:
-        """Return what ``function`` returns, None as long as it runs; ``key`` names the result.
+        """Return the result of ``function``, or None as long as it runs; ``key`` names it.
 
-        With another key, call this ``function`` once the one before has ended.
+        A ``function`` with another key is called once the one before has ended.
         """
         if self._future is None or (self._future.done() and self._key != key):
             self.close()  # the one before has at most its wake-up left
@@ -54,18 +55,18 @@ class Background(Generic[Result]):
         return future.result()
 
     def close(self) -> None:
-        """Wait for the thread's end, but not for long: what it works out cannot be stopped."""
+        """Wait for the thread's end, but not for long: its function cannot be stopped."""
         if self._thread is not None:
             self._thread.join(JOIN_TIMEOUT_S)
 
     def _run(self, future: "Future[Result]", function: Callable[[], Result]) -> None:
-        # Here, so that who only imports the package need not.
+        # Imported here, so that an import of the package does without it.
         from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
         try:
             with threadpool_limits(1, user_api="blas"):
                 result = function()
-            # The limit is lifted by now: a next thread would take it for the process's own.
+            # The limit is lifted first, or a next thread would take it for the process's own.
             future.set_result(result)
         except Exception as error:
             future.set_exception(error)
@@ -75,10 +76,10 @@ class Background(Generic[Result]):
 class GossipThread:
     """Runs a :class:`GossipLoop` until closed.
 
-    The loop and everything it owns belong to the thread from :meth:`start` on. Others hand it
-    work by :meth:`call` and steps by :meth:`step`; both are queues that only the thread empties.
-    An exception in the loop ends the thread, fails every open call, and is raised by
-    :meth:`check` in the caller's thread.
+    From :meth:`start` on the loop and everything it owns belong to the thread. Other threads pass
+    it work by :meth:`call` and steps by :meth:`step`; both are queues that only the thread empties.
+    An exception in the loop ends the thread and fails every open call; :meth:`check` raises it in
+    the caller's thread.
     """
 
     def __init__(self, loop: GossipLoop) -> None:
@@ -105,11 +106,11 @@ class GossipThread:
     def call(self, function: Callable[[], Result]) -> "Future[Result]":
         """Run ``function`` in the thread; the future gets its result or its exception."""
         future: Future[Result] = Future()
-        # The queue is of objects; this future's type is its own call's.
+        # The queue holds futures of objects; this one's type is its own call's.
         self._calls.append((function, future))  # type: ignore[arg-type]
         self._loop.transport.wake()
-        # The thread marks itself failed before it empties the queue for the last time: whatever
-        # is appended after that is seen here, whatever before is seen there.
+        # The thread marks itself failed before it empties the queue for the last time: so a call
+        # that is appended after that is seen here, and one appended before it is seen there.
         if self._failure is not None or not self._thread.is_alive():
             self._fail_calls()
         return future
@@ -117,8 +118,8 @@ class GossipThread:
     def step(self, samples: int) -> None:
         """Count one gradient step; wake the loop only if a tick comes due with it or soon after.
 
-        No step is overlooked: the loop publishes its wish before it looks for steps a last time,
-        and a step is queued here before the wish is read.
+        No step is overlooked: the loop publishes ``_wake_at_step`` before it looks for steps a last
+        time, and a step is queued here before that is read.
         """
         self._steps.append((samples, self._loop.clock()))
         self._num_steps += 1
@@ -127,19 +128,19 @@ class GossipThread:
 
     @property
     def steps_behind(self) -> int:
-        """Steps since a tick came due that the loop has not looked at; 0: none has."""
+        """Return the steps since a tick came due that the loop has not seen; 0: none is due."""
         due_after = min(self._wake_at_step, self._num_steps)
         return math.ceil(self._num_steps - due_after)
 
     def check(self) -> None:
-        """Raise here what ended the thread."""
+        """Raise the exception that ended the thread, if any."""
         if isinstance(self._failure, SupersededError):
             raise self._failure
         if self._failure is not None:
             raise RuntimeError("the gossip thread has failed") from self._failure
 
     def close(self) -> None:
-        """End the thread and its links; returns when it has ended."""
+        """End the thread and its links; return when it has ended."""
         self._stopping = True
         if self._thread.is_alive():
             self._loop.transport.wake()
@@ -149,8 +150,8 @@ class GossipThread:
 
     def _run(self) -> None:
         try:
-            # A thread's first look at the number sets it to the process's default, and would undo
-            # a set_num_threads before it.
+            # A thread's first get_num_threads sets the number to the process's default, and would
+            # undo a set_num_threads before it.
             torch.get_num_threads()
             torch.set_num_threads(1)
         finally:

@@ -1,12 +1,12 @@
-"""Who may exchange with whom, how often, and how fast that mixes.
+"""The graph of workers: who may exchange with whom, how often, and how fast that mixes.
 
     topology   named graphs, edge lists, checks, the graph after deaths    (networkx graphs)
     constants  a graph with its rates: chi1, chi2, eta, alpha_tilde, by the spectrum of its
-               Laplacian; the graph over the live
-    promise    what a graph promises: how fast workers agree
+               Laplacian; the graph over the live workers
+    promise    the speed of agreement that a graph promises
 
-Pure: no thread, socket, file descriptor kept open, or clock. Everything above may import this
-package; it imports numpy, scipy and networkx alone.
+Pure: no thread, socket, file descriptor kept open, or clock. Every other package may import this
+one; it imports numpy, scipy and networkx alone.
 """
 
 from gossipdp.graph.constants import Constants

@@ -25,14 +25,14 @@ IndexArray = NDArray[np.intp]
 # Rounding of the eigenvalues that the checks allow.
 SPECTRUM_TOLERANCE = 1e-6
 
-# Beyond, chi1 chi2 is zero or infinite in double precision.
+# Beyond these, chi1 chi2 is zero or infinite in double precision.
 LEAST_RATE, LARGEST_RATE = 1e-100, 1e100
 
 MAX_CACHED = 64
-"""Graphs that a `LiveGraph` keeps, a set of live workers each."""
+"""Graphs that a `LiveGraph` keeps, one for each set of live workers."""
 
 MAX_DENSE_WORKERS = 256
-"""Up to here dense numpy is as quick, and a worker need not import scipy."""
+"""Up to this many, dense numpy is as quick, and a worker need not import scipy."""
 
 LANCZOS_TOLERANCE = 1e-12
 RESISTANCE_BLOCK = 256
@@ -77,7 +77,7 @@ class Constants:
 
     @classmethod
     def of(cls, graph: nx.Graph[int], comm_rate: float = 1.0) -> Constants:
-        """The constants of ``graph`` with the rates lambda_ij = r min(1/deg_i, 1/deg_j).
+        """Return the constants of ``graph`` with the rates lambda_ij = r min(1/deg_i, 1/deg_j).
 
         Args:
             graph: Undirected and connected; nodes are ranks, with gaps where workers died.
@@ -136,16 +136,16 @@ class Constants:
 
     @cached_property
     def chi1(self) -> float:
-        """1 / lambda_2: how long the slowest disagreement lives, in units of time."""
+        """Return 1 / lambda_2, the time that the slowest disagreement lives."""
         return 1.0 / self._spectrum.lambda_2 if self.edges else 0.0
 
     @cached_property
     def chi2(self) -> float:
-        """Half the largest effective resistance over edges, in units of time; at most chi1.
+        """Return half the largest effective resistance over edges, a time of at most chi1.
 
-        They are equal on complete graphs, where rounding would make one the larger now and then,
-        differently on each kind of processor. So alpha_tilde is never below 1/2, which no worker
-        accepts of another.
+        On complete graphs the two are equal, and rounding would now and then make chi2 the larger,
+        differently on each kind of processor. Then alpha_tilde would be below 1/2, and no worker
+        accepts that from another.
         """
         if not self.edges:
             return 0.0
@@ -153,26 +153,26 @@ class Constants:
 
     @cached_property
     def eta(self) -> float:
-        """Mixing speed of parameters and momentum copy, per unit of time."""
+        """Return the mixing speed of parameters and momentum copy, per unit of time."""
         return 0.5 / math.sqrt(self.chi1 * self.chi2) if self.edges else 0.0
 
     @cached_property
     def alpha_tilde(self) -> float:
-        """Gain of an exchange on the momentum copy; 1/2 is plain gossip."""
+        """Return the gain of an exchange on the momentum copy; 1/2 is plain gossip."""
         return 0.5 * math.sqrt(self.chi1 / self.chi2) if self.edges else 0.5
 
     @cached_property
     def exchanges_per_unit_time(self) -> float:
-        """Expected exchanges over the whole network per unit of time: the sum of the rates."""
+        """Return the expected exchanges of the whole network per unit of time."""
         return math.fsum(self.rates)
 
     def neighbours(self, worker: int) -> dict[int, float]:
-        """lambda_ij of each neighbour j of worker i, in ascending order of rank."""
+        """Return lambda_ij of each neighbour j of worker i, in ascending order of rank."""
         self._check_worker(worker)
         return dict(self._adjacency[worker])
 
     def worker_rate(self, worker: int) -> float:
-        """Expected exchanges of one worker per unit of time: sum_j lambda_ij."""
+        """Return the expected exchanges of one worker per unit of time: sum_j lambda_ij."""
         self._check_worker(worker)
         return math.fsum(self._adjacency[worker].values())
 
@@ -183,7 +183,7 @@ class Constants:
     @cached_property
     def _adjacency(self) -> dict[int, dict[int, float]]:
         adjacency: dict[int, dict[int, float]] = {worker: {} for worker in self.workers}
-        # Edges ascend, so that each worker meets its lower neighbours first, then its higher.
+        # Edges ascend, so each worker gets its lower neighbours first, then its higher ones.
         for (i, j), rate in zip(self.edges, self.rates, strict=True):
             adjacency[i][j] = adjacency[j][i] = rate
         return {worker: dict(sorted(rates.items())) for worker, rates in adjacency.items()}
@@ -201,13 +201,13 @@ class Constants:
 class LiveGraph:
     """The graph of a run as a function of the set of its live workers.
 
-    From the original graph the dead are removed (`without`), then joiners beyond it are attached
-    (`attach`). The result depends on the set alone, so workers with the same view of who lives
-    have the same graph, whatever they learned in which order. The original set keeps its own
-    rates, all others have the default ones.
+    `without` removes the dead from the original graph, then `attach` adds joiners. The result
+    depends on the set alone, so workers with the same view of who lives have the same graph,
+    whatever the order in which they learned it. The original set keeps its own rates; all other
+    sets have the default rates.
 
-    A set that is not cached takes 1 to 3 ms for 64 workers and 9 to 19 for 256, ten times as long
-    on complete graphs.
+    A set that is not cached takes 1 to 3 ms for 64 workers and 9 to 19 for 256; complete graphs
+    take ten times as long.
 
     Args:
         constants: The original graph with its rates; ``comm_rate`` is its busiest worker's rate.
@@ -229,10 +229,10 @@ class LiveGraph:
         self._constants_of = lru_cache(MAX_CACHED)(self._work_out)
 
     def constants(self, live: Collection[int]) -> Constants:
-        """Rates and constants over the workers ``live``.
+        """Return the rates and constants over the workers ``live``.
 
         Raises:
-            ValueError: nobody lives.
+            ValueError: no worker lives.
         """
         ranks = frozenset(live)
         if ranks == frozenset(self.original.workers):
@@ -240,10 +240,10 @@ class LiveGraph:
         return self._constants_of(ranks)
 
     def graph(self, live: Collection[int]) -> nx.Graph[int]:
-        """The edges alone, without the cost of the constants.
+        """Return the edges alone, without the cost of the constants.
 
         Raises:
-            ValueError: nobody lives.
+            ValueError: no worker lives.
         """
         import networkx as nx
 
@@ -256,15 +256,15 @@ class LiveGraph:
         return attach(survivors, ranks - originals)
 
     def _work_out(self, ranks: frozenset[int]) -> Constants:
-        # One worker has no edges, so that any rate will do.
+        # One worker has no edges, so any rate will do.
         return Constants.of(self.graph(ranks), self.comm_rate or 1.0)
 
 
-# The Laplacian of a graph with rates: its second eigenvalue and effective resistances.
+# The spectrum of a Laplacian.
 
 
 class Spectrum(NamedTuple):
-    """What the constants need to know of a Laplacian."""
+    """The part of a Laplacian's spectrum that the constants need."""
 
     lambda_2: float
     """The second smallest eigenvalue; its inverse is chi1."""
@@ -275,7 +275,7 @@ class Spectrum(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _spectrum_of(num_workers: int, positions: bytes, rates: bytes) -> Spectrum:
-    # Kept, since every run of a study makes the same ones: of 4096 workers they take ten seconds.
+    # Cached: every run of a study makes the same ones, and those of 4096 workers take ten seconds.
     edges = np.frombuffer(positions, np.intp).reshape(-1, 2)
     found = spectrum(num_workers, edges, np.frombuffer(rates))
     found.resistances.flags.writeable = False
@@ -283,14 +283,14 @@ def _spectrum_of(num_workers: int, positions: bytes, rates: bytes) -> Spectrum:
 
 
 def spectrum(num_workers: int, edges: IndexArray, rates: FloatArray) -> Spectrum:
-    """Second eigenvalue and effective resistances of L = sum rates_ij (e_i-e_j)(e_i-e_j)^T."""
+    """Return the spectrum of L = sum rates_ij (e_i-e_j)(e_i-e_j)^T."""
     if num_workers <= MAX_DENSE_WORKERS:
         return dense_spectrum(num_workers, edges, rates)
     return sparse_spectrum(num_workers, edges, rates)
 
 
 def laplacian_matrix(num_workers: int, edges: IndexArray, rates: FloatArray) -> FloatArray:
-    """The dense Laplacian. Shape (n, n); ``edges`` as in `spectrum`."""
+    """Return the dense Laplacian. Shape (n, n); ``edges`` as in `spectrum`."""
     laplacian = np.zeros((num_workers, num_workers))
     left, right = edges[:, 0], edges[:, 1]
     laplacian[left, right] = laplacian[right, left] = -rates
@@ -299,7 +299,7 @@ def laplacian_matrix(num_workers: int, edges: IndexArray, rates: FloatArray) -> 
 
 
 def dense_spectrum(num_workers: int, edges: IndexArray, rates: FloatArray) -> Spectrum:
-    """One full eigendecomposition gives both, since L^+ = sum_k>1 v_k v_k^T / lambda_k."""
+    """Compute the spectrum by one eigendecomposition: L^+ = sum_k>1 v_k v_k^T / lambda_k."""
     values, vectors = np.linalg.eigh(laplacian_matrix(num_workers, edges, rates))
     # The first eigenvector is the constant one; its eigenvalue is zero but for rounding.
     pseudo_inverse = (vectors[:, 1:] / values[1:]) @ vectors[:, 1:].T
@@ -310,7 +310,7 @@ def dense_spectrum(num_workers: int, edges: IndexArray, rates: FloatArray) -> Sp
 
 
 def sparse_spectrum(num_workers: int, edges: IndexArray, rates: FloatArray) -> Spectrum:
-    """Both from one sparse factorisation of the Laplacian grounded at the first worker.
+    """Compute the spectrum by one sparse factorisation, grounded at the first worker.
 
     With row and column 0 deleted L is positive definite. Solving with it and removing the mean
     applies L^+, whose largest eigenvalue 1/lambda_2 Lanczos finds in a few steps (a shift-invert
@@ -357,7 +357,7 @@ def sparse_spectrum(num_workers: int, edges: IndexArray, rates: FloatArray) -> S
 
 
 def _grounded_resistances(factor: Any, num_workers: int, edges: IndexArray) -> FloatArray:
-    """R_ij = G_ii + G_jj - 2 G_ij with G the grounded inverse, a block of its columns at a time."""
+    """Return G_ii + G_jj - 2 G_ij of each edge, with G the grounded inverse, block by block."""
     left, right = edges[:, 0], edges[:, 1]
     diagonal = np.zeros(num_workers)
     across = np.zeros(len(edges))

@@ -1,4 +1,4 @@
-"""What a graph promises before anything is run: its constants, and how fast workers agree."""
+"""The promise of a graph before anything runs: its constants, and the speed of agreement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 WORTHWHILE_SPEEDUP = 1.1
-"""Below this the acceleration is lost in the noise of training."""
+"""A smaller speed-up is lost in the noise of training."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Plan:
     """
 
     graph: str
-    """What the graph is called, with its size."""
+    """The graph's name, with its size."""
 
     num_workers: int
     num_edges: int
@@ -59,20 +59,20 @@ class Plan:
     """Over the whole network, per gradient step of one worker."""
 
     gossip_decay_bound: float
-    """Least decay rate of the consensus distance per exchange per worker, method gossip; 0 where
-    one worker has nobody to agree with."""
+    """Least decay rate of the consensus distance per exchange per worker, method gossip; 0 for a
+    single worker."""
 
     a2cid2_decay_bound: float
     """Least decay rate of the consensus distance per exchange per worker, method a2cid2."""
 
     @property
     def expected_speedup(self) -> float:
-        """sqrt(chi1 / chi2): by how much the bound of A2CiD2 exceeds that of plain gossip."""
+        """Return sqrt(chi1 / chi2), the bound of A2CiD2 divided by that of plain gossip."""
         return 2.0 * self.alpha_tilde
 
     @property
     def a2cid2_helps(self) -> bool:
-        """Whether the expected speed-up is large enough to be seen."""
+        """Return whether the expected speed-up is large enough to be seen."""
         return self.expected_speedup >= WORTHWHILE_SPEEDUP
 
 

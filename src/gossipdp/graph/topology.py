@@ -25,7 +25,7 @@ RANDOM_REGULAR_DEGREE = 4
 """Even, so that a random-regular graph exists for odd numbers of workers too."""
 
 MAX_RESAMPLES = 100
-"""How many random graphs are drawn before giving up on a connected one."""
+"""Random graphs that are drawn, at most, until one is connected."""
 
 Edges = Iterable[tuple[int, int]]
 
@@ -49,13 +49,13 @@ def build_graph(graph: str | nx.Graph[int], num_workers: int, *, seed: int = 0) 
     The two random graphs are drawn again, from the same stream of numbers, until connected.
 
     Args:
-        graph: One of `GRAPH_NAMES`, or a networkx graph whose nodes are the ranks 0..n-1. Of a
-            networkx graph only nodes and edges count: rates are given to `Constants.of`.
+        graph: One of `GRAPH_NAMES`, or a networkx graph whose nodes are the ranks 0..n-1. Only
+            the nodes and edges of a networkx graph count: rates come from `Constants.of`.
         num_workers: n, at least 1. One worker has no edges.
         seed: Seed of the random graphs; the others ignore it.
 
     Returns:
-        A new graph with nodes 0..n-1, whose ``name`` says what it is.
+        A new graph with nodes 0..n-1 and a ``name`` that says its kind.
 
     Raises:
         ValueError: The name is unknown, or no valid graph of this kind has so many workers, or
@@ -133,7 +133,7 @@ def check_graph(graph: nx.Graph[int]) -> None:
 
 
 def graph_name(graph: nx.Graph[int]) -> str:
-    """What to call ``graph`` in a message or a table: its name, else its kind and size."""
+    """Return the name of ``graph``, or else its kind and size, for messages and tables."""
     if graph.name:
         return graph.name
     nodes, edges = len(graph), graph.number_of_edges()
@@ -141,12 +141,12 @@ def graph_name(graph: nx.Graph[int]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """``number`` with its noun, in the plural where that is due."""
+    """Return ``number`` with its noun, in the plural unless it is 1."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def torus_shape(num_workers: int) -> tuple[int, int]:
-    """Rows and columns of the most square torus: rows is the largest divisor up to sqrt(n)."""
+    """Return rows, the largest divisor up to sqrt(n), and columns of the most square torus."""
     rows = math.isqrt(num_workers)
     while num_workers % rows:
         rows -= 1
@@ -156,8 +156,8 @@ def torus_shape(num_workers: int) -> tuple[int, int]:
 def read_edge_list(path: str | Path) -> nx.Graph[int]:
     """Read a graph from a text file of one edge a line: two ranks, ``#`` starts a comment.
 
-    Ranks are separated by blanks or a comma. Each edge stands once, in either direction. Whether
-    the whole is a valid graph is for `build_graph` to say, to which the result is passed.
+    Blanks or a comma separate ranks. Each edge is there once, in either direction. `build_graph`,
+    which takes the result, checks whether the whole is a valid graph.
 
     Raises:
         ValueError: A line that is not two different ranks, a repeated edge, or no edge at all; the
@@ -200,11 +200,11 @@ def read_edge_list(path: str | Path) -> nx.Graph[int]:
 
 
 def without(graph: nx.Graph[int], dead: Iterable[int]) -> nx.Graph[int]:
-    """The graph of the workers that live on, connected whoever died.
+    """Return the graph of the workers that live on, which is connected.
 
-    For each dead rank in ascending order its neighbours are joined in a ring (sorted by rank),
-    then it is removed: a path through it becomes a way round the ring. The result depends on the
-    set of the dead alone, not on the order of their deaths, so workers that learn of them in
+    Each dead rank in turn, in ascending order: its neighbours are joined in a ring (sorted by
+    rank), then it is removed. So a path through it becomes a way round the ring. The result depends
+    on the set of the dead alone, not on the order of their deaths, so workers that learn of them in
     different orders agree.
 
     Args:
@@ -212,7 +212,7 @@ def without(graph: nx.Graph[int], dead: Iterable[int]) -> nx.Graph[int]:
         dead: Ranks in it, in any order; repeats do not matter.
 
     Raises:
-        ValueError: A dead rank is not in the graph, or nobody is left.
+        ValueError: A dead rank is not in the graph, or no worker is left.
 
     Example:
         >>> sorted(without(build_graph("star", 5), [0]).edges)
@@ -239,11 +239,11 @@ def without(graph: nx.Graph[int], dead: Iterable[int]) -> nx.Graph[int]:
 
 
 def attach(graph: nx.Graph[int], joiners: Iterable[int]) -> nx.Graph[int]:
-    """The graph with workers added, each joined to the two ranks that follow it, wrapping round.
+    """Return the graph with workers added, each joined to the two ranks that follow it.
 
-    The ranks that follow are taken among all that are there in the end, other joiners included:
-    the result depends on the set of joiners alone. Following them from rank to rank leads round
-    to every joiner and into ``graph``, so the whole is connected if ``graph`` is.
+    The ranks wrap round, and they are all that are there in the end, other joiners included. So the
+    result depends on the set of joiners alone. A walk from rank to rank reaches every joiner and
+    ``graph``, so the whole is connected if ``graph`` is.
 
     Args:
         graph: A connected graph or an empty one; it is not changed.

@@ -51,7 +51,7 @@ class Opening:
         return f"{host}:{port}" if self.handshake.dialler else host
 
     @property
-    def standing(self) -> int:
+    def trust_level(self) -> int:
         """What it has shown so far: nothing; a TLS hello; that it knows the run's id."""
         return 2 if self.handshake.stage is not Stage.OPENING else int(self._has_spoken)
 

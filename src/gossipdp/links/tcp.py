@@ -350,7 +350,7 @@ class TcpTransport(Transport, LinkOwner, sockets.DescriptorOwner):
         """
         accepted = self._accepted()
         if accepted:
-            self._abandon(min(accepted, key=lambda opening: opening.standing), reason)
+            self._abandon(min(accepted, key=lambda opening: opening.trust_level), reason)
 
     def _expire(self) -> None:
         """Give up the openings whose time is over; all have as much, so the oldest come first."""

@@ -30,8 +30,8 @@ from gossipdp.parallel.monitoring import StatusPage
 from gossipdp.parallel.options import NO_TLS, Options
 from gossipdp.parallel.shards import Replica
 from gossipdp.parallel.stats import Consolidated, Stats
-from gossipdp.protocol.clock import MEDIAN_WINDOW, SKIPPED_STEPS
 from gossipdp.protocol.members import Progress
+from gossipdp.protocol.step_clock import MEDIAN_WINDOW, SKIPPED_STEPS
 
 logger = logging.getLogger("gossipdp")
 

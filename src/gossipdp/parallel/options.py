@@ -164,10 +164,8 @@ class Options:
     def __post_init__(self) -> None:
         """Raise ValueError for the first value that cannot be meant."""
         from gossipdp.gossip.codec import WIRE_FORMATS
-        from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
 
-        policies = tuple(NEIGHBOUR_POLICIES)
-        _check(self, wire_format=WIRE_FORMATS, neighbour_policy=policies)
+        _check(self, wire_format=WIRE_FORMATS, neighbour_policy=("fresh",))
         self._check_moments()
         if self.comm_rate > USUAL_COMM_RATE:
             logger.warning(

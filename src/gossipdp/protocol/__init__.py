@@ -1,15 +1,15 @@
 """The protocol between workers, as pure state machines: no I/O, no thread, no wall clock.
 
-    messages      what is said on the wire, strictly typed and bounded
-    actions       what a state machine asks its driver to do
-    members       who lives, is done, left or died; how much each has trained; how one joins
-    clock         when to ask: even ticks in units of the worker's own gradient steps
-    neighbours    with whom: the graph over the live workers, and which neighbour to ask first
+    messages      the words of the wire, strictly typed and bounded
+    actions       the requests of a state machine to its driver
+    members       who lives, is done, left or died; how much each has trained; how a worker joins
+    step_clock    when to ask: even ticks in units of the worker's own gradient steps
+    neighbours    the graph over the live workers, and the order in which to ask neighbours
     pairing       one exchange at a time: who exchanges with whom, and when
     confirmation  when a chunk that travels in a code may be applied
-    links         silence, heartbeats, and the news that travels with messages
+    link_health   silence, heartbeats, and the news that travels with messages
     liveness      who is dead: silence or a refused dial, and questions to others
-    presence      who is there, for this worker: what it makes of members, links and liveness
+    presence      who is there, for this worker: it follows members, link_health and liveness
     reduction     one sum over a tree, and how its root judges who gives nothing to it
     averages      the average of all live workers while they train on, by such a sum
     consolidate   the end: the exact average, the same bits on every worker, by such a sum

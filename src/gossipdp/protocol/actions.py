@@ -1,4 +1,4 @@
-"""What a protocol state machine asks its driver to do.
+"""The requests of a protocol state machine to its driver.
 
 Every input of a state machine returns a list of actions; the driver performs them in order.
 """
@@ -18,8 +18,8 @@ Body = TypeVar("Body")
 class Send(Generic[Body]):
     """Send ``message`` to ``peer``.
 
-    Without a link to ``peer`` the driver drops it, except for a consolidation message or a
-    question of life (``DIALLED_MESSAGES`` in ``messages``), for which it dials.
+    If there is no link to ``peer``, the driver dials for the types of ``DIALLED_MESSAGES`` (in
+    ``messages``) and drops all others.
     """
 
     peer: int
@@ -30,9 +30,9 @@ class Send(Generic[Body]):
 class Begin:
     """Start an exchange with ``peer``; end it with ``finished(id)`` or ``failed(id)``.
 
-    Both ends may send chunks at once, but the one that was asked (``initiator`` False) applies
+    Both ends may send chunks at once, but the end that was asked (``initiator`` False) applies
     nothing before the initiator's first chunk has arrived: that chunk confirms the exchange.
-    Say ``progressed`` whenever any of its bytes came or left: it ends where that stops.
+    Say ``progressed`` whenever any of its bytes came or left: an exchange without progress ends.
     """
 
     peer: int
@@ -56,7 +56,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Unlink:
-    """Close the link to ``peer``, which is silent or broke the rules; it may be dialled anew.
+    """Close the link to ``peer``, which is silent or broke the rules; it may be dialled again.
 
     The state machine has forgotten the link already; ``link_down`` may still be reported.
     """
@@ -67,9 +67,9 @@ class Unlink:
 
 @dataclass(frozen=True)
 class Reach:
-    """Dial ``peer`` at ``host:port`` at once, whether or not it was to be linked to.
+    """Dial ``peer`` at ``host:port`` at once, neighbour or not.
 
-    Answer with what comes of it: ``link_up``, ``reached`` (it turned us away, so it lives),
+    Answer with the outcome: ``link_up``, ``reached`` (it turned us away, so it lives),
     ``dial_refused`` (its address refuses connections) or ``peer_unreachable``. ``peer`` may be
     this worker's own rank, when another process claims it.
     """
@@ -81,7 +81,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """The graph over the live workers is another one now: live by it from now on.
+    """Use the new graph over the live workers from now on.
 
     Set the speed of the phase, link to ``neighbours`` (links to others may stay), and go on
     dialling ``dead``, with back-off: a partition may heal.
@@ -103,18 +103,18 @@ class Rebuilt:
 class Superseded:
     """End this worker: for ``reason`` it can no longer have its rank.
 
-    A joiner that chose its rank itself may instead start anew under another one.
+    A joiner that chose its rank itself may start again under another one instead.
     """
 
     reason: str
 
 
 LifeAction: TypeAlias = Unlink | Reach | Rebuilt | Superseded
-"""What keeps a run alive through failures."""
+"""The actions that keep a run alive through failures."""
 
-# --- what a sum over a tree does to the parameters --------------------------------------------
+# --- sums over a tree: actions on the parameters ----------------------------------------------
 # The machines do no arithmetic and hold no payload: chunks are numbers to them. Data frames go on
-# the link that is there; the driver drops them when it is lost, for they are asked for again.
+# the present link; the driver drops them when it is lost, since the machines ask for them again.
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Forget:
 
 @dataclass(frozen=True)
 class Commit:
-    """The result ``origin`` is what all end with; it is final once ``Finished`` follows."""
+    """Keep the result ``origin``, which all end with; it is final once ``Finished`` follows."""
 
     origin: Epoch
     consensus_distance: float
@@ -166,16 +166,16 @@ class Commit:
 
 @dataclass(frozen=True)
 class Finished:
-    """All live workers have committed: this worker may leave."""
+    """Let this worker leave: all live workers have committed."""
 
 
 @dataclass(frozen=True)
 class AverageEnded:
-    """The average that this worker asked for is whole, or None is to be had.
+    """Hand over the average that this worker asked for, or say that there is none.
 
     Args:
-        epoch: of the sum that holds it.
-        count: over how many workers it is; 0: over none.
+        epoch: names the sum that holds it.
+        count: the number of workers in it; 0: there is none.
         without: the live workers that are not in it, and why; this one itself may be among them.
     """
 
@@ -187,4 +187,4 @@ class AverageEnded:
 DataAction: TypeAlias = (
     SendPartial | FinishChunk | SendResult | Forget | Commit | Finished | AverageEnded
 )
-"""What the driver does to the parameters."""
+"""The actions on the parameters."""

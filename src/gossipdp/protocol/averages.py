@@ -1,12 +1,12 @@
 """The average of all live workers while they train on: ``model.averaged()``.
 
-A sum over the tree of those that live (:mod:`~gossipdp.protocol.reduction`) whose root is the
-worker that asks; its result goes nowhere else. So every worker sends one model, however many there
-are, and nobody holds more than a few chunks but the worker that asked.
+It is a sum over the tree of the live workers (:mod:`~gossipdp.protocol.reduction`). Its root is the
+worker that asks, and its result goes nowhere else. So every worker sends one model, however many
+there are, and holds no more than a few chunks; only the worker that asked holds all.
 
-- *Counts* go up first (``TellAverage``), since the root divides by them. A worker that has no
-  state to give (it joins, or is poisoned) passes on what is below it and is not counted.
-- *A death*, or a worker that gives nothing, has the root begin anew without it.
+- *Counts* go up first (``TellAverage``), since the root divides by them. A worker without a state
+  to give (it joins, or is poisoned) passes on the sums below it and is not counted.
+- *Restarts*: after a death, or if a worker gives nothing, the root restarts without it.
 - *Several at once*: a request is named by its root; each worker has one of its own at a time.
 """
 
@@ -39,10 +39,10 @@ from gossipdp.protocol.reduction import (
 Actions = list[ReductionAction]
 
 MAX_REQUESTS = 64
-"""Sums for others that a worker takes part in at once; of one more it says that it cannot. So where
-more than 65 workers ask at the same moment, some of the averages are over fewer than all."""
+"""Sums for others in which a worker takes part at once; it refuses one more. So if more than 65
+workers ask at the same moment, some of the averages are over fewer than all workers."""
 FIRST_NUMBER = 1 << 60
-"""Requests are numbered from here on, so that none has the name of an epoch of consolidation."""
+"""Numbers of requests begin here, so that none is the name of an epoch of consolidation."""
 
 
 @dataclass
@@ -53,13 +53,13 @@ class _Request:
     sum: Reduction
     told: dict[int, TellAverage] = field(default_factory=dict)
     own: TellAverage | None = None
-    """Over how many workers this one's sums are; None: not all below have said."""
+    """The number of workers in this one's sums; None: not all below have said theirs."""
     idle_ticks: int = 0
 
 
 @dataclass
 class _Own:
-    """The request of this worker: whom it does without."""
+    """The request of this worker, and the workers without which it goes on."""
 
     blame: Blame
     live: frozenset[int]
@@ -67,13 +67,13 @@ class _Own:
 
 
 class LiveAverages:
-    """All sums over live workers that this worker takes part in.
+    """All sums over live workers in which this worker takes part.
 
     Args:
         rank, process_id: this worker.
-        number: its requests are numbered from here on; no two lives of a rank have the same.
-        num_chunks: that are averaged.
-        can_give: whether this worker's parameters are worth averaging.
+        number: numbers of its requests begin here; two lives of a rank have different ones.
+        num_chunks: chunks that are averaged.
+        can_give: whether this worker has parameters to average.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class LiveAverages:
         self._number = number
         self._num_chunks = num_chunks
         self._can_give = can_give
-        self._requests: dict[int, _Request] = {}  # by who asks
+        self._requests: dict[int, _Request] = {}  # by the worker that asks
         self._own: _Own | None = None
         self._actions: Actions = []
 
     @property
     def is_idle(self) -> bool:
-        """True while no sum is under way here."""
+        """Return whether no sum is under way here."""
         return not self._requests
 
     def sum_of(self, epoch: Epoch) -> Reduction | None:
@@ -103,10 +103,10 @@ class LiveAverages:
         request = self._requests.get(epoch.leader)
         return request.sum if request is not None and request.sum.epoch == epoch else None
 
-    # --- the worker that asks --------------------------------------------------------------
+    # --- this worker's own request ---------------------------------------------------------
 
     def ask(self, live: Collection[int], silent: Collection[int] = ()) -> Actions:
-        """Sum over this worker and those that live and are heard; ``AverageEnded`` follows."""
+        """Sum over this worker and the live ones that are not silent; ``AverageEnded`` follows."""
         own = _Own(Blame(self.rank), frozenset(live) - {self.rank})
         own.without = dict.fromkeys(own.live.intersection(silent), "it is silent")
         self._own = own
@@ -127,7 +127,7 @@ class LiveAverages:
         """Take in a message from ``peer``.
 
         Raises:
-            ProtocolError: no worker of this version says that.
+            ProtocolError: it breaks the rules.
         """
         if isinstance(message, AskAverage):
             self._asked(peer, message)
@@ -144,14 +144,12 @@ class LiveAverages:
                 start >= self._num_chunks and peer == request.sum.parent
             ):
                 self._forget(message.epoch.leader)  # all has arrived
-            case PullPartials(start=start, stop=stop) if peer == request.sum.parent:
+            case PullPartials(start=start) if peer == request.sum.parent:
                 self._actions.append(Forget(message.epoch, start))
                 request.sum.moved(peer)
-                request.sum.pulled(start, stop)
-            case Progressed(count=count):
-                request.sum.progressed(peer, count)
-            case Stalled():
-                request.sum.accused(peer, message)
+                request.sum.receive(peer, message)
+            case Progressed() | Stalled():
+                request.sum.receive(peer, message)
             case _:
                 pass
         return self._flush()
@@ -159,8 +157,8 @@ class LiveAverages:
     def partial_landed(self, peer: int, epoch: Epoch, chunk: int) -> Actions:
         """Count a partial sum that was accepted and added."""
         reduction = self.sum_of(epoch)
-        if reduction is not None and reduction.accepts(peer, chunk):
-            reduction.landed(peer)
+        if reduction is not None:
+            reduction.landed(peer, chunk)
         return self._flush()
 
     def chunk_finished(self, epoch: Epoch, chunk: int) -> Actions:
@@ -172,7 +170,7 @@ class LiveAverages:
         return self._flush()
 
     def cannot_give(self, epoch: Epoch, rank: int, reason: str) -> Actions:
-        """Say of ``rank``, a child or this worker itself, that its values are of no use."""
+        """Say that the values of ``rank``, a child or this worker, are of no use."""
         reduction = self.sum_of(epoch)
         if reduction is None:
             return []
@@ -186,7 +184,7 @@ class LiveAverages:
         return self._flush()
 
     def link_lost(self, peer: int) -> Actions:
-        """Ask and say again: the link to ``peer`` is gone, and what was on its way."""
+        """Repeat to ``peer`` all that its link, which is gone, may have lost."""
         for request in self._requests.values():
             request.sum.link_lost(peer)
             self._repeat(request, peer)
@@ -230,7 +228,7 @@ class LiveAverages:
                         self._repeat(request, peer)
         return self._flush()
 
-    # --- what they come to -----------------------------------------------------------------
+    # --- consequences ----------------------------------------------------------------------
 
     def _asked(self, peer: int, ask: AskAverage) -> None:
         ranks, epoch = ask.members, ask.epoch
@@ -271,7 +269,7 @@ class LiveAverages:
         reduction.advance()
 
     def _tell(self, request: _Request) -> None:
-        """Say over how many workers the sums are, once all children have."""
+        """Say the number of workers in the sums, once all children have said theirs."""
         reduction, told = request.sum, request.told.values()
         if request.own is not None or len(told) < len(reduction.children):
             return
@@ -302,7 +300,7 @@ class LiveAverages:
         self._actions.append(AverageEnded(request.sum.epoch, count, reasons))
 
     def _repeat(self, request: _Request, peer: int) -> None:
-        """Say to ``peer`` again all that it may have missed."""
+        """Repeat to ``peer`` all that it may have missed."""
         if peer in request.sum.children:
             if peer not in request.told:
                 self._say(peer, request.ask)

@@ -1,22 +1,22 @@
-"""When a chunk that travels in a code may be applied: one end of one exchange.
+"""The rule of when a chunk that travels in a code may be applied: one end of one exchange.
 
-A code is decoded against what the receiver holds, and that may fail. So each end tells the other
-of each chunk whether it decoded (its *verdict*), and a chunk is applied only where both did. Where
-either failed, both send it again in a form that always can be read (the *repeat*), from the same
+A receiver decodes a code against its own values, and that may fail. So each end tells the other
+whether it could decode a chunk (its *verdict*), and a chunk is applied only if both could. If
+either failed, both send it again in a form that can always be read (the *repeat*), from the same
 snapshots, and apply that. So both ends always apply the same difference::
 
     code out, code in  →  verdict out
     both verdicts yes  →  apply                      closed
     either verdict no  →  repeat out, repeat in  →  apply   closed
 
-Some chunks travel so that they can always be read; they have no verdict and close with the
-arrival of the code.
+Some chunks travel in a form that can always be read. They have no verdict, and close when they
+arrive.
 
 A chunk may be opened while it is less than ``window`` behind the first one that is not closed.
-No end ever waits for more than what the other sends without waiting for it, so there is no
+Neither end waits for anything that the other sends only after waiting for this end, so there is no
 deadlock: a code needs the window alone, a verdict the other's code, a repeat both verdicts.
 
-What arrives in order (a link keeps frames in order) arrives in time:
+A link keeps frames in order, so they arrive in time:
 
 - a repeat comes after both verdicts are known here: the peer sends it after its own verdict, and
   when it has ours;
@@ -33,7 +33,7 @@ from enum import Enum
 
 
 class Decision(Enum):
-    """What to do with a chunk now."""
+    """The next step of a chunk."""
 
     WAIT = "wait"
     APPLY = "apply"
@@ -42,7 +42,7 @@ class Decision(Enum):
 
 @dataclass(slots=True)
 class _Verdicts:
-    """Whether we decoded the peer's code, and whether it decoded ours; None: not known yet."""
+    """The two verdicts on a chunk: ours on the peer's code, and the peer's; None: not known yet."""
 
     ours: bool | None = None
     peers: bool | None = None
@@ -78,12 +78,12 @@ class Confirmation:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every chunk was sent, and is closed."""
+        """Return whether every chunk was sent, and is closed."""
         return self.num_closed == self.num_sent == len(self._chunks)
 
     @property
     def may_send(self) -> bool:
-        """Whether the code of chunk ``num_sent`` may be sent."""
+        """Return whether the code of chunk ``num_sent`` may be sent."""
         return self.num_sent < self._end_of_window
 
     @property
@@ -91,16 +91,16 @@ class Confirmation:
         return min(self._first_open + self._window, len(self._chunks))
 
     def sent(self) -> None:
-        """The code of chunk ``num_sent`` was sent."""
+        """Count the code of chunk ``num_sent``, which was sent."""
         assert self.may_send
         self.num_sent += 1
 
     def expects_code(self, index: int) -> bool:
-        """Whether the peer's code of this chunk is the next one."""
+        """Return whether the peer's code of this chunk is the next one."""
         return index == self.num_received < self._end_of_window
 
     def expects_verdict(self, index: int) -> bool:
-        """Whether the peer may tell now whether it decoded our code of this chunk."""
+        """Return whether the peer's verdict on this chunk may come now."""
         return (
             index < self.num_sent
             and not self._is_certain[index]
@@ -108,13 +108,13 @@ class Confirmation:
         )
 
     def expects_repeat(self, index: int) -> bool:
-        """Whether the peer repeats this chunk."""
+        """Return whether the peer repeats this chunk."""
         return index < self.num_sent and self._chunks[index].decision is Decision.REPEAT
 
     def code(self, index: int, decoded: bool) -> Decision:
-        """The peer's code has come; unless the chunk is certain, send ``decoded`` as our verdict.
+        """Take the peer's code, which came, and return the decision to follow.
 
-        Then follow the decision.
+        Unless the chunk is certain, send ``decoded`` as our verdict first.
         """
         assert self.expects_code(index)
         self.num_received += 1
@@ -125,13 +125,13 @@ class Confirmation:
         return self._decide(index)
 
     def verdict(self, index: int, decoded: bool) -> Decision:
-        """The peer's verdict has come; follow the decision."""
+        """Take the peer's verdict, which came, and return the decision to follow."""
         assert self.expects_verdict(index)
         self._chunks[index].peers = decoded
         return self._decide(index)
 
     def repeat(self, index: int) -> None:
-        """The peer's repeat has come: apply it."""
+        """Close a chunk whose repeat came from the peer: apply it."""
         assert self.expects_repeat(index)
         self._close(index)
 

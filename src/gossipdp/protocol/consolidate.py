@@ -1,52 +1,51 @@
 """Termination: all live workers end with the same bits, the mean over all of them.
 
-**One epoch**, when nothing fails. Once every live worker is done the lowest of them, the leader,
-fixes the member list and sends it down the tree of a sum over the members
-(:mod:`~gossipdp.protocol.reduction`), and to those that it is linked to: where there is a link to
-it, nobody else can begin an epoch in its name. The root's results go down the same tree, while
+**One epoch**, if nothing fails. Once every live worker is done, the lowest of them, the leader,
+fixes the member list. It sends the list down the tree of a sum over the members
+(:mod:`~gossipdp.protocol.reduction`), and to all that are linked to it: no other worker can begin
+an epoch in its name at a member with a link to it. The root's results go down the same tree, while
 later chunks are still on their way up. Members that hold every chunk of the result sum their
-squared distances to it up the tree, so that the root knows when all hold it. It commits; COMMIT
-goes down, its acknowledgement up, RELEASE down. The parameters are written after that, by whoever
-waits for the end: until then x + pending + c/2 is this worker's input.
+squared distances to it up the tree, so the root knows when all hold it. It commits; COMMIT goes
+down, its acknowledgement up, RELEASE down. The caller that waits for the end writes the parameters
+after that: until then x + pending + c/2 is this worker's input.
 
-**Failures.** Whoever believes to be the lowest live worker leads; when its view of the live
-workers changes it starts a new epoch. Epochs are totally ordered (:class:`Epoch`). A worker follows
-the one that it believes to lead, and of its epochs each that is higher than those it was in; it
-drops messages of lower ones and tells a leader that is behind. Everything asked for is asked for
-again when the link it was asked on is lost, and every message may arrive twice. Once views agree,
-one worker leads, it hears of every higher epoch, goes above it, and all follow; so all ends once
-failures cease.
+**Failures.** A worker that believes itself to be the lowest live one leads; when its view of the
+live workers changes, it starts a new epoch. Epochs are totally ordered (:class:`Epoch`). A worker
+follows the worker that it believes to lead, into each of its epochs that is higher than those it
+was in; it drops messages of lower ones and tells a leader that is behind. Every request is repeated
+when its link is lost, and every message may arrive twice. Once views agree, one worker leads, it
+hears of every higher epoch, goes above it, and all follow; so all ends once failures cease.
 
-**Who stalls** is left out of the epochs that follow, or passed over where it leads:
-:mod:`~gossipdp.protocol.participants` says who, and when.
+**Stalling.** A worker that stalls is left out of the epochs that follow, or passed over if it
+leads: :mod:`~gossipdp.protocol.participants` says which and when.
 
 **One result only.** A new epoch does not always compute a new mean. A member that holds every
-chunk of a result refuses to join an epoch that would replace it (``Held``), and the leader begins
-anew with that result, fetched from the member. Between two such results a committed one survives,
-then the one computed in the later epoch.
+chunk of a result refuses to join an epoch that would replace it (``Held``), and the leader restarts
+with that result, fetched from the member. Between two such results a committed one survives, then
+the one computed in the later epoch.
 
 *Claim.* If all members of an epoch e hold the result v that e computed, as they do before anyone
 commits to it, then no later epoch that shares a process with e computes a result.
-*Proof.* Let w be in both e and the later epoch f. Having joined f it would have dropped e's
-messages, so it held v before. Then it refuses to take part in f, and nothing is computed without
-its partial sum, unless it has let v go since, which takes a result that is committed or was
-computed after e. Take the first result for which any member of e does so: it was computed by an
-epoch after e with no process of e in it, since up to then all of them refuse; or before e, and
-committed by workers of whom none was in e, since e computes only if none of its members holds a
-result. Either way by workers who were not members of e though they were live at the time.
+*Proof.* Let w be in both e and the later epoch f. Once in f it would have dropped e's messages, so
+it held v before. Then it refuses to take part in f, and f computes nothing without its partial sum,
+unless w has let v go since. That takes a result that is committed or was computed after e. Take the
+first result for which any member of e does so. Either it was computed by an epoch after e with no
+process of e in it, since up to then all of them refuse; or before e, and committed by workers none
+of which was in e, since e computes only if none of its members holds a result. Both need workers
+that were not members of e though they were live at the time.
 
-So while only dead workers are declared dead, and nobody is left out, all live workers commit the
-same bits: every live worker is a member of every epoch, and the one that first commits is a member
-of all that follow for as long as it lives. Nobody leaves before all live workers have committed, so
-what died with a worker that alone had committed was never seen by its user.
+So while only dead workers are declared dead, and none is left out, all live workers commit the same
+bits: every live worker is a member of every epoch, and the one that first commits is a member of
+all that follow for as long as it lives. No worker leaves before all live workers have committed: so
+if the only worker that had committed dies, its user never saw its result.
 
-*Where it ends.* A worker declared dead by mistake is covered as well once it holds the result of
-the others or they hold its own. But two groups that each declare the other dead before they hold
-a result in common each compute their own mean. If they meet before they leave, one of the two
-survives on both sides; if not, ``Commit.num_members`` says how many were averaged. A worker cut
-off until all others have left likewise consolidates what it knows by itself. Where members die
-after a result was complete, it is kept: the mean then includes the dead, and the consensus
-distance is over the survivors, who can still compare.
+*Limits.* A worker declared dead by mistake is covered as well once it holds the result of the
+others or they hold its own. But two groups that each declare the other dead before they hold a
+result in common each compute their own mean. If they meet before they leave, one of the two
+survives on both sides; if not, ``Commit.num_members`` gives the number of workers that were
+averaged. A worker that is cut off until all others have left likewise consolidates by itself. If
+members die after a result was complete, it is kept: the mean then includes the dead, and the
+consensus distance is over the survivors, which can still compare.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ from gossipdp.protocol.reduction import (
 Actions: TypeAlias = list[ReductionAction]
 
 MAX_ACKNOWLEDGED = 16
-"""Epochs of which a RELEASE may still come; of those before them the leader begins anew."""
+"""Epochs for which a RELEASE may still come; for one before them the leader restarts."""
 
 
 def _parents(begin: BeginEpoch) -> dict[int, int | None]:
@@ -109,17 +108,17 @@ class _Attempt:
 
     begin: BeginEpoch
     average: Average
-    """What this epoch spreads; in an epoch that computes, what it will be."""
+    """The result that this epoch spreads, or will have computed."""
     sum: Reduction
     source: int | None
-    """Who sends the results; None where they are computed or held."""
+    """The sender of results; None if they are computed or held here."""
     is_refused: bool = False
     has_parent_joined: bool = False
-    """Whether what was said to it may not have come too early."""
+    """Whether the parent is known to have joined, so that it drops no words of this member."""
     distances: dict[int, float] = field(default_factory=dict)
-    """Of the children that hold the result, with all below them."""
+    """The children that hold the result, with all below them, and their squared distances."""
     committed: set[int] = field(default_factory=set)
-    """Of the children."""
+    """The children that have committed, with all below them."""
     distance_sent: float | None = None
     is_committed: bool = False
     is_acknowledged: bool = False
@@ -135,11 +134,11 @@ class _Attempt:
 
 @dataclass
 class _Pull:
-    """What a peer has asked for of the result, in which of its epochs."""
+    """The chunks of the result for which a peer has asked, in one of its epochs."""
 
     epoch: Epoch
     start: int
-    """The first chunk that it lacks, as it said last."""
+    """The first chunk that it lacks, by its latest word."""
     next: int
     stop: int
 
@@ -152,16 +151,16 @@ class Consolidation:
         num_chunks: float chunks 0 .. num_chunks - 1, which are averaged.
         num_copied_chunks: integer chunks, numbered on from there, which the members take from
             the leader.
-        is_linked: whether there is a link to a rank.
+        is_linked: returns whether there is a link to a rank.
 
     Every input returns the actions to perform, in order. Control messages may go to any rank: the
-    driver dials where there is no link, and reports a refused dial through membership. It
-    reports a lost link before anything that arrives on a new one.
+    driver dials if there is no link, and reports a refused dial through membership. It reports a
+    lost link before anything that arrives on a new one.
 
     Attributes:
         has_begun: whether this worker has been in an epoch.
-        waits_for_all: whether nothing is averaged before all live workers are done.
-        wait_ticks: how long all wait for those that are not.
+        waits_for_all: whether to average nothing before all live workers are done.
+        wait_ticks: how long all wait for those that are not done.
     """
 
     def __init__(
@@ -185,7 +184,7 @@ class Consolidation:
         self._blame = Blame(rank)
         self._attempt: _Attempt | None = None
         self.highest: Epoch | None = None
-        """The highest epoch that was heard of."""
+        """The highest known epoch."""
         self._offered: dict[Process, BeginEpoch] = {}  # the last of each leader
         self._found: tuple[int, Average] | None = None
         self._told: tuple[Process, Epoch] | None = None
@@ -202,12 +201,12 @@ class Consolidation:
     # --- inputs ----------------------------------------------------------------------------
 
     def missing(self) -> tuple[int, ...]:
-        """Return the live workers that are not done yet, for whom all others wait."""
+        """Return the live workers that are not done yet, for which all others wait."""
         return self._participants.missing()
 
     @property
     def left_out(self) -> dict[int, str]:
-        """The workers that live and are done, and gave nothing for too long; and why."""
+        """Return the workers that live and are done, but gave nothing for too long; and why."""
         own = {rank: reason for (rank, _), reason in self._participants.left_out.items()}
         begin = None if self._attempt is None else self._attempt.begin
         told = {} if begin is None else {each.process[0]: each.reason for each in begin.left_out}
@@ -219,7 +218,7 @@ class Consolidation:
 
     @property
     def current(self) -> Reduction | None:
-        """The sum under way."""
+        """Return the sum under way."""
         return None if self._attempt is None or self._attempt.is_refused else self._attempt.sum
 
     def review(self, members: Iterable[Member]) -> Actions:
@@ -262,7 +261,7 @@ class Consolidation:
         return self._settle()
 
     def link_lost(self, peer: int) -> Actions:
-        """Ask and say again: the link to ``peer`` is gone, and what was on its way."""
+        """Repeat to ``peer`` all that its link, which is gone, may have lost."""
         self._pulled.pop(peer, None)
         if self._told is not None and self._told[0][0] == peer:
             self._told = None
@@ -276,13 +275,13 @@ class Consolidation:
     ) -> Actions:
         """Count a quarter of a time-out.
 
-        Where nothing has come for long everything is asked for and said again. Every message may
-        be repeated: who has heard it does nothing, or sends a chunk that is dropped where it is
+        If nothing has come for long, all requests and words are repeated. Every message may be
+        repeated: a worker that has had it does nothing, or sends a chunk, which is dropped if it is
         not the next one.
 
         Args:
             heard: the peers whose links show life.
-            moving: those with which payload was exchanged since the last tick, by sum or result.
+            moving: the peers with which payload moved since the last tick, by sum or result.
         """
         self._vain_ticks += 1
         if self._is_taking_part:
@@ -293,13 +292,12 @@ class Consolidation:
     def partial_landed(self, peer: int, epoch: Epoch, chunk: int) -> Actions:
         """Count a partial sum that was accepted and added to the chunk's sum here."""
         current = self.current
-        if current is not None and current.epoch == epoch and current.accepts(peer, chunk):
+        if current is not None and current.epoch == epoch and current.landed(peer, chunk):
             self._vain_ticks = 0
-            current.landed(peer)
         return self._settle()
 
     def chunk_finished(self, epoch: Epoch, chunk: int, squared_distance: float) -> Actions:
-        """Count a chunk of the result that this root's sum was divided to."""
+        """Count a chunk of the result at the root, whose sum of it is divided."""
         current = self.current
         if current is not None and current.epoch == epoch and current.num_finished == chunk:
             self._count_result(squared_distance)
@@ -307,7 +305,7 @@ class Consolidation:
         return self._settle()
 
     def cannot_give(self, epoch: Epoch, rank: int, reason: str) -> Actions:
-        """Do without ``rank``, whose values are of no use: a child, this worker, or the source."""
+        """Go on without the useless values of ``rank``: a child, this worker or the source."""
         current = self.current
         if current is not None and current.epoch == epoch:
             current.accuse(rank, reason)
@@ -317,7 +315,7 @@ class Consolidation:
 
     @property
     def origin(self) -> Epoch | None:
-        """The epoch whose sums and results are here."""
+        """Return the epoch whose sums and results are here."""
         return self._origin
 
     def accepts_result(self, peer: int, origin: Epoch, chunk: int) -> bool:
@@ -333,7 +331,7 @@ class Consolidation:
     def result_landed(
         self, peer: int, origin: Epoch, chunk: int, squared_distance: float
     ) -> Actions:
-        """Count an accepted chunk of the result, and how far this worker's input is from it."""
+        """Count an accepted chunk of the result, and the distance of this worker's input to it."""
         attempt = self._attempt
         if attempt is not None and self.accepts_result(peer, origin, chunk):
             self._count_result(squared_distance)
@@ -347,7 +345,7 @@ class Consolidation:
         self._squared_distance += squared_distance
         self._vain_ticks = 0
 
-    # --- who leads -------------------------------------------------------------------------
+    # --- leading ---------------------------------------------------------------------------
 
     @property
     def _is_taking_part(self) -> bool:
@@ -358,7 +356,7 @@ class Consolidation:
         return self._attempt is not None and self._attempt.parent is None
 
     def _settle(self) -> Actions:
-        """End an input: lead if it is ours to lead, then do what has become due."""
+        """End an input: lead if this worker is the leader, then do all that has become due."""
         if self._is_taking_part:
             self._lead()
             if self._attempt is not None and not self._attempt.is_refused:
@@ -373,7 +371,7 @@ class Consolidation:
 
     def _lead(self) -> None:
         if self._held is None and self.waits_for_all and self.missing():
-            return  # a mean is computed over all; a result at hand waits for nobody
+            return  # a mean is computed over all; a result at hand waits for none
         members, attempt = self._participants.done(), self._attempt
         lowest = members[0]
         if lowest[0] == self.rank:
@@ -397,7 +395,7 @@ class Consolidation:
             self._say(lowest[0], NewerEpoch(attempt.epoch))
 
     def _begin(self, members: tuple[Process, ...]) -> None:
-        """Lead a new epoch; whoever is suspect comes last, to be a leaf of its tree."""
+        """Lead a new epoch; suspects come last, as leaves of its tree."""
         number = 1 if self.highest is None else self.highest.number + 1
         epoch = Epoch(number, self.rank, self.process_id % 2**32)
         average, source = self._held, None
@@ -433,9 +431,9 @@ class Consolidation:
     def _take_offer(self, peer: int, begin: BeginEpoch) -> None:
         """Keep the offer to join an epoch, to be followed once its leader is the lowest.
 
-        An epoch is begun by the word of its leader. That of a parent in its tree is taken for it
-        only where there is no link to the leader, for anybody could make up an epoch. So whoever
-        has joined first may have said things that the other has dropped: both say them once more.
+        The word of its leader begins an epoch. A parent's word does so only if there is no link to
+        the leader, since any worker could make up an epoch. So of a parent and a child one joins
+        first, and the other may have dropped its words: both repeat them once.
         """
         attempt = self._attempt
         if attempt is not None and attempt.epoch == begin.epoch:
@@ -487,7 +485,7 @@ class Consolidation:
         self._pull_results(attempt)
 
     def _hearers(self, attempt: _Attempt) -> list[int]:
-        """Return who is to hear from this worker that the epoch has begun."""
+        """Return the members to which this worker passes on that the epoch has begun."""
         return [
             rank
             for rank in attempt.sum.parents
@@ -507,7 +505,7 @@ class Consolidation:
         return held.order > average.order
 
     def _begin_origin(self, origin: Epoch) -> None:
-        """Begin with no chunk of a result; those of another result are let go."""
+        """Begin with no chunk of a result; let those of another result go."""
         if self._origin is not None:
             self._actions.append(Forget(self._origin))
         self._origin = origin
@@ -523,7 +521,7 @@ class Consolidation:
         self._say(attempt.epoch.leader, Held(attempt.epoch, self._held))
 
     def _pull_results(self, attempt: _Attempt) -> None:
-        """Ask for what there is room for; a parent is also shown that this worker has joined."""
+        """Ask for the chunks that there is room for; a parent also sees that this worker joined."""
         start = self._num_results
         if attempt.source is not None and start < self.total_chunks:
             stop = min(start + WINDOW, self.total_chunks)
@@ -531,13 +529,13 @@ class Consolidation:
             self._say(attempt.source, PullResults(attempt.epoch, origin, start, stop))
 
     def _pulled_by(self, peer: int, message: PullResults) -> None:
-        """Send ``peer`` what it has room for, and has not been sent in this epoch of its own."""
+        """Note the chunks for which ``peer`` has room, and that were not sent in its epoch."""
         attempt, start = self._attempt, message.start
         pull = self._pulled.get(peer)
         if pull is None or pull.epoch != message.epoch:
             pull = self._pulled[peer] = _Pull(message.epoch, start, start, start)
             if attempt is not None:
-                attempt.sum.repeat(peer)  # it may have joined after it was asked
+                attempt.sum.repeat(peer)  # it may have joined after the request
         elif start > pull.start and attempt is not None:
             attempt.sum.moved(peer)
         pull.start = start
@@ -545,7 +543,7 @@ class Consolidation:
         pull.stop = max(pull.stop, min(message.stop, self.total_chunks))
 
     def _repeat(self, attempt: _Attempt, peer: int) -> None:
-        """Say to ``peer`` again all that it may have missed."""
+        """Repeat to ``peer`` all that it may have missed."""
         if attempt.is_refused:
             if peer == attempt.epoch.leader:
                 self._say_held(attempt)
@@ -568,7 +566,7 @@ class Consolidation:
     # --- at each tick ----------------------------------------------------------------------
 
     def _watch(self, heard: Collection[int], moving: Collection[int]) -> None:
-        """See to whoever stalls; say again what may have been lost."""
+        """Leave out workers that stall; repeat words that may have been lost."""
         participants, attempt = self._participants, self._attempt
         if attempt is None:
             participants.watch_leader(None, gets_on=False, wait_ticks=self.wait_ticks)
@@ -619,13 +617,9 @@ class Consolidation:
                 if self._found is None or average.order > self._found[1].order:
                     self._found = (peer, average)
                     self._participants.restarted_by(peer)
-            case Stalled():
-                attempt.sum.accused(peer, message)
-            case Progressed(count=count):
-                attempt.sum.progressed(peer, count)
-            case PullPartials(start=start, stop=stop) if peer == attempt.parent:
+            case Stalled() | Progressed() | PullPartials():
                 if not attempt.is_refused:
-                    attempt.sum.pulled(start, stop)
+                    attempt.sum.receive(peer, message)
             case CommitEpoch(consensus_distance=value) if peer == attempt.parent:
                 self._commit(attempt, value)
             case Distance(squared_distance=value) if is_child:
@@ -634,11 +628,11 @@ class Consolidation:
             case Committed() if is_child:
                 attempt.committed.add(peer)
                 attempt.sum.moved(peer)
-            case _:  # from someone who is not where this worker's tree has it
+            case _:  # from a worker at another place in this worker's tree
                 pass
 
     def _advance(self, attempt: _Attempt) -> None:
-        """Do whatever has become possible in this epoch."""
+        """Do all that has become possible in this epoch."""
         computes_here = attempt.parent is None and attempt.begin.average is None
         if computes_here and attempt.sum.num_finished == self.num_chunks:
             self._num_results = self.total_chunks  # its own copied chunks are the result
@@ -666,7 +660,7 @@ class Consolidation:
         distance = 0.0 if held.is_committed else self._squared_distance
         for child in children:
             distance += attempt.distances[child]
-        # Of parameters that are huge and still finite it is infinite, in float32.
+        # In float32 it is infinite if parameters are huge, though still finite.
         distance = min(distance, MAX_DISTANCE2)
         attempt.distance_sent = distance
         if attempt.parent is not None:

@@ -1,36 +1,36 @@
-"""Who is dead: silence or a refused dial, questions to others, and a verdict (after SWIM).
+"""The failure detector: silence or a refused dial, questions to others, a verdict (after SWIM).
 
-A *watched* peer that is silent for ``ASK_AFTER`` of the time-out, whose address refuses
-connections, or that cannot be reached, is inquired after: up to three other live workers are asked
-whether they hear from it. One who is asked says yes when it hears from the suspect *anew*, so that
-an answer is never stale. It says no once its own dial is refused, once it has not heard from it
-for the time-out, or, without a link to it, when a dial comes to nothing for ``REACH_FOR`` of the
-time-out. No answer for ``ANSWER_WITHIN`` counts as no.
+A worker inquires after a *watched* peer that is silent for ``ASK_AFTER`` of the time-out, whose
+address refuses connections, or that it cannot reach: it asks up to three other live workers, the
+*witnesses*, whether they hear the suspect. A witness says yes when it hears the suspect *again*,
+after the question, so an answer is never stale. It says no once its own dial is refused, once it
+has not heard the suspect for the time-out, or, without a link to it, when a dial comes to nothing
+for ``REACH_FOR`` of the time-out. No answer for ``ANSWER_WITHIN`` counts as no.
 
 Guarantees:
 
-- A peer is found dead only if nobody asked has heard it, and it refused a dial or was silent here
-  for the whole time-out. One bad link, or one firewall, between two healthy workers kills nobody:
-  all but these two still hear both.
-- A process that ends is found dead as soon as those asked have dialled it in vain. One of them may
-  stand still itself: where its address refuses this worker and one that was asked, the others have
-  ``CONFIRMED_WITHIN`` to say that they hear it.
-- A peer that falls silent to everybody is found dead within max(1, ASK_AFTER + ANSWER_WITHIN) =
-  1.1 time-outs of its last sign of life here, whatever the others do; with nobody to ask, after
-  the time-out alone. Where one of them heard it after being asked, the next inquiry begins a
-  back-off later (1, 2, 4, at most 8 time-outs): until then its other watchers find it dead.
-- Who slept itself begins all waits anew (:meth:`FailureDetector.slept`): its own silence is no
-  evidence against others.
+- A peer is found dead only if no witness has heard it, and it refused a dial or was silent here
+  for the whole time-out. One bad link, or one firewall, between two healthy workers kills neither:
+  all others still hear both.
+- A process that ends is found dead as soon as the witnesses have dialled it in vain. A witness may
+  stand still itself: if the address refuses this worker and one witness, the others have
+  ``CONFIRMED_WITHIN`` to say that they hear the peer.
+- A peer that falls silent to all is found dead within max(1, ASK_AFTER + ANSWER_WITHIN) = 1.1
+  time-outs of its last sign of life here, whatever the others do; without a witness to ask, after
+  the time-out alone. If a witness heard it after the question, the next inquiry begins a back-off
+  later (1, 2, 4, at most 8 time-outs): until then its other watchers find it dead.
+- A worker that slept itself restarts all waits (:meth:`FailureDetector.slept`): its own silence is
+  no evidence against others.
 
 Races:
 
-- The suspect is heard while answers are on their way: the inquiry is dropped, and what is answered
-  to it names an older counter.
-- The link to a worker that was asked is made anew: question or answer may be lost with the old
-  one, so it is asked again (:meth:`FailureDetector.link_up`).
-- Whoever is asked dies too: its own refused dial takes it out of every inquiry.
-- Two who watch the same peer ask each other: each answers from what it hears itself, never from
-  what it was told, so that no rumour keeps a dead worker alive.
+- The suspect is heard while answers are on their way: the inquiry is dropped, and late answers to
+  it name an older counter.
+- The link to a witness is replaced: the question or the answer may be lost with the old link, so
+  the witness is asked again (:meth:`FailureDetector.link_up`).
+- The witness dies too: its own refused dial takes it out of every inquiry.
+- Two workers that watch the same peer ask each other: each answers from what it hears itself, never
+  from the word of others, so no rumour keeps a dead worker alive.
 
 Source: Das, Gupta, Motivala, *SWIM*, DSN 2002. Departure: SWIM pings a random member in every
 period; here heartbeats flow on every link anyway, so silence takes the place of the failed ping.
@@ -49,11 +49,11 @@ from gossipdp.protocol.messages import AskLife, LifeMessage, TellLife
 
 MAX_WITNESSES = 3
 
-# In time-outs. Asking begins before the time-out is over, so that the verdict need not wait for
-# answers after it.
+# In time-outs. Asking begins before the time-out is over, so the verdict need not wait for answers
+# after it.
 ASK_AFTER = 0.6
 ANSWER_WITHIN = 0.5
-CONFIRMED_WITHIN = 0.15  # longer than a heartbeat, which is what those that hear it wait for
+CONFIRMED_WITHIN = 0.15  # longer than a heartbeat, for which a witness that hears it waits
 REACH_FOR = 0.3
 FIRST_RETRY = 1.0
 LONGEST_RETRY = 8.0
@@ -76,7 +76,7 @@ class Verdict:
 
 DetectorAction: TypeAlias = Send[LifeMessage] | Seek | Verdict
 Witnesses: TypeAlias = Callable[[int], tuple[Sequence[int], Sequence[int]]]
-"""Who may be asked about a suspect: those linked, and the others."""
+"""Returns the possible witnesses of a suspect: those linked, and the others."""
 
 
 @dataclass
@@ -87,30 +87,30 @@ class _Inquiry:
     deadline: float
     unanswered: set[int]
     is_confirmed: bool = False
-    """Whether one who was asked has answered that it does not hear the peer either."""
+    """Whether a witness has answered that it does not hear the peer either."""
 
 
 @dataclass
 class _Watch:
-    """What is done about one watched peer."""
+    """The state of one watched peer."""
 
     inquire_at: float = math.inf
-    """When to inquire at the latest, whatever the silence; inf: the silence decides."""
+    """Latest time of the next inquiry, whatever the silence; inf: the silence decides."""
     not_before: float = -math.inf
     retry_s: float = 0.0
     is_refused: bool = False
-    """Whether its address refuses connections, so that its silence need not last the time-out."""
+    """Whether its address refuses connections; then its silence need not last the time-out."""
     inquiry: _Inquiry | None = None
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something that a sign of life undoes."""
+        """Return whether there is something that a sign of life undoes."""
         return self.inquiry is not None or self.inquire_at < math.inf or self.not_before > -math.inf
 
 
 @dataclass
 class _Question:
-    """What others want to know of one peer: counters by asker."""
+    """The questions of others about one peer: counters by asker."""
 
     deadline: float
     askers: dict[int, int] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class FailureDetector:
     Args:
         rank: this worker.
         timeout_s: silence of this length makes a peer suspect.
-        random: draws whom to ask.
+        random: draws the witnesses.
     """
 
     def __init__(self, rank: int, timeout_s: float, random: Random) -> None:
@@ -133,18 +133,18 @@ class FailureDetector:
         self._watches: dict[int, _Watch] = {}
         self._questions: dict[int, _Question] = {}
         self._counter = 0
-        # Nothing is due before; None: to be worked out. What is heard only defers what is due.
+        # Nothing is due before; None: to be worked out. A sign of life only defers what is due.
         self._quiet_until: float | None = None
 
     @property
     def watched(self) -> frozenset[int]:
-        """The peers whose silence this worker acts upon."""
+        """Return the peers whose silence this worker acts upon."""
         return frozenset(self._watches)
 
     # --- inputs ----------------------------------------------------------------------------
 
     def watch(self, peers: Collection[int], now: float) -> None:
-        """Watch exactly these from now on. One that was not watched has the time-out from now."""
+        """Watch exactly these peers from now on. The time-out of a new one begins now."""
         if self._watches.keys() == set(peers):
             return
         self._quiet_until = None
@@ -155,7 +155,7 @@ class FailureDetector:
             self._heard_at[peer] = max(now, self._heard_at.get(peer, now))
 
     def heard(self, peer: int, now: float) -> list[DetectorAction]:
-        """A sign of life from ``peer``."""
+        """Take a sign of life from ``peer``."""
         if now > self._heard_at.get(peer, -math.inf):
             self._heard_at[peer] = now
         watch = self._watches.get(peer)
@@ -165,7 +165,7 @@ class FailureDetector:
         return self._answer(peer, is_heard=True) if self._questions else []
 
     def unreachable(self, peer: int, now: float) -> list[DetectorAction]:
-        """A dial to ``peer`` came to nothing, for another reason than a refused connection."""
+        """Inquire after ``peer``: a dial failed, for another reason than a refused connection."""
         watch = self._watches.get(peer)
         if watch is not None and watch.inquiry is None:
             watch.inquire_at = max(now, watch.not_before)
@@ -173,7 +173,7 @@ class FailureDetector:
         return self._answer(peer, is_heard=False)
 
     def refused(self, peer: int, now: float) -> list[DetectorAction]:
-        """The address of ``peer`` refuses connections: it is suspect, and answers nobody."""
+        """Suspect ``peer``, whose address refuses connections, and expect no answer from it."""
         watch = self._watches.get(peer)
         if watch is not None:
             watch.is_refused = True
@@ -181,11 +181,11 @@ class FailureDetector:
         return self.unreachable(peer, now)
 
     def has_question(self, suspect: int) -> bool:
-        """Whether others wait to be told of ``suspect``."""
+        """Return whether others wait for an answer about ``suspect``."""
         return suspect in self._questions
 
     def link_lost(self, peer: int, now: float) -> list[DetectorAction]:
-        """The link to ``peer`` is gone: who asks about it is answered by what a dial brings."""
+        """Dial ``peer``, whose link is gone, if others ask about it: the dial is the answer."""
         question = self._questions.get(peer)
         if question is None:
             return []
@@ -194,7 +194,7 @@ class FailureDetector:
         return [Seek(peer)]
 
     def gone(self, peer: int) -> list[DetectorAction]:
-        """``peer`` is known to be dead or gone: nothing is to be found out any more."""
+        """End all that concerns ``peer``, which is known to be dead or gone."""
         self._quiet_until = None
         self._watches.pop(peer, None)
         self._heard_at.pop(peer, None)
@@ -202,7 +202,7 @@ class FailureDetector:
         return self._answer(peer, is_heard=False)
 
     def link_up(self, peer: int) -> list[DetectorAction]:
-        """Ask ``peer`` again what it was asked on an older link."""
+        """Repeat to ``peer`` the questions that were put on an older link."""
         return [
             Send(peer, AskLife(suspect, watch.inquiry.counter))
             for suspect, watch in self._watches.items()
@@ -210,7 +210,7 @@ class FailureDetector:
         ]
 
     def slept(self, now: float) -> None:
-        """Begin all waits anew: the worker itself did not run, so nobody could be heard."""
+        """Restart all waits: the worker itself did not run, so it could hear no peer."""
         self._quiet_until = None
         for peer in self._heard_at:
             self._heard_at[peer] = max(now, self._heard_at[peer])
@@ -221,14 +221,14 @@ class FailureDetector:
     def receive(
         self, peer: int, message: LifeMessage, now: float, *, is_linked: bool, is_live: bool
     ) -> list[DetectorAction]:
-        """``peer`` asks or answers.
+        """Take a question or an answer of ``peer``.
 
         Args:
-            peer: who says ``message``.
-            message: what it says.
+            peer: the sender.
+            message: the question or answer.
             now: the time.
             is_linked: whether there is a link to the suspect.
-            is_live: whether the suspect is known here to live; of others nothing can be told.
+            is_live: whether the suspect is known here to live; else the answer is no.
         """
         self._quiet_until = None
         match message:
@@ -254,7 +254,7 @@ class FailureDetector:
         return []
 
     def poll(self, now: float, witnesses: Witnesses) -> list[DetectorAction]:
-        """Do what is due: begin inquiries, end them, answer what was asked."""
+        """Do what is due: begin inquiries, end them, answer questions."""
         if now < self.next_deadline():
             return []
         self._quiet_until = None
@@ -273,7 +273,7 @@ class FailureDetector:
         return actions
 
     def next_deadline(self) -> float:
-        """When :meth:`poll` has something to do; what is heard meanwhile only defers it."""
+        """Return when :meth:`poll` has something to do; signs of life only defer it."""
         if self._quiet_until is None:
             until = math.inf
             for question in self._questions.values():
@@ -311,7 +311,7 @@ class FailureDetector:
     ) -> list[DetectorAction]:
         linked, others = witnesses(peer)
         asked = self._random.sample(list(linked), min(len(linked), MAX_WITNESSES))
-        # At random, lest one that lies be asked every time.
+        # At random, or one that lies might be asked every time.
         asked += self._random.sample(list(others), min(len(others), MAX_WITNESSES - len(asked)))
         self._counter += 1
         deadline = now + ANSWER_WITHIN * self.timeout_s
@@ -331,7 +331,7 @@ class FailureDetector:
             deadline = now + REACH_FOR * self.timeout_s
         question = self._questions.setdefault(suspect, _Question(deadline))
         question.askers[asker] = counter
-        # Somebody else's question may have it dialled already; a second dial then does nothing.
+        # Another worker's question may have caused a dial already; a second one then does nothing.
         return [] if is_linked else [Seek(suspect)]
 
     def _answer(self, suspect: int, *, is_heard: bool) -> list[DetectorAction]:

@@ -1,22 +1,22 @@
-"""Who takes part in the run, how much each has trained, and how a worker comes in.
+"""The workers of the run, how much each has trained, and how a worker joins.
 
-Two tables that all views of them converge to, whatever the order and number of merges:
+There are two tables. The views of all workers converge, whatever the order and number of merges:
 
 - :class:`Membership` holds one record a rank. Records are totally ordered: the higher incarnation
   wins, then the higher process id, then (the same life of the same process) the higher status.
 - :class:`Progress` counts samples and steps of every process, named by (rank, process id). Only
-  that process raises its count; views merge by maximum. A count is never dropped, whatever becomes
-  of the worker: the totals are sums over the processes that live and over those that have ended.
+  that process raises its count; views merge by maximum. A count stays, whatever becomes of the
+  worker: the totals are sums over the processes that live and over those that have ended.
 
-A worker comes into a run that is under way in three steps. It asks any live worker
-(``AskMembers``) and is told what there is to know (``Members``). It takes the next life of its
-rank (:func:`first_incarnation`) and is known as *joining*: neither in the graph nor waited for.
-It takes parameters from a live worker and says :meth:`WorkerProtocol.joined`: from then on it is
-alive, and every graph is rebuilt with it. So nobody exchanges with, or waits for, a worker without
-parameters, and one that dies while joining is not missed.
+A worker joins a run that is under way in three steps. It asks any live worker (``AskMembers``),
+which answers with all records (``Members``). It takes the next life of its rank
+(:func:`first_incarnation`) and is known as *joining*: neither in the graph nor waited for. It takes
+parameters from a live worker and says :meth:`WorkerProtocol.joined`: from then on it is alive, and
+every graph is rebuilt with it. So no worker exchanges with, or waits for, one without parameters,
+and one that dies while joining is not missed.
 
-What others say is bounded. Every number fits its field with 1 added; a record that raises a known
-incarnation by more than ``MAX_LEAP`` is dropped; both tables have a greatest size.
+The words of others are bounded. Every number fits its field with 1 added; a record that raises a
+known incarnation by more than ``MAX_LEAP`` is dropped; both tables have a greatest size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from msgspec import Meta
 MAX_RANK = 2**20 - 1
 MAX_INCARNATION = 2**31 - 1
 MAX_LEAP = 1000
-"""By how much one message may raise an incarnation, or an epoch, that is known."""
+"""One message raises a known incarnation, or a known epoch, by at most this much."""
 MAX_JOINERS = 4096
 """Records of ranks beyond those that the run began with."""
 MAX_PROCESSES = 65_536
@@ -48,25 +48,25 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
 class Status(enum.IntEnum):
-    """What is known of a worker's life; within one life it only goes up."""
+    """The state of a worker's life; within one life it only goes up."""
 
     JOINING = 0
-    """Started in mid-run, and without parameters yet: neither exchanged with nor waited for."""
+    """Started in mid-run, without parameters yet: no worker exchanges with it or waits for it."""
     ALIVE = 1
     """Training."""
     DONE = 2
-    """Training no more, but still answering: it waits for the others in consolidate."""
+    """No longer training, but still answering: it waits for the others in consolidate."""
     LEFT = 3
     """Gone after consolidating: not a failure."""
     DEAD = 4
-    """Declared dead; a worker that finds itself so declared raises its incarnation."""
+    """Declared dead. A worker that finds itself declared dead raises its incarnation."""
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One worker as the network knows it.
 
-    ``host`` and ``port``: where it listens for links; ``status_host`` and ``status_port``: where
-    it shows its status to people (port 0: nowhere), which nothing here makes use of.
+    It listens for links at ``host`` and ``port``. It shows its status to people at ``status_host``
+    and ``status_port`` (port 0: nowhere); nothing here uses those.
     """
 
     rank: Rank
@@ -80,16 +80,16 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @property
     def is_live(self) -> bool:
-        """Whether the worker takes part in the run: training or done."""
+        """Return whether the worker takes part in the run: training or done."""
         return self.status is Status.ALIVE or self.status is Status.DONE
 
     @property
     def is_over(self) -> bool:
-        """Whether this life has ended."""
+        """Return whether this life has ended."""
         return self.status >= Status.LEFT
 
     def supersedes(self, other: Member) -> bool:
-        """Whether this record is the greater of two of the same rank."""
+        """Return whether this record is the greater of two of the same rank."""
         return self._order > other._order
 
     @property
@@ -109,15 +109,15 @@ class Membership:
     """One worker's view of all workers, itself included.
 
     ``version`` rises with every change; ``news(since)`` gives the records that changed after a
-    version, which is all that a link needs that was told everything up to then.
+    version. A link that has carried everything up to that version needs no more.
 
-    A record of this worker that is greater than its own means that it was declared dead, or that
-    another process has its rank. Either way this worker *outbids* it at once: it takes the next
-    incarnation and keeps its status. ``rival`` is then the other process, if it may live.
+    A greater record of this worker's rank means that it was declared dead, or that another process
+    has its rank. Either way this worker *outbids* it at once: it takes the next incarnation and
+    keeps its status. ``rival`` is then the other process, if it may live.
 
     Args:
         own: this worker's record.
-        num_workers: how many the run began with: their ranks are never forgotten.
+        num_workers: workers that the run began with; their ranks are never forgotten.
     """
 
     def __init__(self, own: Member, num_workers: int = MAX_RANK + 1) -> None:
@@ -126,7 +126,7 @@ class Membership:
         self.rival: Member | None = None
         """The live record of another process of this rank that was outbid last."""
         self.is_exhausted = False
-        """Whether this worker would have to outbid an incarnation that is the greatest."""
+        """Whether this worker would have to outbid the greatest incarnation that there is."""
         self._num_workers = num_workers
         self._members: dict[int, Member] = {}
         self._changed_at: dict[int, int] = {}
@@ -136,16 +136,16 @@ class Membership:
         self._store(own)
 
     def get(self, rank: int) -> Member | None:
-        """The record of one worker, None where nothing is known of it."""
+        """Return the record of one worker; None if it is unknown."""
         return self._members.get(rank)
 
     def is_live(self, rank: int) -> bool:
-        """Whether ``rank`` is known to take part."""
+        """Return whether ``rank`` is known to take part."""
         member = self._members.get(rank)
         return member is not None and member.is_live
 
     def merge(self, member: Member) -> bool:
-        """Take in what another worker knows; return whether this view changed."""
+        """Take in another worker's record; return whether this view changed."""
         known = self._members.get(member.rank)
         if known is None:
             if not self._has_room_for(member):
@@ -167,14 +167,14 @@ class Membership:
         return self.version > before
 
     def set_status(self, status: Status) -> bool:
-        """Say of this worker that it is done or has left; a status below its own says nothing."""
+        """Set that this worker is done or has left; a status that is not higher changes nothing."""
         if status <= self.own.status:
             return False
         self.own = msgspec.structs.replace(self.own, status=status)
         return self.merge(self.own)
 
     def declare_dead(self, rank: int) -> bool:
-        """Declare another worker dead; return whether that is news. Who has left is not dead."""
+        """Declare another worker dead, unless it has left; return whether that is news."""
         known = self._members.get(rank)
         if known is None or known.is_over:
             return False
@@ -183,9 +183,9 @@ class Membership:
         return self.merge(msgspec.structs.replace(known, status=Status.DEAD))
 
     def forget(self, now: float, after_s: float) -> None:
-        """Forget joiners that have been over, or joining, for ``after_s``; nobody dials them then.
+        """Forget joiners that have been over, or joining, for ``after_s``, so that none is dialled.
 
-        One that takes longer to join is heard of again once it lives.
+        One that takes longer to join comes back into the view once it lives.
         """
         for rank, member in list(self._members.items()):
             if rank < self._num_workers or member.is_live or rank == self.own.rank:
@@ -197,11 +197,11 @@ class Membership:
                 self._addresses = None
 
     def members(self) -> tuple[Member, ...]:
-        """Every record known, by rank."""
+        """Return every known record, by rank."""
         return tuple(self._members[rank] for rank in sorted(self._members))
 
     def addresses(self) -> Mapping[int, tuple[str, int]]:
-        """Where the others listen, those declared dead included: they may come back there."""
+        """Return the others' addresses, also of those declared dead, which may come back there."""
         if self._addresses is None:
             self._addresses = {
                 member.rank: (member.host, member.port)
@@ -211,11 +211,11 @@ class Membership:
         return self._addresses
 
     def live(self) -> tuple[int, ...]:
-        """The ranks that are there to answer, in ascending order."""
+        """Return the live ranks, in ascending order."""
         return tuple(member.rank for member in self.members() if member.is_live)
 
     def news(self, since: int = 0, most: int | None = None) -> tuple[tuple[Member, ...], int]:
-        """At most ``most`` records changed after version ``since``, the oldest change first.
+        """Return at most ``most`` records changed after version ``since``, the oldest change first.
 
         Returns:
             The records by rank, and the version that they bring up to.
@@ -226,14 +226,14 @@ class Membership:
         return tuple(sorted(told, key=lambda member: member.rank)), brought_to
 
     def _has_room_for(self, member: Member) -> bool:
-        """Of joiners that are over nothing need be learnt; of the others there are so many."""
+        """Return whether to take in a new record; not of a joiner that is over, nor of too many."""
         if member.rank < self._num_workers or member.rank == self.own.rank:
             return True
         num_joiners = sum(rank >= self._num_workers for rank in self._members)
         return not member.is_over and num_joiners < MAX_JOINERS
 
     def _outbid(self, member: Member) -> Member:
-        """The record that stands after a greater one of this worker's own rank arrived."""
+        """Return the record to store after a greater one of this worker's own rank arrived."""
         if member == self.own or self.own.status is Status.LEFT:
             return member
         is_rival = member.process_id != self.own.process_id and not member.is_over
@@ -265,20 +265,20 @@ def _newest(
 
 
 def first_incarnation(members: Iterable[Member], rank: int | None) -> tuple[int, int]:
-    """Rank and incarnation of a worker that is about to join.
+    """Choose the rank and incarnation of a worker that is about to join.
 
-    Two that join without a rank may take the same one. The record of one wins; the other is told
-    by ``Superseded`` and starts anew with another rank.
+    Two that join without a rank may take the same one. The record of one wins; the other gets
+    ``Superseded`` and starts again with another rank.
 
     Args:
-        members: what a live worker knows.
+        members: the records of a live worker.
         rank: the rank to take, or None for the one after the highest known.
 
     Returns:
         The rank, and the incarnation after the highest known one of it; 0 for a new rank.
 
     Raises:
-        ValueError: nothing is known of anybody, or the rank or its incarnation is out of bounds.
+        ValueError: there are no records, or the rank or its incarnation is out of bounds.
 
     Example:
         >>> first_incarnation([Member(0, 2, 7), Member(1, 0, 8)], None)
@@ -304,7 +304,7 @@ class ProgressEntry(
 ):
     """The samples and gradient steps of one process of a rank.
 
-    ``is_stopped``: it has ended the run before its budget, for all.
+    ``is_stopped``: it has ended the run for all, before its budget.
     """
 
     rank: Rank
@@ -315,7 +315,7 @@ class ProgressEntry(
 
 
 class Progress:
-    """The progress of all as one worker knows it, its own counter included.
+    """The progress of all workers as one of them knows it, its own counter included.
 
     ``version`` rises with every change; ``news(since)`` gives the entries that changed after a
     version, as :class:`Membership` does.
@@ -326,9 +326,9 @@ class Progress:
         self.total_samples = 0
         self.total_steps = 0
         self.is_stopped = False
-        """Whether a process has ended the run; that cannot be taken back."""
+        """Whether a process has ended the run, for good."""
         self.own: ProgressEntry | None = None
-        """What this worker has counted itself; None before its first step."""
+        """This worker's own count; None before its first step."""
         self._own = (rank, process_id)
         self._entries: dict[tuple[int, int], ProgressEntry] = {}
         self._changed_at: dict[tuple[int, int], int] = {}
@@ -338,7 +338,7 @@ class Progress:
     def add(
         self, samples: int, steps: int = 1, now: float = 0.0, *, is_stopped: bool = False
     ) -> None:
-        """Count work of this worker; ``is_stopped``: and end the run for all."""
+        """Count this worker's own work; with ``is_stopped``, end the run for all too."""
         if samples < 0 or steps < 0:
             raise ValueError(f"progress only grows: got samples={samples}, steps={steps}")
         known, before = self.own, self.own or ProgressEntry(*self._own, 0, 0)
@@ -352,20 +352,20 @@ class Progress:
 
     @property
     def others_samples(self) -> int:
-        """Samples of all processes but this one."""
+        """Return the samples of all processes but this one."""
         return self.total_samples - (self.own.samples if self.own else 0)
 
     def merge_all(self, entries: Iterable[ProgressEntry], now: float = 0.0) -> bool:
-        """Take in what others know; return whether any of it changed this view.
+        """Take in others' entries; return whether any of them changed this view.
 
-        What they say of this very process is dropped: nobody knows better.
+        Their entry of this very process is dropped: it counts itself.
         """
         before = self.version
         for entry in entries:
             process = (entry.rank, entry.process_id)
             known = self._entries.get(process)
             if known is not None:
-                # The first is the usual case where workers share memory, as in the simulator.
+                # The usual case where workers share memory, as in the simulator.
                 if known is entry:
                     continue
                 is_old = entry.samples <= known.samples and entry.steps <= known.steps
@@ -389,7 +389,7 @@ class Progress:
     def news(
         self, since: int = 0, most: int | None = None
     ) -> tuple[tuple[ProgressEntry, ...], int]:
-        """At most ``most`` entries changed after version ``since``, the oldest change first.
+        """Return at most ``most`` entries changed after version ``since``, the oldest change first.
 
         Returns:
             The sorted entries, and the version that they bring up to.
@@ -398,7 +398,7 @@ class Progress:
         return tuple(sorted(told)), brought_to
 
     def by_rank(self) -> dict[int, tuple[int, int]]:
-        """Samples and gradient steps of every rank over all its processes.
+        """Return samples and gradient steps of every rank over all its processes.
 
         Any thread may call it: the entries are copied in one step, and none ever changes.
         """
@@ -409,7 +409,7 @@ class Progress:
         return totals
 
     def stepped_at(self, rank: int) -> float | None:
-        """When the steps of ``rank`` last grew in this view; None where none is known."""
+        """Return when the steps of ``rank`` last grew in this view; None if it has made none."""
         return self._stepped_at.get(rank)
 
     def _store(self, entry: ProgressEntry, known: ProgressEntry | None, now: float) -> None:

@@ -1,8 +1,8 @@
-"""What workers say to one another: control messages, and the envelope that carries them.
+"""The control messages between workers, and the envelope that carries them.
 
 Every message travels in an :class:`Envelope` together with news of membership and progress.
-The wire format is msgpack, strictly typed and bounded: whatever does not decode to exactly these
-types, or holds a number or a list beyond its bound, is a :class:`ProtocolError`. Nothing is ever
+The wire format is msgpack, strictly typed and bounded. Bytes that do not decode to exactly these
+types, or hold a number or a list beyond its bound, are a :class:`ProtocolError`. Nothing is ever
 unpickled.
 """
 
@@ -17,8 +17,8 @@ from gossipdp.protocol.members import Incarnation, Member, ProcessId, ProgressEn
 
 MAX_NEWS = 256
 """Records of membership, and as many of progress, in one envelope."""
-MAX_TOLD = 1024
-"""Records of membership, and as many of progress, that a joiner is told at once."""
+MAX_RECORDS = 1024
+"""Records of membership, and as many of progress, in the answer to a joiner."""
 
 Counter = Annotated[int, Meta(ge=0, le=2**62)]
 Gain = Annotated[float, Meta(ge=0.5, le=1e9)]
@@ -26,15 +26,15 @@ MAX_DISTANCE2 = 1e300
 Distance2 = Annotated[float, Meta(ge=0.0, le=MAX_DISTANCE2)]
 Reason = Annotated[str, Meta(max_length=1000)]
 Process: TypeAlias = tuple[Rank, ProcessId]
-"""(rank, process id): what holds inputs and keeps promises, whatever its incarnation."""
+"""(rank, process id): the holder of inputs and promises, whatever its incarnation."""
 
 
 class ProtocolError(ValueError):
-    """What another worker said is no message of ours, or breaks the rules: its link is closed."""
+    """A message that is none of ours, or breaks the rules: the link that brought it is closed."""
 
 
 class _Value(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of what travels inside messages."""
+    """Base of the values inside messages."""
 
 
 class _Message(Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -73,11 +73,11 @@ class Busy(_Message, frozen=True):
 
 
 class Free(_Message, frozen=True):
-    """I told you BUSY and am idle now: answer PROPOSE or PASS."""
+    """I answered BUSY to you and am idle now: answer PROPOSE or PASS."""
 
 
 class Pass(_Message, frozen=True):
-    """The answer to FREE of one who does not want to exchange now."""
+    """The answer to FREE of a worker that does not want to exchange now."""
 
 
 class Cancel(_Message, frozen=True):
@@ -106,7 +106,7 @@ class RequestState(_Message, frozen=True):
 
 
 class StateRefused(_Message, frozen=True):
-    """I cannot send the state, or the optimizers' state, that you asked for."""
+    """I cannot send the state, or the optimizers' state, for which you asked."""
 
     counter: Counter
     reason: Reason
@@ -119,7 +119,7 @@ class RequestTraining(_Message, frozen=True):
 
 
 class OfferTraining(_Message, frozen=True):
-    """The state that was asked for takes ``num_bytes``; it follows in chunks."""
+    """The requested state takes ``num_bytes``; it follows in chunks."""
 
     counter: Counter
     num_bytes: Counter
@@ -131,10 +131,9 @@ class OfferTraining(_Message, frozen=True):
 class Epoch(_Value, frozen=True):
     """The name of one sum over a tree: its root, the root's process, and a number.
 
-    Of consolidation it is an epoch, led by its root. ``process_tag`` is the low 32 bits of the
-    root's process id: an incarnation would not do, for two lives that did not know of each other
-    may share one. ``order`` is total: the higher number wins, then the lower root, then the higher
-    tag.
+    In consolidation it is an epoch, led by its root. ``process_tag`` is the low 32 bits of the
+    root's process id. An incarnation would not do: two lives that did not know of each other may
+    share one. ``order`` is total: the higher number wins, then the lower root, then the higher tag.
     """
 
     number: Counter
@@ -143,14 +142,14 @@ class Epoch(_Value, frozen=True):
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sorts epochs; the greatest wins."""
+        """Return the key that sorts epochs; the greatest wins."""
         return (self.number, -self.leader, self.process_tag)
 
 
 class PullPartials(_Message, frozen=True):
     """To a child: send your partial sums of the chunks up to before ``stop``.
 
-    ``start`` is the first chunk that has not arrived here. It is where a new link goes on.
+    ``start`` is the first chunk that has not arrived here. A new link goes on there.
     """
 
     epoch: Epoch
@@ -161,8 +160,8 @@ class PullPartials(_Message, frozen=True):
 class Progressed(_Message, frozen=True):
     """To parent and children: payload of this sum has moved in ``count`` ticks.
 
-    Up the tree it counts what moved in the subtree, down the tree what moved in the whole. So a
-    chunk that a slow link carries elsewhere is told apart from a worker that gives nothing.
+    Up the tree it counts ticks with movement in the subtree, down the tree those in the whole. So
+    others can tell a chunk on a slow link elsewhere from a worker that gives nothing.
     """
 
     epoch: Epoch
@@ -172,7 +171,7 @@ class Progressed(_Message, frozen=True):
 class Stalled(_Message, frozen=True):
     """To the root: worker ``rank`` gives nothing to this sum, for this reason.
 
-    Said by its parent, or by itself. ``is_heard``: the link between the two shows life.
+    Its parent says so, or the worker itself. ``is_heard``: the link between the two shows life.
     """
 
     epoch: Epoch
@@ -185,7 +184,7 @@ ReductionMessage: TypeAlias = PullPartials | Progressed | Stalled
 
 
 class AskAverage(_Message, frozen=True):
-    """Down the tree over ``members``, of which the first asks: sum what all of you train.
+    """Down the tree over ``members``, the first of which asks: sum your parameters.
 
     A caller has one request at a time.
     """
@@ -196,7 +195,7 @@ class AskAverage(_Message, frozen=True):
 
 
 class TellAverage(_Message, frozen=True):
-    """Up the tree: the sums are over ``count`` workers; those of ``without`` have none to give."""
+    """Up the tree: the sums are over ``count`` workers; those in ``without`` have none to give."""
 
     epoch: Epoch
     count: Annotated[int, Meta(ge=0, le=2**15)]
@@ -209,7 +208,7 @@ AverageMessage: TypeAlias = AskAverage | TellAverage
 
 
 class AskLife(_Message, frozen=True):
-    """Do you hear from ``suspect``? Answer once you hear from it anew, or have given it up."""
+    """Do you hear ``suspect``? Answer once you have heard it again, or have given it up."""
 
     suspect: Rank
     counter: Counter
@@ -224,28 +223,28 @@ class TellLife(_Message, frozen=True):
 
 
 class AskMembers(_Message, frozen=True):
-    """From a worker that is about to join: what must I know?"""
+    """From a worker that is about to join: tell me about the run."""
 
     counter: Counter
 
 
 class Members(_Message, frozen=True):
-    """The answer to the question ``counter`` of one who is about to join.
+    """The answer to the question ``counter`` of a worker that is about to join.
 
-    ``num_workers`` is the number of workers that the run began with, whose graph the joiner
-    builds too. ``is_ending``: consolidation has begun here, and the run takes in nobody. Of large
-    runs it holds the live workers and the last joiners first; links bring the rest.
+    The run began with ``num_workers`` workers; the joiner builds their graph too. ``is_ending``:
+    consolidation has begun here, and the run takes in no worker. In a large run the live workers
+    and the last joiners come first; links bring the rest.
     """
 
     counter: Counter
     num_workers: Annotated[int, Meta(ge=1, le=2**20)]
     is_ending: bool
-    members: Annotated[tuple[Member, ...], Meta(max_length=MAX_TOLD)]
-    progress: Annotated[tuple[ProgressEntry, ...], Meta(max_length=MAX_TOLD)]
+    members: Annotated[tuple[Member, ...], Meta(max_length=MAX_RECORDS)]
+    progress: Annotated[tuple[ProgressEntry, ...], Meta(max_length=MAX_RECORDS)]
 
 
 class Heartbeat(_Message, frozen=True):
-    """I live; the news in the envelope is all there is."""
+    """I live; there is nothing but the news in the envelope."""
 
 
 LifeMessage: TypeAlias = AskLife | TellLife
@@ -256,7 +255,7 @@ LifeMessage: TypeAlias = AskLife | TellLife
 class Average(_Value, frozen=True):
     """A result: the mean over the ``num_members`` members of epoch ``origin``, which names it.
 
-    ``consensus_distance`` is None until it is committed. ``order`` says which of two results
+    ``consensus_distance`` is None until it is committed. Of two results the greater ``order``
     survives: a committed one, then the one computed later.
     """
 
@@ -266,27 +265,27 @@ class Average(_Value, frozen=True):
 
     @property
     def is_committed(self) -> bool:
-        """Whether a worker has committed to it."""
+        """Return whether a worker has committed to it."""
         return self.consensus_distance is not None
 
     @property
     def order(self) -> tuple[bool, tuple[int, int, int]]:
-        """Sorts results; the greatest survives."""
+        """Return the key that sorts results; the greatest survives."""
         return (self.is_committed, self.origin.order)
 
 
 class LeftOut(_Value, frozen=True):
-    """A worker without which the average is made, though it lives, and why."""
+    """A live worker that is not in the average, and why."""
 
     process: Process
     reason: Reason
 
 
 class BeginEpoch(_Message, frozen=True):
-    """Down the tree: join this epoch. Spread ``average``, or where it is None compute one.
+    """Down the tree: join this epoch. Spread ``average``; if it is None, compute one.
 
-    ``members`` are in the order of the tree, those that are suspect last; ``left_out`` are done,
-    but gave nothing to earlier epochs: nobody waits for them.
+    ``members`` are in the order of the tree, suspects last. Those in ``left_out`` are done, but
+    gave nothing to earlier epochs: no worker waits for them.
     """
 
     epoch: Epoch
@@ -305,13 +304,13 @@ class BeginEpoch(_Message, frozen=True):
 
 
 class NewerEpoch(_Message, frozen=True):
-    """To the one who leads, or should: I am in this epoch and follow none below it."""
+    """To the worker that leads, or should: I am in this epoch and follow none below it."""
 
     epoch: Epoch
 
 
 class Held(_Message, frozen=True):
-    """To the leader of ``epoch``: I do not join, for I hold this result; spread it instead."""
+    """To the leader of ``epoch``: I do not join, since I hold this result; spread it instead."""
 
     epoch: Epoch
     average: Average
@@ -320,8 +319,8 @@ class Held(_Message, frozen=True):
 class PullResults(_Message, frozen=True):
     """To the parent or a holder: send the chunks of this result from ``start`` up to ``stop``.
 
-    Said again with a higher ``start`` while they arrive, so that it is known that they do. In
-    another ``epoch`` of the one who asks, and on a new link, sending begins anew at ``start``.
+    It is repeated with a higher ``start`` while they arrive, so the sender knows that they do. In
+    another ``epoch`` of the worker that asks, and on a new link, sending restarts at ``start``.
     """
 
     epoch: Epoch
@@ -377,7 +376,7 @@ Message: TypeAlias = (
     | ConsolidationMessage
 )
 DIALLED_MESSAGES = ConsolidationMessage | ReductionMessage | AverageMessage | AskLife
-"""Those for which the driver dials where there is no link."""
+"""The messages for which the driver dials if there is no link."""
 
 
 class Envelope(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -393,12 +392,12 @@ _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 def encode(envelope: Envelope) -> bytes:
-    """The bytes of an envelope."""
+    """Return the bytes of an envelope."""
     return _encoder.encode(envelope)
 
 
 def decode(data: bytes | bytearray | memoryview) -> Envelope:
-    """The envelope in ``data``.
+    """Return the envelope in ``data``.
 
     Raises:
         ProtocolError: ``data`` is not exactly one well-typed envelope within all bounds.

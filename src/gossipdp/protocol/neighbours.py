@@ -1,20 +1,21 @@
-"""With whom a worker may exchange, how often, and which neighbour to ask first.
+"""The neighbours of a worker: who they are, how often to ask, and which one first.
 
-:class:`Neighbourhood` is a worker's place in the graph over the live workers. Once two workers
-have the same view of who lives they have the same graph, for it is a function of that set alone;
-every live worker is in it, and it is connected. The first change is followed at once, further ones
-after ``REBUILD_INTERVAL_S``: a partition brings half of the workers' deaths in a burst, and each
-new set costs an eigenvalue problem, which among hundreds of workers takes longer than a worker may
-be silent. So the driver may work it out elsewhere; until then the old graph holds. Two workers
-whose views differ for a while have different neighbours and gains: whoever is asked answers,
+:class:`Neighbourhood` is a worker's place in the graph over the live workers. The graph is a
+function of the set of live workers alone, so workers with the same view have the same graph; every
+live worker is in it, and it is connected. The first change is followed at once, further ones after
+``REBUILD_INTERVAL_S``: a partition brings half of the workers' deaths in a burst, and each new set
+costs an eigenvalue problem, which among hundreds of workers takes longer than a worker may be
+silent. So the driver may work it out elsewhere; until then the old graph holds. Two workers whose
+views differ for a while have different neighbours and gains: a worker answers anyone that asks,
 neighbour or not, and ACCEPT fixes the smaller gain.
 
-The policies are behind ``neighbour_policy=``. A policy is asked with the neighbours that can
-exchange now and their rates ``lambda_ij``; it answers with the order in which to try them for this
-demand. Whoever is asked accepts whenever it is idle: a policy decides for the initiator alone.
+A policy is given the neighbours that can exchange now, with their rates ``lambda_ij``. It returns
+the order in which to try them for this demand. A worker that is asked accepts if it is idle, so a
+policy decides for the initiator alone. Workers use ``Fresh``; the simulator compares it with
+others.
 
-Pairing with whoever is free *locks in*: two workers that finish together find only each other
-free and exchange again, for ever, and the network stops mixing. ``fresh`` is the remedy.
+Taking the first neighbour that is free *locks in*: two workers that finish together find only each
+other free and exchange again, for ever, and the network stops mixing. ``Fresh`` is the remedy.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from gossipdp.protocol.members import Member, Status
 
 REBUILD_INTERVAL_S = 0.25
 LOOK_INTERVAL_S = 0.05
-"""How often to look for a graph that is being worked out elsewhere."""
+"""Seconds between looks for a graph that is being worked out elsewhere."""
 
 
 class NeighbourPolicy(ABC):
@@ -42,16 +43,16 @@ class NeighbourPolicy(ABC):
 
     @abstractmethod
     def draw(self, available: Mapping[int, float]) -> list[int]:
-        """Neighbours to try, in order; ``available`` maps those that can exchange to lambda."""
+        """Return the neighbours to try, in order, of those ``available``, with their lambda."""
 
     @abstractmethod
     def exchanged(self, peer: int, *, initiated: bool) -> None:
-        """An exchange with ``peer`` ended well; ``initiated``: it was this worker that asked."""
+        """Note an exchange that ended well; ``initiated``: this worker asked for it."""
 
 
 @final
 class Fresh(NeighbourPolicy):
-    """Not those it exchanged with last: the default.
+    """The neighbours without the latest partners.
 
     Of the ``deg`` neighbours that can exchange now, the ``floor(deg / 2)`` most recent partners
     are left out (at least one when ``deg > 1``); the others are tried in an order
@@ -67,81 +68,15 @@ class Fresh(NeighbourPolicy):
         recent = [peer for peer in reversed(self._recent) if peer in available]
         left_out = set(recent[:num_left_out])
         others = {peer: rate for peer, rate in available.items() if peer not in left_out}
-        return _weighted_order(others, self._random)
+        return weighted_order(others, self._random)
 
     def exchanged(self, peer: int, *, initiated: bool) -> None:
         self._recent.pop(peer, None)
         self._recent[peer] = None
 
 
-@final
-class Poisson(NeighbourPolicy):
-    """The paper's edges: a partner drawn by lambda in advance, and waited for."""
-
-    def __init__(self, random: Random) -> None:
-        super().__init__(random)
-        self._partner: int | None = None
-
-    def draw(self, available: Mapping[int, float]) -> list[int]:
-        if self._partner not in available:
-            self._partner = next(iter(_weighted_order(available, self._random)), None)
-        return [] if self._partner is None else [self._partner]
-
-    def exchanged(self, peer: int, *, initiated: bool) -> None:
-        if initiated:
-            self._partner = None
-
-
-@final
-class Available(NeighbourPolicy):
-    """The first that is free, as in the authors' released code. It locks in: for comparison."""
-
-    def draw(self, available: Mapping[int, float]) -> list[int]:
-        return _weighted_order(available, self._random)
-
-    def exchanged(self, peer: int, *, initiated: bool) -> None:
-        pass
-
-
-@final
-class Scheduled(NeighbourPolicy):
-    """A fixed cyclic order, each neighbour waited for in its turn; the rates play no part."""
-
-    def __init__(self, random: Random) -> None:
-        super().__init__(random)
-        self._last: int | None = None
-
-    def draw(self, available: Mapping[int, float]) -> list[int]:
-        if not available:
-            return []
-        if self._last is None:
-            self._last = self._random.choice(sorted(available))
-        later = [peer for peer in available if peer > self._last]
-        return [min(later, default=min(available))]
-
-    def exchanged(self, peer: int, *, initiated: bool) -> None:
-        if initiated:
-            self._last = peer
-
-
-NEIGHBOUR_POLICIES: Mapping[str, type[NeighbourPolicy]] = {
-    "fresh": Fresh,
-    "poisson": Poisson,
-    "available": Available,
-    "scheduled": Scheduled,
-}
-
-
-def make_policy(name: str, random: Random) -> NeighbourPolicy:
-    """The policy called ``name``, one of :data:`NEIGHBOUR_POLICIES`."""
-    if name not in NEIGHBOUR_POLICIES:
-        known = ", ".join(NEIGHBOUR_POLICIES)
-        raise ValueError(f"unknown neighbour policy {name!r}; choose one of: {known}")
-    return NEIGHBOUR_POLICIES[name](random)
-
-
-def _weighted_order(rates: Mapping[int, float], random: Random) -> list[int]:
-    """A random order in which each next peer is drawn by rate (the exponential race)."""
+def weighted_order(rates: Mapping[int, float], random: Random) -> list[int]:
+    """Return a random order in which each next peer is drawn by rate (the exponential race)."""
     arrivals = {peer: random.expovariate(1.0) / rates[peer] for peer in sorted(rates)}
     return sorted(arrivals, key=lambda peer: (arrivals[peer], peer))
 
@@ -156,14 +91,14 @@ class Place(NamedTuple):
 
 
 WorkOut: TypeAlias = Callable[[Hashable, Callable[[], Place]], Place | None]
-"""Calls a function and returns its result; None while there is none yet: ask again then.
+"""Calls a function and returns its result, or None while there is none yet: ask again later.
 
-The key names the result: by then another may be wanted.
+The key names the result, since by then another one may be wanted.
 """
 
 
 def at_once(key: Hashable, function: Callable[[], Place]) -> Place:
-    """Work it out at once, however long it takes."""
+    """Call ``function`` at once, however long it takes."""
     return function()
 
 
@@ -172,7 +107,7 @@ class Neighbourhood:
 
     Args:
         rank: this worker.
-        graph: the run's graph; those of its workers of whom nothing is known are taken to live.
+        graph: the run's graph; its workers without a record count as live.
         has_momentum: whether the method is a2cid2; else eta is 0 and alpha_tilde 1/2.
         work_out: calls what takes long.
     """
@@ -205,11 +140,11 @@ class Neighbourhood:
 
     @property
     def num_originals(self) -> int:
-        """The number of workers that the run began with."""
+        """Return the number of workers that the run began with."""
         return len(self._originals)
 
     def review(self, members: Iterable[Member]) -> None:
-        """The membership view changed."""
+        """Take over the membership view, which changed."""
         live, over = set(self._originals), set[int]()
         for member in members:
             (live if member.is_live else over).add(member.rank)
@@ -217,14 +152,14 @@ class Neighbourhood:
         self._is_outdated = self._wanted != self._live
 
     def next_deadline(self) -> float:
-        """When :meth:`rebuild` has something to do."""
+        """Return when :meth:`rebuild` has something to do."""
         return self._look_at if self._is_outdated else math.inf
 
     def rebuild(self, members: Iterable[Member], now: float, *, has_ended: bool) -> Rebuilt | None:
-        """Take the graph over the live workers; None: it is not worked out yet.
+        """Take the graph over the live workers; return None if it is not worked out yet.
 
-        ``has_ended``: no more exchanges, so that neighbours matter only for whom to watch, and
-        the constants are not worth their cost.
+        ``has_ended``: there are no more exchanges. Then neighbours are only to be watched, and the
+        constants are not worth their cost.
         """
         wanted = self._wanted
         place = self._work_out((wanted, has_ended), lambda: self._place(wanted, has_ended))

@@ -1,24 +1,25 @@
-"""Who exchanges with whom: pairing neighbours without a coordinator.
+"""The pairing of neighbours for exchanges, without a coordinator.
 
 A worker is Idle, Proposing or Exchanging, and has at most one exchange at a time: with A2CiD2,
 overlapping exchanges diverge. A tick of its clock is a demand for one exchange; demands that
 cannot be served at once wait in a backlog.
 
-- Idle, asked: ACCEPT, whoever asks. Exchanging, asked: BUSY.
+- Idle, asked: ACCEPT. Exchanging, asked: BUSY.
 - Proposing, asked by a lower rank: that proposal is *parked*; by a higher rank: BUSY. So waits
   only go up in rank and cannot form a cycle. Two proposals that cross merge into the one of the
   lower rank.
-- Own proposal accepted: the parked get BUSY. Own proposal refused: the oldest parked is
-  accepted, else the next neighbour in the policy's order is asked, else the demand is kept.
-- Becoming idle: the backlog is served first. With nothing to propose, FREE goes to the one that
-  has waited longest since its BUSY, and to the next only when that one answered PASS: telling
-  everybody would start a stampede.
-- A peer that has been silent for half the time-out (*overdue*) is not waited for: a proposal to it
-  is withdrawn and the others are asked. Else one stopped worker would halt its neighbours, and
-  those that wait for them, until the time-out. What it waits for itself it is told at once.
+- Own proposal accepted: the parked get BUSY. Own proposal refused: the worker accepts the oldest
+  parked one, else asks the next neighbour in the policy's order, else keeps the demand.
+- Becoming idle: the backlog is served first. With nothing to propose, FREE goes to the peer that
+  has waited longest since its BUSY, and to the next only after PASS: FREE to all would start a
+  stampede.
+- A worker does not wait for a peer that has been silent for half the time-out (*overdue*): it
+  withdraws its proposal and asks the others. Else one stopped worker would halt its neighbours, and
+  those that wait for them, until the time-out. If that peer waits for this worker, it gets its
+  answer at once.
 
-Design notes: section 4 of the design. Exchange ids name every proposal; an ACCEPT that answers
-no proposal held now gets CANCEL, and any other message with a foreign id is dropped.
+Exchange ids name every proposal. An ACCEPT that answers no proposal held now gets CANCEL, and any
+other message with a foreign id is dropped.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Proposing:
-    """Waits for ``peer`` to answer the proposal ``id``; then tries ``untried`` in order."""
+    """Waiting for ``peer`` to answer the proposal ``id``; ``untried`` are next, in order."""
 
     peer: int
     id: ExchangeId
@@ -77,15 +78,15 @@ State: TypeAlias = Idle | Proposing | Exchanging
 
 @dataclass
 class _Waiting:
-    """Those who asked in vain, in the order in which they asked."""
+    """The peers that asked in vain, in the order in which they asked."""
 
     parked: dict[int, Propose] = field(default_factory=dict)
-    told_busy: dict[int, None] = field(default_factory=dict)
+    refused: dict[int, None] = field(default_factory=dict)
     sent_free: int | None = None  # at most one FREE is unanswered
 
     def forget(self, peer: int) -> None:
         self.parked.pop(peer, None)
-        self.told_busy.pop(peer, None)
+        self.refused.pop(peer, None)
         if self.sent_free == peer:
             self.sent_free = None
 
@@ -100,8 +101,8 @@ class Pairing:
         alpha_tilde: this worker's gain; settable. Both ends use the smaller of their two.
 
     Every input returns the actions to perform, in order. Links are FIFO while they last; the
-    driver reports a lost link with :meth:`lost`, and after it says nothing from that link.
-    Subclasses that are broken on purpose override :meth:`asked`, :meth:`accept`, :meth:`park` or
+    driver reports a lost link with :meth:`lost`, and nothing from that link afterwards.
+    Broken subclasses, for tests, override :meth:`asked`, :meth:`accept`, :meth:`park` or
     :meth:`refuse`.
     """
 
@@ -126,14 +127,14 @@ class Pairing:
 
     @property
     def is_initiating(self) -> bool:
-        """Whether a proposal of this worker is open, or an exchange that it asked for runs."""
+        """Return whether a proposal of this worker is open, or an exchange that it asked for."""
         state = self.state
         return isinstance(state, Proposing) or (isinstance(state, Exchanging) and state.initiator)
 
     # --- demands and their end -------------------------------------------------------------
 
     def tick(self) -> list[PairingAction]:
-        """One demand for an exchange."""
+        """Take one demand for an exchange."""
         if not self._asks:
             return []
         had_demand = self.backlog > 0
@@ -145,7 +146,7 @@ class Pairing:
         return self._propose_next(self._draw())
 
     def finished(self, id: ExchangeId) -> list[PairingAction]:
-        """The exchange ``id`` is complete at this end; an id that is not current is dropped."""
+        """End the exchange ``id``, complete at this end; an id that is not current is dropped."""
         state = self.state
         if not (isinstance(state, Exchanging) and state.id == id):
             return []
@@ -155,7 +156,7 @@ class Pairing:
         return self._become_idle()
 
     def failed(self, id: ExchangeId) -> list[PairingAction]:
-        """The exchange ``id`` broke at this end; the driver closes its link.
+        """End the exchange ``id``, which broke at this end; the driver closes its link.
 
         An id that is not current is dropped: the exchange may have been stopped meanwhile.
         """
@@ -178,7 +179,7 @@ class Pairing:
         ]
 
     def stop_asking(self) -> None:
-        """From now on only answer. A proposal that is open runs its course."""
+        """Only answer from now on. A proposal that is open runs its course."""
         self._asks = False
         self.backlog = 0
 
@@ -202,9 +203,9 @@ class Pairing:
     # --- the neighbourhood -----------------------------------------------------------------
 
     def set_available(self, weights: Mapping[int, float]) -> list[PairingAction]:
-        """The neighbours that can exchange now, with their lambda.
+        """Set the neighbours that can exchange now, with their lambda.
 
-        A proposal to one that no longer can is withdrawn; a kept demand tries those that are new.
+        A proposal to one that no longer can is withdrawn; a kept demand tries the new ones.
         """
         new = weights.keys() - self.available.keys()
         self.available = dict(weights)
@@ -216,19 +217,19 @@ class Pairing:
         return []
 
     def lost(self, peer: int) -> list[PairingAction]:
-        """The link to ``peer`` is gone, and all that was said on it."""
+        """Forget the link to ``peer``, which is gone, and all its messages."""
         had_free = self._waiting.sent_free == peer
         self._unlink(peer)
         stopped = self._stop_exchange(peer, "the link was lost")
         return stopped or self._without_answers({peer}, had_free)
 
     def overdue(self, peers: Collection[int]) -> list[PairingAction]:
-        """``peers`` are late with their heartbeats: no answer of theirs is waited for any more.
+        """Wait no longer for answers of ``peers``, whose heartbeats are late.
 
-        All that are late by now are told of at once, lest the wait for one be followed by one for
-        the next. A running exchange goes on: it is given up only once its peer is silent. Those
-        that this worker has put off get the FREE they wait for, to ask again should they hear it:
-        nothing else would tell them that they are forgotten, as a lost link does.
+        The call names all that are late by now, or a wait for one could follow that for another. A
+        running exchange goes on: it ends only once its peer is silent. Peers that this worker has
+        put off get the FREE for which they wait, so that they ask again if they hear it: nothing
+        else would show them that they are forgotten, as a lost link does.
         """
         waiting = self._waiting
         told: list[PairingAction] = []
@@ -236,7 +237,7 @@ class Pairing:
             parked = waiting.parked.get(peer)
             if parked is not None:
                 told.append(Send(peer, Busy(parked.id)))
-            if parked is not None or peer in waiting.told_busy:
+            if parked is not None or peer in waiting.refused:
                 told.append(Send(peer, Free()))
         had_free = waiting.sent_free in peers
         for peer in peers:
@@ -244,7 +245,7 @@ class Pairing:
         return told + self._without_answers(peers, had_free)
 
     def silent(self, peer: int) -> list[PairingAction]:
-        """``peer``, overdue before, shows no life; its link may yet recover."""
+        """Stop the exchange with ``peer``, overdue before and silent now; its link may recover."""
         return self._stop_exchange(peer, "the peer fell silent")
 
     def _stop_exchange(self, peer: int, reason: str) -> list[PairingAction]:
@@ -254,7 +255,7 @@ class Pairing:
         return [Stop(peer, state.id, reason), *self._become_idle()]
 
     def _without_answers(self, peers: Collection[int], had_free: bool) -> list[PairingAction]:
-        """What ``peers`` were to answer, a proposal or FREE, does not come; nor do their FREEs."""
+        """Go on without the answers of ``peers`` to a proposal or FREE, and without their FREEs."""
         state = self.state
         if isinstance(state, Proposing) and state.peer in peers:
             return self._withdrawn(state)
@@ -269,7 +270,7 @@ class Pairing:
     # --- messages --------------------------------------------------------------------------
 
     def receive(self, peer: int, message: ExchangeMessage) -> list[PairingAction]:
-        """``peer`` said ``message``.
+        """Take in ``message`` of ``peer``.
 
         Raises:
             ProtocolError: it breaks the rules; report the link to ``peer`` as lost.
@@ -293,7 +294,7 @@ class Pairing:
                 return self._on_stop(peer, id, f"the peer aborted: {reason}", only_if_asked=False)
 
     def asked(self, peer: int, proposal: Propose) -> list[PairingAction]:
-        """``peer`` proposes: accept, refuse or park."""
+        """Accept, refuse or park the proposal of ``peer``."""
         if proposal.id.initiator != peer:
             return []
         waiting = self._waiting
@@ -326,8 +327,8 @@ class Pairing:
             )
         self.state = Exchanging(peer, state.id, initiator=True)
         return [
-            # Its gain as it stands, for the peer has begun with it: this worker's own may be
-            # another one since it proposed, on a new graph.
+            # The gain of ACCEPT, with which the peer has begun: this worker's own may have changed
+            # since it proposed, with a new graph.
             Begin(peer, state.id, accept.alpha_tilde, initiator=True),
             *self._refuse_parked(),
         ]
@@ -368,16 +369,16 @@ class Pairing:
         return self._policy.draw(self.available)
 
     def _asks_again(self) -> bool:
-        """Whether an idle worker whose demand was refused by all is to ask all once more.
+        """Return whether an idle worker, refused by all, is to ask all once more.
 
-        Whoever was told BUSY will be told FREE: asking again is only a safeguard, made rarer each
-        time (at the 2nd, 4th, 8th ... tick), or saturated links would drown in proposals.
+        FREE follows every BUSY, so asking again is only a safeguard. It comes at the 2nd, 4th, 8th
+        ... tick, or saturated links would drown in proposals.
         """
         self._vain_ticks += 1
         return self._vain_ticks > 1 and self._vain_ticks & (self._vain_ticks - 1) == 0
 
     def _propose_next(self, order: Iterable[int]) -> list[PairingAction]:
-        """Ask the first of ``order`` that can exchange; with none left, be idle."""
+        """Ask the first of ``order`` that can exchange; be idle if there is none."""
         untried = [peer for peer in order if peer in self.available]
         if not untried:
             self.state = Idle()
@@ -389,7 +390,7 @@ class Pairing:
         return [Send(peer, Propose(id, self.alpha_tilde))]
 
     def _withdrawn(self, state: Proposing) -> list[PairingAction]:
-        """As after BUSY; but with one less to choose from, one left out before may be asked too."""
+        """Ask others as after BUSY; with one less available, the policy may allow further ones."""
         return self._ask_others(dict.fromkeys([*state.untried, *self._draw()]))
 
     def _ask_others(self, order: Iterable[int]) -> list[PairingAction]:
@@ -407,10 +408,10 @@ class Pairing:
 
     def _free_oldest(self) -> list[PairingAction]:
         waiting = self._waiting
-        if not self.answers or waiting.sent_free is not None or not waiting.told_busy:
+        if not self.answers or waiting.sent_free is not None or not waiting.refused:
             return []
-        peer = next(iter(waiting.told_busy))
-        del waiting.told_busy[peer]
+        peer = next(iter(waiting.refused))
+        del waiting.refused[peer]
         waiting.sent_free = peer
         return [Send(peer, Free())]
 
@@ -419,10 +420,10 @@ class Pairing:
         self._waiting.parked[peer] = proposal
 
     def accept(self, peer: int, proposal: Propose) -> list[PairingAction]:
-        """Exchange with ``peer``, which asked."""
+        """Accept the proposal of ``peer`` and exchange with it."""
         alpha_tilde = min(proposal.alpha_tilde, self.alpha_tilde)
         self._waiting.parked.pop(peer, None)
-        self._waiting.told_busy.pop(peer, None)
+        self._waiting.refused.pop(peer, None)
         self.state = Exchanging(peer, proposal.id, initiator=False)
         return [
             Send(peer, Accept(proposal.id, alpha_tilde)),
@@ -431,8 +432,8 @@ class Pairing:
         ]
 
     def refuse(self, peer: int, proposal: Propose) -> list[PairingAction]:
-        """Say BUSY, and FREE once it is the turn of ``peer``."""
-        self._waiting.told_busy.setdefault(peer)
+        """Say BUSY, and FREE later, when it is the turn of ``peer``."""
+        self._waiting.refused.setdefault(peer)
         return [Send(peer, Busy(proposal.id))]
 
     def _refuse_parked(self) -> list[PairingAction]:

@@ -1,9 +1,9 @@
 """The workers that a consolidation averages: all who are done, but for those left out.
 
-A live worker may be done, beat, and hold all others up. Who gives nothing to a sum is judged by its
-root (:class:`~gossipdp.protocol.reduction.Blame`). A root under which nothing moves is *passed
-over*: left out by those that wait for it, so that the next lowest leads. A worker that was left out
-by mistake consolidates by itself once the others have left.
+A live worker may be done, send heartbeats, and hold all others up. The root of a sum judges which
+worker gives nothing to it (:class:`~gossipdp.protocol.reduction.Blame`). A root under which nothing
+moves is *passed over*: those that wait for it leave it out, so the next lowest leads. A worker that
+was left out by mistake consolidates by itself once the others have left.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from gossipdp.protocol.messages import Epoch, Process
 from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT
 
 PASS_OVER_AFTER = 16
-"""Ticks in which nothing moves under a leader; it begins anew, without whoever stalls, sooner."""
+"""Ticks without movement under a leader. A leader restarts sooner, without the one that stalls."""
 MAX_RESTARTS = 8
-"""Epochs that a leader begins anew on the word of one worker."""
+"""Epochs that a leader restarts on the word of one worker."""
 MAX_EPOCHS = 16
-"""Epochs that one leader may begin while nobody dies or comes."""
+"""Epochs that one leader may begin while no worker dies or comes."""
 
 
 class Participants:
-    """Who is to be averaged, as one worker sees it.
+    """The workers to be averaged, as one worker sees it.
 
     Args:
         rank, process_id: this worker.
 
     Attributes:
-        left_out: who is done and gave nothing for too long, and why.
+        left_out: the processes that are done but gave nothing for too long, and why.
     """
 
     def __init__(self, rank: int, process_id: int) -> None:
@@ -52,7 +52,7 @@ class Participants:
 
     @property
     def includes_self(self) -> bool:
-        """True once this very process is done."""
+        """Return whether this very process is done."""
         own = self._view.get(self.rank)
         return own is not None and (own.process_id, own.status) == (self.process_id, Status.DONE)
 
@@ -61,7 +61,7 @@ class Participants:
         return tuple(member.rank for member in self._view.values() if member.status is Status.ALIVE)
 
     def done(self) -> tuple[Process, ...]:
-        """Return who is to be averaged, the one who leads first."""
+        """Return the processes to be averaged, the leader first."""
         done = ((rank, self._view[rank].process_id) for rank in sorted(self._view)
                 if self._view[rank].status is Status.DONE)  # fmt: skip
         return tuple(process for process in done if process not in self.left_out)
@@ -77,18 +77,18 @@ class Participants:
             self.left_out[rank, self._view[rank].process_id] = reason
 
     def restarted_by(self, peer: int) -> None:
-        """Note that this leader begins anew on the word of ``peer``."""
+        """Note that this leader restarts on the word of ``peer``."""
         self._restarts[peer] += 1
         if self._restarts[peer] > MAX_RESTARTS:
-            self.leave_out(peer, f"it had worker {self.rank} begin anew {MAX_RESTARTS} times")
+            self.leave_out(peer, f"it made worker {self.rank} restart {MAX_RESTARTS} times")
 
     def watch_leader(self, epoch: Epoch | None, *, gets_on: bool, wait_ticks: float) -> None:
-        """Pass over a leader under which nothing moves, or that begins anew without end.
+        """Pass over a leader under which nothing moves, or that restarts without end.
 
         Args:
-            epoch: the one under way. While it gets on, whoever leads it, nobody is passed over.
-            gets_on: whether anything of it moved since the last tick.
-            wait_ticks: for how long a leader may wait for those that are not done.
+            epoch: the epoch under way. While it gets on no leader is passed over.
+            gets_on: whether any of it moved since the last tick.
+            wait_ticks: for how long a leader may wait for workers that are not done.
         """
         leader = self.done()[0][0]
         if leader == self.rank:

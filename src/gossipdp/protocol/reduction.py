@@ -1,19 +1,19 @@
-"""One sum over a tree: what ``consolidate()`` and ``averaged()`` have in common.
+"""One sum over a tree, the common part of ``consolidate()`` and ``averaged()``.
 
 The members form a binary tree (:func:`tree`). For each chunk a member adds the partial sums of its
 children and then its own values, own + (left + right), and sends the sum to its parent; the root
-divides. So the bits do not depend on which child is the quicker one. Nothing passes over the model
-before: a member reads its own values of a chunk when the sum of it is sent.
+divides. So the bits do not depend on which child is quicker. There is no pass over the model
+before: a member reads its own values of a chunk when it sends the sum of that chunk.
 
-*Credit.* A parent says up to which chunk a child may send, never more than ``WINDOW`` beyond what
-has landed. So no member holds or computes more than a few chunks at once, whatever the size of the
-model, and what it is asked for again after a lost link is still there.
+*Credit.* A parent says up to which chunk a child may send, never more than ``WINDOW`` beyond those
+that have landed. So no member holds or computes more than a few chunks at once, whatever the size
+of the model, and the chunks that are asked for again after a lost link are still there.
 
-*Who gives nothing.* Only payload of this very sum counts, and words of the protocol that bring it
-further: never heartbeats, never other bytes of the link. Whoever sees payload move tells its
-parent and its children so with each tick (``Progressed``); that is passed on, so one slow link is
-no reason to accuse those above it. A child that should give and brings nothing for
-``STALLED_AFTER`` ticks is named to the root. :class:`Blame` is how the root judges.
+*Stalling.* Only payload of this very sum counts, and words of the protocol that bring it further:
+never heartbeats, never other bytes of the link. A member that sees payload move says so to its
+parent and children with each tick (``Progressed``), and they pass it on: so one slow link is no
+reason to accuse those above it. If a child's turn has come and it brings nothing for
+``STALLED_AFTER`` ticks, its parent names it to the root. The root judges by :class:`Blame`.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from gossipdp.protocol.messages import (
 )
 
 WINDOW = 4
-"""Chunks that a child may be ahead of its parent, and a result on its way may be ahead of it."""
+"""Chunks by which a child may be ahead of its parent; also of a result on its way down."""
 TICKS_PER_TIMEOUT = 4
-"""How often time is counted. The next five are in these ticks."""
+"""Ticks in a time-out. The next five are in these ticks."""
 STALLED_AFTER = 6
-"""A child that is to give and brings nothing for so long is named to the root."""
+"""A child whose turn it is, and that brings nothing for so long, is named to the root."""
 REPEAT_AFTER = 4
-"""What was said in vain is said again."""
+"""Words without an answer are repeated after so long."""
 GRACE = 4
 """The root waits for accusations from elsewhere, which began at about the same time."""
 RIPE_AFTER = 2
-"""An accusation counts from then on: one by the one accused, of another, may be on its way."""
+"""An accusation counts from then on: the accused may have sent one of another worker."""
 ABANDONED_AFTER = 24
-"""A member forgets a sum in which nothing moves, whose root must have given it up."""
+"""A member forgets a sum without movement, which its root must have given up."""
 
 ReductionAction: TypeAlias = (
     Send[ReductionMessage] | Send[ConsolidationMessage] | Send[AverageMessage] | DataAction
@@ -56,8 +56,8 @@ ReductionAction: TypeAlias = (
 def tree(ranks: Sequence[int], *, has_suspects: bool = False) -> dict[int, int | None]:
     """Return the parent of each member, in the order of the tree; None for the root.
 
-    The binary heap over the members in their order. Where some of them, the last ones, are suspect
-    the root has one child, with the heap below it, so that there is a way round any bad link.
+    It is the binary heap over the members in their order. If some of them, the last ones, are
+    suspect, the root has one child, with the heap below it, so there is a way round any bad link.
 
     Example:
         >>> tree(range(4))
@@ -73,12 +73,12 @@ def tree(ranks: Sequence[int], *, has_suspects: bool = False) -> dict[int, int |
 
 @dataclass
 class _Child:
-    """The state of a parent about one child."""
+    """A parent's state of one child."""
 
     landed: int = 0
     """Chunks of its partial sums that have been added."""
     stop: int = 0
-    """It may send those below."""
+    """It may send the chunks below this one."""
     count: int = 0
     """Of its last ``Progressed``."""
     quiet_ticks: int = 0
@@ -91,14 +91,14 @@ class Reduction:
         epoch: its name.
         rank: this worker.
         parents: the tree, of all members.
-        num_chunks: that are summed; 0 where a result at hand is spread.
-        actions: where this puts what is to be done.
-        blame: of the root alone.
-        divisor: what the root divides by; None: not known yet.
+        num_chunks: chunks that are summed; 0 to spread a result at hand.
+        actions: the list to which this appends.
+        blame: only at the root.
+        divisor: the root divides by it; None: not known yet.
         gives: whether this worker adds values of its own.
 
     Attributes:
-        num_finished: at the root, the chunks whose result is there.
+        num_finished: at the root, the chunks whose result is complete.
         progress: ticks in which payload of the sum moved: at the root anywhere, elsewhere in the
             subtree.
     """
@@ -134,12 +134,12 @@ class Reduction:
         """The next chunk to send to the parent, or to finish; None until it asked on this link."""
         self._parent_count = 0
         self._moved: set[int] = set()
-        """The peers that have brought this sum further since the last tick."""
+        """The peers that have advanced this sum since the last tick."""
 
     # --- inputs ----------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Ask the children for what there is room for, and pass on the sums that are whole."""
+        """Ask the children for as many chunks as there is room for; pass on whole sums."""
         if self.parent is None:
             self._granted = min(self.num_chunks, self.num_finished + WINDOW)
             self._next = self._next or 0
@@ -157,8 +157,20 @@ class Reduction:
                 self._actions.append(FinishChunk(self.epoch, chunk, self.divisor))
         self._next = max(self._next, num_whole)
 
+    def receive(self, peer: int, message: ReductionMessage) -> None:
+        """Take in a message of another member of this sum."""
+        match message:
+            case PullPartials(start=start, stop=stop) if peer == self.parent:
+                self.pulled(start, stop)
+            case Progressed(count=count):
+                self.progressed(peer, count)
+            case Stalled():
+                self.accused(peer, message)
+            case _:  # from a worker that is not its parent in this tree
+                pass
+
     def pulled(self, start: int, stop: int) -> None:
-        """Take the parent's word for how much it has room for."""
+        """Take the parent's word on how many chunks it has room for."""
         if self._next is None:
             self._next = start
         self._granted = max(self._granted, min(stop, self.num_chunks))
@@ -169,14 +181,17 @@ class Reduction:
         child = self.children.get(peer)
         return child is not None and child.landed == chunk < child.stop
 
-    def landed(self, peer: int) -> None:
-        """Count the partial sum of ``peer`` that was accepted and added."""
+    def landed(self, peer: int, chunk: int) -> bool:
+        """Count a partial sum of ``peer`` that was added; return whether it was accepted."""
+        if not self.accepts(peer, chunk):
+            return False
         child = self.children[peer]
         child.landed += 1
         self.moved(peer)
         self.advance()
         if child.landed == self.num_chunks:
             self._pull(peer, child)  # so that it knows that all of it has arrived
+        return True
 
     def finished(self, chunk: int) -> None:
         """Count a chunk of the result: the root's sum of it is divided."""
@@ -186,7 +201,7 @@ class Reduction:
         self.advance()
 
     def moved(self, peer: int) -> None:
-        """Note that ``peer`` has brought this sum further."""
+        """Note that ``peer`` has advanced this sum."""
         self._moved.add(peer)
         if peer in self.children:
             self.children[peer].quiet_ticks = 0
@@ -201,12 +216,12 @@ class Reduction:
             self.moved(peer)
 
     def link_lost(self, peer: int) -> None:
-        """Wait for a parent to say where to go on: what was on its way to it is lost."""
+        """Wait for a parent to say where to go on: chunks on their way to it are lost."""
         if peer == self.parent:
             self._next = None
 
     def repeat(self, peer: int) -> None:
-        """Ask ``peer`` again for what it may not have heard."""
+        """Repeat to ``peer`` the request that it may have missed."""
         child = self.children.get(peer)
         if child is not None and self.awaits(peer):
             self._pull(peer, child)
@@ -220,15 +235,15 @@ class Reduction:
     def tick(
         self, moving: Collection[int], awaited: Collection[int], heard: Collection[int]
     ) -> bool:
-        """Count for how long children give nothing; name them; pass on that payload moves.
+        """Count how long children give nothing; name them; pass on that payload moves.
 
         Args:
             moving: peers with which payload of this sum was exchanged since the last tick.
-            awaited: children whose turn it is.
+            awaited: the children whose turn it is.
             heard: peers whose links show life.
 
         Returns:
-            Whether the sum gets on, here or, by what the parent says, elsewhere.
+            Whether the sum gets on, here or, on the parent's word, elsewhere.
         """
         for peer in [*self.children, self.parent]:
             if peer is not None and peer in moving:
@@ -254,7 +269,7 @@ class Reduction:
         return gets_on
 
     def accuse(self, rank: int, reason: str, *, is_heard: bool = True) -> None:
-        """Name ``rank`` to the root as one that gives nothing."""
+        """Name ``rank`` to the root: it gives nothing."""
         said = Stalled(self.epoch, rank, is_heard, reason)
         if self._blame is not None:
             self._blame.said(self.rank, said)
@@ -276,7 +291,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class _Accusation:
-    """A child is said to give nothing: since which tick, and in which words."""
+    """The accusation that a child gives nothing: since which tick, and why."""
 
     since: int
     is_heard: bool
@@ -284,12 +299,12 @@ class _Accusation:
 
 
 class Blame:
-    """How the root judges who gives nothing, from sum to sum.
+    """The root's judgement on members that give nothing, from sum to sum.
 
-    It may be the child, the one who accuses it, or the link between them. So both are *suspect*:
+    The fault may lie with the child, its accuser, or the link between them. So both are *suspect*:
     in the next tree they come last, where they have no child to accuse and another parent. A
-    suspect that stalls again is left out. One that the root itself awaits and hears, and one that
-    says so of itself, is left out at once.
+    suspect that stalls again is left out. A child is left out at once if the root itself awaits and
+    hears it, and a member that says so of itself.
     """
 
     def __init__(self, rank: int) -> None:
@@ -299,18 +314,18 @@ class Blame:
         self._said: dict[tuple[int, int], _Accusation] = {}
 
     def begin(self) -> None:
-        """Forget what was said of an earlier attempt."""
+        """Forget the accusations of an earlier attempt."""
         self._said.clear()
 
     def said(self, accuser: int, message: Stalled) -> None:
-        """Note what ``accuser``, the parent of the one it names or that one itself, says."""
+        """Note an accusation; ``accuser`` is the parent of the accused, or the accused itself."""
         first = _Accusation(self._tick, message.is_heard, message.reason)
         self._said.setdefault((accuser, message.rank), first)
 
     def tick(self) -> dict[int, str] | None:
-        """Count time; return whom to leave out of a sum that begins anew, and why.
+        """Count time; return the members to leave out of a new attempt, and why.
 
-        None: nobody has been accused for long enough.
+        None: no accusation is old enough, so the attempt goes on.
         """
         self._tick += 1
         said = self._said
@@ -326,9 +341,9 @@ class Blame:
                 and (rank in suspects or (accuser == self._rank and each.is_heard))
             ):
                 left_out[rank] = each.reason
-            elif rank not in accusers:  # else it waits for another itself
+            elif rank not in accusers:  # else it waits for another member itself
                 self.suspects |= {accuser, rank} - {self._rank}
-        if not left_out and self.suspects == suspects:  # or it would begin anew without end
+        if not left_out and self.suspects == suspects:  # or it would restart without end
             self.suspects |= {rank for _, rank in ripe}
         return left_out
 

@@ -1,14 +1,14 @@
-"""One worker's whole protocol: what the runtime and the simulator drive.
+"""One worker's whole protocol, which the runtime and the simulator drive.
 
 :class:`WorkerProtocol` composes links, membership, progress, the step clock, the failure detector,
-presence (who is there), pairing and consolidation. Its inputs are what happens to the worker; each
-returns the actions to perform. It owns what the parts do not know: why this worker does not
-exchange now, its own silence, and the deadline of an exchange.
+presence, pairing and sums. An input reports something that happened to the worker, and returns the
+actions to perform. The class itself knows only why this worker does not exchange now, its own
+silence, and the deadline of an exchange.
 
-The worker's own silence. Every input is also a look at the clock: :meth:`next_deadline` never lies
+*The worker's own silence.* Every input is also a look at the clock: :meth:`next_deadline` is never
 further ahead than a quarter of the time-out, so a longer gap between two inputs means that the
-worker itself did not run. After half a time-out all waits for others begin anew, whatever input
-comes first. Its parameters stay its own, however long it was silent: exchanges merge them.
+worker itself did not run. After half a time-out all waits for others restart, whichever input comes
+first. Its parameters stay its own, however long it was silent: exchanges merge them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ from gossipdp.protocol.actions import (
     Unlink,
 )
 from gossipdp.protocol.averages import FIRST_NUMBER, LiveAverages
-from gossipdp.protocol.clock import StepClock
 from gossipdp.protocol.consolidate import Consolidation
-from gossipdp.protocol.links import Links
+from gossipdp.protocol.link_health import LinkHealth
 from gossipdp.protocol.liveness import DetectorAction, FailureDetector, Seek, Verdict
 from gossipdp.protocol.members import Member, Membership, Progress, Status
 from gossipdp.protocol.messages import (
-    MAX_TOLD,
+    MAX_RECORDS,
     AskMembers,
     AverageMessage,
     Busy,
@@ -56,20 +55,27 @@ from gossipdp.protocol.messages import (
     ProtocolError,
     ReductionMessage,
 )
-from gossipdp.protocol.neighbours import Neighbourhood, WorkOut, at_once, make_policy
+from gossipdp.protocol.neighbours import (
+    Fresh,
+    Neighbourhood,
+    NeighbourPolicy,
+    WorkOut,
+    at_once,
+)
 from gossipdp.protocol.pairing import Exchanging, Idle, Pairing, PairingAction, Proposing
-from gossipdp.protocol.presence import Presence, Shed
+from gossipdp.protocol.presence import CloseIfSilent, Presence
 from gossipdp.protocol.reduction import TICKS_PER_TIMEOUT, Reduction, ReductionAction
+from gossipdp.protocol.step_clock import StepClock
 
 Method: TypeAlias = Literal["a2cid2", "gossip", "none"]
 Action: TypeAlias = Send[Envelope] | Begin | Stop | LifeAction | DataAction
 _Inner: TypeAlias = PairingAction | ReductionAction | DetectorAction | LifeAction | Send[Members]
-"""What the parts ask for, before messages are wrapped and verdicts carried out."""
+"""The parts' actions, before messages are wrapped and verdicts carried out."""
 _Given = ParamSpec("_Given")
 
 LOOKS_PER_TIMEOUT = 4
 MAX_DEFERRED = 256
-"""Consolidation messages that wait for the end of an exchange; what is dropped is said again."""
+"""Consolidation messages that wait for the end of an exchange; dropped ones are repeated."""
 
 
 def _input(
@@ -94,26 +100,26 @@ class WorkerProtocol:
     """The protocol of one worker.
 
     A subclass may name other types of its parts in ``pairing_type`` and ``membership_type``, such
-    as ones that are broken on purpose.
+    as broken ones for tests.
 
     Args:
         rank, incarnation, process_id, host, port, status_address: this worker, as others will
-            know it; the last says where it shows its status.
-        constants: the graph with its rates, at the comm rate asked for.
-        method: "a2cid2", "gossip", or "none": no ticks, every proposal is answered BUSY.
-        policy_name: one of :data:`~gossipdp.protocol.neighbours.NEIGHBOUR_POLICIES`.
-        timeout_s: a peer silent for this long is suspect: nothing is waited for from it. After
-            half of it a peer is overdue: not chosen, and no proposal waits for it.
+            know it; it shows its status at the last.
+        constants: the graph with its rates, at the wanted comm rate.
+        method: "a2cid2", "gossip", or "none": no ticks, and BUSY to every proposal.
+        policy_type: the order in which neighbours are asked.
+        timeout_s: a peer that is silent for this long is suspect: this worker waits for nothing
+            from it. After half of it a peer is overdue: not chosen, and no proposal waits for it.
         random: seeds the clock and the policy.
-        num_chunks, num_copied_chunks: what consolidation averages, and what it copies.
-        is_joining: start as one that has no parameters yet; see :meth:`joined`.
-        live_graph: made of ``constants``, for workers of one process to share its cache.
+        num_chunks, num_copied_chunks: chunks that consolidation averages, and that it copies.
+        is_joining: start without parameters; see :meth:`joined`.
+        live_graph: made of ``constants``; workers of one process share its cache.
         work_out: works out the graph over the live workers, at once or elsewhere.
 
-    Guarantees, as long as the driver performs every action in order, keeps links FIFO, and
-    reports nothing from a link after its :meth:`link_down`: at most one exchange at a time; each
-    ``Begin`` ends in exactly one of :meth:`finished`, :meth:`failed` or an action ``Stop``.
-    On ``Stop`` and after :meth:`failed` the driver closes the link to that peer.
+    Guarantees, if the driver performs every action in order, keeps links FIFO, and reports nothing
+    from a link after its :meth:`link_down`: there is at most one exchange at a time; each ``Begin``
+    ends in exactly one of :meth:`finished`, :meth:`failed` or an action ``Stop``. On ``Stop`` and
+    after :meth:`failed` the driver closes the link to that peer.
     """
 
     pairing_type: type[Pairing] = Pairing
@@ -129,9 +135,9 @@ class WorkerProtocol:
         port: int,
         constants: Constants,
         method: Method,
-        policy_name: str,
         timeout_s: float,
         random: Random,
+        policy_type: type[NeighbourPolicy] = Fresh,
         num_chunks: int = 0,
         num_copied_chunks: int = 0,
         is_joining: bool = False,
@@ -150,7 +156,7 @@ class WorkerProtocol:
         )
         self.progress = Progress(rank, process_id)
         graph = live_graph or LiveGraph(constants)
-        self._links = Links(self.membership, self.progress, timeout_s)
+        self._links = LinkHealth(self.membership, self.progress, timeout_s)
         self.neighbourhood = Neighbourhood(
             rank, graph, has_momentum=method == "a2cid2", work_out=work_out
         )
@@ -158,13 +164,13 @@ class WorkerProtocol:
         self.pairing = self.pairing_type(
             rank=rank,
             incarnation=incarnation,
-            policy=make_policy(policy_name, Random(random.getrandbits(64))),
+            policy=policy_type(Random(random.getrandbits(64))),
             alpha_tilde=self.alpha_tilde,
         )
         self.consolidation = Consolidation(
             rank, process_id, num_chunks, num_copied_chunks, self._links.__contains__
         )
-        # No two lives of a rank number their requests alike, nor as the epochs of consolidation.
+        # Two lives of a rank number their requests differently, and unlike epochs of consolidation.
         number = FIRST_NUMBER + random.getrandbits(60)
         self.averages = LiveAverages(rank, process_id, number, num_chunks, lambda: self.can_donate)
         self.detector = FailureDetector(rank, timeout_s, Random(random.getrandbits(64)))
@@ -179,7 +185,7 @@ class WorkerProtocol:
         self._deferred: deque[tuple[int, ConsolidationMessage | ReductionMessage]] = deque(
             maxlen=MAX_DEFERRED
         )
-        # When a byte of the running exchange came or left last.
+        # When the last byte of the running exchange came or left.
         self._progressed_at = -math.inf
         self.exchanges_initiated = 0
         self.exchanges_answered = 0
@@ -187,11 +193,11 @@ class WorkerProtocol:
         self.proposals_unanswered = 0
         self.is_done = False
         self._has_method = method != "none"
-        # For which version of membership it was worked out; -1 to have it worked out anew.
+        # Worked out for this version of membership; -1: work it out again.
         self._quiet_version = -1
         self._quiet_until = math.inf
         self._last_input = -math.inf
-        # Why this worker neither asks nor accepts; empty: it does.
+        # The reasons why this worker neither asks nor accepts; empty: it does.
         self._closed_for: set[str] = set()
         if is_joining:
             self.pairing.close()
@@ -203,35 +209,35 @@ class WorkerProtocol:
 
     @property
     def neighbours(self) -> frozenset[int]:
-        """The workers that the graph lets this one exchange with."""
+        """Return the workers with which the graph lets this one exchange."""
         return frozenset(self.neighbourhood.rates)
 
     @property
     def alpha_tilde(self) -> float:
-        """The gain of an exchange on the momentum copy, on the graph over the live workers."""
+        """Return the gain of an exchange on the momentum copy, on the graph over the live."""
         return self.neighbourhood.alpha_tilde
 
     @property
     def incarnation(self) -> int:
-        """Which of its lives this worker is in."""
+        """Return the number of this worker's life."""
         return self.membership.own.incarnation
 
     # --- training --------------------------------------------------------------------------
 
     @_input
     def step(self, samples: int, now: float) -> Sequence[_Inner]:
-        """One gradient step on ``samples`` samples ended."""
+        """Count a gradient step on ``samples`` samples, which ended."""
         self.progress.add(samples, now=now)
         self.clock.step(now)
         return self._ticks(now)
 
     @_input
     def done(self, now: float, wait_s: float = math.inf) -> Sequence[_Inner]:
-        """Train no more: ask for no exchange, but answer, until all live workers are done.
+        """End training: ask for no exchange, but answer, until all live workers are done.
 
-        Where this worker leads the average it goes on without those that are still training after
-        ``wait_s``, however well their links are: a training loop may hang. They are not dead, and
-        get the result if they are done before the others have left.
+        If this worker leads the average, it goes on after ``wait_s`` without those that still
+        train, even if their links live: a training loop may hang. They are not dead, and get the
+        result if they are done before the others have left.
         """
         self.is_done = True
         self._waits_until = now + wait_s
@@ -243,7 +249,7 @@ class WorkerProtocol:
 
     @_input
     def hold(self, now: float) -> Sequence[_Inner]:
-        """The parameters are being loaded: answer BUSY and do not ask until :meth:`release`.
+        """Answer BUSY and do not ask until :meth:`release`, while parameters are being loaded.
 
         A running exchange goes on, unless the driver calls :meth:`abort`.
         """
@@ -261,7 +267,7 @@ class WorkerProtocol:
 
     @_input
     def poisoned(self, now: float) -> Sequence[_Inner]:
-        """The parameters are NaN or infinite: abort the exchange and do not exchange again."""
+        """Abort the exchange and never exchange again: the parameters are NaN or infinite."""
         closing = self._close("poisoned parameters", now)
         return [*closing, *self.pairing.abort("poisoned parameters")]
 
@@ -269,10 +275,10 @@ class WorkerProtocol:
 
     @_input
     def joined(self, now: float) -> Sequence[_Inner]:
-        """A worker that was joining has its parameters: it is alive from now on.
+        """Be alive from now on: this worker, which was joining, has its parameters.
 
-        Who is linked hears it at once, and waits for this worker at the end: a heartbeat later it
-        might have ended the run by itself.
+        Linked peers hear it at once, and wait for this worker at the end: before the next heartbeat
+        they might have ended the run by themselves.
         """
         self.membership.set_status(Status.ALIVE)
         self._links.say_all_at_once()
@@ -280,83 +286,75 @@ class WorkerProtocol:
 
     @property
     def can_donate(self) -> bool:
-        """Whether this worker's parameters are worth another's taking them over."""
+        """Return whether other workers may take over this worker's parameters."""
         return self._closed_for.isdisjoint(("joining", "poisoned parameters", "consolidation"))
 
     def answer_joiner(self, counter: int) -> Members:
-        """What one who is about to join must know; the answer to ``AskMembers``."""
+        """Return the answer to ``AskMembers``, from a worker that is about to join."""
         members = sorted(self.membership.members(), key=lambda each: (not each.is_live, -each.rank))
         is_training = any(member.status is Status.ALIVE for member in members)
         return Members(
             counter,
             num_workers=self.neighbourhood.num_originals,
             is_ending="consolidation" in self._closed_for or not is_training,
-            members=tuple(sorted(members[:MAX_TOLD], key=lambda each: each.rank)),
-            progress=self.progress.news()[0][:MAX_TOLD],
+            members=tuple(sorted(members[:MAX_RECORDS], key=lambda each: each.rank)),
+            progress=self.progress.news()[0][:MAX_RECORDS],
         )
 
     # --- exchanges and messages ------------------------------------------------------------
 
     @_input
     def receive(self, peer: int, envelope: Envelope, now: float) -> Sequence[_Inner]:
-        """``peer`` said ``envelope``; dropped if its link is regarded as closed already."""
+        """Take in ``envelope`` of ``peer``; drop it if its link already counts as closed."""
         if peer not in self._links:
             return []
         actions: list[_Inner] = [*self._note_life(peer, now)]
         self.progress.merge_all(envelope.progress, now)
         self.membership.merge_all(envelope.members)
         actions += [*self._review_members(now), *self._set_available(now)]
-        message = envelope.message
+        try:
+            return [*actions, *self._take(peer, envelope.message, now)]
+        except ProtocolError as error:
+            return [*actions, *self._break(peer, str(error))]
+
+    def _take(self, peer: int, message: Message, now: float) -> Sequence[_Inner]:
+        """Pass a message to the part of this worker that it is for."""
         if isinstance(message, Propose) and self._presence.is_shunned(peer, now):
-            actions += [Send[ExchangeMessage](peer, Busy(message.id))]
-        elif isinstance(message, ExchangeMessage):
-            try:
-                actions += self.pairing.receive(peer, message)
-            except ProtocolError as error:
-                actions += self._break(peer, str(error))
-        elif isinstance(message, AverageMessage) or (
-            isinstance(message, ReductionMessage) and self.averages.sum_of(message.epoch)
+            return [Send[ExchangeMessage](peer, Busy(message.id))]
+        if isinstance(message, ExchangeMessage):
+            return self.pairing.receive(peer, message)
+        if isinstance(message, AverageMessage) or (
+            isinstance(message, ReductionMessage) and message.epoch.number >= FIRST_NUMBER
         ):
-            try:
-                actions += self.averages.receive(peer, message)
-            except ProtocolError as error:
-                actions += self._break(peer, str(error))
-        elif isinstance(message, ConsolidationMessage) or (
-            isinstance(message, ReductionMessage) and message.epoch.number < FIRST_NUMBER
-        ):
+            return self.averages.receive(peer, message)
+        if isinstance(message, ConsolidationMessage | ReductionMessage):
             self._deferred.append((peer, message))
         elif isinstance(message, LifeMessage):
+            self._recheck()
             suspect = message.suspect
-            actions += self.detector.receive(
-                peer,
-                message,
-                now,
-                is_linked=suspect in self._links,
-                is_live=self.membership.is_live(suspect),
-            )
-            self._look_anew()
+            is_linked, is_live = suspect in self._links, self.membership.is_live(suspect)
+            return self.detector.receive(peer, message, now, is_linked=is_linked, is_live=is_live)
         elif isinstance(message, AskMembers):
-            actions.append(Send(peer, self.answer_joiner(message.counter)))
-        return actions
+            return [Send(peer, self.answer_joiner(message.counter))]
+        return []
 
     def progressed(self, now: float) -> None:
-        """A byte of the running exchange came or left: its deadline begins anew."""
+        """Restart the deadline of the running exchange, of which a byte came or left."""
         self._progressed_at = max(now, self._progressed_at)
 
     @_input
     def finished(self, id: ExchangeId, now: float) -> Sequence[_Inner]:
-        """The exchange ``id`` is complete at this end: all sent, all received and applied."""
+        """End the exchange ``id``, complete at this end: all sent, all received and applied."""
         state = self.pairing.state
         if isinstance(state, Exchanging) and state.id == id:
             self.exchanges_initiated += state.initiator
             self.exchanges_answered += not state.initiator
             self._presence.pardon(state.peer)
-        actions = self.pairing.finished(id)
-        return actions
+        return self.pairing.finished(id)
 
     @_input
     def failed(self, id: ExchangeId, now: float) -> Sequence[_Inner]:
-        """The exchange ``id`` broke at this end; the driver closes its link."""
+        """End the exchange ``id``, which broke at this end; the driver closes its link."""
         state = self.pairing.state
         actions: list[_Inner] = []
         if isinstance(state, Exchanging) and state.id == id:
@@ -369,9 +367,9 @@ class WorkerProtocol:
 
     @_input
     def average(self, now: float) -> Sequence[_Inner]:
-        """Sum over all live workers while they train on; ``AverageEnded`` says what came of it.
+        """Average all live workers while they train on; ``AverageEnded`` hands over the outcome.
 
-        Those that are silent just now are not waited for.
+        It does without those that are silent now.
         """
         return self.averages.ask(self.membership.live(), self._links.silent)
 
@@ -382,7 +380,7 @@ class WorkerProtocol:
         return current if is_current else self.averages.sum_of(epoch)
 
     def moved(self, peer: int, epoch: Epoch) -> None:
-        """Take note that payload of this sum or result came from ``peer`` or left for it."""
+        """Note that payload of this sum or result came from ``peer`` or left for it."""
         self._moving.setdefault(epoch, set()).add(peer)
 
     @_input
@@ -405,7 +403,7 @@ class WorkerProtocol:
     def result_landed(
         self, peer: int, origin: Epoch, chunk: int, squared_distance: float, now: float
     ) -> Sequence[_Inner]:
-        """Count a chunk of the result that consolidation accepted, and how far it is."""
+        """Count a chunk of the result that consolidation accepted, and its squared distance."""
         return self.consolidation.result_landed(peer, origin, chunk, squared_distance)
 
     @_input
@@ -419,43 +417,43 @@ class WorkerProtocol:
 
     @_input
     def link_up(self, peer: int, now: float) -> Sequence[_Inner]:
-        """A link to ``peer`` is ready; it replaces an older one."""
+        """Add a link to ``peer``, which is ready and replaces an older one."""
         actions: list[_Inner] = []
         if peer in self._links:
             actions += self._drop_link(peer)
         self._links.up(peer, now)
         self._presence.linked(peer)
-        self._look_anew()
+        self._recheck()
         actions += self.detector.heard(peer, now)
         return [*actions, *self.detector.link_up(peer)]
 
     @_input
     def link_down(self, peer: int, now: float) -> Sequence[_Inner]:
-        """The link to ``peer`` is closed."""
+        """Drop the link to ``peer``, which is closed."""
         return [*self._drop_link(peer), *self.detector.link_lost(peer, now)]
 
     @_input
     def heard(self, peer: int, now: float) -> Sequence[_Inner]:
-        """Any byte came from ``peer``: a sign of life."""
+        """Take any byte from ``peer`` as a sign of life."""
         return self._note_life(peer, now)
 
     @_input
     def outdated(self, peer: int, now: float) -> Sequence[_Inner]:
-        """``peer`` turned us away: it is linked to a later process of this worker's rank."""
+        """Note that ``peer`` turned us away: it is linked to a later process of this rank."""
         return [*self._note_life(peer, now), *self._presence.outdated(now)]
 
     @_input
     def reached(self, peer: int, now: float) -> Sequence[_Inner]:
-        """The address of ``peer`` answered, though it did not come to a link: it lives."""
+        """Note that the address of ``peer`` answered, though without a link: it lives."""
         return [*self._note_life(peer, now), *self._presence.reached(peer)]
 
     @_input
     def dial_refused(
         self, peer: int, now: float, address: tuple[str, int] | None = None
     ) -> Sequence[_Inner]:
-        """An address of ``peer`` refuses connections: it is suspect, and others are asked.
+        """Suspect ``peer``, whose address refuses connections, and ask others.
 
-        Unless it is known to listen at another than ``address`` by now: it was started anew.
+        Not if it is now known at another address than ``address``: then it was restarted.
         """
         member = self.membership.get(peer)
         if member is not None and address not in (None, (member.host, member.port)):
@@ -464,7 +462,7 @@ class WorkerProtocol:
 
     @_input
     def peer_unreachable(self, peer: int, now: float) -> Sequence[_Inner]:
-        """A dial to ``peer`` came to nothing, but its address did not refuse: ask others."""
+        """Ask others about ``peer``: a dial to it failed, though its address did not refuse."""
         return self._dialled_in_vain(peer, now, is_refused=False)
 
     def _dialled_in_vain(self, peer: int, now: float, *, is_refused: bool) -> Sequence[_Inner]:
@@ -472,21 +470,21 @@ class WorkerProtocol:
             return []
         actions: list[_Inner] = []
         if self._presence.dialled_in_vain(peer):
-            self._look_anew()
+            self._recheck()
             actions += self._review_members(now)
         found = self.detector.refused if is_refused else self.detector.unreachable
         actions += found(peer, now)
-        self._look_anew()
+        self._recheck()
         return actions
 
     @_input
     def poll(self, now: float) -> Sequence[_Inner]:
-        """Time passed; to be called at :meth:`next_deadline`, and harmless at any time."""
+        """Do what is due; call it at :meth:`next_deadline`, and at any other time as you like."""
         actions = self._notice_silence(now)
         if self._patience_ends_at() <= now:
             actions += self._end_standstill(now)
         if self._presence.welcomes_back(now):
-            self._look_anew()
+            self._recheck()
         actions += [*self._ticks(now), *self.detector.poll(now, self._presence.witnesses)]
         if now >= self._tick_at and (self.is_done or not self.averages.is_idle):
             self._tick_at = now + self.timeout_s / TICKS_PER_TIMEOUT
@@ -501,32 +499,32 @@ class WorkerProtocol:
         return actions
 
     def next_deadline(self, now: float) -> float:
-        """When :meth:`poll` must be called if nothing else happens before."""
+        """Return when :meth:`poll` must be called if nothing else happens before."""
         if self._quiet_version != self.membership.version:
             self._find_quiet_time()
         tick = self.clock.next_tick_at(now)
         return self._quiet_until if tick is None else min(tick, self._quiet_until)
 
     def last_heard(self, peer: int) -> float:
-        """When ``peer`` was last known to live; infinite without a link to it."""
+        """Return when ``peer`` was last known to live; infinity without a link to it."""
         return self._links.last_heard(peer)
 
     def suspects(self) -> frozenset[int]:
-        """Linked peers that have been silent beyond the time-out."""
+        """Return the linked peers that have been silent beyond the time-out."""
         return self._links.silent
 
     @property
     def live_links(self) -> frozenset[int]:
-        """Peers with a link that is up and not silent."""
+        """Return the peers with a link that is up and not silent."""
         return self._links.live
 
     def wrap(self, peer: int, message: Message, now: float) -> Send[Envelope]:
-        """The message with the news that the link to ``peer`` has not carried yet."""
+        """Return the message with the news that the link to ``peer`` has not carried yet."""
         return self._links.wrap(peer, message, now)
 
     def _note_life(self, peer: int, now: float) -> list[DetectorAction]:
         if self._links.heard(peer, now):
-            self._look_anew()
+            self._recheck()
         return self.detector.heard(peer, now)
 
     def _drop_link(self, peer: int) -> list[PairingAction | ReductionAction]:
@@ -539,62 +537,62 @@ class WorkerProtocol:
 
     def _forget_link(self, peer: int) -> None:
         self._links.drop(peer)
-        self._look_anew()
+        self._recheck()
 
-    def _shed(self, shed: Shed) -> list[_Inner]:
-        return self._break(shed.peer, shed.reason) if self._links.is_silent(shed.peer) else []
+    def _close_if_silent(self, link: CloseIfSilent) -> list[_Inner]:
+        return self._break(link.peer, link.reason) if self._links.is_silent(link.peer) else []
 
     def _break(self, peer: int, reason: str) -> list[_Inner]:
         """Close the link to ``peer``, which is silent or broke the rules."""
         return [*self._drop_link(peer), Unlink(peer, reason)]
 
     def _patience_ends_at(self) -> float:
-        """When the exchange that runs or is proposed ends, if nothing more of it is heard."""
+        """Return when the exchange that runs or is proposed ends if it makes no progress."""
         is_idle = isinstance(self.pairing.state, Idle)
         return math.inf if is_idle else self._progressed_at + self.timeout_s
 
     def _end_standstill(self, now: float) -> list[PairingAction]:
-        """Stop an exchange that does not get on, though its link lives, and shun its peer a while.
+        """Stop an exchange that does not get on, though its link lives, and shun its peer.
 
-        A proposal that is not answered is given up.
+        Or give up a proposal without an answer.
         """
         state = self.pairing.state
         if isinstance(state, Proposing):
-            # Whoever lives answers at once, or waits for one who does: never so long. But who is to
-            # blame, the one who was asked or another it waits for, is not known here.
+            # A live worker answers at once, or waits for one that does: never this long. It is not
+            # known here whether the peer is to blame, or another one for which it waits.
             self.proposals_unanswered += 1
-            self._look_anew()
+            self._recheck()
             return self.pairing.overdue([state.peer])
         assert isinstance(state, Exchanging)
         self._presence.shun(state.peer, now)
         return self.pairing.abort(f"nothing of it came or left for {self.timeout_s:g} s")
 
-    def _look_anew(self) -> None:
-        """A link came, went, fell overdue or was heard again; or there is a new deadline."""
-        self._presence.look_anew()
+    def _recheck(self) -> None:
+        """Note that a link came, went, fell overdue or was heard, or that a deadline changed."""
+        self._presence.recheck()
         self._quiet_version = -1
 
     def _look_at_clock(self, now: float) -> None:
-        """Begin all waits for others anew if this worker itself was silent until now."""
+        """Restart all waits for others if this worker itself was silent until now."""
         slept_s = now - self._last_input
         if not self.timeout_s / 2 < slept_s < math.inf:
             return
         self.progressed(now)
         self._links.slept(now)
         self.detector.slept(now)
-        self._look_anew()
+        self._recheck()
 
     def _notice_silence(self, now: float) -> list[_Inner]:
         actions: list[_Inner] = []
         if overdue := self._links.fall_overdue(now):
-            self._look_anew()
+            self._recheck()
             actions += self.pairing.overdue(overdue)
         for peer in self._links.fall_silent(now):
-            self._look_anew()
+            self._recheck()
             actions += self.pairing.silent(peer)
             member = self.membership.get(peer)
             if member is not None and member.is_over:
-                actions += self._shed(Shed(peer, "it is dead"))
+                actions += self._close_if_silent(CloseIfSilent(peer, "it is dead"))
         return actions
 
     def _ticks(self, now: float) -> list[PairingAction]:
@@ -604,7 +602,7 @@ class WorkerProtocol:
     # --- what every input ends with --------------------------------------------------------
 
     def _settle(self, actions: Sequence[_Inner], now: float) -> list[Action]:
-        """Bring the parts in line with one another, add what is due, wrap what is sent."""
+        """Bring the parts in line with one another, add due actions, wrap messages."""
         self._last_input = max(now, self._last_input)
         settled: list[_Inner] = []
         for action in actions:
@@ -614,8 +612,8 @@ class WorkerProtocol:
                     self._forget_link(action.peer)
                     settled.append(action)
                 case Verdict():
-                    for shed in self._presence.judge(action):
-                        settled += self._shed(shed)
+                    for link in self._presence.judge(action):
+                        settled += self._close_if_silent(link)
                 case _:
                     settled.append(action)
         settled += self._review_members(now)
@@ -649,16 +647,16 @@ class WorkerProtocol:
         return outward
 
     def _review_members(self, now: float) -> list[_Inner]:
-        """Follow the membership view: who is dead, who is a neighbour, which life is this."""
+        """Follow the membership view: deaths, neighbours, this worker's own life."""
         actions: list[_Inner] = []
         for found in self._presence.review(now, self._closed_for):
             match found:
-                case Shed():
-                    actions += self._shed(found)
+                case CloseIfSilent():
+                    actions += self._close_if_silent(found)
                 case Rebuilt():
                     self.pairing.alpha_tilde = self.alpha_tilde
                     self._set_clock_rate()
-                    self._look_anew()
+                    self._recheck()
                     actions.append(found)
                 case _:
                     actions.append(found)
@@ -671,11 +669,11 @@ class WorkerProtocol:
     # --- when this worker does not exchange ------------------------------------------------
 
     def _close(self, reason: str, now: float) -> list[PairingAction]:
-        """Answer BUSY and do not ask, until every reason for it is gone."""
+        """Answer BUSY and do not ask, until every reason to do so is gone."""
         if reason in self._closed_for:
             return []
         self._closed_for.add(reason)
-        self._look_anew()
+        self._recheck()
         self.clock.pause(now)
         return self.pairing.close()
 
@@ -683,7 +681,7 @@ class WorkerProtocol:
         if reason not in self._closed_for:
             return []
         self._closed_for.discard(reason)
-        self._look_anew()
+        self._recheck()
         if self._closed_for:
             return []
         if not self.is_done:
@@ -691,10 +689,10 @@ class WorkerProtocol:
         return self.pairing.open()
 
     def _find_quiet_time(self) -> None:
-        """Until when no link wants a heartbeat or is late, but for what is new.
+        """Find until when no heartbeat is due and no link is late, unless there is news.
 
-        What is sent and heard meanwhile only defers it: so one look at all links serves for many
-        inputs, and may in the end call for a poll at which nothing is due.
+        Traffic only defers that time. So one look at all links serves for many inputs; at worst it
+        asks for a poll at which nothing is due.
         """
         self._quiet_until = min(
             self._links.quiet_until(),
@@ -707,11 +705,11 @@ class WorkerProtocol:
         self._quiet_version = self.membership.version
 
     def _consolidate(self, now: float) -> list[_Inner]:
-        """Tell the sums of new membership, and consolidation of its messages.
+        """Pass new membership to the sums, and its messages to consolidation.
 
-        Consolidation hears nothing while an exchange runs: all are done before it begins, so none
-        is asked for any more, but the end that was asked for the last one may hear of the
-        beginning before the last chunks.
+        Consolidation gets nothing while an exchange runs. All workers are done before it begins, so
+        there are no new exchanges; but the end that was asked for the last one may get BEGIN before
+        the last chunks.
         """
         actions: list[_Inner] = []
         if self._looked_for_deaths != self.membership.version:
@@ -733,13 +731,13 @@ class WorkerProtocol:
         return actions
 
     def _set_available(self, now: float) -> list[PairingAction]:
-        """Tell the pairing who can exchange now. Links, membership and graph decide that."""
+        """Pass to the pairing who can exchange now, by links, membership and graph."""
         weights = self._presence.available(now)
         if weights is None or weights == self.pairing.available:
             return []
         return self.pairing.set_available(weights)
 
     def _announce_done(self) -> None:
-        # Not while an exchange that it asked for is open: once all are done, none can begin.
+        # Not while its own proposal or exchange is open: once all are done, no exchange can begin.
         if self.is_done and not self.pairing.is_initiating:
             self.membership.set_status(Status.DONE)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from gossipdp.cli.option_checks import check_number, read_text
-from gossipdp.protocol.neighbours import NEIGHBOUR_POLICIES
 from gossipdp_lab.simulate.module_objective import digits_objective
 from gossipdp_lab.simulate.objectives import Consensus, Objective, Quadratic
 from gossipdp_lab.simulate.optimizers import AdamW, RowOptimizer, Sgd
+from gossipdp_lab.simulate.policies import find_policy
 from gossipdp_lab.simulate.scenario import (
     LATENCY_S,
     ComputeTime,
@@ -193,9 +193,7 @@ def make_study(arguments: SimulateArguments) -> Study:
     if arguments.processes is not None and arguments.processes < 1:
         raise ValueError(f"--processes is {arguments.processes}; it must be at least 1")
     policy, model_mb = arguments.neighbour_policy or "fresh", arguments.model_mb
-    if policy not in NEIGHBOUR_POLICIES:
-        known = ", ".join(NEIGHBOUR_POLICIES)
-        raise ValueError(f"there is no neighbour policy {policy!r}; choose one of {known}")
+    find_policy(policy)
 
     objective = _make_objective(arguments)
     base = Scenario(

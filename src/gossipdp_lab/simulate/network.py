@@ -20,6 +20,7 @@ from typing import Literal, TypeAlias
 from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.protocol.actions import Begin, Send
 from gossipdp.protocol.messages import Envelope, ExchangeId
+from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
 from gossipdp.protocol.worker import Action, Method, WorkerProtocol
 from gossipdp_lab.simulate.engine import Engine, Event
 
@@ -31,7 +32,7 @@ def make_workers(
     *,
     seed: int,
     method: Method = "a2cid2",
-    policy_name: str = "fresh",
+    policy_type: type[NeighbourPolicy] = Fresh,
     timeout_s: float = 5.0,
     num_chunks: int = 1,
 ) -> dict[int, WorkerProtocol]:
@@ -49,7 +50,7 @@ def make_workers(
             port=0,
             constants=constants,
             method=method,
-            policy_name=policy_name,
+            policy_type=policy_type,
             timeout_s=timeout_s,
             random=Random(f"{seed} {rank} 0"),  # as a real worker of that seed
             num_chunks=num_chunks,

@@ -15,7 +15,7 @@ from gossipdp.dynamics.moments import Moment
 from gossipdp.dynamics.outer import OuterStep
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.dynamics.update import LEAST_COMPILED_VALUES
-from gossipdp.gossip.codec import WIRE_FORMATS, Codec, LatticeCodec, PoisonFound, make_codec
+from gossipdp.gossip.codec import FORMATS, WIRE_FORMATS, PoisonFound, make_codec
 from gossipdp.gossip.exchange import Exchange
 from gossipdp.links.frames import HEADER_BYTES, ChunkKey, FrameType
 from gossipdp.protocol.messages import ExchangeId
@@ -60,7 +60,7 @@ def start(states, alpha_tilde=1.3, codecs=None, id=ID):
 
 
 def exchange(states, codecs, random: Random, alpha_tilde=1.3, id=ID):
-    """One whole exchange, frames and turns of the two ends in an order that is drawn."""
+    """Run one whole exchange, frames and turns of the two ends in an order that is drawn."""
     links, exchanges = start(states, alpha_tilde, codecs, id)
     idle = 0
     while not all(each.is_finished for each in exchanges):
@@ -93,7 +93,7 @@ def test_an_exchange_averages_and_conserves_the_mean(order):
     assert torch.allclose(w0 + w1, z0 + z1, atol=1e-6)
     assert exchanges[0].squared_distance == exchanges[1].squared_distance
     assert exchanges[0].squared_distance == pytest.approx(float((x0 - x1).square().sum()), rel=1e-5)
-    assert all(link.most_queued <= Codec.window for link in links)
+    assert all(link.most_queued <= FORMATS["full"].window for link in links)
 
 
 def test_chunks_of_another_exchange_or_out_of_turn_are_not_taken():
@@ -131,7 +131,7 @@ def test_an_exchange_ends_although_a_state_travels_on_its_link(name):
 
 @pytest.mark.parametrize("name", WIRE_FORMATS)
 def test_every_chunk_takes_its_outer_step_once_and_before_its_snapshot(name):
-    """Whichever end's half comes first, and where a chunk is sent again in bfloat16."""
+    """So it is in any order of the two halves, and if a chunk is sent again in bfloat16."""
     num_repeated = 0
     for seed in range(8):
         random = Random(seed)
@@ -251,7 +251,7 @@ def test_two_threads_lose_nothing(switching_often, monkeypatch, kernels, dtype):
 
 
 def race(segment: Segment, state: State, seed: int) -> None:
-    """Eight rounds of exchanges (with more, float32 would round) beside as many boundaries."""
+    """Run eight rounds of exchanges (more would round in float32) beside as many boundaries."""
     for chunk in state.chunks:
         chunk.replace(torch.zeros_like(chunk.x))
     total = torch.zeros(segment.x.numel())
@@ -297,7 +297,7 @@ def race(segment: Segment, state: State, seed: int) -> None:
 
 
 def mixed_state(seed: int, scale: float = 1.0) -> State:
-    """Trained parameters of two precisions and buffers, over several chunks each."""
+    """Make trained parameters of two precisions and buffers, over several chunks each."""
     generator = torch.Generator().manual_seed(seed)
 
     def values(count: int) -> torch.Tensor:
@@ -313,7 +313,7 @@ def mixed_state(seed: int, scale: float = 1.0) -> State:
 
 
 def exchanged_z(state: State) -> torch.Tensor:
-    """Return z of all that is exchanged."""
+    """Return z of all exchanged values."""
     segments = [s for s in state.segments if s.role.is_exchanged]
     z = [present(segment) for segment in segments]
     return torch.cat(
@@ -331,7 +331,7 @@ def present(segment: Segment) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", WIRE_FORMATS)
 def test_every_format_conserves_the_mean_of_z(name):
-    """To the rounding of the sums alone: 1e-15 for what is held in float64."""
+    """It differs by the rounding of the sums alone: 1e-15 for values in float64."""
     states = [mixed_state(0), mixed_state(1)]
     codecs = [make_codec(name, state) for state in states]
     before = sum(map(exchanged_z, states))
@@ -374,7 +374,7 @@ def test_buffers_stay_exact_in_every_format():
 
 
 def state_with_moments(seed: int, dtype=torch.float32) -> State:
-    """Parameters of eight chunks, and two moments of seven each, which differ by worker."""
+    """Make parameters of eight chunks, and two moments of seven each, which differ by worker."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(480, generator=generator).to(dtype)
     moments = [
@@ -497,7 +497,7 @@ def test_a_slot_waits_for_the_repeat_in_it_though_its_chunk_is_closed():
     states = [make_state(0, chunk_bytes=512), make_state(1, chunk_bytes=512)]
     codecs = [make_codec("lattice8", state) for state in states]
     (mine, theirs), (here, there) = start(states, codecs=codecs)
-    window = LatticeCodec.window
+    window = FORMATS["lattice8"].window
     for each in (here, there):  # the steps: the finest, with which no code can be read
         each.pump()
     deliver(mine, there)

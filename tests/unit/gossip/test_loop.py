@@ -1,4 +1,4 @@
-"""How the loop performs what the protocol asks when something goes wrong, without a network."""
+"""The loop's part when something goes wrong, without a network."""
 
 import gc
 import math
@@ -15,7 +15,7 @@ from gossipdp.dynamics.chunks import Role
 from gossipdp.dynamics.phase import MAX_PERIODS, Phase
 from gossipdp.dynamics.state import Segment, State
 from gossipdp.errors import SupersededError
-from gossipdp.gossip.codec import Codec
+from gossipdp.gossip.codec import FORMATS
 from gossipdp.gossip.loop import MAX_WAITING, GossipLoop
 from gossipdp.gossip.transfer import SLOTS
 from gossipdp.graph import build_graph
@@ -45,7 +45,7 @@ X = torch.arange(8.0)
 
 
 class FakeLink(MemoryLink):
-    """What is sent on it has left at once, or when the test says :meth:`drain`."""
+    """A link on which all leaves at once, or when the test calls :meth:`drain`."""
 
     def __init__(self, peer: int, leaves_at_once: bool = True) -> None:
         super().__init__(peer)
@@ -86,7 +86,6 @@ class Worker:
             port=1,
             constants=Constants.of(build_graph("ring", 3)),
             method="a2cid2",
-            policy_name="fresh",
             timeout_s=TIMEOUT_S,
             random=Random(0),
             num_chunks=len(self.segment.chunks),
@@ -111,7 +110,7 @@ class Worker:
         moving: Collection[FakeLink],
         kind: FrameType = FrameType.EXCHANGE_CHUNK,
     ) -> None:
-        """Tenths of a time-out: words come on every link, bytes of a chunk on those ``moving``."""
+        """Pass tenths of a time-out: words on every link, chunk bytes on those ``moving``."""
         for _ in range(times):
             self.now += TIMEOUT_S / 10
             for link in self.links.values():
@@ -121,7 +120,7 @@ class Worker:
             self.loop.turn(0.0)
 
     def answers_to_a_proposal(self, peer: int) -> list[type]:
-        """What is said to ``peer`` at once where it asks for an exchange."""
+        """Return the messages sent to ``peer`` at once when it asks for an exchange."""
         link = self.links[peer]
         link.controls.clear()
         proposal = Propose(ExchangeId(peer, 0, 99), 0.6)
@@ -264,7 +263,7 @@ def test_what_nobody_says_ends_its_link_and_is_logged_once(caplog):
 
 @pytest.mark.parametrize("moves", ["nothing", "bytes of a chunk"])
 def test_an_exchange_ends_with_its_link_where_its_peer_only_beats(moves):
-    """It held both ends for ever, then everybody's end of the run."""
+    """It held both ends for ever, and then the end of the whole run."""
     worker = Worker()
     link = worker.links[1]
     worker.loop.control(link, encode(Envelope(Propose(ExchangeId(1, 0, 1), 0.6))))
@@ -350,7 +349,7 @@ def test_a_night_in_suspend_moves_the_phase_by_few_periods():
 
 
 def test_a_worker_whose_successor_is_linked_everywhere_is_told_so_by_refusals():
-    """It slept while it was replaced: no news reaches it, since nobody lets it in."""
+    """It slept while it was replaced: no news reaches it, since no worker lets it in."""
     worker = Worker()
     for link in worker.links.values():
         worker.loop.link_down(link, "closed by the peer")
@@ -370,7 +369,7 @@ def test_nothing_is_written_where_a_lost_peer_may_still_read():
     worker.loop.perform([Begin(1, ExchangeId(1, 0, 1), 0.5, False)])
     worker.loop.writable(link)
     slots = link.chunks[:]
-    assert len(slots) == Codec.window
+    assert len(slots) == FORMATS["full"].window
     for index in range(2):
         # The peer's chunks come while ours stay unread.
         key = ChunkKey(1, 0, 1, index)
@@ -383,7 +382,7 @@ def test_nothing_is_written_where_a_lost_peer_may_still_read():
 
 
 def test_the_answer_to_a_proposal_leaves_before_snapshots_are_taken():
-    """They take longer than the answer: the peer would wait for what it has no need of yet."""
+    """Snapshots take longer than the answer, and the peer does not need them yet."""
     worker = Worker()
     worker.loop.perform([Begin(1, ExchangeId(1, 0, 1), 0.5, False)])
     assert not worker.links[1].chunks

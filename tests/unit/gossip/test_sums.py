@@ -1,4 +1,4 @@
-"""What a sum over a tree does with one worker's values; its protocol is the test's word."""
+"""A sum over a tree and one worker's values; the test plays the protocol."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ INTEGERS = torch.tensor([3, 4])
 
 
 class Link:
-    """What is sent on it has left at once."""
+    """A link on which all leaves at once."""
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
@@ -92,7 +92,7 @@ class Member:
 
     def partial_landed(self, peer: int, name: Epoch, index: int, now: float) -> list[Any]:
         assert self.reduction is not None
-        self.reduction.landed(peer)
+        self.reduction.landed(peer, index)
         self.said.append(("partial", peer, index))
         return []
 
@@ -210,7 +210,7 @@ def test_poison_of_its_own_is_not_given() -> None:
 
 
 def test_a_sum_that_overflows_is_neither_sent_nor_finished() -> None:
-    """Each part of it is finite, so nobody before has seen anything wrong."""
+    """Each part of it is finite, so no worker before has seen anything wrong."""
     root = Member(0, torch.full((2,), 3e38))
     for peer in (1, 2):
         root.land(PARTIAL, peer, torch.full((2,), 1e38))

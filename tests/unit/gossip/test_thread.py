@@ -1,4 +1,4 @@
-"""What the training thread may know of the gossip thread's work."""
+"""The training thread's view of the gossip thread's work."""
 
 import math
 import threading

@@ -56,7 +56,6 @@ class Pair:
             port=port,
             constants=Constants.of(build_graph("ring", 2)),
             method="a2cid2",
-            policy_name="fresh",
             timeout_s=TIMEOUT_S,
             random=Random(rank),
             num_chunks=len(self.segments[rank].chunks),
@@ -83,7 +82,7 @@ class Pair:
             loop.turn(0.001)
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Turn both, while the clock stands still."""
+        """Turn both until a condition holds, while the clock stands still."""
         deadline_s = time.monotonic() + 30.0
         while not condition():
             assert time.monotonic() < deadline_s
@@ -100,7 +99,7 @@ class Pair:
         return [loop.protocol.pairing.state for loop in self.loops]
 
     def mean(self) -> torch.Tensor:
-        """Of z = x + c/2 over both, in float64."""
+        """Return the mean of z = x + c/2 over both, in float64."""
         total = torch.zeros(NUM_VALUES, dtype=torch.float64)
         for segment in self.segments:
             for chunk, out in segment.split(total):
@@ -170,7 +169,7 @@ def test_links_that_are_gone_are_forgotten(make_pair: Callable[..., Pair]) -> No
 
 
 def test_news_of_many_workers_keeps_no_exchange_alive(make_pair: Callable[..., Pair]) -> None:
-    """What heartbeats bring is more than a chunk, and nothing of the exchange."""
+    """Heartbeats bring more bytes than a chunk, and nothing of the exchange."""
     pair = make_pair()
     one, other = pair.loops
     other._pump = lambda: None  # type: ignore[method-assign]

@@ -30,7 +30,7 @@ def test_the_complete_graph_is_not_accelerated(num_workers):
 
 @pytest.mark.parametrize("least_bits", [0.0, 1e-15, -1e-15])
 def test_no_rounding_brings_the_gain_below_one_half(monkeypatch, least_bits):
-    """Processors round differently, and a gain below 1/2 is refused by whoever is sent it."""
+    """Processors round differently, and every worker refuses a gain below 1/2."""
     exact = constants_module._spectrum_of
 
     def rounded(*arguments):

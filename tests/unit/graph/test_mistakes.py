@@ -1,4 +1,4 @@
-"""What is refused: a ValueError that names the graph, the value and the way out."""
+"""Refusals: a ValueError that names the graph, the value and the way out."""
 
 import math
 from pathlib import Path

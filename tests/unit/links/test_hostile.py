@@ -244,7 +244,7 @@ def test_a_peer_that_stops_in_the_middle_of_the_handshake(make: Any, world: Any)
     accepted = hub.transport._openings
     for _ in range(1000):
         hub.transport.poll(0.001)
-        if any(opening.standing for opening in accepted):
+        if any(opening.trust_level for opening in accepted):
             break
         stopped.transport.poll(0.001)
     assert len(accepted) == 1

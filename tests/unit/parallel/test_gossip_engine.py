@@ -18,7 +18,7 @@ from gossipdp.parallel.checkpoint import Counts
 from gossipdp.parallel.gossip_engine import MAX_LAG, GossipEngine, is_rate_low
 from gossipdp.protocol.members import Progress, ProgressEntry
 from gossipdp.protocol.messages import Accept, ExchangeId, Propose
-from gossipdp.protocol.neighbours import make_policy
+from gossipdp.protocol.neighbours import Fresh
 from gossipdp.protocol.pairing import Exchanging, Pairing
 
 
@@ -27,9 +27,7 @@ class Paced(GossipEngine):
 
     def __init__(self, turn: Callable[[int], object]) -> None:
         self.num_turns = 0
-        self.pairing = Pairing(
-            rank=1, incarnation=0, policy=make_policy("fresh", Random(0)), alpha_tilde=0.5
-        )
+        self.pairing = Pairing(rank=1, incarnation=0, policy=Fresh(Random(0)), alpha_tilde=0.5)
         self.pairing.set_available({0: 1.0})
         # Worker 0 asked for the exchange that runs: its end serves none of this worker's demands.
         self.asked = Propose(ExchangeId(0, 0, 1), 0.5)

@@ -38,7 +38,7 @@ from gossipdp.protocol.reduction import REPEAT_AFTER
 
 
 def pull_results(number: int, start: int) -> PullResults:
-    """Of a result of two chunks, all that are not here."""
+    """Ask for the chunks, of two, that are not here."""
     return PullResults(epoch(number), epoch(number), start, 2)
 
 

@@ -1,4 +1,4 @@
-"""Who is found dead, when, and on whose word."""
+"""Verdicts of the failure detector: when, and on whose word."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def answered(actions: Sequence[DetectorAction]) -> dict[int, bool]:
 
 
 def begin_inquiry(made: FailureDetector) -> dict[int, AskLife]:
-    """Rank 1 has been silent; 2 and 3 are linked, 4 and 5 not."""
+    """Begin an inquiry after rank 1, which is silent; 2 and 3 are linked, 4 and 5 not."""
     return asked(made.poll(ASKED_AT, lambda suspect: ([2, 3], [5, 4])))
 
 

@@ -28,7 +28,7 @@ def record(table: Membership, rank: int) -> Member:
 
 
 class Watched(dict):
-    """Counts what is looked at from its end."""
+    """A dictionary that counts lookups from its end."""
 
     num_seen = 0
 

@@ -1,4 +1,4 @@
-"""The wire format of control messages: what is said is what is heard, and nothing else is."""
+"""The wire format of control messages: each arrives as it was sent, and nothing else does."""
 
 from __future__ import annotations
 

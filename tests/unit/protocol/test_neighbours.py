@@ -1,11 +1,9 @@
-"""The neighbour policies: one suite for all, then what sets each apart."""
+"""The neighbour policy of the runtime, and the graph over the live workers."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable
-from itertools import pairwise
 from random import Random
 
 import pytest
@@ -14,68 +12,16 @@ from gossipdp.graph.constants import Constants, LiveGraph
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.members import Member, Status
 from gossipdp.protocol.neighbours import (
-    NEIGHBOUR_POLICIES,
     REBUILD_INTERVAL_S,
+    Fresh,
     Neighbourhood,
     Place,
-    make_policy,
 )
-
-EVERY_POLICY = sorted(NEIGHBOUR_POLICIES)
-
-
-@pytest.mark.parametrize("name", EVERY_POLICY)
-def test_draws_distinct_available_neighbours(name: str) -> None:
-    random = Random(0)
-    policy = make_policy(name, random)
-    for _ in range(200):
-        available = dict.fromkeys(random.sample(range(10), random.randint(1, 6)), 0.3)
-        order = policy.draw(available)
-        assert order
-        assert len(set(order)) == len(order)
-        assert set(order) <= set(available)
-        policy.exchanged(random.choice(list(available)), initiated=random.random() < 0.5)
-
-
-@pytest.mark.parametrize("name", EVERY_POLICY)
-def test_nobody_available_nobody_drawn(name: str) -> None:
-    assert make_policy(name, Random(0)).draw({}) == []
-
-
-@pytest.mark.parametrize("name", EVERY_POLICY)
-def test_every_neighbour_gets_its_turn(name: str) -> None:
-    policy = make_policy(name, Random(0))
-    counts: Counter[int] = Counter()
-    for _ in range(400):
-        peer = policy.draw(dict.fromkeys(range(4), 0.25))[0]
-        policy.exchanged(peer, initiated=True)
-        counts[peer] += 1
-    assert min(counts.values()) > 60
-
-
-@pytest.mark.parametrize("name", EVERY_POLICY)
-def test_same_seed_same_order(name: str) -> None:
-    draws = []
-    for available in ({1: 0.5, 2: 0.5, 3: 0.1}, {3: 0.1, 2: 0.5, 1: 0.5}):
-        policy = make_policy(name, Random(7))
-        draws.append(policy.draw(available))
-    assert draws[0] == draws[1]
-
-
-@pytest.mark.parametrize("name", ["poisson", "available"])
-def test_first_choice_follows_lambda(name: str) -> None:
-    policy = make_policy(name, Random(0))
-    counts: Counter[int] = Counter()
-    for _ in range(4000):
-        peer = policy.draw({1: 0.1, 2: 0.3})[0]
-        policy.exchanged(peer, initiated=True)
-        counts[peer] += 1
-    assert counts[2] / 4000 == pytest.approx(0.75, abs=0.03)
 
 
 @pytest.mark.parametrize(("degree", "num_left_out"), [(1, 0), (2, 1), (3, 1), (4, 2), (15, 7)])
 def test_fresh_leaves_out_the_most_recent_half(degree: int, num_left_out: int) -> None:
-    policy = make_policy("fresh", Random(0))
+    policy = Fresh(Random(0))
     for peer in range(degree):
         policy.exchanged(peer, initiated=False)
     policy.exchanged(0, initiated=True)
@@ -85,38 +31,11 @@ def test_fresh_leaves_out_the_most_recent_half(degree: int, num_left_out: int) -
 
 
 def test_fresh_counts_among_those_that_can_exchange_now() -> None:
-    policy = make_policy("fresh", Random(0))
+    policy = Fresh(Random(0))
     for peer in (1, 2, 3, 4):
         policy.exchanged(peer, initiated=True)
     assert policy.draw({1: 1.0, 2: 1.0}) == [1]
     assert policy.draw({4: 1.0}) == [4]
-
-
-def test_poisson_waits_for_its_partner_until_it_initiated() -> None:
-    policy = make_policy("poisson", Random(0))
-    available = dict.fromkeys(range(8), 1.0)
-    (partner,) = policy.draw(available)
-    for _ in range(20):
-        policy.exchanged(partner, initiated=False)
-        assert policy.draw(available) == [partner]
-    others = {peer: 1.0 for peer in available if peer != partner}
-    (second,) = policy.draw(others)
-    assert second != partner
-
-
-def test_scheduled_goes_round_in_rank_order() -> None:
-    policy = make_policy("scheduled", Random(0))
-    order = []
-    for _ in range(7):
-        (peer,) = policy.draw({2: 1.0, 5: 1.0, 9: 1.0})
-        policy.exchanged(peer, initiated=True)
-        order.append(peer)
-    assert all({2: 5, 5: 9, 9: 2}[first] == second for first, second in pairwise(order))
-
-
-def test_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="choose one of: fresh"):
-        make_policy("nearest", Random(0))
 
 
 # --- the graph over the live workers -------------------------------------------------------

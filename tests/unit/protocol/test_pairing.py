@@ -19,7 +19,7 @@ from gossipdp.protocol.messages import (
     Propose,
     ProtocolError,
 )
-from gossipdp.protocol.neighbours import NeighbourPolicy, make_policy
+from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
 from gossipdp.protocol.pairing import MAX_BACKLOG, Exchanging, Idle, Pairing, Proposing
 
 
@@ -223,7 +223,7 @@ def test_free_is_answered_by_propose_only_with_a_demand() -> None:
 
 
 def test_free_of_a_neighbour_that_the_policy_leaves_out_is_passed() -> None:
-    fresh = make_policy("fresh", Random(0))
+    fresh = Fresh(Random(0))
     pairing = Pairing(rank=5, incarnation=3, policy=fresh, alpha_tilde=0.9)
     pairing.set_available({2: 0.5, 8: 0.5})
     pairing.finished(answered(pairing, 8))
@@ -343,7 +343,7 @@ def test_of_several_that_are_overdue_at_once_none_is_accepted_or_asked() -> None
 
 
 def test_with_its_only_other_neighbour_overdue_the_latest_partner_is_asked_again() -> None:
-    pairing = make_pairing(policy=make_policy("fresh", Random(0)))
+    pairing = make_pairing(policy=Fresh(Random(0)))
     pairing.tick()
     assert isinstance(pairing.state, Proposing)
     first = pairing.state.peer
@@ -415,15 +415,6 @@ def test_running_exchange_outlives_close() -> None:
     assert pairing.close() == []
     assert pairing.finished(id) == []
     assert pairing.open() == [Send(8, Free())]
-
-
-@pytest.mark.parametrize("policy", ["fresh", "poisson", "available", "scheduled"])
-def test_new_neighbour_serves_a_kept_demand(policy: str) -> None:
-    pairing = Pairing(rank=0, incarnation=0, policy=make_policy(policy, Random(1)), alpha_tilde=0.5)
-    pairing.tick()
-    (send,) = pairing.set_available({1: 1.0})
-    assert isinstance(send, Send)
-    assert isinstance(send.message, Propose)
 
 
 def test_the_gain_of_accept_stands_though_the_own_one_fell_since_the_proposal() -> None:

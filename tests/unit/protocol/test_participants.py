@@ -1,4 +1,4 @@
-"""Who is left out and who is passed over, seen from one worker's consolidation machine."""
+"""Members that are left out or passed over, seen from one worker's consolidation machine."""
 
 import pytest
 from consolidation import begin, begun, epoch, process, ticks, view, worker
@@ -114,7 +114,7 @@ def test_who_has_a_leader_begin_anew_again_and_again_is_left_out() -> None:
     for number in range(2, 2 * MAX_RESTARTS + 4, 2):
         machine.receive(2, NewerEpoch(epoch(number, 2)))
     assert set(machine.left_out) == {2}
-    assert "begin anew" in machine.left_out[2]
+    assert "restart" in machine.left_out[2]
 
 
 def test_a_worker_that_cannot_give_says_so_and_is_left_out() -> None:

@@ -1,4 +1,4 @@
-"""Who is there, in the eyes of one worker: deaths, firewalls, rivals of its rank, joiners."""
+"""One worker's view of the others: deaths, firewalls, rivals of its rank, joiners."""
 
 from collections.abc import Sequence
 
@@ -56,7 +56,7 @@ def test_one_bad_link_kills_nobody_but_is_made_anew() -> None:
 
 
 def tell_of_no_life(worker: WorkerProtocol, actions: Sequence[Action], now: float) -> list[Action]:
-    """All who are asked say that they do not hear the suspect either."""
+    """Let all witnesses say that they do not hear the suspect either."""
     answers: list[Action] = []
     for action in actions:
         question = action.message.message if isinstance(action, Send) else None
@@ -102,7 +102,7 @@ def test_a_firewall_between_two_healthy_workers_changes_nothing_but_that_edge() 
 
 
 def test_who_is_asked_of_one_that_refuses_answers_and_asks_nobody() -> None:
-    """Else each of those asked would ask three more, and all would dial the dead."""
+    """Else each witness would ask three more, and all would dial the dead."""
     worker = make_worker(0, 2)
     worker.receive(0, Envelope(AskLife(4, 1)), 0.5)
     actions = worker.dial_refused(4, 0.6)

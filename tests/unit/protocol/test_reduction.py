@@ -1,4 +1,4 @@
-"""One sum over a tree, driven by hand; and how its root judges who gives nothing."""
+"""One sum over a tree, driven by hand; and its root's judgement on members that give nothing."""
 
 import pytest
 from consolidation import epoch
@@ -18,7 +18,7 @@ EPOCH = epoch(1)
 
 
 class Sum:
-    """One member's sum over ``num_members``, and what it asks for since it was looked at last."""
+    """One member's sum over ``num_members``, and its requests since the last look."""
 
     def __init__(self, rank: int, num_members: int, num_chunks: int = 9, **options) -> None:
         self.actions = []
@@ -105,14 +105,15 @@ def test_an_inner_member_sends_what_both_children_gave_and_stays_within_its_wind
     assert inner.sum.accepts(4, 0)
     assert not inner.sum.accepts(4, 1), "out of order"
     assert not inner.sum.accepts(2, 0), "no child"
-    inner.sum.landed(4)
+    assert not inner.sum.landed(4, 1)
+    assert inner.sum.landed(4, 0)
     assert not inner.sum.accepts(4, 0), "it is there already"
     assert inner.asked() == []
-    inner.sum.landed(3)
+    inner.sum.landed(3, 0)
     assert inner.asked() == [SendPartial(0, EPOCH, 0)]
-    for _ in range(WINDOW - 1):
-        inner.sum.landed(3)
-        inner.sum.landed(4)
+    for chunk in range(1, WINDOW):
+        inner.sum.landed(3, chunk)
+        inner.sum.landed(4, chunk)
     assert not inner.sum.accepts(3, WINDOW), "its parent has no room for more"
 
 
@@ -120,7 +121,7 @@ def test_a_child_is_told_that_all_of_it_has_arrived():
     root = Sum(0, 2, num_chunks=1)
     root.sum.advance()
     root.asked()
-    root.sum.landed(1)
+    root.sum.landed(1, 0)
     assert root.asked() == [FinishChunk(EPOCH, 0, 2), Send(1, pull(1, 1))]
 
 
@@ -145,7 +146,7 @@ def test_a_child_that_brings_the_sum_further_is_not_named(how):
     for count in range(1, 50):
         match how:
             case "a chunk":
-                inner.sum.landed(3)
+                inner.sum.landed(3, count - 1)
             case "a word of what is below":
                 inner.sum.progressed(3, count)
         said = inner.ticks(
@@ -237,7 +238,7 @@ def test_an_accusation_of_this_moment_does_not_count_yet():
 
 
 def test_an_attempt_never_ends_without_a_consequence():
-    """One that always names its child just before the judgement would have it begin for ever."""
+    """A member that names its child just before each judgement could make it restart for ever."""
     blame = Blame(0)
     blame.said(0, stalled(1))
     assert [blame.tick() for _ in range(GRACE - 1)] == [None] * (GRACE - 1)

@@ -1,4 +1,4 @@
-"""What WorkerProtocol adds to its parts: links, silence, news, the end of training."""
+"""WorkerProtocol beyond its parts: links, silence, news, the end of training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import Begin, Send, Stop
-from gossipdp.protocol.links import OVERDUE_AFTER
+from gossipdp.protocol.link_health import OVERDUE_AFTER
 from gossipdp.protocol.members import Member, ProgressEntry, Status
 from gossipdp.protocol.messages import (
     Accept,
@@ -31,7 +31,7 @@ TIMEOUT_S = 5.0
 
 
 def make_worker(**changes: Any) -> WorkerProtocol:
-    """Rank 1 of a ring of four: its neighbours are 0 and 2."""
+    """Make rank 1 of a ring of four: its neighbours are 0 and 2."""
     arguments: dict[str, Any] = {
         "rank": 1,
         "incarnation": 0,
@@ -40,7 +40,6 @@ def make_worker(**changes: Any) -> WorkerProtocol:
         "port": 4001,
         "constants": Constants.of(build_graph("ring", 4)),
         "method": "a2cid2",
-        "policy_name": "fresh",
         "timeout_s": TIMEOUT_S,
         "random": Random(0),
     }
@@ -55,7 +54,7 @@ def linked(now: float = 0.0, **changes: Any) -> WorkerProtocol:
 
 
 def said(actions: Sequence[Action], peer: int | None = None) -> list[Message]:
-    """The messages sent, heartbeats left out."""
+    """Return the messages sent, without heartbeats."""
     return [
         action.message.message
         for action in actions
@@ -283,7 +282,7 @@ def test_news_is_told_once_a_link_and_anew_on_a_new_one() -> None:
 
 
 def test_for_whom_there_is_no_link_no_news_is_gathered() -> None:
-    """Who leads an average of n says the same to all of them, before it is linked to any."""
+    """The leader of an average of n says the same to all of them, before it is linked to any."""
     worker = make_worker()
     worker.receive(0, Envelope(Heartbeat(), (member(3),)), 1.0)
     assert worker.wrap(5, Heartbeat(), 1.0) == Send(5, Envelope(Heartbeat()))

@@ -1,4 +1,4 @@
-"""What WorkerProtocol does when others fail, and when it failed itself."""
+"""WorkerProtocol when others fail, and after it failed itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from gossipdp.protocol.worker import WorkerProtocol
 
 
 def test_an_exchange_ends_where_nothing_of_it_comes_though_its_link_lives() -> None:
-    """A peer that accepts and then only beats held both ends for ever."""
+    """A peer that accepts and then sends only heartbeats once held both ends for ever."""
     worker = make_worker(0, 2)
     worker.receive(0, Envelope(Propose(ExchangeId(0, 0, 1), 0.6)), 1.0)
     assert of_type(run(worker, 1.0, 4.0, [0, 2]), Stop) == []
@@ -241,7 +241,7 @@ MAX_CONTROL_BYTES = 1 << 20  # of a frame
 
 
 def crowd(count: int) -> list[Member]:
-    """Records as long as they may be."""
+    """Make records of the greatest length."""
     host = "h" * 255
     return [
         Member(rank, 2**31 - 1, 2**63 - 1, Status.ALIVE, host, 65535, host, 65535)

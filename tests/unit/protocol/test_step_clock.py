@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from gossipdp.protocol.clock import MEDIAN_WINDOW, SKIPPED_STEPS, StepClock
+from gossipdp.protocol.step_clock import MEDIAN_WINDOW, SKIPPED_STEPS, StepClock
 
 
 class EveryGap(Random):
@@ -18,7 +18,7 @@ class EveryGap(Random):
 
 
 def started(rate_per_step: float, step_s: float = 1.0) -> tuple[StepClock, float]:
-    """A clock just after the step that gave it its first duration, and the time then."""
+    """Return a clock just after the step that gave it its first duration, and the time."""
     clock = StepClock(rate_per_step, EveryGap())
     for step in range(SKIPPED_STEPS + 1):
         clock.step(step * step_s)

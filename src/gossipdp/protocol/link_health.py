@@ -1,10 +1,10 @@
 """One worker's links: their silence, the heartbeats on them, and the news that they have carried.
 
-What travels with every message is news: the records of membership and progress that this link has
-not carried yet, at most ``MAX_NEWS`` of each at a time. A new link has carried none, so whatever
-was lost with an old one is said again. A worker's own progress goes with each message, that of
-others every ``PROGRESS_INTERVAL_S``: neighbours that exchange at every step know within a step or
-two where the budget ends, however fast the steps are.
+News travels with every message: the records of membership and progress that this link has not
+carried yet, at most ``MAX_NEWS`` of each at a time. A new link has carried none, so it repeats the
+news that was lost with an old one. A worker's own progress goes with each message, that of others
+every ``PROGRESS_INTERVAL_S``: neighbours that exchange at every step know within a step or two
+where the budget ends, however fast the steps are.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gossipdp.protocol.members import Membership, Progress, ProgressEntry
 from gossipdp.protocol.messages import MAX_NEWS, Envelope, Heartbeat, Message
 
 HEARTBEATS_PER_TIMEOUT = 10
-# Of the time-out. As long as a worker may itself have stood still without beginning all waits anew,
-# so that its own silence makes nobody overdue; and beyond the jitter of bad links.
+# Share of the time-out. A worker that itself stood still for longer restarts all its waits, so its
+# own silence makes no peer overdue. It is also beyond the jitter of bad links.
 OVERDUE_AFTER = 0.5
 NEWS_INTERVAL_S = 0.05
 PROGRESS_INTERVAL_S = 0.25
@@ -26,7 +26,7 @@ PROGRESS_INTERVAL_S = 0.25
 
 @dataclass
 class _Link:
-    """What this worker knows of one link, and what it has told on it."""
+    """The state of one link: when the peer was heard, and the news that it has carried."""
 
     last_heard: float
     last_sent: float = -math.inf
@@ -38,13 +38,13 @@ class _Link:
     own_told: ProgressEntry | None = None
 
 
-class Links:
+class LinkHealth:
     """The links that are up, by peer.
 
     Args:
-        membership, progress: where the news is.
-        timeout_s: a link on which nothing was heard for this long is silent; after
-            ``OVERDUE_AFTER`` of it, overdue.
+        membership, progress: the sources of news.
+        timeout_s: a link is silent after this long without a byte, and overdue after
+            ``OVERDUE_AFTER`` of it.
     """
 
     def __init__(self, membership: Membership, progress: Progress, timeout_s: float) -> None:
@@ -52,45 +52,45 @@ class Links:
         self._progress = progress
         self._timeout_s = timeout_s
         self._links: dict[int, _Link] = {}
-        self._urgent_version = 0  # of membership: to be told at once up to here
+        self._urgent_version = 0  # of membership: news up to here is sent at once
 
     def __contains__(self, peer: int) -> bool:
         return peer in self._links
 
     @property
     def peers(self) -> frozenset[int]:
-        """Who is linked."""
+        """Return the linked peers."""
         return frozenset(self._links)
 
     @property
     def live(self) -> frozenset[int]:
-        """Peers whose link is not silent."""
+        """Return the peers whose link is not silent."""
         return frozenset(peer for peer, link in self._links.items() if not link.is_silent)
 
     @property
     def silent(self) -> frozenset[int]:
-        """Peers whose link is silent."""
+        """Return the peers whose link is silent."""
         return frozenset(peer for peer, link in self._links.items() if link.is_silent)
 
     def is_prompt(self, peer: int) -> bool:
-        """Whether there is a link to ``peer`` that is not even overdue."""
+        """Return whether there is a link to ``peer`` that is not even overdue."""
         link = self._links.get(peer)
         return link is not None and not link.is_overdue
 
     def is_silent(self, peer: int) -> bool:
-        """Whether there is a link to ``peer`` that is silent."""
+        """Return whether there is a link to ``peer`` that is silent."""
         link = self._links.get(peer)
         return link is not None and link.is_silent
 
     def last_heard(self, peer: int) -> float:
-        """When ``peer`` was heard last; infinite without a link to it."""
+        """Return when ``peer`` was heard last; infinity without a link to it."""
         link = self._links.get(peer)
         return math.inf if link is None else link.last_heard
 
     # --- what happens to them --------------------------------------------------------------
 
     def up(self, peer: int, now: float) -> None:
-        """A link is there; it replaces an older one."""
+        """Add a link, which replaces an older one."""
         self._links[peer] = _Link(last_heard=now)
 
     def drop(self, peer: int) -> None:
@@ -98,7 +98,7 @@ class Links:
         self._links.pop(peer, None)
 
     def heard(self, peer: int, now: float) -> bool:
-        """Something came from ``peer``; return whether its link was overdue until now."""
+        """Note a sign of life from ``peer``; return whether its link was overdue until now."""
         link = self._links.get(peer)
         if link is None:
             return False
@@ -107,7 +107,7 @@ class Links:
         return was_overdue
 
     def slept(self, now: float) -> None:
-        """Begin all waits anew: the worker itself did not run."""
+        """Restart all waits: the worker itself did not run."""
         for link in self._links.values():
             link.last_heard = max(now, link.last_heard)
 
@@ -137,14 +137,14 @@ class Links:
     # --- what is said on them --------------------------------------------------------------
 
     def say_all_at_once(self) -> None:
-        """What is news now waits for no heartbeat: this worker comes or leaves.
+        """Send the present news at once, not with the next heartbeat: this worker comes or leaves.
 
-        What comes after does wait, or those that leave would echo each other's news.
+        Later news waits, or workers that leave together would echo each other's news.
         """
         self._urgent_version = self._membership.version
 
     def quiet_until(self) -> float:
-        """Until when no link wants a heartbeat or is overdue or silent anew, but for news."""
+        """Return when a heartbeat is due, or a link falls overdue or silent; news comes on top."""
         until = math.inf
         for link in self._links.values():
             until = min(until, self._heartbeat_at(link))
@@ -154,7 +154,7 @@ class Links:
         return until
 
     def heartbeats(self, now: float) -> list[Send[Envelope]]:
-        """The heartbeats that are due."""
+        """Return the heartbeats that are due."""
         return [
             self.wrap(peer, Heartbeat(), now)
             for peer, link in self._links.items()
@@ -164,7 +164,7 @@ class Links:
     def wrap(self, peer: int, message: Message, now: float) -> Send[Envelope]:
         """Return the message with the news that the link to ``peer`` has not carried yet.
 
-        Without a link there is none: the first message on a new one brings it.
+        Without a link there is no news: the first message on a new link brings it.
         """
         link = self._links.get(peer)
         if link is None:
@@ -175,7 +175,7 @@ class Links:
         if own is not None and own is not link.own_told:
             progress = (own,)
         link.own_told = own
-        # With news of members always: who hears that a worker is done hears all that it did.
+        # Always with news of members: a worker that hears of a peer's end also hears all its steps.
         if members or now >= link.progress_sent + PROGRESS_INTERVAL_S:
             progress, link.progress_told = self._progress.news(link.progress_told, MAX_NEWS)
             link.progress_sent = now

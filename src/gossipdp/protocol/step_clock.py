@@ -1,4 +1,4 @@
-"""When to ask: a clock that runs in units of the worker's own gradient steps.
+"""A clock that runs in units of the worker's own gradient steps, and says when to ask.
 
 A tick is one demand for an exchange. The clock's time is virtual,
 
@@ -8,10 +8,10 @@ so that a gradient step is worth one unit however long it lasts: an evaluation, 
 step adds no ticks, and ticks per gradient step meet ``rate_per_step`` exactly in expectation. At
 a step that ends early, u jumps to the next whole number and the ticks in the jump come due.
 
-The paper's ticks are a Poisson process; these come more evenly, each gap between 0.5 and 1.5 of the
-mean. After a Poisson tick the next one may be long in coming, and workers drift apart meanwhile:
-with as many exchanges they train less well (docs/quality.md). Some chance remains, lest two workers
-ask at the same moment for ever.
+The paper's ticks are a Poisson process. These come more evenly: each gap is between 0.5 and 1.5 of
+the mean. A Poisson gap may be long, and workers drift apart in it: with as many exchanges they
+train less well (docs/quality.md). Some chance remains, or two workers could ask at the same moment
+for ever.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class StepClock:
 
     Args:
         rate_per_step: expected ticks per gradient step; 0 means none.
-        random: where the gaps between ticks are drawn, from 0.5 to 1.5 of 1 / rate_per_step; the
-            first from 0 to 1, so that the mean rate holds from the start.
+        random: draws the gaps between ticks, from 0.5 to 1.5 of 1 / rate_per_step; the first from
+            0 to 1, so that the mean rate holds from the start.
 
-    Until four steps have ended there is no step duration, and no tick: the first
-    steps (compilation, warm caches) say nothing about the later ones.
+    Until four steps have ended there is no step duration, and no tick: the first steps
+    (compilation, cold caches) say nothing about the later ones.
 
     Example:
         >>> clock = StepClock(0.5, Random(0))
@@ -59,11 +59,11 @@ class StepClock:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the clock stands still."""
+        """Return whether the clock stands still."""
         return self._paused_at is not None
 
     def step(self, now: float) -> None:
-        """One gradient step ended at ``now``."""
+        """Count a gradient step, which ended at ``now``."""
         if self._last_step is not None and self.steps >= SKIPPED_STEPS and not self.is_paused:
             self._durations.append(max(now - self._last_step, 1e-9))
         had_median = self.step_seconds is not None
@@ -77,7 +77,7 @@ class StepClock:
                 self._next_tick = self.steps + self._gap(0.0, 1.0)
 
     def ticks_due(self, now: float) -> int:
-        """How many ticks came due since the last call; they are consumed."""
+        """Return, and consume, the number of ticks that came due since the last call."""
         ticks = 0
         while (due := self._due_at()) is not None and due <= now:
             ticks += 1
@@ -86,16 +86,16 @@ class StepClock:
         return ticks
 
     def next_tick_at(self, now: float) -> float | None:
-        """When the next tick comes due, at ``now`` or later; None if only a step can bring it."""
+        """Return when the next tick comes due, ``now`` or later; None: a step must come first."""
         due = self._due_at()
         return None if due is None else max(now, due)
 
     @property
     def timed_from_step(self) -> float:
-        """How many steps must have ended before :meth:`next_tick_at` can tell; inf if unknown."""
+        """Return the number of steps after which :meth:`next_tick_at` knows; inf if unknown."""
         if self.is_paused:
             return math.inf
-        if self.step_seconds is None:  # to be looked at then, or the first ticks would be late
+        if self.step_seconds is None:  # look then, or the first ticks would be late
             return max(SKIPPED_STEPS, self.steps) + 1.0
         return self._next_tick - 1.0
 
@@ -112,7 +112,7 @@ class StepClock:
             self._paused_at = None
 
     def set_rate(self, rate_per_step: float) -> None:
-        """Change the rate from here on: what remains of the gap is stretched by old / new."""
+        """Change the rate from here on; the rest of the current gap is stretched by old / new."""
         old, self._rate = self._rate, _checked(rate_per_step)
         if self.step_seconds is None or self._rate == old:
             return
@@ -123,14 +123,14 @@ class StepClock:
             self._next_tick = self.steps + ahead * old / self._rate
 
     def _due_at(self) -> float | None:
-        """When u reaches the next tick; None if only a step can bring it there."""
+        """Return when u reaches the next tick; None: a step must come first."""
         if self.is_paused or self.step_seconds is None or self._last_step is None:
             return None
         ahead = self._next_tick - self.steps
         return None if ahead > 1.0 else self._last_step + max(0.0, ahead) * self.step_seconds
 
     def _gap(self, least: float = 0.5, most: float = 1.5) -> float:
-        """From ``least`` to ``most`` of the mean gap."""
+        """Draw a gap, from ``least`` to ``most`` of the mean."""
         return self._random.uniform(least, most) / self._rate if self._rate > 0.0 else math.inf
 
 

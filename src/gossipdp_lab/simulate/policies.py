@@ -1,0 +1,79 @@
+"""The neighbour policies that the simulator compares with the runtime's :class:`Fresh`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import final
+
+from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy, weighted_order
+
+
+@final
+class Poisson(NeighbourPolicy):
+    """The paper's edges: a partner drawn by lambda in advance, and waited for."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__(random)
+        self._partner: int | None = None
+
+    def draw(self, available: Mapping[int, float]) -> list[int]:
+        if self._partner not in available:
+            self._partner = next(iter(weighted_order(available, self._random)), None)
+        return [] if self._partner is None else [self._partner]
+
+    def exchanged(self, peer: int, *, initiated: bool) -> None:
+        if initiated:
+            self._partner = None
+
+
+@final
+class Available(NeighbourPolicy):
+    """The first that is free, as in the authors' released code. It locks in."""
+
+    def draw(self, available: Mapping[int, float]) -> list[int]:
+        return weighted_order(available, self._random)
+
+    def exchanged(self, peer: int, *, initiated: bool) -> None:
+        pass
+
+
+@final
+class Scheduled(NeighbourPolicy):
+    """A fixed cyclic order, each neighbour waited for in its turn; the rates play no part."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__(random)
+        self._last: int | None = None
+
+    def draw(self, available: Mapping[int, float]) -> list[int]:
+        if not available:
+            return []
+        if self._last is None:
+            self._last = self._random.choice(sorted(available))
+        later = [peer for peer in available if peer > self._last]
+        return [min(later, default=min(available))]
+
+    def exchanged(self, peer: int, *, initiated: bool) -> None:
+        if initiated:
+            self._last = peer
+
+
+NEIGHBOUR_POLICIES: Mapping[str, type[NeighbourPolicy]] = {
+    "fresh": Fresh,
+    "poisson": Poisson,
+    "available": Available,
+    "scheduled": Scheduled,
+}
+
+
+def find_policy(name: str) -> type[NeighbourPolicy]:
+    """Return the policy called ``name``.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if name not in NEIGHBOUR_POLICIES:
+        known = ", ".join(NEIGHBOUR_POLICIES)
+        raise ValueError(f"there is no neighbour policy {name!r}; choose one of {known}")
+    return NEIGHBOUR_POLICIES[name]

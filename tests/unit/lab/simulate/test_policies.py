@@ -1,0 +1,106 @@
+"""The neighbour policies: one suite for all, then what sets each apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from gossipdp.protocol.actions import Send
+from gossipdp.protocol.messages import Propose
+from gossipdp.protocol.neighbours import NeighbourPolicy
+from gossipdp.protocol.pairing import Pairing
+from gossipdp_lab.simulate.policies import NEIGHBOUR_POLICIES, find_policy
+
+EVERY_POLICY = sorted(NEIGHBOUR_POLICIES)
+
+
+def make(name: str, seed: int = 0) -> NeighbourPolicy:
+    return find_policy(name)(Random(seed))
+
+
+@pytest.mark.parametrize("name", EVERY_POLICY)
+def test_draws_distinct_available_neighbours(name: str) -> None:
+    random = Random(0)
+    policy = find_policy(name)(random)
+    for _ in range(200):
+        available = dict.fromkeys(random.sample(range(10), random.randint(1, 6)), 0.3)
+        order = policy.draw(available)
+        assert order
+        assert len(set(order)) == len(order)
+        assert set(order) <= set(available)
+        policy.exchanged(random.choice(list(available)), initiated=random.random() < 0.5)
+
+
+@pytest.mark.parametrize("name", EVERY_POLICY)
+def test_nobody_available_nobody_drawn(name: str) -> None:
+    assert make(name).draw({}) == []
+
+
+@pytest.mark.parametrize("name", EVERY_POLICY)
+def test_every_neighbour_gets_its_turn(name: str) -> None:
+    policy = make(name)
+    counts: Counter[int] = Counter()
+    for _ in range(400):
+        peer = policy.draw(dict.fromkeys(range(4), 0.25))[0]
+        policy.exchanged(peer, initiated=True)
+        counts[peer] += 1
+    assert min(counts.values()) > 60
+
+
+@pytest.mark.parametrize("name", EVERY_POLICY)
+def test_same_seed_same_order(name: str) -> None:
+    draws = []
+    for available in ({1: 0.5, 2: 0.5, 3: 0.1}, {3: 0.1, 2: 0.5, 1: 0.5}):
+        policy = make(name, 7)
+        draws.append(policy.draw(available))
+    assert draws[0] == draws[1]
+
+
+@pytest.mark.parametrize("name", ["poisson", "available"])
+def test_first_choice_follows_lambda(name: str) -> None:
+    policy = make(name)
+    counts: Counter[int] = Counter()
+    for _ in range(4000):
+        peer = policy.draw({1: 0.1, 2: 0.3})[0]
+        policy.exchanged(peer, initiated=True)
+        counts[peer] += 1
+    assert counts[2] / 4000 == pytest.approx(0.75, abs=0.03)
+
+
+@pytest.mark.parametrize("name", EVERY_POLICY)
+def test_new_neighbour_serves_a_kept_demand(name: str) -> None:
+    pairing = Pairing(rank=0, incarnation=0, policy=make(name, 1), alpha_tilde=0.5)
+    pairing.tick()
+    (send,) = pairing.set_available({1: 1.0})
+    assert isinstance(send, Send)
+    assert isinstance(send.message, Propose)
+
+
+def test_poisson_waits_for_its_partner_until_it_initiated() -> None:
+    policy = make("poisson")
+    available = dict.fromkeys(range(8), 1.0)
+    (partner,) = policy.draw(available)
+    for _ in range(20):
+        policy.exchanged(partner, initiated=False)
+        assert policy.draw(available) == [partner]
+    others = {peer: 1.0 for peer in available if peer != partner}
+    (second,) = policy.draw(others)
+    assert second != partner
+
+
+def test_scheduled_goes_round_in_rank_order() -> None:
+    policy = make("scheduled")
+    order = []
+    for _ in range(7):
+        (peer,) = policy.draw({2: 1.0, 5: 1.0, 9: 1.0})
+        policy.exchanged(peer, initiated=True)
+        order.append(peer)
+    assert all({2: 5, 5: 9, 9: 2}[first] == second for first, second in pairwise(order))
+
+
+def test_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="choose one of fresh"):
+        find_policy("nearest")
