@@ -17,7 +17,7 @@ How it runs:
     population        x and c of all workers, a row each, and their gradient steps
     trace             the time series                      figures: pictures of it
     study             simulate(scenario, method) -> Trace; many runs; means over seeds
-    command           gossipdp simulate                    command_study, command_results
+    command           gossipdp simulate           options, command_study, command_results
 """
 
 from importlib import import_module

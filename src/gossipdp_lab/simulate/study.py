@@ -36,12 +36,6 @@ ROUNDS: dict[str, type[Rounds]] = {
 }
 SYNCHRONOUS = tuple(ROUNDS)
 METHODS = ASYNCHRONOUS + SYNCHRONOUS
-METHODS_OF = {
-    "sync_every": ("diloco",),
-    "outer": ("a2cid2", "gossip", "diloco"),
-    "exchange_moments": ("a2cid2", "gossip", "diloco"),
-}
-"""For which methods an option of a scenario plays a part."""
 
 WORTH_PROCESSES_S = 10.0
 """Processes take seconds to start: torch is imported, and numba compiles in each."""
