@@ -14,7 +14,7 @@ from gossipdp.dynamics.phase import Phase
 from gossipdp.protocol.actions import Begin
 from gossipdp.protocol.messages import ExchangeId
 from gossipdp.protocol.worker import Method
-from gossipdp_lab.simulate.network import Conditions, Network, Payload, make_workers
+from gossipdp_lab.simulate.network import Conditions, Payload, VirtualNetwork, make_workers
 from gossipdp_lab.simulate.population import Training
 from gossipdp_lab.simulate.scenario import Scenario, StepTimes
 from gossipdp_lab.simulate.trace import Activity, Recorder, Trace
@@ -62,7 +62,7 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
     )
     row = training.population.x[0]
     row_bytes = row.numel() * row.element_size()
-    network = Network(
+    network = VirtualNetwork(
         workers,
         constants.edges,
         Conditions(

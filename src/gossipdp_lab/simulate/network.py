@@ -173,7 +173,7 @@ class Wire:
         return way.data_leave, way.data_arrive
 
 
-class Network:
+class VirtualNetwork:
     """Drives the protocols of ``workers``, of which those of ``edges`` are linked.
 
     ``keeps_exchanges``: ``exchanges`` keeps those that are over too, in a long run many.
