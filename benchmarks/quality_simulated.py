@@ -46,8 +46,8 @@ from gossipdp_lab.simulate import (
     SlowedTime,
     simulate,
 )
-from gossipdp_lab.simulate.local_steps import DiLoCo
 from gossipdp_lab.simulate.study import ROUNDS, one_thread
+from gossipdp_lab.simulate.synchronous import DiLoCo
 from gossipdp_lab.tasks.workload import learning_rate_factor
 
 NAME = "quality_simulated"

@@ -12,12 +12,12 @@ from gossipdp.dynamics.outer import OuterStep
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp_lab.simulate.ideal import PoissonEdges
-from gossipdp_lab.simulate.local_steps import DiLoCo
 from gossipdp_lab.simulate.objectives import Quadratic
 from gossipdp_lab.simulate.optimizers import AdamW, Sgd
 from gossipdp_lab.simulate.population import Population, Training
 from gossipdp_lab.simulate.scenario import ConstantTime, Fidelity, Link, LinkModel, Scenario
 from gossipdp_lab.simulate.study import simulate
+from gossipdp_lab.simulate.synchronous import DiLoCo
 
 NOISY = Quadratic(dimension=6, mu=0.5, smoothness=2.0, noise_variance=1.0, heterogeneity=4.0)
 OUTER = OuterStep(0.7, 0.9, 1)
