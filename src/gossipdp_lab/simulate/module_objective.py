@@ -15,7 +15,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gossipdp_lab.simulate.objectives import Evaluation, Gradients, GradientSource, Objective
-from gossipdp_lab.tasks.digits import Digits, Network
+from gossipdp_lab.tasks.digits import Digits, NetworkName
 
 logger = logging.getLogger("gossipdp.simulate")  # beneath the one that --log-level sets
 
@@ -301,7 +301,7 @@ def _stack(*tensors: Tensor) -> Tensor:
 
 def digits_objective(
     *,
-    network: Network = "perceptron",
+    network: NetworkName = "perceptron",
     batch_size: int = 32,
     disjoint: bool = False,
     dirichlet_alpha: float | None = None,

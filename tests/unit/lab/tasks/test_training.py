@@ -9,7 +9,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from gossipdp import OuterStep
 from gossipdp.gossip.published import Notice
 from gossipdp.parallel.stats import Stats
 from gossipdp_lab.tasks.options import BytesGptOptions
@@ -176,32 +175,6 @@ def test_gradients_are_clipped_where_the_recipe_says_so(
     monkeypatch.setattr(Gpt, "clip_norm", 0.01)
     train(options)
     assert max(norms) == pytest.approx(0.01, rel=1e-3)
-
-
-def test_the_wrapper_is_given_the_outer_step_and_the_moments(
-    options: BytesGptOptions, monkeypatch: pytest.MonkeyPatch
-):
-    given: dict[str, object] = {}
-
-    class WrappedError(Exception):
-        pass
-
-    def wrap(*_: object, **arguments: object) -> None:
-        given.update(arguments)
-        raise WrappedError
-
-    monkeypatch.setattr("gossipdp_lab.tasks.training.GossipDataParallel", wrap)
-    with pytest.raises(WrappedError):
-        train(replace(options, outer_momentum=0.3, exchange_moments="exp_avg:2"))
-    assert given["outer"] == OuterStep(momentum=0.3)
-    assert given["exchange_moments"] == {"exp_avg": 2}
-
-
-def test_the_opening_names_the_outer_step(
-    options: BytesGptOptions, capsys: pytest.CaptureFixture[str]
-):
-    train(replace(options, outer_momentum=0.6))
-    assert "outer step of momentum 0.6 and learning rate 1, batch 8" in capsys.readouterr().out
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_the_same(
