@@ -33,7 +33,7 @@ from support.torch_rows import TorchRows
 from torch import nn
 
 from gossipdp.dynamics.outer import OuterStep
-from gossipdp_lab.progress import ProgressView
+from gossipdp_lab.progress_bar import ProgressView
 from gossipdp_lab.simulate import (
     AdamW,
     ConstantTime,

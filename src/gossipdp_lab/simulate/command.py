@@ -25,7 +25,7 @@ def run(arguments: SimulateArguments) -> int:
 
     from rich.console import Console
 
-    from gossipdp_lab.progress import ProgressView
+    from gossipdp_lab.progress_bar import ProgressView
     from gossipdp_lab.simulate.command_results import as_json, notes, table
     from gossipdp_lab.simulate.figures import draw_simulation, draw_timeline
     from gossipdp_lab.simulate.study import simulate_all

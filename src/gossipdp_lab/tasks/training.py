@@ -18,7 +18,7 @@ from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.options import Checkpoints, Monitor
 from gossipdp.parallel.schedule import ProgressLR
 from gossipdp.parallel.stats import Stats
-from gossipdp_lab.progress import ProgressView
+from gossipdp_lab.progress_bar import ProgressView
 from gossipdp_lab.tasks import make_recipe
 from gossipdp_lab.tasks.options import TrainOptions
 

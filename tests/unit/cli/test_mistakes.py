@@ -105,7 +105,7 @@ MISTAKES = [
     ("demo --compare --method none", "choose a2cid2 or gossip"),
     ("demo --compare --workers 1", "--workers 2 or more"),
     ("demo --compare --slow-worker 4:2", "no rank 4 among 4 workers"),
-    ("demo --restart", "--restart starts again who was killed"),
+    ("demo --restart", "--restart starts killed workers again"),
     # train
     ("train", "one of cifar10, imagenet, bytes-gpt is missing; gossipdp train --help shows all"),
     ("report", "PATH is missing; gossipdp report --help shows all"),
