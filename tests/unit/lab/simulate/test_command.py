@@ -1,4 +1,4 @@
-"""``gossipdp simulate``: what it refuses, what it makes of its options, what it writes."""
+"""``gossipdp simulate``: refused options, the study of valid ones, and its output."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def strict(path: Path) -> Any:
     return json.loads(path.read_text(), parse_constant=fail)
 
 
-# What is refused.
+# Refused options.
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_file_where_the_figures_go(elsewhere: Path, capsys: pytest.CaptureFixt
     assert "runs: pass --figure PATH" in capsys.readouterr().err
 
 
-# What options come to.
+# The study of the options.
 
 
 def test_what_is_simulated_by_default() -> None:
@@ -185,7 +185,7 @@ def test_the_command_gives_the_same_study() -> None:
     assert command(of_file) == "gossipdp simulate a.py --methods gossip"
 
 
-# What is written.
+# The output.
 
 
 def test_the_timeline_of_the_docs_is_what_its_command_draws(elsewhere: Path) -> None:

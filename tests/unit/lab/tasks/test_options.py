@@ -1,4 +1,4 @@
-"""What may be chosen in a training, and what is refused before anything starts."""
+"""The options of a training."""
 
 from typing import get_args
 

@@ -1,4 +1,4 @@
-"""What is shown of a training, and the learning rates that it goes through."""
+"""The display of a training, its results, and resuming it."""
 
 import io
 import json
@@ -56,7 +56,7 @@ class Clock:
 
 
 class Model:
-    """What a training run asks of the wrapped model while it shows how far it is."""
+    """The part of a wrapped model that the display of a training uses."""
 
     rank, world_size = 0, 1
 
@@ -71,7 +71,7 @@ class Model:
 
 
 def shown_progress(steps: dict[float, tuple[float, float]], at: float = 0.0) -> list[str]:
-    """The lines after the opening; steps: loss and progress by time."""
+    """Return the lines after the opening; steps: loss and progress by time."""
     model, clock = Model(at), Clock()
     console = Console(file=io.StringIO(), width=120)
     options = BytesGptOptions(epochs=10)
@@ -104,7 +104,7 @@ def test_a_slow_first_step_of_a_resumed_run_counts_from_where_the_run_was():
         (5, [(0, "dead"), (1, "dead"), (2, "dead"), (3, "dead")], 5),
     ],
 )
-def test_who_tells_of_the_end(rank: int, notices: list[tuple[int, str]], lowest: int):
+def test_the_lowest_living_rank_reports(rank: int, notices: list[tuple[int, str]], lowest: int):
     stats = Stats(
         rank=rank,
         world_size=4,
