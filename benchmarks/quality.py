@@ -34,7 +34,7 @@ from support.report import Missing, Report, results_folder, run_script
 
 from gossipdp import WorkerFailedError
 from gossipdp.cli.option_checks import check_output
-from gossipdp_lab.progress import ProgressView
+from gossipdp_lab.progress_bar import ProgressView
 
 SIZES = {
     "tiny": Size(width=48, depth=2, context=64, batch_size=8, steps=32),

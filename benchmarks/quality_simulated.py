@@ -33,7 +33,7 @@ from support.torch_rows import TorchRows
 from torch import nn
 
 from gossipdp.dynamics.outer import OuterStep
-from gossipdp_lab.progress import ProgressView
+from gossipdp_lab.progress_bar import ProgressView
 from gossipdp_lab.simulate import (
     AdamW,
     ConstantTime,
@@ -46,8 +46,8 @@ from gossipdp_lab.simulate import (
     SlowedTime,
     simulate,
 )
-from gossipdp_lab.simulate.local_steps import DiLoCo
 from gossipdp_lab.simulate.study import ROUNDS, one_thread
+from gossipdp_lab.simulate.synchronous import DiLoCo
 from gossipdp_lab.tasks.workload import learning_rate_factor
 
 NAME = "quality_simulated"

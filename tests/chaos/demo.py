@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from gossipdp.observe.log import RunLog
-from gossipdp_lab.demo import command as demo
-from gossipdp_lab.demo.command import DemoArguments, run
+from gossipdp_lab.demo.command import run
+from gossipdp_lab.demo.options import DEFAULT_SAMPLES, DemoArguments
 from gossipdp_lab.demo.watch import FaultInjector
 
 pytestmark = pytest.mark.processes
@@ -50,7 +50,7 @@ def test_a_death_that_nobody_asked_for_is_an_error_though_the_worker_comes_back(
 
     monkeypatch.setattr(FaultInjector, "poll", poll_and_kill)
     # The late stop keeps the run going until both are back, imports and all.
-    monkeypatch.setitem(demo.DEFAULT_SAMPLES, "digits", 6400)
+    monkeypatch.setitem(DEFAULT_SAMPLES, "digits", 6400)
     results = tmp_path / "results.json"
     code = run(
         DemoArguments(

@@ -32,7 +32,7 @@ from gossipdp.launcher.supervisor import Failure
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import RunLog, RunLogTail, worker_file
 from gossipdp_lab.demo import training as demo_training
-from gossipdp_lab.demo.command import DemoArguments
+from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.training import (
     averaged_together,
     own_average_file,

@@ -43,7 +43,7 @@ from trends import Trend, averaged_over, trend
 
 import gossipdp
 from gossipdp import Consolidated
-from gossipdp_lab.progress import ProgressView
+from gossipdp_lab.progress_bar import ProgressView
 
 SCRIPT = "tests/chaos/soak.py"
 WORKER = Path(__file__).with_name("soak_worker.py")

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from gossipdp_lab.demo.command import DemoArguments, run
+from gossipdp_lab.demo.command import run
 from gossipdp_lab.demo.compare import Verdict
+from gossipdp_lab.demo.options import DemoArguments
 
 pytestmark = pytest.mark.processes
 

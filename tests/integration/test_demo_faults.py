@@ -16,7 +16,8 @@ from waiting import LONGEST_S
 from gossipdp.observe.log import RunLog
 from gossipdp_lab.demo import training as demo_training
 from gossipdp_lab.demo import watch as demo_watch
-from gossipdp_lab.demo.command import DEFAULT_SAMPLES, DemoArguments, run
+from gossipdp_lab.demo.command import run
+from gossipdp_lab.demo.options import DEFAULT_SAMPLES, DemoArguments
 from gossipdp_lab.demo.training import DIGEST
 from gossipdp_lab.demo.watch import FaultInjector
 

@@ -94,19 +94,6 @@ def test_the_command_starts_workers(workers, tmp_path: Path):
 
 
 @pytest.mark.processes
-def test_rare_exchanges_with_an_outer_step_and_moments(workers, tmp_path: Path):
-    options = replace(
-        in_folder(bytes_gpt, tmp_path),
-        comm_rate=0.5,
-        outer_momentum=0.5,
-        exchange_moments="exp_avg_sq:2,exp_avg:1",
-    )
-    outcome = workers(train, 2, (options,))[0]
-    assert outcome["achieved_comm_rate"] > 0
-    assert 0 < outcome["metric"] < 8.5
-
-
-@pytest.mark.processes
 def test_under_a_launcher_the_command_is_one_worker(workers, tmp_path: Path):
     options = replace(in_folder(bytes_gpt, tmp_path), method="none")
     assert workers(main, 2, (["train", "bytes-gpt", *words_of(options)],)) == [0, 0]

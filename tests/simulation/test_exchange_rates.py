@@ -11,7 +11,7 @@ from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.neighbours import Fresh, NeighbourPolicy
 from gossipdp.protocol.step_clock import SKIPPED_STEPS, StepClock
-from gossipdp_lab.simulate.network import Conditions, Network, make_workers
+from gossipdp_lab.simulate.network import Conditions, VirtualNetwork, make_workers
 from gossipdp_lab.simulate.policies import Available
 
 FIRST_STEPS = SKIPPED_STEPS + 1  # without a tick
@@ -34,7 +34,7 @@ def train(
     transfer_s: float = 0.01,
     is_in_phase: bool = False,
     slow_rank: int | None = None,
-) -> Network:
+) -> VirtualNetwork:
     """Train by steps of one second, the slow rank's of four; latency one millisecond."""
     constants = Constants.of(build_graph(graph_name, num_workers), comm_rate)
     workers = make_workers(constants, seed=0, policy_type=policy_type)
@@ -46,24 +46,24 @@ def train(
         transfer_s=lambda sender, receiver: transfer_s,
         step_s=lambda rank: 4.0 if rank == slow_rank else 1.0,
     )
-    network = Network(workers, constants.edges, conditions, keeps_exchanges=True)
+    network = VirtualNetwork(workers, constants.edges, conditions, keeps_exchanges=True)
     network.engine.run(until=num_steps + 0.5)
     return network
 
 
-def achieved_rate(network: Network) -> float:
+def achieved_rate(network: VirtualNetwork) -> float:
     """Exchanges per worker per gradient step, after the first steps."""
     initiated = sum(worker.exchanges_initiated for worker in network.workers.values())
     steps = sum(worker.clock.steps - FIRST_STEPS for worker in network.workers.values())
     return 2 * initiated / steps
 
 
-def messages_per_exchange(network: Network) -> float:
+def messages_per_exchange(network: VirtualNetwork) -> float:
     num_heartbeats = network.num_messages["Heartbeat"]
     return (network.num_messages.total() - num_heartbeats) / network.num_exchanges
 
 
-def repeated_share(network: Network) -> float:
+def repeated_share(network: VirtualNetwork) -> float:
     """Return the share of exchanges whose two ends had just exchanged with one another."""
     last: dict[int, int] = {}
     num_repeated = 0
@@ -76,7 +76,7 @@ def repeated_share(network: Network) -> float:
     return num_repeated / len(network.exchanges)
 
 
-def exchanges_by_edge(network: Network) -> Counter[tuple[int, ...]]:
+def exchanges_by_edge(network: VirtualNetwork) -> Counter[tuple[int, ...]]:
     return Counter(tuple(sorted(record.ends)) for record in network.exchanges.values())
 
 

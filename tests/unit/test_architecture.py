@@ -31,7 +31,7 @@ LAYERS = {
     "cli": {"graph", "protocol", "links", "launcher", "observe", "parallel"},
 }
 LAB_LAYERS = {
-    "progress": set(),
+    "progress_bar": set(),
     "tasks": set(),
     "simulate": {"tasks"},
     "report": {"simulate"},
@@ -84,7 +84,7 @@ def test_import_arrows(layer):
 
 @pytest.mark.parametrize("layer", LAB_LAYERS)
 def test_import_arrows_of_the_lab(layer):
-    allowed = LAB_LAYERS[layer] | {"progress", layer}
+    allowed = LAB_LAYERS[layer] | {"progress_bar", layer}
     for path in files_of(layer, LAB):
         for name in imports_of(path):
             if name.split(".")[0] == "gossipdp_lab":

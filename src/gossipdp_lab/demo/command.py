@@ -3,102 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from gossipdp_lab.demo.compare import check_compare, compare
+from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.training import WorkerResult, train, write_reports
-from gossipdp_lab.demo.watch import (
-    Fault,
-    fault_line,
-    least_duration_s,
-    parse_faults,
-    parse_slow_worker,
-)
-from gossipdp_lab.tasks.options import RunOptions, check_numbers
-
-DEFAULT_SAMPLES = {"digits": 128_000, "pystdlib": 6_000, "pystdlib-small": 28_000}
-"""Over all workers: 15 to 30 seconds of training by gossip on two cores."""
-
-
-@dataclass(frozen=True)
-class DemoArguments(RunOptions):
-    """Train a small model with several worker processes here, and show what happens."""
-
-    compare: bool = False
-    """Train twice, by all-reduce and by --method, with one worker four times slower, and draw both
-    in one picture. It takes a little over a minute. The workload is pystdlib-small."""
-
-    workload: Literal["digits", "pystdlib", "pystdlib-small"] | None = None
-    """digits (the default): handwritten digits, a small convolutional network; pystdlib: the source
-    text of Python's standard library, a small byte-level transformer; pystdlib-small: the same
-    text, a transformer six times smaller."""
-
-    workers: int = 4
-    """Worker processes."""
-
-    slow_worker: str | None = None
-    """RANK:FACTOR, such as 2:4: make one worker so many times slower; it waits after each
-    backward pass."""
-
-    kill: str | None = None
-    """RANK@TIME, several with commas between them, such as 0@5s,3@9s: kill -9 those workers.
-    Times count from the first gradient step of the run."""
-
-    stop: str | None = None
-    """RANK@TIME:DURATION, several with commas between them, such as 2@4s:8s: SIGSTOP, and SIGCONT
-    after that time."""
-
-    restart: bool = False
-    """Start workers that were killed again; they rejoin the run."""
-
-    learning_rate: float | None = None
-    """The optimizer's highest learning rate; by default the workload's own."""
-
-    samples: int | None = None
-    """Samples to train on, all workers together; by default what takes about half a minute, and
-    longer where faults want it."""
-
-    pin: bool = False
-    """Give each worker its own share of the cores."""
-
-    disjoint: bool = False
-    """No two workers see the same training data; for pystdlib each has a stretch of the text."""
-
-    @property
-    def task(self) -> str:
-        """The workload, also where none was asked for."""
-        return self.workload or "digits"
-
-    @property
-    def directory(self) -> Path:
-        """Where the run's files go."""
-        kind = "compare" if self.compare else self.task
-        name = f"{kind}-{self.method}-{self.graph}-{self.workers}"
-        return (self.output or Path("runs", name)).absolute()
-
-    @property
-    def num_samples(self) -> int:
-        """Of the whole run."""
-        return self.samples or DEFAULT_SAMPLES[self.task]
-
-    @property
-    def faults(self) -> tuple[Fault, ...]:
-        """In order of time."""
-        return parse_faults(self.kill, self.stop, num_workers=self.workers)
-
-    @property
-    def least_s(self) -> float:
-        """How long the run trains at least."""
-        return 0.0 if self.samples else least_duration_s(self.faults, restart=self.restart)
+from gossipdp_lab.demo.watch import fault_line, parse_slow_worker
+from gossipdp_lab.tasks.options import check_numbers
 
 
 def check(arguments: DemoArguments) -> None:
-    """Raise ValueError for what cannot be meant; quick, without torch."""
+    """Raise ValueError for invalid options; quick, without torch."""
     check_numbers(arguments, workers=1, samples=1, seed=0)
     if arguments.compare:
         check_compare(arguments)
@@ -109,7 +27,7 @@ def check(arguments: DemoArguments) -> None:
             "stops all; choose a2cid2, gossip or none"
         )
     if arguments.restart and arguments.kill is None:
-        raise ValueError("--restart starts again who was killed; say who with --kill RANK@TIME")
+        raise ValueError("--restart starts killed workers again; name them with --kill RANK@TIME")
 
     from gossipdp.graph import build_graph
 
@@ -117,9 +35,10 @@ def check(arguments: DemoArguments) -> None:
 
 
 def run(arguments: DemoArguments) -> int:
-    """Train, show the results and write the files; returns the exit status.
+    """Train, show the results and write the files; return the exit status.
 
-    Raises ValueError for bad input, before any process starts.
+    Raises:
+        ValueError: bad input; no process has started then.
     """
     check(arguments)
     if arguments.compare:

@@ -8,15 +8,13 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
+from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.training import Training, shown, train, write_reports
-
-if TYPE_CHECKING:
-    from gossipdp_lab.demo.command import DemoArguments
 
 WORKLOAD: Final = "pystdlib-small"
 
@@ -38,7 +36,7 @@ PICTURE_FILE = "comparison.png"
 
 
 def check_compare(arguments: DemoArguments) -> None:
-    """Raise ValueError for options that do not go with ``--compare``."""
+    """Raise ValueError for options that exclude ``--compare``."""
     faults = "all-reduce does not outlive a death and stops with a worker that is stopped"
     tuned = f"it trains {WORKLOAD} at a learning rate that is tuned for it"
     reasons = {
@@ -61,7 +59,7 @@ def check_compare(arguments: DemoArguments) -> None:
 
 
 def both(arguments: DemoArguments) -> dict[str, DemoArguments]:
-    """The two trainings: all-reduce first, then ``--method``; equal but for the method."""
+    """Return the two trainings: all-reduce first, then ``--method``; equal except the method."""
     return {
         method: replace(
             arguments,
@@ -77,7 +75,7 @@ def both(arguments: DemoArguments) -> dict[str, DemoArguments]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of two trainings on the same samples, all-reduce's and gossip's.
+    """The results of two trainings on the same samples, all-reduce's and gossip's.
 
     Seconds are from the start to the last gradient step; losses are the averaged models', in
     bits per byte of held-out text.
@@ -93,12 +91,12 @@ class Verdict:
 
     @property
     def times_as_fast(self) -> float:
-        """How many times as fast gossip was."""
+        """Return how many times as fast gossip was."""
         return self.allreduce_s / self.gossip_s
 
     @property
     def worse_by(self) -> float:
-        """By which share gossip's loss is higher; negative where it is lower."""
+        """Return the share by which gossip's loss is higher; negative if it is lower."""
         return self.gossip_loss / self.allreduce_loss - 1
 
     def __str__(self) -> str:
@@ -122,7 +120,7 @@ class Verdict:
 
 
 def compare(arguments: DemoArguments) -> int:
-    """Train by both methods, say what was gained and draw it; returns the exit status."""
+    """Train by both methods, show the difference and draw it; return the exit status."""
     console = Console()
 
     def say(text: str) -> None:
@@ -162,7 +160,7 @@ def compare(arguments: DemoArguments) -> int:
 
 
 def judge(method: str, trainings: Mapping[str, Training]) -> Verdict:
-    """Put all-reduce and ``method`` side by side."""
+    """Compare ``method`` with all-reduce."""
     allreduce, gossip = trainings["allreduce"].summary, trainings[method].summary
     metric_name, slow = trainings[method].metric_name, gossip["slow_worker"]
     return Verdict(

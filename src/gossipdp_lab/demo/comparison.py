@@ -1,4 +1,4 @@
-"""A picture of several trainings of the same thing: what the workers did, how the loss fell."""
+"""A picture of several trainings of one task: timelines of the workers, and their losses."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LINE_COLOURS = (OKABE_ITO[6], OKABE_ITO[3], OKABE_ITO[2])
-"""None of those of a timeline."""
+"""Colours that no timeline has."""
 
 NUM_PIECES = 80
-"""Into so many the time of the longest training is cut, for rows and for lines."""
+"""Pieces of the time of the longest training, for rows and for lines."""
 
 SHOWN_LOSSES = 1.6
-"""The largest loss that is shown is so many times the least; what comes before falls steeply."""
+"""Ratio of the largest loss that is shown to the least; before that the loss falls steeply."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Compared:
 
     @property
     def train_seconds(self) -> float:
-        """From the start to the last gradient step of the last worker."""
+        """Return the seconds from the start to the last gradient step of the last worker."""
         return max(worker.trained_s for worker in self.run_log.workers.values())
 
     @property
     def waiting(self) -> float:
-        """The share of all workers' time that they waited."""
+        """Return the share of all workers' time that they waited."""
         workers = self.run_log.workers.values()
         waited_s = sum(each.exchanges[-1].waited_seconds for each in workers if each.exchanges)
         return waited_s / len(workers) / self.train_seconds
@@ -65,7 +65,7 @@ def draw_comparison(
     All share one axis of time. In a row of a timeline the height of a colour is its share of the
     time. A line of the loss is the mean over the workers' batches, a dot the averaged model.
 
-    loss_unit: what the logged losses are divided by, such as log(2) for bits where they are nats.
+    loss_unit: divides the logged losses, such as log(2) to show nats as bits.
     """
     from matplotlib.patches import Patch
 
@@ -122,7 +122,7 @@ def _draw_workers(axes: Axes, training: Compared, piece_s: float) -> None:
 
 
 def waiting_shares(worker: WorkerLog, piece_s: float) -> tuple[NDArray[np.float64], ...]:
-    """Edges of pieces of time until the last gradient step, and the share waited in each.
+    """Return edges of pieces of time until the last gradient step, and the share waited in each.
 
     A wait is logged when it is over, so pieces should be longer than steps.
     """
@@ -134,7 +134,7 @@ def waiting_shares(worker: WorkerLog, piece_s: float) -> tuple[NDArray[np.float6
 
 
 def loss_curve(run_log: RunLog, piece_s: float) -> Points:
-    """The mean loss of all workers' batches in each piece of time, where there were any."""
+    """Return the mean loss of all workers' batches in each piece of time that has any."""
     sums: dict[int, tuple[float, float]] = {}
     for worker in run_log.workers.values():
         samples = [0, *(step.samples for step in worker.steps)]

@@ -1,6 +1,6 @@
-"""One training of ``gossipdp demo``: its workers, and what came of it.
+"""One training of ``gossipdp demo``: its workers and its results.
 
-All that a worker measures is in its log, so that what one that was killed did is known too.
+A worker writes all its measurements to its log, so that those of a killed worker are known too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rich.markup import escape
 from gossipdp import logs
 from gossipdp.links.clock import since_boot_s
 from gossipdp.observe.log import FILE_PATTERN, RunLog, read_worker, worker_file
+from gossipdp_lab.demo.options import DemoArguments
 from gossipdp_lab.demo.watch import FaultInjector, LiveView, fault_results, parse_slow_worker
 
 if TYPE_CHECKING:
     from gossipdp.launcher.supervisor import Failure
-    from gossipdp_lab.demo.command import DemoArguments
 
 METRIC, DIGEST = "metric_before_average", "average_digest"
 """Logged by each worker that comes to the end."""
@@ -35,9 +35,9 @@ AVERAGE_FILE, REPORT_FILE = "averaged_model.pt", "report.html"
 class Training:
     """A training that is over.
 
-    metric_name: what the workload is judged by; a key of ``summary``.
-    summary: what ``--json`` writes.
-    problems: what should not have come about, a line each.
+    metric_name: the metric of the workload; a key of ``summary``.
+    summary: the content of ``--json``.
+    problems: unexpected events, a line each.
     """
 
     metric_name: str
@@ -48,22 +48,22 @@ class Training:
 
 
 def train(arguments: DemoArguments, console: Console) -> Training:
-    """Train with new workers, show how far they are, and keep the averaged model.
+    """Train with new workers, show their progress, and keep the averaged model.
 
     Raises:
         ValueError: a worker's share of the data is too small; before any process starts.
-        WorkerFailedError: a worker failed that nobody killed on purpose.
+        WorkerFailedError: a worker failed, and not by one of the faults.
     """
     from gossipdp.launcher.local import start_fork_server
 
-    # It imports torch and this module while this process does so too, so that no worker need.
+    # It imports torch and this module while this process does so too, so that workers do not.
     start_fork_server(also=[__name__, "sklearn.datasets"])
     import torch
 
     from gossipdp_lab.tasks import make_workload
 
     workload = make_workload(arguments.task, disjoint=arguments.disjoint)
-    # Raises where a share of the data is too small, before a worker does.
+    # Raises if a share of the data is too small, before a worker does.
     workload.train_loader(0, arguments.workers, arguments.seed)
     configuration = configuration_of(arguments, workload.batch_size)
     directory = arguments.directory
@@ -99,7 +99,7 @@ def train(arguments: DemoArguments, console: Console) -> Training:
 def _run_workers(
     arguments: DemoArguments, configuration: dict[str, Any], console: Console
 ) -> tuple[FaultInjector, list[Failure]]:
-    """What was done to the workers, and who failed by itself."""
+    """Return the faults as they happened, and the failures that no fault caused."""
     from gossipdp.errors import WorkerFailedError
     from gossipdp.launcher.local import launch
 
@@ -125,7 +125,7 @@ def _run_workers(
             if not injector.ended(failure):
                 surprises.append(failure)
 
-        # What this process decides: a worker may have another working directory.
+        # This process decides these two: a worker may have another working directory.
         task = replace(arguments, output=arguments.directory, samples=arguments.num_samples)
         try:
             launch(
@@ -138,7 +138,7 @@ def _run_workers(
                 on_failure=note_failure,
             )
         except WorkerFailedError:
-            # What was killed on purpose is no failure of the run.
+            # A worker that was killed on purpose is no failure of the run.
             if surprises:
                 raise
         finally:
@@ -147,7 +147,7 @@ def _run_workers(
 
 
 def configuration_of(arguments: DemoArguments, batch_size: int) -> dict[str, Any]:
-    """What was asked for, as ``--json`` and the logs have it."""
+    """Return the options, as ``--json`` and the logs have them."""
     asked = asdict(arguments)
     for name in ("json", "output", "slow_worker", "compare"):
         del asked[name]
@@ -175,7 +175,7 @@ def _opening(arguments: DemoArguments) -> str:
 
 
 def _clear(directory: Path) -> None:
-    """Remove what a former run left here, so that no worker of it is taken for one of this."""
+    """Remove the files of a former run, so that none is taken for one of this run."""
     directory.mkdir(parents=True, exist_ok=True)
     for pattern in (FILE_PATTERN, "averaged_model-*.pt"):
         for path in directory.glob(pattern):
@@ -239,14 +239,14 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         if rank == slowed:
-            # Slow as a slow device is: its gradient comes late. The other cores stay free. Its
-            # network is as fast as the others': what all-reduce takes is not multiplied.
+            # As on a slow device its gradient comes late, and the other cores stay free. Its
+            # network is as fast as the others': the time of all-reduce is not multiplied.
             waited_s = model.stats().waited_seconds - waited_s
             time.sleep((factor - 1) * max(0.0, time.monotonic() - step_started - waited_s))
         optimizer.step()
         schedule.step()
         model.log(loss=loss)
-    # The worker's own model, without what exchanges have brought since its last step.
+    # The worker's own model, without the changes by exchanges since its last step.
     model.log(metric_before_average=workload.evaluate(net))
     model.consolidate()
     torch.save(net.state_dict(), own_average_file(arguments.directory, rank))
@@ -258,7 +258,7 @@ def train_worker(arguments: DemoArguments, least_s: float, configuration: dict[s
 
 
 def _until(is_over: Callable[[], bool], loader: Iterable[Any]) -> Iterator[Any]:
-    """The loader's batches, epoch after epoch."""
+    """Yield the loader's batches, epoch after epoch."""
     while not is_over():
         for batch in loader:
             yield batch
@@ -267,19 +267,19 @@ def _until(is_over: Callable[[], bool], loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def own_average_file(directory: Path, rank: int) -> Path:
-    """Where one worker saves what it holds after averaging; the parent keeps one of them."""
+    """Return the file of one worker's model after averaging; the parent keeps one of them."""
     return directory / f"averaged_model-{rank}.pt"
 
 
-# What came of it.
+# The results.
 
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """What one worker measured; the last four are None of one that was killed.
+    """The measurements of one worker; the last four are None for a killed worker.
 
-    num_averaged: over how many workers the average was taken.
-    average_digest: of the bits of the average.
+    num_averaged: number of workers in the average.
+    average_digest: digest of the bits of the average.
     """
 
     rank: int
@@ -296,12 +296,12 @@ class WorkerResult:
 
     @property
     def samples_per_second(self) -> float:
-        """Over this worker's own training time."""
+        """Return the samples per second over this worker's own training time."""
         return self.samples / self.train_seconds if self.train_seconds else 0.0
 
 
 def read_results(run_log: RunLog) -> list[WorkerResult]:
-    """What the workers measured, by rank, those that were killed included."""
+    """Read the measurements of all workers, by rank, also of killed ones."""
     results = []
     for rank, worker in run_log.workers.items():
         result = WorkerResult(rank)
@@ -329,13 +329,13 @@ def read_results(run_log: RunLog) -> list[WorkerResult]:
 
 
 def averaged_together(results: list[WorkerResult]) -> list[WorkerResult]:
-    """The workers that hold the average: all that came to the end, unless one came too late."""
+    """Return the workers that hold the average: all that finished, unless one came too late."""
     groups: dict[str, list[WorkerResult]] = {}
     for result in results:
         if result.average_digest is not None:
             groups.setdefault(result.average_digest, []).append(result)
     if not groups:
-        raise ValueError("no worker came to the end of the run; see what they wrote above")
+        raise ValueError("no worker came to the end of the run; read their messages above")
     return max(groups.values(), key=len)
 
 
@@ -345,13 +345,13 @@ def summarize(
     results: list[WorkerResult],
     configuration: dict[str, Any],
 ) -> dict[str, Any]:
-    """What ``--json`` writes but for the faults; ``metric`` is the averaged model's.
+    """Return the content of ``--json``, except the faults; ``metric`` is the averaged model's.
 
-    achieved_comm_rate: over the whole network, 2 * exchanges / all gradient steps.
+    achieved_comm_rate is that of the whole network: 2 * exchanges / all gradient steps.
     """
     exchanges = sum(result.exchanges_initiated for result in results)
     gradient_steps = sum(result.gradient_steps for result in results)
-    told = (
+    names = (
         "rank",
         "metric_before_average",
         "gradient_steps",
@@ -365,7 +365,7 @@ def summarize(
         "samples": sum(result.samples for result in results),
         "achieved_comm_rate": 2 * exchanges / gradient_steps,
         "consensus_distance": averaged_together(results)[0].consensus_distance,
-        "workers": [{name: getattr(result, name) for name in told} for result in results],
+        "workers": [{name: getattr(result, name) for name in names} for result in results],
         "configuration": configuration,
     }
     slow = parse_slow_worker(arguments.slow_worker, arguments.workers)
@@ -375,7 +375,7 @@ def summarize(
 
 
 def not_back(faults: Sequence[dict[str, Any]]) -> list[str]:
-    """Workers that were to be started again, and did not take part again."""
+    """Name the workers that should have been started again, and did not take part again."""
     return [
         f"worker {fault['rank']}, killed at {fault['at_s']:.1f} s, did not come back"
         for fault in faults
@@ -384,7 +384,7 @@ def not_back(faults: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def write_reports(arguments: DemoArguments, run_log: RunLog) -> list[str]:
-    """Write the page of the run; return lines that say where everything is."""
+    """Write the page of the run; return lines that name the files."""
     from gossipdp_lab.report.page import render
 
     directory = arguments.directory
@@ -397,5 +397,5 @@ def write_reports(arguments: DemoArguments, run_log: RunLog) -> list[str]:
 
 
 def shown(path: Path) -> Path:
-    """A path as it is shown: from where the user is, if it lies below."""
+    """Return a path relative to the working directory, if it lies below."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -30,7 +30,7 @@ from gossipdp.observe.log import (
     StepRecord,
     worker_file,
 )
-from gossipdp_lab.progress import ProgressView
+from gossipdp_lab.progress_bar import ProgressView
 
 if TYPE_CHECKING:
     from gossipdp.launcher.supervisor import Failure

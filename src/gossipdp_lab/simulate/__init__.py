@@ -1,23 +1,22 @@
 """Simulation: the same protocol and dynamics as on real workers, on a virtual clock.
 
-What a run is:
+The description of a run:
 
     scenario          everything that a run depends on: step times, links, graph, method's knobs
-    objectives        the seam of what is minimised; consensus, quadratic
+    objectives        the seam of the objective; consensus, quadratic
     module_objective  any torch module; digits
     optimizers        how rows step
 
-How it runs:
+Its course:
 
     ideal             Poisson edges, as the paper's, and instantaneous exchanges
     links             the real protocol over links                network, engine
     rounds            lock-step: rounds of all workers, and what they cost over links
-    synchronous       all-reduce, D-PSGD
-    local_steps       DiLoCo
+    synchronous       all-reduce, D-PSGD, DiLoCo
     population        x and c of all workers, a row each, and their gradient steps
     trace             the time series                      figures: pictures of it
     study             simulate(scenario, method) -> Trace; many runs; means over seeds
-    command           gossipdp simulate                    command_study, command_results
+    command           gossipdp simulate           options, command_study, command_results
 """
 
 from importlib import import_module
@@ -40,39 +39,11 @@ if TYPE_CHECKING:
         Link,
         LinkModel,
         LognormalTime,
-        MeasuredTime,
         Scenario,
         SlowedTime,
     )
     from gossipdp_lab.simulate.study import METHODS, Job, simulate, simulate_all
     from gossipdp_lab.simulate.trace import Interval, Record, Trace
-
-# Imported on first use: the help of `gossipdp simulate` needs no torch.
-_NAMES = {
-    "module_objective": ["ModuleObjective", "digits_objective"],
-    "objectives": [
-        "Consensus",
-        "Evaluation",
-        "Gradients",
-        "GradientSource",
-        "Objective",
-        "Quadratic",
-    ],
-    "optimizers": ["AdamW", "RowOptimizer", "Sgd"],
-    "scenario": [
-        "ComputeTime",
-        "ConstantTime",
-        "Link",
-        "LinkModel",
-        "LognormalTime",
-        "MeasuredTime",
-        "Scenario",
-        "SlowedTime",
-    ],
-    "study": ["METHODS", "Job", "simulate", "simulate_all"],
-    "trace": ["Interval", "Record", "Trace"],
-}
-_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "METHODS",
@@ -88,7 +59,6 @@ __all__ = [
     "Link",
     "LinkModel",
     "LognormalTime",
-    "MeasuredTime",
     "ModuleObjective",
     "Objective",
     "Quadratic",
@@ -104,8 +74,14 @@ __all__ = [
 ]
 
 
+# Imported on first use: the help of `gossipdp simulate` needs no torch.
+_MODULES = ("scenario", "objectives", "optimizers", "trace", "study", "module_objective")
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name from its module on first use (PEP 562)."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for module in _MODULES if name in __all__ else ():
+        found = getattr(import_module(f"{__name__}.{module}"), name, None)
+        if found is not None:
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

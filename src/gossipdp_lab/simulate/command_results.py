@@ -1,4 +1,4 @@
-"""What ``gossipdp simulate`` prints and writes of its ensembles."""
+"""The table, the notes and the JSON of ``gossipdp simulate``."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
 import gossipdp
-from gossipdp_lab.simulate.command_study import Study
+from gossipdp_lab.simulate.command_study import OUTPUT_OPTIONS, Study
+from gossipdp_lab.simulate.options import SimulateArguments
 from gossipdp_lab.simulate.study import SYNCHRONOUS, Ensemble, Estimate
 from gossipdp_lab.simulate.trace import TAIL_LOWEST, Record, Trace
 
-if TYPE_CHECKING:
-    from gossipdp_lab.simulate.command import SimulateArguments
-
 MEANING_OF_SPREAD = "sample standard deviation over seeds; 0 for one seed"
-OUTPUT_OPTIONS = ("json", "figure", "timeline", "processes")
 
 
 def _decay(ensemble: Ensemble) -> Estimate:
@@ -31,7 +28,7 @@ def _exchanges_per_worker(ensemble: Ensemble) -> Estimate:
 
 
 def table(study: Study, ensembles: Sequence[Ensemble]) -> Table:
-    """A row for each ensemble, with what it ended at."""
+    """Return a row for each ensemble, with the values at its end."""
     has_gradients, metric_name = study.objective.has_gradients, study.objective.metric_name
     result = Table()
     for number, ensemble in enumerate(ensembles):
@@ -65,22 +62,22 @@ def _text(estimate: Estimate, digits: int = 4, *, spread: bool = True) -> str:
 
 
 def notes(study: Study, ensembles: Sequence[Ensemble]) -> list[str]:
-    """What the table leaves open: its spread, what is missing in it, how quick it was."""
+    """Return lines on what the table leaves open: its spread, what is missing, how quick it was."""
     lines = []
     has_gradients = study.objective.has_gradients
     if len(study.seeds) > 1:
         lines.append(f"mean ± standard deviation over {len(study.seeds)} seeds")
     diverged = [each.label for each in ensembles if _has_diverged(study, each)]
-    if not has_gradients and study.arguments.workers > 1:  # one worker has nobody to agree with
+    if not has_gradients:
         for ensemble in ensembles:
-            if ensemble.label not in diverged:
+            if ensemble.label not in diverged and ensemble.traces[0].num_workers > 1:
                 lines += _decay_notes(ensemble)
         lines += _speed_ups(study, ensembles)
     if diverged:
-        cause = "--learning-rate" if has_gradients else "--alpha-tilde-factor"
-        lines.append(f"diverged: {', '.join(diverged)}; try a lower {cause} or --eta-factor")
+        cause = "learning rate" if has_gradients else "eta_factor or alpha_tilde_factor"
+        lines.append(f"diverged: {', '.join(diverged)}; try a lower {cause}")
     synchronous = [method for method in study.methods if method in SYNCHRONOUS]
-    if synchronous and study.arguments.fidelity == "ideal":
+    if synchronous and study.cases[0].scenario.fidelity == "ideal":
         links = study.cases[0].scenario.links.every
         speed = f" and {links.bytes_per_s * 8e-6:g} Mbit/s" if links.bytes_per_s < math.inf else ""
         lines.append(
@@ -101,10 +98,10 @@ def _decay_notes(ensemble: Ensemble) -> list[str]:
     if ensemble.method == "none":
         return [f"{ensemble.label}: workers that exchange nothing never agree"]
     if math.isnan(decay):
-        return [f"{fell}, too little for its decay: give more --steps"]
+        return [f"{fell}, too little for its decay: let it run for more steps"]
     return [
-        f"{fell}, not to {TAIL_LOWEST:g}: its decay may still be that of faster modes; give more "
-        "--steps"
+        f"{fell}, not to {TAIL_LOWEST:g}: its decay may still be that of faster modes; let it run "
+        "for more steps"
     ]
 
 
@@ -114,7 +111,7 @@ def _speed_ups(study: Study, ensembles: Sequence[Ensemble]) -> list[str]:
         decays = {each.method: _decay(each).mean for each in ensembles if each.case == number}
         ratio = decays.get("a2cid2", math.nan) / decays.get("gossip", math.nan)
         if math.isfinite(ratio):
-            where = f"{case.name.format(method='').strip()}: " if case.name else ""
+            where = f"{case.name}: " if case.name else ""
             lines.append(
                 f"{where}per exchange a2cid2 brings workers together {ratio:.3g} times as fast as "
                 "gossip"
@@ -131,16 +128,17 @@ def _has_diverged(study: Study, ensemble: Ensemble) -> bool:
 
 
 def _effort(ensembles: Sequence[Ensemble]) -> tuple[int, float]:
-    """Events of all traces, and the seconds that they took."""
+    """Return the events of all traces, and the seconds that they took."""
     traces = [trace for ensemble in ensembles for trace in ensemble.traces]
     return sum(trace.num_events for trace in traces), sum(trace.wall_s for trace in traces)
 
 
 def as_json(study: Study, ensembles: Sequence[Ensemble]) -> dict[str, Any]:
-    """What ``--json`` writes: NaN and what is infinite become null."""
+    """Return what ``--json`` writes, with null for NaN and infinite values."""
     cases = [
         {
-            "graph": case.scenario.graph,
+            "name": case.name,
+            "graph": str(case.scenario.graph),
             "comm_rate": case.scenario.comm_rate,
             "methods": {
                 ensemble.method: _method_as_json(study, ensemble)
@@ -205,19 +203,18 @@ def _without_nan(value: Any) -> Any:
 
 
 def configuration(arguments: SimulateArguments) -> dict[str, Any]:
-    """What was asked for, option by option, without where to write and how to compute it."""
+    """Return the options, without those that say where to write and how to compute."""
     asked = {name: value for name, value in asdict(arguments).items() if name not in OUTPUT_OPTIONS}
-    return asked | {"step_times": asked["step_times"] and str(asked["step_times"])}
+    return asked | {"file": asked["file"] and str(asked["file"])}
 
 
 def command(arguments: SimulateArguments) -> str:
-    """The command that gives the same figures."""
+    """Return the command that gives the same figures."""
     words = ["gossipdp", "simulate"]
     defaults = configuration(type(arguments)())
     for name, value in configuration(arguments).items():
         if value == defaults[name]:
             continue
-        words.append(f"--{name.replace('_', '-')}")
-        if value is not True:
-            words.append(",".join(value) if isinstance(value, tuple) else str(value))
+        option = [] if name == "file" else [f"--{name.replace('_', '-')}"]
+        words += [*option, ",".join(value) if isinstance(value, tuple) else str(value)]
     return shlex.join(words)

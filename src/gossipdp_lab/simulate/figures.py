@@ -1,4 +1,4 @@
-"""Pictures of simulated runs: how they went, and what each worker did when."""
+"""Pictures of simulated runs: loss and consensus distance, and the timelines of workers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ METHOD_COLOURS = dict(zip(METHODS, OKABE_ITO, strict=True))
 CASE_STYLES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (8, 3)), (0, (8, 2, 1, 2, 1, 2)))
 
 LEAST_SHOWN = {"without gradients": 1e-27, "with gradients": 1e-4}
-"""Shares of the largest consensus distance: what is smaller is rounding."""
+"""Shares of the largest consensus distance: smaller values are rounding errors."""
 
 MOST_SHOWN = 1e100
-"""What is larger has diverged, and a logarithmic scale cannot show it."""
+"""A larger value has diverged, and a logarithmic scale cannot show it."""
 
 ACTIVITY_COLOURS: dict[Activity, str] = {
     "computing": OKABE_ITO[0],
@@ -50,8 +50,8 @@ AXES = {
 def draw_simulation(ensembles: Sequence[Ensemble], path: Path, *, title: str) -> None:
     """Write a PNG: loss and consensus distance over time, exchanges and gradient steps.
 
-    A line is the mean over seeds, its band reaches from the least to the greatest of them. Without
-    gradients there is no loss, and steps say what time says.
+    A line is the mean over seeds; its band reaches from the least to the greatest of them. Without
+    gradients there is no loss, and steps would show the same as time.
     """
     has_loss = any(np.isfinite(ensemble.column("loss")).any() for ensemble in ensembles)
     rows = ["loss", "consensus_distance"] if has_loss else ["consensus_distance"]
@@ -92,7 +92,7 @@ def _draw_band(axes: Axes, ensemble: Ensemble, column: str, name: str) -> None:
 
 
 def _scale(axes: Axes, ensembles: Sequence[Ensemble], name: str, *, has_loss: bool) -> None:
-    """A logarithmic scale where there is something to show on it, without what is rounding."""
+    """Set a logarithmic scale if there are values for it, without those that are rounding."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     values = np.concatenate([ensemble.column(name).ravel() for ensemble in ensembles])
@@ -112,7 +112,7 @@ def _scale(axes: Axes, ensembles: Sequence[Ensemble], name: str, *, has_loss: bo
 
 
 def _name_the_hidden(axes: Axes, ensembles: Sequence[Ensemble]) -> None:
-    """Say whose consensus distance lies below what is shown: that of workers which agree."""
+    """Name the ensembles whose consensus distance lies below the scale: their workers agree."""
     bottom = axes.get_ylim()[0]
     columns = [ensemble.column("consensus_distance")[:, 1:] for ensemble in ensembles]
     hidden = [
@@ -126,7 +126,7 @@ def _name_the_hidden(axes: Axes, ensembles: Sequence[Ensemble]) -> None:
 
 
 def draw_timeline(traces: Sequence[Trace], path: Path, *, title: str) -> None:
-    """Write a PNG: what workers did in the last ten steps of each run, one method above another.
+    """Write a PNG: the workers in the last ten steps of each run, one method above another.
 
     Workers of the asynchronous methods compute without pause; below that a bar shows when they
     exchange. Those of the synchronous ones do one thing at a time.
@@ -154,7 +154,7 @@ def draw_timeline(traces: Sequence[Trace], path: Path, *, title: str) -> None:
 
 
 def _shown_ranks(trace: Trace, most: int) -> list[int]:
-    """The first so many workers; the slowest takes the last place where it is none of them."""
+    """Return the first ``most`` workers; the slowest takes the last place if it is missing."""
     ranks = list(range(min(trace.num_workers, most)))
     longest_s = dict.fromkeys(range(trace.num_workers), 0.0)
     for one in trace.intervals:
@@ -203,13 +203,13 @@ def _draw_workers(axes: Axes, trace: Trace, ranks: Sequence[int]) -> None:
 
 
 def _clip(interval: Interval, begin_s: float, end_s: float) -> tuple[float, float] | None:
-    """(start, duration) of the part that is shown; None for nothing."""
+    """Return (start, duration) of the part that is shown; None for nothing."""
     start_s, until_s = max(interval.start_s, begin_s), min(interval.end_s, end_s)
     return (start_s - begin_s, until_s - start_s) if until_s > start_s else None
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of this size in inches, drawn without a display."""
+    """Make an empty figure of this size in inches, drawn without a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

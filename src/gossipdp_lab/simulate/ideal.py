@@ -28,11 +28,11 @@ def run_ideal(scenario: Scenario, method: str, on_progress: Callable[[float], No
     """Simulate a2cid2, gossip, none or released with instantaneous exchanges.
 
     Edges fire at rate lambda_ij per unit of time, whatever the workers do; eta is that of the
-    comm rate asked for, as in the paper's section 3, since here it is met exactly. Gradients are
-    evaluated where a step begins, and applied where it ends.
+    scenario's comm rate, as in the paper's section 3, since here it is met exactly. Gradients are
+    evaluated at the start of a step, and applied at its end.
 
-    Where nobody takes gradients (consensus), steps are not simulated but counted: one a worker
-    in each unit of time.
+    Without gradients (consensus) steps are not simulated but counted: one a worker in each unit of
+    time.
     """
     has_momentum = method in ("a2cid2", "released")
     training = Training.of(scenario, momentum=has_momentum, outer=scenario.outer)
@@ -101,10 +101,10 @@ class PoissonEdges:
 
     Edge (i, j) fires as a Poisson process of rate lambda_ij per unit of time. Both ends flow to
     the phase of that moment, then average: the dynamics of the paper's equation (4), exactly.
-    Exchanges are applied in blocks, by :meth:`advance`, whenever somebody looks at the state.
+    Exchanges are applied in blocks, by :meth:`advance`, before the state is read.
 
-    Where there is an outer step, both ends take theirs before they average. The optimizers' moments
-    are averaged at once, counted by the end that asks: either, by chance.
+    With an outer step, both ends take theirs before they average. The optimizers' moments are
+    averaged at once, counted by the end that asks: either, by chance.
 
     ``unit_s`` is the unit of time, ``eta`` the mixing speed per unit. With ``is_released`` each end
     subtracts its own flowed value from the other's value before it flowed.
@@ -140,7 +140,7 @@ class PoissonEdges:
         self._edges: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     def phase(self, time_s: float) -> float:
-        """The phase of all workers at a moment."""
+        """Return the phase of all workers at a moment."""
         return self._eta_per_s * time_s
 
     def advance(self, until_s: float) -> None:
@@ -201,8 +201,8 @@ def exchanges(  # noqa: PLR0917
 ) -> None:
     """Flow and exchange, event by event, as compiled by numba; buffers have no column in ``c``.
 
-    The only arithmetic of x and c beside :mod:`gossipdp.dynamics.update`, which a test compares it
-    with: an exchange of two short rows takes 3.7 microseconds here, and 74 by calls of that.
+    This is the only arithmetic of x and c beside :mod:`gossipdp.dynamics.update`; a test compares
+    the two. An exchange of two short rows takes 3.7 microseconds here, and 74 by calls of that.
     """
     for event in range(len(phases)):
         i, j = ends[event, 0], ends[event, 1]
@@ -228,7 +228,7 @@ def exchanges(  # noqa: PLR0917
 
 @functools.cache
 def _compiled_exchanges() -> Any:
-    """The compiled loop, kept on disk where a place can be written."""
+    """Return the compiled loop, kept on disk if a place can be written."""
     import numba  # takes a third of a second
 
     try:

@@ -14,7 +14,7 @@ from gossipdp.dynamics.phase import Phase
 from gossipdp.protocol.actions import Begin
 from gossipdp.protocol.messages import ExchangeId
 from gossipdp.protocol.worker import Method
-from gossipdp_lab.simulate.network import Conditions, Network, Payload, make_workers
+from gossipdp_lab.simulate.network import Conditions, Payload, VirtualNetwork, make_workers
 from gossipdp_lab.simulate.policies import find_policy
 from gossipdp_lab.simulate.population import Training
 from gossipdp_lab.simulate.scenario import Scenario, StepTimes
@@ -27,8 +27,8 @@ TIMEOUT_LATENCIES = 20.0
 def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], None]) -> Trace:
     """Simulate a2cid2, gossip, none or released over links.
 
-    Workers are real protocols, with the phases, rates and constants of real workers; what they
-    exchange are the rows of a population (:class:`CarriedRows`).
+    Workers are real protocols, with the phases, rates and constants of real workers; they exchange
+    the rows of a population (:class:`CarriedRows`).
     Links, step times and measured durations enter as they are given: nothing is fitted.
 
     Workers are not in step: each is caught somewhere in the middle of its first step, by the seed.
@@ -40,7 +40,7 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
     constants, links = scenario.make_constants(), scenario.links
     has_momentum = method in ("a2cid2", "released")
     protocol_method: dict[str, Method] = {"gossip": "gossip", "none": "none"}
-    # The runtime's 5 s for steps of 0.1 s, and in proportion: so the unit of time plays no part.
+    # The runtime's 5 s for steps of 0.1 s, and in proportion: so the unit of time has no effect.
     # Over links of a long latency it is longer: heartbeats take their time to start arriving.
     longest_s = max(link.latency_s for link in (links.every, *links.overrides.values()))
     workers = make_workers(
@@ -63,7 +63,7 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
     )
     row = training.population.x[0]
     row_bytes = row.numel() * row.element_size()
-    network = Network(
+    network = VirtualNetwork(
         workers,
         constants.edges,
         Conditions(
@@ -93,7 +93,7 @@ def run_links(scenario: Scenario, method: str, on_progress: Callable[[float], No
 
 
 def _caught_in_a_step(scenario: Scenario) -> StepTimes:
-    """The step times, of which each worker's first is only what is left of one."""
+    """Return the step times; each worker's first is only the rest of one."""
     draw_s = scenario.compute_time.begin(scenario.seed)
     source = Random(f"{scenario.seed} offsets")
     left = {rank: source.random() for rank in range(scenario.num_workers)}
@@ -110,19 +110,19 @@ class _Open:
 
 
 class CarriedRows(Payload):
-    """Each worker holds a row of the population, trains it and exchanges it.
+    """The rows of a population, one a worker, that are trained and exchanged.
 
-    As on a real worker: an exchange freezes the phase at its start, the row flows to it, and its
-    snapshot is both what travels and what delta is computed from. A step boundary applies the
+    As on a real worker, an exchange freezes the phase at its start and the row flows to it; one
+    snapshot then travels, and delta is computed from the same snapshot. A step boundary applies the
     gradient step, then flows the row to the phase. An outer step is taken before the snapshot. The
     optimizer's moments, where they are due, travel along: each end takes the mean of its own, as
     they are when the peer's arrive, and of those. Between boundaries the row is x + pending of a
     real worker; the gradient that is under way was begun at the row's value then.
 
-    The released exchange, for comparison only: what travels is the row before it flowed; delta is
-    the live row when the data arrive, flowed and with the steps taken meanwhile, minus that.
+    In the released exchange, for comparison only, the row before it flowed travels; delta is the
+    live row when the data arrive, flowed and with the steps taken meanwhile, minus that.
 
-    ``interval`` is told what each worker did when.
+    ``interval`` gets each activity of each worker.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class CarriedRows(Payload):
         self.models_sent = 0.0
         self._open: dict[int, _Open] = {}
         self._halves: dict[ExchangeId, Tensor] = {}
-        """What exchanges that one end alone has applied did to the sum of x + c/2."""
+        """Changes of the sum of x + c/2 by exchanges that one end alone has applied."""
 
     def step_started(self, rank: int, now_s: float, end_s: float) -> None:
         self._training.start_step(rank, now_s)
@@ -187,7 +187,7 @@ class CarriedRows(Payload):
         return self._training.moments_due(id.counter)
 
     def settle_drift(self) -> None:
-        """Tell the population what exchanges under way did to its mean at one end so far."""
+        """Set the population's ``half_applied`` to the change by exchanges under way."""
         total = torch.zeros_like(self.population.half_applied)
         for half in self._halves.values():
             total += half

@@ -1,4 +1,4 @@
-"""Any torch module as an objective: functional calls on the rows of one (n, d) state."""
+"""An objective made of any torch module: functional calls on the rows of one (n, d) state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gossipdp_lab.simulate.objectives import Evaluation, Gradients, GradientSource, Objective
-from gossipdp_lab.tasks.digits import Digits, Network
+from gossipdp_lab.tasks.digits import Digits, NetworkName
 
 logger = logging.getLogger("gossipdp.simulate")  # beneath the one that --log-level sets
 
@@ -26,14 +26,14 @@ Evaluate: TypeAlias = Callable[[nn.Module], Evaluation]
 
 NUM_EVALUATION_BATCHES = 16
 CONVOLUTIONAL_ROWS = 8
-"""So many convolutional networks at once fit the processor's caches; 64 take twice as long each."""
+"""Convolutional networks that fit the processor's caches; with 64 each takes twice as long."""
 
 
 @final
 class ModuleObjective(Objective):
-    """Workers train a torch module, each on batches of its own.
+    """A torch module that workers train, each on batches of its own.
 
-    The trainable parameters of a worker are a row of the state, then its float buffers (BatchNorm
+    A row of the state holds the trainable parameters of a worker, then its float buffers (BatchNorm
     statistics). Integer buffers are no part of it: every forward pass sees those of a new model.
 
     Gradients of many rows are computed together by ``torch.func.vmap``. If vmap cannot do it
@@ -49,9 +49,9 @@ class ModuleObjective(Objective):
             a tuple, list or dict of such; the same arguments must give the same batches.
         evaluate: judges a model in evaluation mode. None: the mean loss of the first
             16 batches, drawn from the workers in turn.
-        name: what to call it.
-        metric_name: what ``evaluate`` puts into :attr:`Evaluation.metric`.
-        max_rows: how many rows are computed together, at most; 1: row by row, without vmap.
+        name: its name in tables and figures.
+        metric_name: the name of :attr:`Evaluation.metric` as ``evaluate`` sets it.
+        max_rows: rows that are computed together, at most; 1: row by row, without vmap.
 
     For runs in several processes the callables must be picklable, by cloudpickle at least.
 
@@ -100,7 +100,7 @@ class ModuleObjective(Objective):
 
 
 class RowLayout:
-    """Trainable parameters, then float buffers, each in the order in which the module names them.
+    """Trainable parameters, then float buffers, each in the order of the module's names.
 
     A parameter under several names is one, under the first of them. Frozen parameters and integer
     buffers are not in the row.
@@ -130,7 +130,7 @@ class RowLayout:
         self.num_trained = sum(tensor.numel() for tensor in trained.values())
 
     def read(self, model: nn.Module) -> Tensor:
-        """The row of a module; (d,)."""
+        """Return the row of a module; (d,)."""
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
         return torch.cat([tensors[name].detach().reshape(-1) for name in self.shapes])
 
@@ -142,7 +142,7 @@ class RowLayout:
             tensors[name].copy_(value)
 
     def tensors(self, trained: Tensor, buffers: Tensor) -> dict[str, Tensor]:
-        """The tensors of the two parts of a row, by name; views."""
+        """Return the tensors of the two parts of a row, by name; views."""
         lengths = [shape.numel() for shape in self.shapes.values()]
         num_parameters = len(lengths) - len(self.buffers)
         pieces = (
@@ -154,7 +154,7 @@ class RowLayout:
 
 
 class _LossOfModel(nn.Module):
-    """Makes the loss a module, so that functional calls replace the model's tensors within."""
+    """The loss as a module, so that functional calls replace the model's tensors within."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class _ModuleSource(GradientSource):
             return Evaluation(loss=sum(losses) / len(losses))
 
     def _batches_of(self, rank: int) -> Iterator[Any]:
-        """A worker's batches from the first on, over and over again."""
+        """Yield a worker's batches from the first on, over and over again."""
         batches = self._objective.batches(rank, self._num_workers, self._seed)
         while True:
             none = True
@@ -225,7 +225,7 @@ class _ModuleSource(GradientSource):
                 )
 
     def _loss(self, trained: Tensor, buffers: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """The loss of one row, and its new buffers: a pure function of tensors."""
+        """Return the loss of one row, and its new buffers: a pure function of tensors."""
         tensors = self._layout.tensors(trained, buffers)
         # The model changes its buffers in place: copies, so that nothing outside is changed.
         state = {f"model.{name}": value.clone() for name, value in tensors.items()}
@@ -235,7 +235,7 @@ class _ModuleSource(GradientSource):
         return loss, torch.cat([buffers[:0], *after])
 
     def _vectorized(self, x: Tensor, batches: Sequence[Any]) -> Gradients:
-        """Many rows together; batches of different shapes are computed apart."""
+        """Compute many rows together, and batches of different shapes apart."""
         self._loss_of_model.train()
         by_shape: dict[Any, list[int]] = {}
         for place, batch in enumerate(batches):
@@ -264,7 +264,7 @@ class _ModuleSource(GradientSource):
         )
 
     def _looped(self, x: Tensor, batches: Sequence[Any], seeds: Sequence[int]) -> Gradients:
-        """One row after the other, each with a random state of its own."""
+        """Compute one row after the other, each with a random state of its own."""
         self._loss_of_model.train()
         values, changes, losses = [], [], []
         with torch.random.fork_rng(devices=[]):
@@ -278,7 +278,7 @@ class _ModuleSource(GradientSource):
         return Gradients(torch.stack(values), torch.stack(changes), torch.stack(losses))
 
     def _can_vectorize(self) -> bool:
-        """Whether vmap can do it, tried out on a batch that training does not miss."""
+        """Try vmap on a batch that training does not miss, and say if it can do it."""
         batch = next(self._batches_of(0))
         row = self._layout.read(self._model)
         self._looped(row.unsqueeze(0), [batch], [0])  # an error in the model itself is its own
@@ -301,19 +301,19 @@ def _stack(*tensors: Tensor) -> Tensor:
 
 def digits_objective(
     *,
-    network: Network = "perceptron",
+    network: NetworkName = "perceptron",
     batch_size: int = 32,
     disjoint: bool = False,
     dirichlet_alpha: float | None = None,
 ) -> ModuleObjective:
-    """Handwritten digits, as :class:`~gossipdp_lab.tasks.digits.Digits` has them.
+    """Make an objective of the handwritten digits of :class:`~gossipdp_lab.tasks.digits.Digits`.
 
     The loss is that of all 1,437 training images, whatever images each worker has; the metric
     is the accuracy on the 360 test images.
 
     The perceptron (64-64-10) is the default, since simulations compute the gradients of all
-    workers on one machine: one of 64 workers' at a time costs well under 0.1 ms, where one of the
-    demo's convolutional network costs 5 to 10 ms. It differs between methods and graphs as much.
+    workers on one machine. With 64 workers one of its gradients takes well under 0.1 ms; one of the
+    demo's convolutional network takes 5 to 10 ms. Methods and graphs differ as much on it.
 
     Args:
         network: "perceptron", or "convolutional" as in ``gossipdp demo``, with BatchNorm.

@@ -4,8 +4,8 @@ Each worker is a real :class:`~gossipdp.protocol.worker.WorkerProtocol`. Message
 They arrive in order within a link, and in any order between links. An exchange is one transfer
 each way. An end has finished when its own data have left and the other's have arrived.
 
-Nothing goes wrong in this network. Tests of faults extend its methods: each callback of an event
-is a method, so that a subclass can hold it up.
+This network has no faults. Tests of faults extend its methods: each callback of an event is a
+method, so that a subclass can hold it up.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def make_workers(
     timeout_s: float = 5.0,
     num_chunks: int = 1,
 ) -> dict[int, WorkerProtocol]:
-    """A protocol for every worker of the graph, each with its own random source.
+    """Make a protocol for every worker of the graph, each with its own random source.
 
-    All know of one another from the start, as after a rendezvous.
+    They know one another from the start, as after a rendezvous.
     """
     live_graph = LiveGraph(constants)
     workers = {
@@ -66,11 +66,11 @@ def make_workers(
 
 @dataclass(frozen=True)
 class Conditions:
-    """How long everything takes, in seconds of virtual time.
+    """The durations in a network, in seconds of virtual time.
 
     Args:
         latency_s: how long a message travels from one rank to another.
-        transfer_s: how long one model needs to get onto the link, in an exchange. Asked once for
+        transfer_s: how long one model needs to get onto the link, in an exchange. Called once for
             each exchange: chunk by chunk each end waits for the other (the runtime's window), so
             the two directions take equally long.
         step_s: how long the next gradient step of a rank takes.
@@ -82,36 +82,36 @@ class Conditions:
 
 
 class Payload:
-    """What the workers hold; here it is nothing, and exchanges take their time all the same.
+    """The data of the workers; here there is none, and exchanges take their time all the same.
 
     For each rank the calls alternate: a step starts, ends, and the next starts at once; an
     exchange begins, the peer's data may arrive, and it ends before the next one begins.
     """
 
     def step_started(self, rank: int, now_s: float, end_s: float) -> None:
-        """A gradient step of ``rank`` begins, and will end at ``end_s``."""
+        """Begin a gradient step of ``rank``, which ends at ``end_s``."""
 
     def step_ended(self, rank: int, now_s: float) -> None:
-        """The gradient step of ``rank`` ends: its step boundary."""
+        """End the gradient step of ``rank``: its step boundary."""
 
     def exchange_began(self, rank: int, begin: Begin, now_s: float) -> object:
-        """An exchange begins at ``rank``; return the data that travel to its peer."""
+        """Begin an exchange at ``rank``, and return the data that travel to its peer."""
         return None
 
     def models(self, id: ExchangeId) -> float:
-        """How many models' worth of data each end sends in this exchange."""
+        """Return how many models' worth of data each end sends in this exchange."""
         return 1.0
 
     def data_arrived(self, rank: int, id: ExchangeId, data: object, now_s: float) -> None:
-        """The peer's data have arrived at ``rank``, whole, in the exchange that it is in."""
+        """Take the peer's data, which have arrived at ``rank`` whole, in its running exchange."""
 
     def exchange_ended(self, rank: int, id: ExchangeId, now_s: float) -> None:
-        """The exchange is over at ``rank``: finished, or stopped before or after data arrived."""
+        """End the exchange at ``rank``: finished, or stopped before or after data arrived."""
 
 
 @dataclass(slots=True)
 class End:
-    """One end of an exchange: when it began and ended, and how."""
+    """One end of an exchange: its times and its outcome."""
 
     began: float
     alpha_tilde: float
@@ -131,13 +131,13 @@ class Exchange:
 
     @property
     def is_complete(self) -> bool:
-        """Whether both ends finished it."""
+        """Say if both ends finished it."""
         return [end.outcome for end in self.ends.values()] == ["finished", "finished"]
 
 
 @dataclass(slots=True)
 class _Direction:
-    """One way along a link: what keeps its order."""
+    """The times that keep the order of one direction of a link."""
 
     last_arrival: float = 0.0
     data_leave: float = 0.0
@@ -145,7 +145,7 @@ class _Direction:
 
 
 class Wire:
-    """A link in one of its lives; both ends drop what an earlier life carries.
+    """A link in one of its lives; both ends drop messages of an earlier life.
 
     Messages arrive in the order in which they were sent. The data of an exchange travel in chunks:
     a message goes between two of them, behind all of them only once all have left.
@@ -174,14 +174,14 @@ class Wire:
         return way.data_leave, way.data_arrive
 
 
-class Network:
-    """Drives the protocols of ``workers``, of which those of ``edges`` are linked.
+class VirtualNetwork:
+    """The driver of the protocols of ``workers``, with a link for each of ``edges``.
 
     ``keeps_exchanges``: ``exchanges`` keeps those that are over too, in a long run many.
 
     Attributes:
         engine: the clock and its events; ``engine.run`` raises a RuntimeError when a worker begins
-            an exchange while in another, or does what only faults bring.
+            an exchange while in another, or asks for an action that only faults bring.
         exchanges: by id, in the order in which they began.
         num_exchanges: how many both ends have finished.
         num_messages: the control messages sent, by type.
@@ -213,27 +213,27 @@ class Network:
             self.connect(first, second)
 
     def wire(self, first: int, second: int) -> Wire | None:
-        """The link between two workers, in either order; None where it is down."""
+        """Return the link between two workers, in either order; None if it is down."""
         return self._wires.get((first, second) if first < second else (second, first))
 
     def connect(self, first: int, second: int) -> None:
-        """Link two workers that are not."""
+        """Link two workers that have no link."""
         self._wires[min(first, second), max(first, second)] = Wire(first, second)
         self.linked(first, second)
         self.linked(second, first)
 
     def linked(self, rank: int, peer: int) -> None:
-        """``rank`` has a link to ``peer`` now."""
+        """Report to ``rank`` that it has a link to ``peer`` now."""
         self.perform(rank, self.workers[rank].link_up(peer, self.engine.now))
 
     def perform(self, rank: int, actions: Sequence[Action]) -> None:
-        """Do what the protocol of ``rank`` answers to one input, then wait for its deadline."""
+        """Take the actions with which ``rank`` answers an input, then wait for its deadline."""
         for action in actions:
             self.act(rank, action)
         self._set_alarm(rank)
 
     def act(self, rank: int, action: Action) -> None:
-        """Do one thing that the protocol of ``rank`` asks for."""
+        """Take one action that the protocol of ``rank`` asks for."""
         if isinstance(action, Send):
             self.send(rank, action.peer, action.message)
         elif isinstance(action, Begin):
@@ -250,7 +250,7 @@ class Network:
         self.engine.at(end, partial(self.end_step, rank, self.workers[rank]), priority=1)
 
     def end_step(self, rank: int, worker: WorkerProtocol) -> None:
-        """The gradient step of a worker's process ends, and the next one begins."""
+        """End the gradient step of a worker's process, and begin the next one."""
         now = self.engine.now
         self._payload.step_ended(rank, now)
         self.perform(rank, worker.step(1, now))
@@ -268,7 +268,7 @@ class Network:
             self._alarms[rank] = self.engine.at(due, partial(self.poll, rank), priority=2)
 
     def poll(self, rank: int) -> None:
-        """A deadline of ``rank`` has come."""
+        """Act on a deadline of ``rank`` that has come."""
         alarm = self._alarms.pop(rank, None)
         if alarm is not None:
             alarm.cancel()
@@ -289,7 +289,7 @@ class Network:
             self.engine.at(arrives, partial(self.deliver, wire, rank, peer, envelope))
 
     def deliver(self, wire: Wire, rank: int, peer: int, envelope: Envelope) -> None:
-        """A message from ``rank`` arrives at ``peer``."""
+        """Let a message from ``rank`` arrive at ``peer``."""
         if wire.is_up:
             self.perform(peer, self.workers[peer].receive(rank, envelope, self.engine.now))
 
@@ -324,7 +324,7 @@ class Network:
     def deliver_data(
         self, wire: Wire, rank: int, peer: int, exchange: Exchange, data: object
     ) -> None:
-        """The data that ``rank`` sent arrive at ``peer``.
+        """Let the data that ``rank`` sent arrive at ``peer``.
 
         At the end that was asked these are the initiator's data, which confirm its ACCEPT.
         """
@@ -339,7 +339,7 @@ class Network:
             self.finish(wire, peer, rank, exchange)
 
     def finish(self, wire: Wire, rank: int, peer: int, exchange: Exchange) -> None:
-        """At ``rank`` the peer's data have arrived and its own have left."""
+        """Finish at ``rank``: the peer's data have arrived and its own have left."""
         if not wire.is_up or self._running.get(rank) is not exchange:
             return
         self._end(rank, "finished")

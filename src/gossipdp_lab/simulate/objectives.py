@@ -1,4 +1,4 @@
-"""What simulated workers minimise: the seam to their gradients, and two objectives without data.
+"""Objectives of simulated workers: the seam to their gradients, and two without data.
 
 An :class:`Objective` describes; :meth:`Objective.begin` makes the :class:`GradientSource` of one
 run, which owns that run's random state and data order.
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 BLOCK_VALUES = 4096
-"""So much noise is drawn for a rank at once, since a single draw costs as much as many."""
+"""Values of noise that are drawn for a rank at once: a single draw costs as much as many."""
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one gradient step each of k workers found.
+    """The gradients of k workers, of one step each.
 
     Attributes:
         values: gradients of the trained columns; (k, num_trained).
-        buffer_changes: what the steps add to the buffer columns; (k, d - num_trained).
+        buffer_changes: changes of the buffer columns; (k, d - num_trained).
         losses: training loss of each batch; (k,).
     """
 
@@ -35,7 +35,7 @@ class Gradients:
     losses: Tensor
 
     def rows(self) -> list[Gradients]:
-        """What each of the workers found, as views."""
+        """Return those of each worker, as views."""
         parts = zip(
             torch.split(self.values, 1),
             torch.split(self.buffer_changes, 1),
@@ -47,12 +47,12 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good one row of parameters is."""
+    """The quality of one row of parameters."""
 
     loss: float
     """Over the training objective."""
     metric: float | None = None
-    """On held-out data, where the objective has such."""
+    """On held-out data, if the objective has some."""
 
 
 class GradientSource(ABC):
@@ -69,7 +69,7 @@ class GradientSource(ABC):
 
     @abstractmethod
     def gradients(self, ranks: Sequence[int], x: Tensor) -> Gradients:
-        """The next gradient step of each of ``ranks`` at the rows ``x`` of shape (k, d).
+        """Return the next gradients of each of ``ranks`` at the rows ``x`` of shape (k, d).
 
         Called once for every step of a rank, in the order of that rank's steps. The answer for a
         rank does not depend on the ranks that it is asked with.
@@ -86,27 +86,27 @@ class Objective(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What to call it in tables and figures."""
+        """Return its name in tables and figures."""
 
     @property
     def has_gradients(self) -> bool:
-        """Whether workers take gradient steps at all."""
+        """Say if workers take gradient steps at all."""
         return True
 
     @property
     def metric_name(self) -> str | None:
-        """What :attr:`Evaluation.metric` is called; None where there is none."""
+        """Return the name of :attr:`Evaluation.metric`; None if there is none."""
         return None
 
     @abstractmethod
     def begin(self, num_workers: int, seed: int) -> GradientSource:
-        """The gradients of one run; the same arguments give the same run."""
+        """Return the gradients of one run; the same arguments give the same run."""
 
 
 @final
 @dataclass(frozen=True)
 class Consensus(Objective):
-    """Every worker starts from a standard normal vector of ``dimension`` values, and only mixes."""
+    """No gradients: standard normal vectors of ``dimension`` values that only mix."""
 
     dimension: int = 64
 
@@ -137,7 +137,7 @@ class _NoGradients(GradientSource):
 @final
 @dataclass(frozen=True)
 class Quadratic(Objective):
-    """Each worker has its own quadratic; only their mean has its least value at x*.
+    """A quadratic for each worker; only their mean has its least value at x*.
 
         f_i(x) = 1/2 (x - x*)^T A (x - x*) + g_i^T (x - x*),    sum_i g_i = 0
         gradient of worker i = A (x - x*) + g_i + noise
@@ -149,8 +149,8 @@ class Quadratic(Objective):
 
     The loss is that of the mean objective over its least value, f(x) - f(x*), without noise.
 
-    With ``mu = smoothness = 0`` there is nothing to learn, but noise and drift remain: what is
-    left of the consensus distance in the long run is then what the exchanges make of them.
+    With ``mu = smoothness = 0`` there is nothing to learn, but noise and drift remain. They and
+    the exchanges then set the consensus distance of the long run.
 
     Args:
         dimension: d, at least 1.
@@ -233,7 +233,7 @@ class QuadraticSource(GradientSource):
         return Evaluation(loss=0.5 * float((away * self.eigenvalues * away).sum()))
 
     def _draw(self, rows: list[int]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-        """The next standard normal vector of each rank; (k, d)."""
+        """Return the next standard normal vector of each rank; (k, d)."""
         for rank in rows:
             if self._places[rank] == self._noise.shape[1]:
                 self._sources[rank].standard_normal(out=self._noise[rank])

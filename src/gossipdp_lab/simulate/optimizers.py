@@ -24,7 +24,7 @@ class RowOptimizer(ABC):
 
     @abstractmethod
     def begin(self, start: Tensor) -> RowState:
-        """Fresh state for workers whose trained parameters are ``start``, of shape (n, d)."""
+        """Make the state of workers whose trained parameters are ``start``, of shape (n, d)."""
 
     @abstractmethod
     def changes(
@@ -35,7 +35,7 @@ class RowOptimizer(ABC):
         gradients: Tensor,
         factor: float | Tensor,
     ) -> Tensor:
-        """What one step of each of ``ranks`` adds to its row.
+        """Return the change of its row by one step of each of ``ranks``; (k, d).
 
         Args:
             state: of all workers; the rows of ``ranks`` are updated.

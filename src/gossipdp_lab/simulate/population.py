@@ -20,8 +20,8 @@ from gossipdp_lab.tasks.workload import learning_rate_factor
 class Population:
     """The state of n workers as matrices, under the same arithmetic as on real workers.
 
-    A row of ``x`` is what others see of a worker: its parameters and what exchanges and flow have
-    brought (``x + pending`` of a real worker). ``c`` is the momentum of the trained columns; float
+    A row of ``x`` is a worker as others see it: its parameters and the changes by exchanges and
+    flow (``x + pending`` of a real worker). ``c`` is the momentum of the trained columns; float
     buffers, in the columns after them, are averaged without. Without ``momentum`` there is no c.
 
     With ``outer``, ``base`` is where each worker's last outer step left its trained columns, moved
@@ -38,17 +38,17 @@ class Population:
         self.base = self.trained.clone() if outer is not None else None
         self.outer_momentum = torch.zeros_like(self.trained) if outer is not None else None
         self.num_exchanges = np.zeros(len(start), dtype=np.int64)
-        """That each worker began, counted for the outer step alone."""
+        """Exchanges that each worker began, counted for the outer step alone."""
         self.theta = np.zeros(len(start))
         """The phase to which each row has been flowed."""
         # Where the sum of x + c/2 would be if gradient and outer steps alone moved it.
         self.expected_sum = self.x[:, :num_trained].sum(dim=0, dtype=torch.float64)
         self.half_applied = torch.zeros(num_trained, dtype=torch.float64)
-        """What exchanges that only one end has applied yet did to the sum of x + c/2."""
+        """Change of the sum of x + c/2 by exchanges that only one end has applied yet."""
 
     @property
     def trained(self) -> Tensor:
-        """The trained columns of ``x``; a view of shape (n, num_trained)."""
+        """Return the trained columns of ``x``; a view of shape (n, num_trained)."""
         return self.x[:, : self.num_trained]
 
     def flow(self, rank: int, theta: float) -> None:
@@ -64,7 +64,7 @@ class Population:
         self.theta[rank] = theta
 
     def apply(self, rank: int, mine: Tensor, peers: Tensor, alpha_tilde: float) -> None:
-        """One end of an exchange, from the snapshots of both ends."""
+        """Apply one end of an exchange, from the snapshots of both ends."""
         row, trained = self.x[rank], self.num_trained
         c = None if self.c is None else self.c[rank]
         update.exchange(row[:trained], c, mine[:trained], peers[:trained], 0.0, 1.0, alpha_tilde)
@@ -74,7 +74,7 @@ class Population:
             self.base[rank].add_(mine[:trained] - peers[:trained], alpha=-0.5)
 
     def put(self, columns: slice, rows: Tensor) -> None:
-        """Replace columns of all rows; what this adds to their sum is meant."""
+        """Replace columns of all rows; the change of their sum is not drift."""
         trained = slice(columns.start, min(columns.stop, self.num_trained))
         before = self.x[:, trained].sum(dim=0, dtype=torch.float64)
         self.x[:, columns] = rows
@@ -82,9 +82,9 @@ class Population:
         self.expected_sum[trained] += after - before
 
     def outer_step(self, rank: int) -> None:
-        """Nesterov's step on what the optimizer of ``rank`` did since the last one, if it is due.
+        """Take Nesterov's step on the change by the optimizer of ``rank``, if it is due.
 
-        Once at the start of each of its exchanges.
+        Call it once at the start of each of its exchanges.
         """
         if self.outer is None:
             return
@@ -101,7 +101,7 @@ class Population:
         self.expected_sum += brought
 
     def step(self, ranks: Sequence[int], changes: Tensor) -> None:
-        """Add what gradient steps changed: rows of (k, d)."""
+        """Add the changes of gradient steps: rows of (k, d)."""
         if len(ranks) == 1:  # as asynchronous workers step: no copy of the row
             self.x[ranks[0]].add_(changes[0])
             self.expected_sum.add_(changes[0, : self.num_trained])
@@ -111,33 +111,33 @@ class Population:
             self.expected_sum += changes[:, : self.num_trained].sum(dim=0, dtype=torch.float64)
 
     def consensus_distance(self) -> float:
-        """(1/n) sum_i |x_i - mean|^2 over the trained columns."""
+        """Return (1/n) sum_i |x_i - mean|^2 over the trained columns."""
         centred = self.trained - self.trained.mean(dim=0)
         return float(centred.square().sum()) / len(self.x)
 
     def mean(self) -> Tensor:
-        """The mean row of x + c/2, where the flow ends; (d,)."""
+        """Return the mean row of x + c/2, to which the flow leads; (d,)."""
         mean = self.x.mean(dim=0)
         if self.c is not None:
             mean[: self.num_trained] += 0.5 * self.c.mean(dim=0)
         return mean
 
     def drift(self) -> float:
-        """How far the mean of x + c/2 is from where gradient and outer steps would have moved it.
+        """Return the distance of the mean of x + c/2 from where gradient and outer steps moved it.
 
-        The Euclidean norm of the difference; exchanges that both ends applied leave rounding
-        errors only, and those that one end is still to apply (``half_applied``) do not count.
+        It is the Euclidean norm of the difference. Exchanges that both ends applied leave rounding
+        errors only; those that one end has yet to apply (``half_applied``) do not count.
         """
         expected = (self.expected_sum + self.half_applied) / len(self.x)
         return float((self.mean()[: self.num_trained].double() - expected).norm())
 
 
 class Training:
-    """Starts and ends gradient steps: evaluated at a step's start, applied at its end.
+    """Gradient steps, evaluated at the parameters at their start and applied at their end.
 
-    So is it on a real worker, whose parameters do not change under a forward and backward pass.
-    And so the gradients of all steps under way can be evaluated together: when the first of them
-    is needed, all are, in one batch. What a step finds does not depend on that.
+    A real worker does the same: its parameters do not change under a forward and backward pass.
+    Therefore the gradients of all steps under way can be evaluated together, in one batch, when
+    the first of them is needed. The gradient of a step does not depend on that.
 
     Without a ``source`` (consensus) steps only count. The learning rate decays over ``decay_s``.
     ``exchange_moments`` gives the periods of the optimizer's tensors that exchanges average.
@@ -180,7 +180,7 @@ class Training:
         outer: OuterStep | None = None,
         starts_alike: bool = False,
     ) -> Training:
-        """The rows of a scenario and their training; all rows are rank 0's if they start alike."""
+        """Make the rows of a scenario and their training; all are rank 0's if they start alike."""
         begun = scenario.objective.begin(scenario.num_workers, scenario.seed)
         source = begun if scenario.objective.has_gradients else None
         start = begun.start
@@ -196,7 +196,7 @@ class Training:
         )
 
     def start_step(self, rank: int, now_s: float) -> None:
-        """A worker begins a step at its current row."""
+        """Begin a step of a worker at its current row."""
         if self.source is not None:
             self._starts[rank] = self.population.x[rank]
             self._factors[rank] = self.factor(now_s)
@@ -218,13 +218,13 @@ class Training:
         self.population.step([rank], changes)
 
     def factor(self, now_s: float) -> float:
-        """What multiplies the learning rate of a step that starts now."""
+        """Return the factor on the learning rate of a step that starts now."""
         if self._decay_s is None:
             return 1.0
         return learning_rate_factor(min(1.0, now_s / self._decay_s))
 
     def gradients(self, ranks: Sequence[int], x: Tensor) -> Gradients:
-        """The next gradients of ``ranks`` at rows ``x``, whose losses count."""
+        """Return the next gradients of ``ranks`` at rows ``x``; their losses count."""
         assert self.source is not None
         found = self.source.gradients(ranks, x)
         self._loss_sum += float(found.losses.sum())
@@ -234,7 +234,7 @@ class Training:
     def changes(
         self, ranks: Sequence[int], x: Tensor, found: Gradients, factor: float | Tensor
     ) -> Tensor:
-        """What the steps of ``ranks`` add to their rows; (k, d)."""
+        """Return the changes of their rows by the steps of ``ranks``; (k, d)."""
         trained = x[:, : self.population.num_trained]
         changes = self.optimizer.changes(self.state, ranks, trained, found.values, factor)
         if found.buffer_changes.numel():
@@ -243,20 +243,20 @@ class Training:
 
     @property
     def has_moments(self) -> bool:
-        """Whether exchanges average any of the optimizer's tensors."""
+        """Say if exchanges average any of the optimizer's tensors."""
         return bool(self._moments)
 
     def moments_due(self, count: int) -> list[Tensor]:
-        """The optimizer's tensors, (n, d), that a worker's ``count``-th exchange averages."""
+        """Return the tensors, (n, d), of the optimizer that a ``count``-th exchange averages."""
         return [self.state[name] for name, every in self._moments.items() if count % every == 0]
 
     def models_due(self, count: int) -> float:
-        """What either end sends in a worker's ``count``-th exchange, in models, moments too."""
+        """Return how many models, moments too, either end sends in a ``count``-th exchange."""
         moments = sum(moment.shape[1] for moment in self.moments_due(count))
         return 1.0 + moments / self.population.x.shape[1]
 
     def take_loss(self) -> float:
-        """The mean loss of the batches evaluated since the last call; NaN for none."""
+        """Return the mean loss of the batches evaluated since the last call; NaN for none."""
         mean = self._loss_sum / self._num_losses if self._num_losses else math.nan
         self._loss_sum, self._num_losses = 0.0, 0
         return mean

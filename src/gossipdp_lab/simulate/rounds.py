@@ -1,7 +1,7 @@
 """Rounds on a virtual clock: the seam of the training algorithms that work in lock-step.
 
-A subclass says when each worker ends a round, by what it sends over the links, and what the round
-makes of the rows.
+A subclass gives the time at which each worker ends a round, from what it sends over the links, and
+changes the rows as the round does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CLOCK_TOLERANCE = 1e-9
 
 
 class Rounds(ABC):
-    """Round after round of all workers; the clock is a list of when each worker ended the last.
+    """Round after round of all workers; the clock is a list of the times at which each ended one.
 
     Attributes:
         number: of the round under way, from 1.
@@ -49,7 +49,7 @@ class Rounds(ABC):
         """By all workers in this round."""
 
     def run(self) -> Trace:
-        """All rounds of the scenario."""
+        """Simulate all rounds of the scenario."""
         draw_step_s = self.scenario.compute_time.begin(self.scenario.seed)
         recorder, num_workers, trace = self.recorder, len(self.ranks), self.recorder.trace
         worker_exchanges = np.zeros(num_workers, dtype=np.int64)
@@ -87,7 +87,7 @@ class Rounds(ABC):
 
     @abstractmethod
     def communicate(self, computed_s: list[float]) -> list[float]:
-        """When each worker ends the round, given when it has computed."""
+        """Return the time at which each worker ends the round, from that of its gradient."""
 
     @abstractmethod
     def step(self, factor: float) -> None:
@@ -100,7 +100,7 @@ class Rounds(ABC):
     # --- what communication takes ----------------------------------------------------------
 
     def all_reduced(self, computed_s: Sequence[float], models: float = 1.0) -> list[float]:
-        """Return when each has ended a ring all-reduce, for which all wait for the slowest.
+        """Return the times at which a ring all-reduce ends; all wait for the slowest to compute.
 
         Over the ring 0, 1, .., n-1, 0 it takes 2 (n - 1) / n * models * model_bytes / bytes_per_s +
         2 (n - 1) latency_s, of the slowest link (Patarasuk, Yuan 2009).
@@ -123,7 +123,7 @@ class Rounds(ABC):
         return [end_s] * len(computed_s)
 
     def sent_to(self, ready_s: Sequence[float], peers: Sequence[Sequence[int]]) -> list[float]:
-        """When each has sent to its peers, and has what they sent.
+        """Return the times at which each has sent to its peers and received what they sent.
 
         One network card serves all peers side by side, so that sending takes the sum over them of
         model_bytes / bytes_per_s, then latency_s to each.

@@ -1,4 +1,4 @@
-"""Everything that a simulated run depends on: step times, links, and the run itself."""
+"""The description of a simulated run: step times, links, and everything else it depends on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from random import Random
 from typing import Literal, TypeAlias, final
 
@@ -24,11 +25,11 @@ ExchangeTimes: TypeAlias = Callable[[int, int], float]
 Fidelity: TypeAlias = Literal["ideal", "links"]
 
 LATENCY_S = 0.0005
-"""How long a message travels where nothing else is said: within one data center."""
+"""Default latency of a message: within one data center."""
 
 LARGEST_STEP_SPREAD = 3.0
-"""With more the mean comes from steps so rare that a run does not see them: nearly all of its steps
-take next to no time, and there is no end of them."""
+"""With a larger spread the mean comes from steps so rare that a run does not see them: nearly all
+its steps take next to no time, and there is no end of them."""
 
 
 def check_step_spread(name: str, spread: float) -> None:
@@ -41,16 +42,16 @@ def check_step_spread(name: str, spread: float) -> None:
 
 
 class ComputeTime(ABC):
-    """How long gradient steps take; a description, from which each run draws by its own seed."""
+    """The durations of gradient steps: a description, from which each run draws by its seed."""
 
     @property
     @abstractmethod
     def nominal_s(self) -> float:
-        """The mean duration of an ordinary worker's step: the unit of time of a run."""
+        """Return the mean duration of an ordinary worker's step: the unit of time of a run."""
 
     @abstractmethod
     def begin(self, seed: int) -> StepTimes:
-        """The step times of one run. Each rank draws from a source of its own."""
+        """Return the step times of one run. Each rank draws from a source of its own."""
 
 
 @final
@@ -76,7 +77,7 @@ class ConstantTime(ComputeTime):
 class LognormalTime(ComputeTime):
     """Step times of mean ``step_s`` whose logarithm has standard deviation ``spread``.
 
-    A ``spread`` above 3 is refused: hardly a run would see its mean.
+    A ``spread`` above 3 raises a ValueError: hardly any run would see its mean.
     """
 
     step_s: float = 0.1
@@ -91,37 +92,15 @@ class LognormalTime(ComputeTime):
         return self.step_s
 
     def begin(self, seed: int) -> StepTimes:
-        sources = _Sources(seed)
+        source = _sources(seed)
         median = math.log(self.step_s) - self.spread**2 / 2  # so that the mean is step_s
-        return lambda rank: sources[rank].lognormvariate(median, self.spread)
-
-
-@final
-@dataclass(frozen=True)
-class MeasuredTime(ComputeTime):
-    """Steps drawn, with replacement, from measured times in seconds."""
-
-    times_s: Sequence[float]
-
-    def __post_init__(self) -> None:
-        if not self.times_s:
-            raise ValueError("no measured step times were given: give at least one")
-        for time_s in self.times_s:
-            _check_positive("a measured step time", time_s)
-
-    @property
-    def nominal_s(self) -> float:
-        return math.fsum(self.times_s) / len(self.times_s)
-
-    def begin(self, seed: int) -> StepTimes:
-        sources = _Sources(seed)
-        return lambda rank: sources[rank].choice(self.times_s)
+        return lambda rank: source(rank).lognormvariate(median, self.spread)
 
 
 @final
 @dataclass(frozen=True)
 class SlowedTime(ComputeTime):
-    """Some ranks take ``factors[rank]`` times as long as ``base`` says."""
+    """``base``, with ranks that take ``factors[rank]`` times as long."""
 
     base: ComputeTime
     factors: Mapping[int, float] = field(default_factory=dict)
@@ -139,16 +118,9 @@ class SlowedTime(ComputeTime):
         return lambda rank: draw(rank) * self.factors.get(rank, 1.0)
 
 
-class _Sources(dict[int, Random]):
-    """One random source a rank, so that no worker's draws depend on another's."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._seed = seed
-
-    def __missing__(self, rank: int) -> Random:
-        source = self[rank] = Random(f"{self._seed} compute {rank}")
-        return source
+def _sources(seed: int) -> Callable[[int], Random]:
+    """Return one random source a rank, so that no worker's draws depend on another's."""
+    return cache(lambda rank: Random(f"{seed} compute {rank}"))
 
 
 def _check_positive(name: str, value: float) -> None:
@@ -182,13 +154,13 @@ class LinkModel:
     The data of an exchange occupy their link for model_bytes / bytes_per_s, times a lognormal
     factor of mean 1, and arrive a latency later. With ``durations_s`` the whole exchange takes a
     duration drawn from that list instead, but no less than the latency; model_bytes, bytes_per_s
-    and jitter then play no part.
+    and jitter then have no effect.
 
     There is one draw an exchange, not one an end: real workers send chunk by chunk, within a window
     of what the other has sent, so the slower direction holds back the faster one.
 
     Args:
-        every: what links are like.
+        every: every link but the overrides.
         overrides: the links (i, j), in either order, that are different.
         jitter: standard deviation of the logarithm of that factor; 0 for none.
         durations_s: measured durations of exchanges, each from its start to its end at one worker.
@@ -212,16 +184,16 @@ class LinkModel:
                 raise ValueError(f"link {pair} is given twice, in both orders: give it once")
 
     def link(self, sender: int, receiver: int) -> Link:
-        """The link between two ranks."""
+        """Return the link between two ranks."""
         pair = (sender, receiver)
         return self.overrides.get(pair) or self.overrides.get(pair[::-1], self.every)
 
     def latency_s(self, sender: int, receiver: int) -> float:
-        """How long a message from one rank to another travels."""
+        """Return how long a message from one rank to another travels."""
         return self.link(sender, receiver).latency_s
 
     def begin(self, seed: int, model_bytes: float) -> ExchangeTimes:
-        """The transfer times of one run for a model of ``model_bytes``."""
+        """Return the transfer times of one run for a model of ``model_bytes``."""
         random = Random(f"{seed} links")
         if self.durations_s:
             durations_s = tuple(self.durations_s)
@@ -240,25 +212,25 @@ class LinkModel:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One simulated run, but for its method. Frozen and picklable.
+    """One simulated run, except for its method. Frozen and picklable.
 
     Args:
         graph: a name that :func:`~gossipdp.graph.build_graph` knows, or a networkx graph.
         num_workers: number of workers.
-        objective: what the workers minimise.
-        optimizer: how they step.
+        objective: the loss that the workers minimise.
+        optimizer: the optimizer of each worker.
         comm_rate: r, exchanges per worker per gradient step.
         fidelity: "ideal", the paper's edges: they fire as Poisson processes, and exchanges are
             instantaneous (gradients come by ``compute_time``, in the paper they are Poisson events
             too); "links", the real protocol: messages and data take their time.
-        neighbour_policy: whom to ask; plays a part at "links" only.
-        compute_time: how long gradient steps take; its nominal step is the unit of time.
-        links: what links are like; at "links", and for the synchronous methods.
-        model_bytes: what one worker sends in an exchange; None: the bytes of a row.
+        neighbour_policy: chooses the neighbour to ask; has an effect at "links" only.
+        compute_time: durations of gradient steps; its nominal step is the unit of time.
+        links: the links; at "links", and for the synchronous methods.
+        model_bytes: bytes that one worker sends in an exchange; None: those of a row.
         num_steps: length of the run in units of time: the gradient steps of an ordinary worker.
         seed: of everything random in the run.
         graph_seed: of the random graphs.
-        num_records: how many points its time series have, evenly spaced.
+        num_records: number of points of its time series, evenly spaced.
         stop_below: end once the consensus distance is below this share of its first value.
         eta_factor: multiplies eta.
         alpha_tilde_factor: multiplies the excess alpha_tilde - 1/2.
@@ -318,13 +290,13 @@ class Scenario:
 
     @property
     def end_s(self) -> float:
-        """When the run is over at the latest, in virtual seconds."""
+        """Return the latest end of the run, in virtual seconds."""
         return self.num_steps * self.compute_time.nominal_s
 
     def make_graph(self) -> nx.Graph[int]:
-        """The graph, checked."""
+        """Build and check the graph."""
         return build_graph(self.graph, self.num_workers, seed=self.graph_seed)
 
     def make_constants(self) -> Constants:
-        """The graph's rates and constants, at :attr:`comm_rate`."""
+        """Return the graph's rates and constants, at :attr:`comm_rate`."""
         return Constants.of(self.make_graph(), self.comm_rate)

@@ -1,4 +1,4 @@
-"""Runs and what many of them show: one run, many over processes, means and spreads over seeds."""
+"""Runs: one, many over processes, and their means and spreads over seeds."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from gossipdp_lab.simulate.ideal import run_ideal
 from gossipdp_lab.simulate.links import run_links
-from gossipdp_lab.simulate.local_steps import DiLoCo
 from gossipdp_lab.simulate.rounds import Rounds
 from gossipdp_lab.simulate.scenario import Scenario
-from gossipdp_lab.simulate.synchronous import AllReduce, Dpsgd, mixing_matrix, second_eigenvalue
+from gossipdp_lab.simulate.synchronous import (
+    AllReduce,
+    DiLoCo,
+    Dpsgd,
+    mixing_matrix,
+    second_eigenvalue,
+)
 from gossipdp_lab.simulate.trace import TAIL_LOWEST, Series, Trace, lowest_share
 
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
 Progress = Callable[[float], None]
-"""Is told from time to time which share of the run is done, 0 to 1."""
+"""Takes, from time to time, the share of the run that is done, 0 to 1."""
 
 ASYNCHRONOUS = ("a2cid2", "gossip", "none", "released")
 ROUNDS: dict[str, type[Rounds]] = {
@@ -36,18 +41,12 @@ ROUNDS: dict[str, type[Rounds]] = {
 }
 SYNCHRONOUS = tuple(ROUNDS)
 METHODS = ASYNCHRONOUS + SYNCHRONOUS
-METHODS_OF = {
-    "sync_every": ("diloco",),
-    "outer": ("a2cid2", "gossip", "diloco"),
-    "exchange_moments": ("a2cid2", "gossip", "diloco"),
-}
-"""For which methods an option of a scenario plays a part."""
 
 WORTH_PROCESSES_S = 10.0
 """Processes take seconds to start: torch is imported, and numba compiles in each."""
 
 MARGIN = 1.3
-"""Single runs lie on both sides of the expectation that the bounds are about."""
+"""The bounds are about expectations, and single runs lie on both sides of those."""
 LEAST_STEPS = 20.0
 STEPS_WITHOUT_AGREEMENT = 100.0
 MOST_VALUES = {"ideal": 2.5e8, "links": 3e6, "rounds": 2.5e8}
@@ -96,7 +95,7 @@ def simulate(scenario: Scenario, method: str, on_progress: Progress | None = Non
 
 
 def check_method(scenario: Scenario, method: str) -> None:
-    """Raise ValueError for a method that is not there, or cannot be run on this scenario."""
+    """Raise ValueError for a method that does not exist, or cannot run on this scenario."""
     if method not in ASYNCHRONOUS and method not in ROUNDS:
         raise ValueError(f"there is no method {method!r}; choose among {', '.join(METHODS)}")
     if method == "diloco" and not scenario.objective.has_gradients:
@@ -108,7 +107,7 @@ def check_method(scenario: Scenario, method: str) -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch and numpy compute with one thread; the former number comes back afterwards.
+    """Let torch and numpy compute with one thread, and restore the former number afterwards.
 
     The tensors of simulations are small, and teams of threads cost more than they bring. Measured
     on two busy cores: a digits gradient of 0.07 ms took 3.4 ms with a team of two.
@@ -123,13 +122,13 @@ def one_thread() -> Iterator[None]:
 
 
 def steps_to_agree(scenario: Scenario, method: str) -> float:
-    """How many steps a consensus run needs to fall to 1e-24 of its first distance, by theory.
+    """Return the steps that theory gives a consensus run to fall to 1e-24 of its first distance.
 
         expected distance <= 2 exp(-rate t),     t = log(2 / 1e-24) / rate
 
     with a rate of 1 / (2 chi1) for gossip and eta for a2cid2, at the paper's constants, and for
     D-PSGD of -2 log(gamma) a round, where gamma is the second eigenvalue of its mixing matrix. The
-    scenario's ``num_steps`` plays no part.
+    scenario's ``num_steps`` has no effect.
     """
     constants = scenario.make_constants()
     if method == "none" or not constants.edges:
@@ -147,7 +146,7 @@ def steps_to_agree(scenario: Scenario, method: str) -> float:
 
 
 def affordable_steps(scenario: Scenario, method: str, *, values_per_worker: int) -> float:
-    """How many steps of a consensus run take some seconds at most; rows hold that many values."""
+    """Return the steps of a consensus run that take some seconds at most."""
     constants = scenario.make_constants()
     if method == "none" or not constants.edges:
         return math.inf
@@ -173,14 +172,14 @@ def simulate_all(
     processes: int | None = None,
     on_progress: Progress | None = None,
 ) -> list[Trace]:
-    """Simulate every job; the traces in the order of the jobs.
+    """Simulate every job, and return the traces in the order of the jobs.
 
     The traces do not depend on how many processes there are.
 
     Args:
         jobs: the runs.
-        processes: how many at once; None: as many as there are cores, where that is quicker.
-        on_progress: told in this thread which share of all jobs is done, 0 to 1.
+        processes: how many at once; None: as many as there are cores, if that is quicker.
+        on_progress: called in this thread with the share of all jobs that is done, 0 to 1.
 
     Raises:
         ValueError: as :func:`simulate`, or ``processes`` is not positive.
@@ -208,15 +207,16 @@ def run_all(
     costs: Sequence[float] | None = None,
     on_progress: Progress | None = None,
 ) -> list[Answer]:
-    """``[function(task, progress) for task in tasks]``, over processes.
+    """Return ``[function(task, progress) for task in tasks]``, computed over processes.
 
     Torch and numpy compute with one thread in each process, also where there is but this one, so
     that sums do not depend on the number of cores. With ``processes=None`` there are as many as
     cores, unless the rest would soon be done here: the cheapest tasks, by ``costs``, are done here
-    first, to see how long they take. A function may tell its ``progress`` the share of its task
-    done, which is heard in this process alone; ``on_progress`` hears of all costs.
+    first, to see how long they take. A function may call its ``progress`` with the share of its
+    task that is done, which has an effect in this process alone; ``on_progress`` gets the share of
+    all costs.
 
-    Functions, tasks and answers must be picklable, by cloudpickle at least. What a task raised in
+    Functions, tasks and answers must be picklable, by cloudpickle at least. An error of a task in
     another process has joblib's traceback as its cause.
     """
     if processes is not None and processes < 1:
@@ -263,7 +263,7 @@ def _run_one(
 
 
 class Estimate(NamedTuple):
-    """A figure over seeds; NaN where a seed has none."""
+    """A figure over seeds; NaN if a seed has none."""
 
     mean: float
     spread: float
@@ -272,7 +272,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(cls, figures: Sequence[float]) -> Estimate:
-        """Mean and spread of one figure a seed; NaN if one of them is."""
+        """Return mean and spread of one figure a seed; NaN if one of them is."""
         spread = float(np.std(figures, ddof=1)) if len(figures) > 1 else 0.0
         return cls(float(np.mean(figures)), spread, tuple(figures))
 
@@ -285,9 +285,9 @@ class Ensemble:
     workers agree.
 
     Args:
-        label: what to call it in figures and tables.
+        label: its name in figures and tables.
         traces: one a seed.
-        case: which of several scenarios it belongs to, from 0.
+        case: number of the scenario that it belongs to, from 0.
     """
 
     label: str
@@ -296,7 +296,7 @@ class Ensemble:
 
     @property
     def method(self) -> str:
-        """The method of all traces."""
+        """Return the method of all traces."""
         return self.traces[0].method
 
     def column(self, name: str) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
@@ -306,34 +306,34 @@ class Ensemble:
         return np.stack([column[:length] for column in columns])
 
     def mean(self, name: str) -> Series:
-        """Mean over seeds; (num_records,)."""
+        """Return the mean over seeds; (num_records,)."""
         return np.asarray(self.column(name).mean(axis=0))
 
     def spread(self, name: str) -> Series:
-        """Sample standard deviation over seeds, 0 for one seed; (num_records,)."""
+        """Return the sample standard deviation over seeds, 0 for one seed; (num_records,)."""
         column = self.column(name)
         if len(column) == 1:
             return np.zeros(column.shape[1])
         return np.asarray(column.std(axis=0, ddof=1))
 
     def over_seeds(self, figure: Callable[[Trace], float]) -> Estimate:
-        """A figure of each trace."""
+        """Estimate a figure from that of each trace."""
         return Estimate.of([figure(trace) for trace in self.traces])
 
     def last(self, name: str) -> Estimate:
-        """A column's value at the end of each run."""
+        """Estimate a column's value at the end of the runs."""
         return self.over_seeds(lambda trace: float(getattr(trace.records[-1], name)))
 
     @property
     def lowest_share(self) -> float:
-        """To which share of its first value the consensus distance fell at least, in all runs."""
+        """Return the share of its first value to which the consensus distance fell in all runs."""
         return max(lowest_share(trace.column("consensus_distance")) for trace in self.traces)
 
     @property
     def gradient_steps(self) -> tuple[float, float]:
-        """Of the slowest and the fastest worker, means over seeds.
+        """Return the steps of the slowest and the fastest worker, means over seeds.
 
-        Where steps are counted and not simulated, all workers have taken the same.
+        If steps are counted and not simulated, all workers have taken equally many.
         """
         ends = []
         for trace in self.traces:

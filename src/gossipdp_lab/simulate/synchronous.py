@@ -1,4 +1,4 @@
-"""All-reduce and D-PSGD, which communicate at every step."""
+"""All-reduce and D-PSGD, which communicate at every step, and DiLoCo, which rarely does."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from scipy import sparse
 
+from gossipdp.dynamics import update
+from gossipdp.dynamics.outer import OuterStep
 from gossipdp_lab.simulate.rounds import Rounds
 from gossipdp_lab.simulate.scenario import Scenario
 
@@ -21,7 +23,7 @@ MAX_SPARSE_SHARE = 0.1
 
 
 def mixing_matrix(graph: nx.Graph[int], *, lazy: bool = False) -> FloatArray:
-    """Metropolis-Hastings weights: symmetric, non-negative, rows and columns sum to one.
+    """Return Metropolis-Hastings weights: symmetric, non-negative, rows and columns sum to one.
 
         w_ij = 1 / (1 + max(deg_i, deg_j)) on edges,   w_ii = 1 - sum_j w_ij
 
@@ -47,17 +49,17 @@ def mixing_matrix(graph: nx.Graph[int], *, lazy: bool = False) -> FloatArray:
 
 
 def second_eigenvalue(matrix: FloatArray) -> float:
-    """The second largest absolute eigenvalue: the factor by which a round shrinks disagreement."""
+    """Return the second largest absolute eigenvalue: a round shrinks disagreement by it."""
     if len(matrix) == 1:
         return 0.0
     values = np.linalg.eigvalsh(matrix)
-    # The largest is one, of the constant vector. What rounding leaves of a zero is a zero.
+    # The largest is one, of the constant vector. A zero may come out as a rounding error.
     gamma = max(abs(float(values[0])), abs(float(values[-2])))
     return gamma if gamma > len(matrix) * np.finfo(np.float64).eps else 0.0
 
 
 def quick_to_multiply(matrix: FloatArray) -> Any:
-    """The matrix, sparse where that is quicker, for products with rows of shape (n, d)."""
+    """Return the matrix, sparse if that is quicker, for products with rows of shape (n, d)."""
     is_sparse = np.count_nonzero(matrix) <= MAX_SPARSE_SHARE * matrix.size
     return sparse.csr_array(matrix) if is_sparse else matrix
 
@@ -102,8 +104,8 @@ class Dpsgd(Rounds):
     The update is the optimizer's at each worker's own row and own momentum; float buffers are
     averaged alike. Source: Lian et al. 2017, algorithm 1.
 
-    A worker computes its gradient, then sends its row to its neighbours, then waits for theirs of
-    the same round; nobody waits for the others (local synchronisation). Communication does not
+    A worker computes its gradient, sends its row to its neighbours, then waits for theirs of the
+    same round; it does not wait for other workers (local synchronisation). Communication does not
     overlap with computation, though Lian et al. allow it. A round counts all |E| edges as
     exchanges. Without gradients (consensus) every round is one multiplication by W.
 
@@ -135,3 +137,57 @@ class Dpsgd(Rounds):
         # In double precision, since rounded weights would not sum to one: that moves the mean.
         rows = self.population.x
         rows.copy_(torch.from_numpy(self._matrix @ rows.double().numpy()))
+
+
+class DiLoCo(Rounds):
+    """H steps apart, then an all-reduce of the changes, and an outer Nesterov step.
+
+        g = mean_i x_i - base,   m = mu m + g,   base = x_i = base + lr (g + mu m)
+
+    every ``sync_every`` = H rounds. With momentum 0 and lr 1 it is local SGD. The paper's mu is 0.9
+    and its lr 0.7, our defaults here. With ``exchange_moments`` the optimizers' moments are
+    averaged at every so many of these steps.
+
+    All start from rank 0's row, and their buffers (BatchNorm statistics) are averaged where
+    parameters are. Source: Douillard et al. 2023, arXiv 2311.08105, algorithm 1; the code is our
+    own.
+    """
+
+    def __init__(
+        self, scenario: Scenario, method: str, on_progress: Callable[[float], None]
+    ) -> None:
+        super().__init__(scenario, method, on_progress)
+        self._outer = scenario.outer or OuterStep(momentum=0.9, lr=0.7)
+        self._base = self.population.trained[0].clone()
+        self._momentum = torch.zeros_like(self._base)
+
+    def communicate(self, computed_s: list[float]) -> list[float]:
+        if self.number % self.scenario.sync_every:
+            return computed_s
+        return self.all_reduced(computed_s, self.training.models_due(self._num_averages))
+
+    def step(self, factor: float) -> None:
+        training, population = self.training, self.population
+        found = training.gradients(self.ranks, population.x)
+        population.step(self.ranks, training.changes(self.ranks, population.x, found, factor))
+        if self.number % self.scenario.sync_every == 0:
+            self._average()
+
+    def agree(self) -> None:
+        raise AssertionError("methods of local steps need gradients")
+
+    def _average(self) -> None:
+        rows, outer = self.population.x, self._outer
+        mean = rows.mean(dim=0)
+        trained = mean[: self.population.num_trained]
+        brought = torch.zeros_like(trained)
+        update.outer_step(trained, brought, self._base, self._momentum, outer.momentum, outer.lr)
+        trained += brought
+        self._base += brought
+        self.population.put(slice(0, len(mean)), mean.expand_as(rows))
+        for moment in self.training.moments_due(self._num_averages):
+            moment.copy_(moment.mean(dim=0).expand_as(moment))
+
+    @property
+    def _num_averages(self) -> int:
+        return self.number // self.scenario.sync_every

@@ -1,4 +1,4 @@
-"""What a simulated run leaves: its time series, who records them, and how fast workers agreed."""
+"""The results of a simulated run: its time series, their recorder, and the decay of distances."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Series: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
 TAIL_HIGHEST, TAIL_LOWEST = 1e-3, 1e-24
 """Between these shares of its first value the consensus distance falls at its lasting rate."""
 LEAST_FALL = 1e-2
-"""A run that did not get below this share says nothing about the lasting rate."""
+"""A run that did not get below this share does not show the lasting rate."""
 MIN_DECAY_RECORDS = 3
 
 Activity: TypeAlias = Literal["computing", "exchanging", "waiting"]
 
 
 class Interval(NamedTuple):
-    """What a worker did from one moment to another, in seconds of virtual time."""
+    """An activity of a worker from one moment to another, in seconds of virtual time."""
 
     rank: int
     activity: Activity
@@ -73,11 +73,11 @@ class Trace:
         records: in the order of time; the first is the start.
         worker_steps: gradient steps of each worker.
         worker_exchanges: exchanges of each worker, both those it asked for and those it answered.
-        worker_requests: exchanges that each worker asked for; empty where nobody asks.
-        models_sent: by all workers: how often the values of one model, moments count as such.
+        worker_requests: exchanges that each worker asked for; empty for methods without requests.
+        models_sent: by all workers, in models; moments count as models.
         num_events: events that the engine and the edges handled.
         num_messages: control messages sent, by type; empty where there are none.
-        intervals: what each worker did when, if the scenario asks for it.
+        intervals: each activity of each worker, if the scenario asks for it.
         wall_s: how long the simulation itself took; not part of :meth:`digest`.
     """
 
@@ -95,23 +95,23 @@ class Trace:
     wall_s: float = 0.0
 
     def column(self, name: str) -> Series:
-        """One time series by its name in :class:`Record`; (num_records + 1,)."""
+        """Return one time series by its name in :class:`Record`; (num_records + 1,)."""
         return np.array([getattr(record, name) for record in self.records], dtype=np.float64)
 
     @property
     def achieved_comm_rate(self) -> float:
-        """Exchanges per worker per gradient step: 2 exchanges / all gradient steps; NaN if none."""
+        """Return 2 exchanges / all gradient steps: exchanges per worker per step; NaN if none."""
         last = self.records[-1]
         return 2 * last.exchanges / last.gradient_steps if last.gradient_steps else math.nan
 
     @property
     def models_per_step(self) -> float:
-        """Models that a worker sends for each of its gradient steps; NaN without steps."""
+        """Return the models that a worker sends for each of its gradient steps; NaN if none."""
         steps = self.records[-1].gradient_steps
         return self.models_sent / steps if steps else math.nan
 
     def digest(self) -> str:
-        """A hash of all that the run did, but for how long it took: same seed, same digest."""
+        """Hash everything that the run did, except its duration: same seed, same digest."""
         content = vars(self) | {
             # Bytes, since JSON and equality know no NaN.
             "records": np.array(self.records, dtype=np.float64).tobytes(),
@@ -123,7 +123,7 @@ class Trace:
     def decay_per_exchange(
         self, lowest: float = TAIL_LOWEST, least_fall: float = LEAST_FALL
     ) -> float:
-        """How fast the workers agreed: see :func:`decay_per_exchange`."""
+        """Return the rate at which the workers agreed: see :func:`decay_per_exchange`."""
         return decay_per_exchange(
             self.column("exchanges") * 2.0 / self.num_workers,
             self.column("consensus_distance"),
@@ -139,11 +139,11 @@ def decay_per_exchange(
     lowest: float = TAIL_LOWEST,
     least_fall: float = LEAST_FALL,
 ) -> float:
-    """Slope of -log(consensus distance) over exchanges per worker, by least squares.
+    """Return the slope of -log(consensus distance) over exchanges per worker, by least squares.
 
-    At first modes of all speeds decay together; the slowest is what lasts. So the slope is taken
-    between 1e-3 and ``lowest`` of the first distance: from the first record at or below the one to
-    the last before the first one below the other. If the run did not get to ``lowest``, it is taken
+    At first modes of all speeds decay together; the slowest lasts. So the slope is taken between
+    1e-3 and ``lowest`` of the first distance: from the first record at or below 1e-3 to the last
+    before the first one below ``lowest``. If the run did not get to ``lowest``, the slope is taken
     over the second half of the decades that it fell, if it fell to ``least_fall``: an estimate that
     is on the high side.
 
@@ -171,13 +171,13 @@ def decay_per_exchange(
 
 
 def lowest_share(consensus_distances: Series) -> float:
-    """To which share of its first value the consensus distance fell; 1 for no distance at all."""
+    """Return the share of its first value to which the consensus distance fell; 1 for zeros."""
     first = consensus_distances[0]
     return float(np.nanmin(consensus_distances) / first) if first > 0 else 1.0
 
 
 def _first(condition: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
-    """The first place where it holds; the length where it never does."""
+    """Return the first place where the condition holds; the length if it never does."""
     return int(np.argmax(condition)) if condition.any() else len(condition)
 
 
@@ -198,7 +198,7 @@ class Recorder:
 
     @property
     def next_s(self) -> float:
-        """When the next record is due; inf once all are made."""
+        """Return the time of the next record; inf once all are made."""
         made = len(self.trace.records)
         if made > self._scenario.num_records:
             return math.inf
@@ -230,6 +230,6 @@ class Recorder:
         return not is_over and len(records) <= self._scenario.num_records
 
     def interval(self, rank: int, activity: Activity, start_s: float, end_s: float) -> None:
-        """Keep what a worker did, if the scenario asks for it."""
+        """Keep an activity of a worker, if the scenario asks for it."""
         if self._scenario.keep_timeline:
             self.trace.intervals.append(Interval(rank, activity, start_s, end_s))

@@ -1,10 +1,10 @@
 """Built-in trainings: data, model, optimizer and schedule, for any training loop.
 
-workload     what each of them offers
+workload     the interface of all of them
 digits       handwritten digits: no download, seconds
 text         a small GPT on the bytes of any text, by default Python's own standard library
 images       the paper's two: ResNet-18 on CIFAR-10 and ResNet-50 on ImageNet
-options      what ``gossipdp train`` lets you choose; training: its loop
+options      the options of ``gossipdp train``; training: its loop
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gossipdp_lab.tasks.options import TrainOptions
     from gossipdp_lab.tasks.workload import Workload
 
-# Module and class of each name: what the demo trains, and what the recipes train.
+# Module and class of each name: first of the demo, then of the recipes.
 WORKLOADS = {
     "digits": "digits.Digits",
     "pystdlib": "text.PyStdlib",
@@ -26,7 +26,7 @@ RECIPES = {"cifar10": "images.Cifar10", "imagenet": "images.ImageNet", "bytes-gp
 
 
 def make_workload(name: str, **options: Any) -> Workload[Any]:
-    """The workload of this name, which needs no download.
+    """Make the workload of this name, which needs no download.
 
     >>> make_workload("digits", disjoint=True).metric_name
     'test_accuracy'
@@ -37,10 +37,10 @@ def make_workload(name: str, **options: Any) -> Workload[Any]:
 
 
 def make_recipe(options: TrainOptions) -> Workload[Any]:
-    """The workload that these options describe; it opens the data.
+    """Make the workload that these options describe; it opens the data.
 
     Raises:
-        ValueError: an option cannot be meant, or the data is not what it should be.
+        ValueError: an option or the data is invalid.
         FileNotFoundError: there is no data; the message says how to get it.
     """
     return _make(RECIPES[options.recipe], options)

@@ -1,4 +1,4 @@
-"""``gossipdp train``: finds the recipe and trains it with several workers on this machine."""
+"""``gossipdp train``: a recipe, trained with several workers on this machine."""
 
 from __future__ import annotations
 
@@ -37,16 +37,18 @@ class TrainArguments:
     """Number of worker processes."""
 
     max_restarts: int = 0
-    """How many times, in all, workers that died are started again. They rejoin the run."""
+    """Restarts of workers that died, in all. They rejoin the run."""
 
     pin: bool = False
     """Give each worker its own share of the cores."""
 
 
 def run(arguments: TrainArguments) -> int:
-    """Train; worker 0 shows how far it is and what came of it. Returns the exit status.
+    """Train; worker 0 shows the progress and the results. Return the exit status.
 
-    Raises ValueError or FileNotFoundError for bad input and missing data, before any worker starts.
+    Raises:
+        ValueError: an option is invalid; no worker has started then.
+        FileNotFoundError: the data is missing; no worker has started then.
     """
     check_numbers(arguments, workers=1, max_restarts=0)
 
@@ -65,17 +67,12 @@ def run(arguments: TrainArguments) -> int:
 
     start_fork_server()  # it imports torch while this process does so too
 
-    from torch import nn
-
-    from gossipdp.parallel.moments import chosen_moments
     from gossipdp_lab.tasks import make_recipe
     from gossipdp_lab.tasks.training import train
     from gossipdp_lab.tasks.workload import worker_device
 
     worker_device(options.device)
-    recipe = make_recipe(replace(options, device="cpu"))  # opens the data
-    # Does the optimizer keep the moments that are named? Any module will do to ask.
-    chosen_moments(options.moments, [recipe.make_optimizer(nn.Linear(1, 1))], options.comm_rate)
+    make_recipe(replace(options, device="cpu"))  # opens the data
     launch(
         train,
         world_size=arguments.workers,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gossipdp_lab.tasks.workload import BatchLoader, Workload, evaluating, worker_seed
 
 ImagesAndLabels = tuple[Tensor, Tensor]
-Network: TypeAlias = Literal["convolutional", "perceptron"]
+NetworkName: TypeAlias = Literal["convolutional", "perceptron"]
 
 NUM_CLASSES = 10
 
@@ -41,7 +41,7 @@ class Digits(Workload[ImagesAndLabels]):
         *,
         disjoint: bool = False,
         batch_size: int = 32,
-        network: Network = "convolutional",
+        network: NetworkName = "convolutional",
         dirichlet_alpha: float | None = None,
     ) -> None:
         super().__init__(batch_size, disjoint=disjoint)
@@ -98,20 +98,20 @@ class Digits(Workload[ImagesAndLabels]):
         return nn.functional.cross_entropy(model(images), labels)
 
     def evaluate(self, model: nn.Module) -> float:
-        """Share of the 360 test images that are classified correctly."""
+        """Return the share of the 360 test images that are classified correctly."""
         images, labels = _load()[1]
         with evaluating(model):
             return float((model(images).argmax(dim=1) == labels).double().mean())
 
     def training_loss(self, model: nn.Module) -> float:
-        """Mean loss over the 1,437 training images."""
+        """Return the mean loss over the 1,437 training images."""
         with evaluating(model):
             return float(self.loss(model, _load()[0]))
 
 
 @cache
 def _load() -> tuple[ImagesAndLabels, ImagesAndLabels]:
-    """Training and test images: every fifth of a fixed shuffle sorted by class is for the test."""
+    """Load training and test images: every fifth of a fixed shuffle, sorted by class, is test."""
     from sklearn.datasets import load_digits  # takes a second or two to import
 
     data = load_digits()
@@ -125,9 +125,9 @@ def _load() -> tuple[ImagesAndLabels, ImagesAndLabels]:
 
 
 def _dirichlet_rows(labels: Tensor, alpha: float, seed: int) -> Tensor:
-    """As many rows as there are labels, of class shares ~ Dirichlet(alpha).
+    """Choose as many rows as there are labels, of class shares ~ Dirichlet(alpha).
 
-    A class gives its images in turn, in a shuffled order, over again once all are given.
+    The images of a class are taken in a shuffled order, and again from the first after the last.
     """
     random = np.random.default_rng(seed)
     shares = random.dirichlet([alpha] * NUM_CLASSES)

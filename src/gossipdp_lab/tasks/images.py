@@ -34,7 +34,7 @@ LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 5e-4
 WARMUP_EPOCHS = 5
 
 RELEASED_BATCH_SIZE, RELEASED_CLIP_NORM = 256, 1.0
-"""Of the authors' released scripts: the batch for which their rate is meant, and their clipping."""
+"""In the authors' released scripts: the batch size of their learning rate, and their clipping."""
 
 CIFAR10_FOLDER = "cifar-10-batches-bin"
 CIFAR10_FILES = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")
@@ -47,7 +47,7 @@ HOW_TO_GET_CIFAR10 = (
 
 SIZE = 224
 SHORTER_SIDE = 256 / 224
-"""For evaluation the shorter side is scaled to this times the size before the middle is taken."""
+"""For evaluation the shorter side is scaled to this times the size, then the middle is taken."""
 
 AREAS, RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)
 """Of a random box: its share of the image's area, and its width over its height."""
@@ -60,7 +60,7 @@ HOW_TO_GET_IMAGENET = (
 
 
 class PaperRecipe(Workload[Batch]):
-    """SGD with momentum; the rate that suits one worker is scaled by their number over 5 epochs.
+    """SGD with momentum; one worker's rate is scaled by the number of workers over 5 epochs.
 
     With ``released_settings`` as in the authors' released scripts (main.py, adp.slurm and utils of
     https://github.com/AdelNabli/ACiD): the rate is scaled by the samples of a step of all workers
@@ -91,14 +91,14 @@ class PaperRecipe(Workload[Batch]):
 
     @abstractmethod
     def make_network(self) -> nn.Module:
-        """The network, on the CPU."""
+        """Make the network, on the CPU."""
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         groups = parameter_groups(model, WEIGHT_DECAY)
         return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=MOMENTUM)
 
     def rate_factor(self, progress: float, world_size: int) -> float:
-        """Of one worker's rate (Goyal et al., arXiv 1706.02677, section 2.2)."""
+        """Return the factor on one worker's rate (Goyal et al., arXiv 1706.02677, section 2.2)."""
         peak = float(world_size)
         if self._is_released:
             peak *= self.batch_size / RELEASED_BATCH_SIZE
@@ -109,21 +109,21 @@ class PaperRecipe(Workload[Batch]):
 
     @abstractmethod
     def augment(self, images: Tensor) -> Tensor:
-        """What a training batch goes through before the network."""
+        """Change a training batch at random before the network sees it."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, labels = (each.to(self.device, non_blocking=True) for each in batch)
         return F.cross_entropy(model(self.normalize(self.augment(images))), labels)
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Bytes to floats: (value / 255 - mean) / deviation, channel by channel."""
+        """Turn bytes into floats: (value / 255 - mean) / deviation, channel by channel."""
         shape = (1, -1, 1, 1)
         mean = torch.tensor(self.mean, device=images.device).view(shape)
         deviation = torch.tensor(self.deviation, device=images.device).view(shape)
         return images.float().div_(255).sub_(mean).div_(deviation)
 
     def accuracy(self, model: nn.Module, batches: Iterable[Batch]) -> float:
-        """Share of the images that the model classifies correctly."""
+        """Return the share of the images that the model classifies correctly."""
         right, count = torch.zeros((), dtype=torch.int64, device=self.device), 0
         with evaluating(model):
             for batch in batches:
@@ -177,19 +177,19 @@ class Cifar10(PaperRecipe):
         return random_crop_and_flip(images, padding=4)
 
     def evaluate(self, model: nn.Module) -> float:
-        """Share of the test images that are classified correctly."""
+        """Return the share of the test images that are classified correctly."""
         images, labels = (torch.split(each, 500) for each in self.test)
         return self.accuracy(model, zip(images, labels, strict=True))
 
 
 def read_cifar10(path: Path) -> tuple[Batch, Batch]:
-    """The 50,000 training and 10,000 test images, or as many as the files hold.
+    """Read the 50,000 training and 10,000 test images, or as many as the files hold.
 
     Each file has, for each image, a byte for its label, then red, green and blue, row by row.
 
     Raises:
-        FileNotFoundError: it is not at ``path``; the message says how to get it.
-        ValueError: a file is none of CIFAR-10's.
+        FileNotFoundError: there is no CIFAR-10 at ``path``; the message says how to get it.
+        ValueError: a file does not have the format of CIFAR-10.
     """
     folder = path / CIFAR10_FOLDER if (path / CIFAR10_FOLDER).is_dir() else path
     batches = []
@@ -245,7 +245,7 @@ class ImageNet(PaperRecipe):
         return random_flip(images)
 
     def evaluate(self, model: nn.Module) -> float:
-        """Share of the validation images that are classified correctly, of the middle of each."""
+        """Return the share of validation images that are classified correctly by their middle."""
         return self.accuracy(model, self._loader(self.validation))
 
     def _loader(self, data: JpegFolders, **options: Any) -> DataLoader[Batch]:
@@ -255,8 +255,8 @@ class ImageNet(PaperRecipe):
 class JpegFolders(Dataset[Batch]):
     """Images of root/WNID/NAME.JPEG, uint8; the label is the WNID's place in order.
 
-    ``part`` says what is taken of each image: ``random``: a box of random area, shape and place;
-    ``middle``: the square in the middle that is left when the shorter side is 256 and the size 224.
+    ``part`` chooses a part of each image: ``random``: a box of random area, shape and place;
+    ``middle``: the square of 224 in the middle, if the shorter side were 256.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ def random_crop_and_flip(images: Tensor, padding: int) -> Tensor:
 
     Args:
         images: (batch, channels, height, width), any type.
-        padding: black pixels at each border, of which the crop may take in some.
+        padding: black pixels at each border, some of which may lie in the crop.
 
     Returns:
         Images of the same shape and type, in memory in the order of channels last.
@@ -326,11 +326,11 @@ def random_flip(images: Tensor) -> Tensor:
 
 
 def random_box(width: int, height: int) -> Box:
-    """A random part of an image, to be scaled to the size of the network's input.
+    """Draw a random part of an image, to be scaled to the size of the network's input.
 
     A share of the area is drawn evenly from ``AREAS`` and the ratio of width to height evenly in
-    its logarithm from ``RATIOS``; what does not fit is drawn again. Where none of ten tries fits,
-    it is the largest box of an allowed ratio, in the middle.
+    its logarithm from ``RATIOS``; a box that does not fit is drawn again. If none of ten tries
+    fits, it is the largest box of an allowed ratio, in the middle.
 
     References:
         Szegedy et al., *Going deeper with convolutions*, 2015, section 6; with the ranges that
@@ -353,16 +353,16 @@ def random_box(width: int, height: int) -> Box:
 
 
 def middle_box(width: int, height: int) -> Box:
-    """The square in the middle that evaluation looks at."""
+    """Return the square in the middle that evaluation looks at."""
     side = min(width, height) / SHORTER_SIDE
     left, upper = (width - side) / 2, (height - side) / 2
     return left, upper, left + side, upper + side
 
 
 def scaled_part(image: Image.Image, box: Box, size: int) -> NDArray[np.uint8]:
-    """The part of an image within ``box``, as (size, size, 3).
+    """Return the part of an image within ``box``, as (size, size, 3).
 
-    A JPEG is decoded at a half, a quarter or an eighth where that is not less than what is needed.
+    A JPEG is decoded at a half, a quarter or an eighth of its size if that is large enough.
     """
     width, height = image.size
     needed = size / min(box[2] - box[0], box[3] - box[1])
@@ -381,7 +381,7 @@ def scaled_part(image: Image.Image, box: Box, size: int) -> NDArray[np.uint8]:
 
 
 def cifar_resnet18(num_classes: int = 10) -> ResNet:
-    """ResNet-18 with the stem for small images: 3 by 3, stride 1, nothing pooled before the blocks.
+    """Make ResNet-18 with the stem for small images: 3 by 3, stride 1, no pooling after it.
 
     With ten classes it has 11,173,962 parameters.
 
@@ -393,7 +393,7 @@ def cifar_resnet18(num_classes: int = 10) -> ResNet:
 
 
 def resnet50(num_classes: int = 1000) -> ResNet:
-    """ResNet-50 for images of about 224 by 224; with 1000 classes it has 25,557,032 parameters.
+    """Make ResNet-50 for images of 224 by 224; with 1000 classes it has 25,557,032 parameters.
 
     In its bottlenecks the 3 by 3 convolution has the stride, as in torchvision and in what Goyal et
     al. (arXiv 1706.02677) train; in the article of 2015 the first 1 by 1 convolution has it.
@@ -407,12 +407,13 @@ class ResNet(nn.Module):
 
     The names in ``state_dict()`` are torchvision's, so that either loads what the other saved.
     Convolutions start normally distributed with variance 2 / (outputs · kernel area), norms as the
-    identity, but for the last of each block, which starts at zero: the block passes its shortcut on
-    (Goyal et al., 2017, section 5.1). Otherwise the first steps at the paper's rate blow up.
+    identity, except the last of each block, which starts at zero: the block then passes its
+    shortcut on (Goyal et al., 2017, section 5.1). Otherwise the first steps at the paper's rate
+    blow up.
 
     Args:
-        depths: how many blocks each layer has.
-        num_classes: how many logits.
+        depths: number of blocks of each layer.
+        num_classes: number of logits.
         bottleneck: the kind of blocks.
         small_images: a 3 by 3 stem of stride 1 without pooling, in place of 7 by 7 of stride 2.
     """
@@ -465,7 +466,7 @@ class Block(nn.Module):
     def __init__(self, channels: int, width: int, stride: int, *, bottleneck: bool) -> None:
         super().__init__()
         self.num_outputs = 4 * width if bottleneck else width
-        # Of each convolution: channels in and out, size and stride.
+        # Channels in and out, size and stride of each convolution.
         shapes = [(channels, width, 3, stride), (width, width, 3, 1)]
         if bottleneck:
             shapes = [

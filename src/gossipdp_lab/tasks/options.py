@@ -1,22 +1,17 @@
-"""What may be chosen in a training. Imports no torch: ``--help`` is quick."""
+"""The options of a training. Imports no torch: ``--help`` is quick."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-from gossipdp import OuterStep
+from typing import ClassVar, Literal
 
 MethodName = Literal["a2cid2", "gossip", "allreduce", "none"]
-OF_EXCHANGES = ("outer_momentum", "outer_lr", "exchange_moments")
 
 
 def check_numbers(options: object, **least: int) -> None:
-    """Raise ValueError for the first of these numbers that is too small, or a rate that is none."""
+    """Raise ValueError for the first of these numbers that is too small, or an invalid rate."""
     for name, bound in least.items():
         number = getattr(options, name)
         if number is not None and number < bound:
@@ -29,39 +24,9 @@ def check_numbers(options: object, **least: int) -> None:
             raise ValueError(f"--{option} is {rate}; it must be a positive number")
 
 
-def outer_step(momentum: float | None, lr: float | None) -> OuterStep | None:
-    """The outer step if one of its numbers is given, the other by default; else None.
-
-    Raises:
-        ValueError: one of them is out of range.
-    """
-    asked = {"momentum": momentum, "lr": lr}
-    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    return OuterStep(**given) if given else None
-
-
-def moment_periods(words: Iterable[str]) -> dict[str, int]:
-    """What is meant by ``NAME:PERIOD`` words: one exchange in how many carries each tensor.
-
-    >>> moment_periods(["exp_avg:1", "exp_avg_sq:16"])
-    {'exp_avg': 1, 'exp_avg_sq': 16}
-    """
-    periods: dict[str, int] = {}
-    for word in words:
-        match = re.fullmatch(r"(\w+):([1-9]\d*)", word)
-        if match is None:
-            raise ValueError(
-                f"--exchange-moments is {word!r}; write NAME:PERIOD, such as exp_avg_sq:16"
-            )
-        if match[1] in periods:
-            raise ValueError(f"--exchange-moments {word}: {match[1]} is given twice")
-        periods[match[1]] = int(match[2])
-    return periods
-
-
 @dataclass(frozen=True)
 class RunOptions:
-    """What the demo and every recipe let you choose."""
+    """Options of the demo and of every recipe."""
 
     method: MethodName = "a2cid2"
     """a2cid2: accelerated gossip; gossip: plain pairwise averaging; allreduce: synchronous; none:
@@ -93,25 +58,13 @@ class TrainOptions(RunOptions):
     """Where the data is."""
 
     epochs: int = 1
-    """How often the workers together go through the training data."""
+    """Times that the workers together go through the training data."""
 
     batch_size: int = 128
     """Samples of one gradient step of one worker."""
 
     device: str = "cpu"
     """cpu or cuda. With cuda the workers of a machine take its devices in turn."""
-
-    outer_momentum: float | None = None
-    """Momentum of an outer step at every second exchange, for low comm rates. There is one if this
-    or --outer-lr is given; the other is then 0.5 or 1."""
-
-    outer_lr: float | None = None
-    """Learning rate of the outer step."""
-
-    exchange_moments: str | None = None
-    """What of the optimizer is averaged too: NAME:PERIOD, with commas between several.
-    exp_avg_sq:16 averages AdamW's second moment with one exchange in 16. none: nothing. By default
-    Adam's second moment, as often as fits its memory."""
 
     checkpoint_every: int | None = None
     """Each worker saves a checkpoint every so many of its gradient steps; by default never."""
@@ -120,33 +73,12 @@ class TrainOptions(RunOptions):
     """Go on from the checkpoints in --output, if there are any."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for the first option that cannot be meant."""
+        """Raise ValueError for the first option that is invalid."""
         check_numbers(self, epochs=1, batch_size=1, seed=0, checkpoint_every=1)
-        for name in OF_EXCHANGES:
-            if getattr(self, name) is not None and self.method not in ("a2cid2", "gossip"):
-                raise ValueError(
-                    f"--{name.replace('_', '-')} plays no part with --method {self.method}: it "
-                    "comes with exchanges, which a2cid2 and gossip make"
-                )
-        _ = self.outer, self.moments  # they raise too
-
-    @property
-    def outer(self) -> OuterStep | None:
-        """The outer step of each exchange, if there is one."""
-        return outer_step(self.outer_momentum, self.outer_lr)
-
-    @property
-    def moments(self) -> bool | dict[str, int]:
-        """What of the optimizer's state is averaged, as ``GossipDataParallel`` takes it."""
-        if self.exchange_moments is None:
-            return True
-        if self.exchange_moments == "none":
-            return False
-        return moment_periods(word.strip() for word in self.exchange_moments.split(","))
 
     @property
     def directory(self) -> Path:
-        """Where the averaged model and the checkpoints go."""
+        """Return the directory of the averaged model and the checkpoints."""
         return self.output or Path("runs", f"{self.recipe}-{self.method}-{self.graph}")
 
 
@@ -155,8 +87,8 @@ class PaperOptions(TrainOptions):
     """Options of the paper's two trainings."""
 
     released_settings: bool = False
-    """Train as the authors' released scripts do, in what docs/recipes.md names; for cifar10 they
-    have --epochs 300."""
+    """Train as the authors' released scripts do: docs/recipes.md lists the differences. For
+    cifar10 they have --epochs 300."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +128,7 @@ class ImageNetOptions(PaperOptions):
     """Processes of each worker that read and decode images; 0: the worker itself does."""
 
     def __post_init__(self) -> None:
-        """See :class:`TrainOptions`."""
+        """Check as :class:`TrainOptions` does, and the options of this recipe."""
         super().__post_init__()
         check_numbers(self, loader_processes=0)
 
@@ -233,7 +165,7 @@ class BytesGptOptions(TrainOptions):
     """Peak rate of AdamW, for any number of workers."""
 
     def __post_init__(self) -> None:
-        """See :class:`TrainOptions`."""
+        """Check as :class:`TrainOptions` does, and the options of this recipe."""
         super().__post_init__()
         check_numbers(self, context=1, width=1, depth=1, heads=1)
         if self.width % self.heads:

@@ -21,10 +21,10 @@ NUM_BYTES = 256
 WEIGHT_DECAY = 0.1
 
 NOT_THE_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-"""Directories of the standard library that are passed over: tests, and what others installed."""
+"""Directories of the standard library that are left out: tests, and installed packages."""
 
 NUM_PIECES, HELD_OUT_SHARE = 200, 20
-"""Of so many equal pieces of the text every twentieth is held out."""
+"""The text is cut into 200 equal pieces, and every twentieth of them is held out."""
 
 
 class Gpt(Workload[Tensor]):
@@ -37,7 +37,7 @@ class Gpt(Workload[Tensor]):
     metric_name = "validation_bits_per_byte"
     betas: ClassVar[tuple[float, float]] = (0.9, 0.95)
     num_validation_windows: ClassVar[int] = 4096
-    """How many windows, evenly spaced over the held-out text, are evaluated at most."""
+    """Windows, evenly spaced over the held-out text, that are evaluated at most."""
 
     def __init__(self, options: BytesGptOptions, *, disjoint: bool = False) -> None:
         super().__init__(options.batch_size, disjoint=disjoint, device=options.device)
@@ -78,12 +78,12 @@ class Gpt(Workload[Tensor]):
         return tokens[starts.unsqueeze(1) + offsets].long().to(self.device)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """Mean cross-entropy of the next byte, in nats."""
+        """Return the mean cross-entropy of the next byte, in nats."""
         logits = model(batch[:, :-1])
         return F.cross_entropy(logits.reshape(-1, NUM_BYTES), batch[:, 1:].flatten())
 
     def evaluate(self, model: nn.Module) -> float:
-        """Mean cross-entropy in bits per byte over fixed, evenly spaced held-out windows."""
+        """Return the mean cross-entropy in bits per byte over fixed, evenly spaced windows."""
         last_start = len(self.validation) - self.options.context - 1
         num_windows = min(self.num_validation_windows, last_start // self.options.context + 1)
         nats = 0.0
@@ -117,7 +117,7 @@ class PyStdlib(Gpt):
 class SmallPyStdlib(PyStdlib):
     """The same text for a network of 70,592 parameters, whose step takes 6 ms of one core.
 
-    The learning rate was tuned with 4 workers: ``cli/demo_compare.py`` says how.
+    The learning rate was tuned with 4 workers: see ``demo/compare.py``.
     """
 
     num_validation_windows = 1024
@@ -175,11 +175,11 @@ class _Block(nn.Module):
 
 
 def read_text(path: Path | None) -> tuple[Tensor, Tensor]:
-    """The training and the held-out bytes (1-D, uint8) of a folder or a file.
+    """Return the training and the held-out bytes (1-D, uint8) of a folder or a file.
 
-    Files follow one another in the order of their paths, a zero byte after each. What is not UTF-8
-    or has zero bytes is passed over, and so is what lies in hidden folders. None: the Python files
-    of the standard library, without its tests.
+    Files follow one another in the order of their paths, a zero byte after each. Files that are not
+    UTF-8 or have zero bytes are left out, and so are hidden folders. None: the Python files of the
+    standard library, without its tests.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.

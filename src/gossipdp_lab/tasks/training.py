@@ -1,4 +1,4 @@
-"""The loop that trains a recipe, and what came of it: the row of the paper's tables."""
+"""The loop that trains a recipe, and its results: the row of the paper's tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gossipdp.parallel.module import GossipDataParallel
 from gossipdp.parallel.options import Checkpoints, Monitor
 from gossipdp.parallel.schedule import ProgressLR
 from gossipdp.parallel.stats import Stats
-from gossipdp_lab.progress import ProgressView
+from gossipdp_lab.progress_bar import ProgressView
 from gossipdp_lab.tasks import make_recipe
 from gossipdp_lab.tasks.options import TrainOptions
 
@@ -28,15 +28,15 @@ MODEL_FILE = "averaged_model.pt"
 def train(options: TrainOptions) -> dict[str, Any] | None:
     """Train as one worker, together with those that the environment names.
 
-    Rank 0 shows how far the training is: a bar on a terminal, a line now and then elsewhere. Of the
-    end the worker of lowest rank tells that lives to see it; it saves the averaged model, then
-    evaluates it, so that an evaluation that fails does not lose the training.
+    Rank 0 shows the progress: a bar on a terminal, a line now and then elsewhere. At the end the
+    living worker of lowest rank saves the averaged model, then evaluates it, so that an evaluation
+    that fails does not lose the training, and shows the results.
 
     Returns:
-        What came of it, on that worker: what ``--json`` writes. None on the others.
+        The content of ``--json`` on that worker; None on the others.
         ``minutes`` are by the clock, from the first batch until all workers hold the average;
-        ``progress_at_start``, 0 to 1, says where in the run they begin, on a worker that went on
-        from a checkpoint or was started again. Steps and samples are of all lives.
+        ``progress_at_start``, 0 to 1, is the progress at which they begin: above 0 on a worker that
+        resumed from a checkpoint or was started again. Steps and samples are of all lives.
     """
     torch.manual_seed(options.seed)
     recipe = make_recipe(options)
@@ -56,8 +56,6 @@ def train(options: TrainOptions) -> dict[str, Any] | None:
         method=options.method,
         graph=options.graph,
         comm_rate=options.comm_rate,
-        outer=options.outer,
-        exchange_moments=options.moments,
         seed=options.seed,
         monitor=Monitor(log_dir=options.directory),
         checkpoints=checkpoints,
@@ -112,7 +110,7 @@ def train(options: TrainOptions) -> dict[str, Any] | None:
 
 
 class TrainingView:
-    """What rank 0 shows while it trains; on the other workers nothing.
+    """The display of rank 0 while it trains; other workers show nothing.
 
     num_samples: of one epoch.
     clock: monotonic, in seconds.
@@ -130,7 +128,7 @@ class TrainingView:
         self._epochs = options.epochs
         self._num_samples = num_samples
         self._clock = clock
-        self._told_s, self._told_progress = clock(), model.progress()
+        self._shown_s, self._shown_progress = clock(), model.progress()
         self._losses: list[Tensor] = []
         self._view: ProgressView | None = None
         if model.rank == 0:
@@ -141,7 +139,7 @@ class TrainingView:
             self._view.start()
 
     def step(self, loss: Tensor) -> None:
-        """A gradient step was done; ``loss`` is of its batch, and read only when it is shown."""
+        """Count a gradient step; ``loss`` is of its batch, and is read only when it is shown."""
         if self._view is None:
             return
         self._losses.append(loss.detach())
@@ -149,11 +147,11 @@ class TrainingView:
             return
         progress, now_s = self._model.progress(), self._clock()
         mean = sum(float(each) for each in self._losses) / len(self._losses)
-        samples = (progress - self._told_progress) * self._epochs * self._num_samples
-        speed = samples / max(now_s - self._told_s, 1e-9)
+        samples = (progress - self._shown_progress) * self._epochs * self._num_samples
+        speed = samples / max(now_s - self._shown_s, 1e-9)
         epoch = f"epoch {progress * self._epochs:.2f} of {self._epochs}"
         self._view.advance(progress, f"{epoch}, loss {mean:.4f}, {speed:,.0f} samples/s")
-        self._told_s, self._told_progress = now_s, progress
+        self._shown_s, self._shown_progress = now_s, progress
         self._losses.clear()
 
     def stop(self) -> None:
@@ -169,14 +167,11 @@ def _opening(model: GossipDataParallel, options: TrainOptions, num_samples: int)
     text += f"workers {model.world_size} on {parameters[0].device.type}, method {options.method}"
     if options.method in ("a2cid2", "gossip"):
         text += f", graph {options.graph}, comm rate {options.comm_rate:g}"
-    if options.outer is not None:
-        outer = options.outer
-        text += f", outer step of momentum {outer.momentum:g} and learning rate {outer.lr:g}"
     return f"{text}, batch {options.batch_size} a worker"
 
 
 def outcome_table(outcome: dict[str, Any]) -> Table:
-    """The row of the paper's tables, under its headings."""
+    """Return the row of the paper's tables, under its headings."""
     cells = {
         "method": outcome["method"],
         "graph": outcome["graph"] if outcome["method"] in ("a2cid2", "gossip") else "-",
@@ -198,7 +193,7 @@ def _outcome_lines(outcome: dict[str, Any], options: TrainOptions, rank: int) ->
         f"trained on {outcome['samples']:,} samples; consensus distance just before averaging: "
         f"{outcome['consensus_distance']:.3g}"
     ]
-    # Where all began together, others may have made a step before this one looked.
+    # If all began together, others may have made a step before this one looked.
     if outcome["progress_at_start"] >= 0.01:
         share = f"{outcome['progress_at_start']:.0%}"
         lines.append(f"minutes: since worker {rank} began, at {share} of the run")
@@ -213,7 +208,7 @@ def _outcome_lines(outcome: dict[str, Any], options: TrainOptions, rank: int) ->
 
 
 def lowest_alive(stats: Stats) -> int:
-    """The lowest rank that is not known to be dead."""
+    """Return the lowest rank that is not known to be dead."""
     dead: set[int] = set()
     ranks: set[int] = {*range(stats.world_size), stats.rank}
     for notice in stats.noticed:

@@ -1,4 +1,4 @@
-"""What a training offers, so that one loop can train them all: demo, recipes, benchmarks."""
+"""The interface of a training, so that one loop can train them all: demo, recipes, benchmarks."""
 
 import math
 import os
@@ -22,8 +22,8 @@ class Workload(ABC, Generic[Batch]):
     disjoint: False, each worker goes through the whole training set in its own seeded order;
         True, no two workers see the same training data.
     batch_size: samples per gradient step of one worker.
-    device: where this worker computes.
-    clip_norm: what the norm of all gradients together is clipped to; None: they are not.
+    device: the device of this worker.
+    clip_norm: the largest norm of all gradients together; larger ones are clipped. None: no limit.
     """
 
     metric_name: ClassVar[str]
@@ -39,34 +39,34 @@ class Workload(ABC, Generic[Batch]):
     @property
     @abstractmethod
     def num_samples(self) -> int:
-        """Samples of one epoch, of all the training data."""
+        """Return the samples of one epoch, of all the training data."""
 
     @abstractmethod
     def make_model(self) -> nn.Module:
-        """A new model on the device, initialised from torch's global random state."""
+        """Make a model on the device, initialised from torch's global random state."""
 
     @abstractmethod
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer at its peak learning rate; :meth:`rate_factor` scales it."""
+        """Make the optimizer at its peak learning rate; :meth:`rate_factor` scales it."""
 
     def rate_factor(self, progress: float, world_size: int) -> float:
-        """Factor on the learning rate at the progress of the whole run, 0 to 1."""
+        """Return the factor on the learning rate at the progress of the whole run, 0 to 1."""
         return learning_rate_factor(progress)
 
     @abstractmethod
     def train_loader(self, rank: int, num_workers: int, seed: int) -> Iterable[Batch]:
-        """The batches of one worker; the same arguments give the same batches."""
+        """Return the batches of one worker; the same arguments give the same batches."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean training loss of one batch, a scalar, its augmentation included."""
+        """Return the mean training loss of one batch, a scalar, after its augmentation."""
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> float:
-        """The metric on held-out data; the model's training mode is restored afterwards."""
+        """Return the metric on held-out data; the model's training mode is restored."""
 
     def check_one_batch(self) -> None:
-        """Raise ValueError where the training data does not fill one batch."""
+        """Raise ValueError if the training data does not fill one batch."""
         if self.num_samples < self.batch_size:
             raise ValueError(
                 f"{self.num_samples} training samples are less than one batch of "
@@ -97,7 +97,7 @@ class BatchLoader(Generic[Batch]):
         self._generator = torch.Generator().manual_seed(seed)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration have the order of that epoch, as in a run that was resumed."""
+        """Give the next iteration the order of that epoch, as in a run that was resumed."""
         self._generator.manual_seed((self._seed + epoch * 0x9E3779B97F4A7C15) % (1 << 63))
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ class BatchLoader(Generic[Batch]):
 
 
 def worker_seed(rank: int, num_workers: int, seed: int) -> int:
-    """A seed for one worker's shuffle: different for every (seed, rank) with rank < 2**20."""
+    """Return the seed of a worker's shuffle: unlike for all (seed, rank) with rank < 2**20."""
     if not 0 <= rank < num_workers:
         raise ValueError(f"rank is {rank}; with {num_workers} workers it must be 0 to n - 1")
     if seed < 0:
@@ -120,7 +120,7 @@ def worker_seed(rank: int, num_workers: int, seed: int) -> int:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; the former mode comes back even after an error."""
+    """Switch to evaluation mode without gradients; restore the former mode, also on errors."""
     was_training = model.training
     model.eval()
     try:
@@ -131,9 +131,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def learning_rate_factor(progress: float) -> float:
-    """Factor on the peak learning rate: up to 1 over 5% of the run, then half a cosine to 1%.
+    """Return the factor on the peak rate: up to 1 over 5% of the run, then half a cosine to 1%.
 
-    progress: of the whole run, 0 to 1, so that fast and slow workers decay together.
+    ``progress`` is that of the whole run, 0 to 1, so that fast and slow workers decay together.
     """
     warmup, last = 0.05, 0.01
     if progress < warmup:
@@ -143,7 +143,7 @@ def learning_rate_factor(progress: float) -> float:
 
 
 def worker_device(name: str) -> torch.device:
-    """The device of this worker; ``cuda`` gives the workers of a machine its devices in turn."""
+    """Return the device of this worker; ``cuda``: the workers of a machine take turns."""
     if name == "cpu":
         return torch.device("cpu")
     if name != "cuda":

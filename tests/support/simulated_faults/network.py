@@ -21,7 +21,7 @@ from gossipdp.protocol.actions import (
 from gossipdp.protocol.members import first_incarnation
 from gossipdp.protocol.messages import DIALLED_MESSAGES, Envelope, ExchangeId, decode, encode
 from gossipdp.protocol.worker import Action, WorkerProtocol
-from gossipdp_lab.simulate.network import Conditions, Exchange, Network, Wire
+from gossipdp_lab.simulate.network import Conditions, Exchange, VirtualNetwork, Wire
 from simulated_faults.averaged_rows import AveragedRows, Frame, Links, SimulatedLink, no_parameters
 from simulated_faults.rows import FaultyPayload
 
@@ -36,7 +36,7 @@ Loss: TypeAlias = Literal["message lost", "link lost"]
 Data: TypeAlias = Literal["all", "nothing", "refused"]
 
 
-class FaultyNetwork(Network):
+class FaultyNetwork(VirtualNetwork):
     """A network with faults as inputs: ``crash``, ``start``, ``join``, ``stall``, ``partition``.
 
     A stall or a partition loses nothing: what it holds up goes on when it ends, in order. Ranks

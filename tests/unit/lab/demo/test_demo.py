@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from gossipdp.parallel.options import METHODS
-from gossipdp_lab.demo.command import DEFAULT_SAMPLES, DemoArguments
+from gossipdp_lab.demo.options import DEFAULT_SAMPLES, DemoArguments
 from gossipdp_lab.demo.training import (
     WorkerResult,
     averaged_together,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gossipdp_lab.demo.command import DEFAULT_SAMPLES, DemoArguments
 from gossipdp_lab.demo.compare import AS_GOOD, WORKLOAD, Verdict, both
+from gossipdp_lab.demo.options import DEFAULT_SAMPLES, DemoArguments
 
 FASTER = Verdict("a2cid2", (2, 4.0), 48_000, 40.0, 16.0, 2.6, 2.61)
 

@@ -1,4 +1,4 @@
-"""``gossipdp simulate``: what it refuses, what it makes of its options, what it writes."""
+"""``gossipdp simulate``: refused options, the study of valid ones, and its output."""
 
 from __future__ import annotations
 
@@ -15,24 +15,12 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from gossipdp.cli.main import main
-from gossipdp.dynamics.outer import OuterStep
 from gossipdp_lab.simulate.command import SimulateArguments, run
 from gossipdp_lab.simulate.command_results import command
-from gossipdp_lab.simulate.command_study import (
-    load_objective,
-    make_study,
-    parse_seeds,
-    read_step_times,
-)
+from gossipdp_lab.simulate.command_study import load_scenarios, make_study, parse_seeds
 from gossipdp_lab.simulate.figures import ACTIVITY_COLOURS, draw_timeline
-from gossipdp_lab.simulate.optimizers import AdamW, Sgd
-from gossipdp_lab.simulate.scenario import (
-    ConstantTime,
-    Link,
-    LognormalTime,
-    MeasuredTime,
-    SlowedTime,
-)
+from gossipdp_lab.simulate.optimizers import Sgd
+from gossipdp_lab.simulate.scenario import ConstantTime, Link, LognormalTime, SlowedTime
 from gossipdp_lab.simulate.study import simulate_all
 
 DOCS = Path(__file__).parents[4] / "docs"
@@ -56,7 +44,7 @@ def strict(path: Path) -> Any:
     return json.loads(path.read_text(), parse_constant=fail)
 
 
-# What is refused.
+# Refused options.
 
 
 @pytest.mark.parametrize(
@@ -68,9 +56,7 @@ def strict(path: Path) -> Any:
         ("--comm-rate 1,1.0", "each may stand there once"),
         ("--comm-rate 0", "--comm-rate is 0; it must be a positive number"),
         ("--comm-rate fast", "--comm-rate is 'fast'; it must be a number"),
-        ("--workload juggling", "no workload 'juggling'; choose one of consensus"),
-        ("--workload nowhere:make", "no module 'nowhere'"),
-        ("--workload missing.py:make", "no file"),
+        ("--workload juggling", "--workload is 'juggling'; choose one of consensus"),
         ("--graph circle", "circle"),
         ("--graph hypercube --workers 7", "hypercube"),
         ("--workers 0", "--workers is 0"),
@@ -78,40 +64,23 @@ def strict(path: Path) -> Any:
         ("--steps nan", "--steps is nan"),
         ("--seeds some", "--seeds is 'some'"),
         ("--processes 0", "--processes is 0"),
-        ("--eta-factor 0", "eta_factor is 0"),
         ("--fidelity links --slow-worker 16:2", "no rank 16 among 16 workers"),
         ("--fidelity links --slow-worker 1:2,1:3", "rank 1 is given twice"),
         ("--fidelity links --slow-worker 1", "write RANK:FACTOR"),
         ("--fidelity links --slow-worker 1:-2", "--slow-worker 1:-2 is -2"),
-        ("--slow-worker 1:2", "--slow-worker plays no part here"),
-        ("--step-times times.txt", "--step-times times.txt cannot be read: No such file"),
-        ("--step-times . --step-ms 3", "leave out --step-ms"),
+        ("--slow-worker 1:2", "--slow-worker has no effect here"),
         ("--step-ms 0", "--step-ms is 0; it must be a positive number"),
         ("--workload quadratic --step-spread 10", "--step-spread is 10, but must be from 0 to 3"),
-        ("--link-mbps 10", "--link-mbps plays no part here"),
-        ("--neighbour-policy poisson --methods allreduce", "--neighbour-policy plays no part"),
-        ("--fidelity links --neighbour-policy rude", "no neighbour policy 'rude'"),
-        ("--fidelity links --slow-link 0-5:1", "ring has no edge between these two"),
-        ("--fidelity links --slow-link 0-16:1", "ranks 0 and 16 have no link"),
-        ("--fidelity links --slow-link 0:1", "write I-J:MBPS"),
-        ("--fidelity links --slow-link 0-1:1,1-0:2", "the link of 0 and 1 is given twice"),
+        ("--link-mbps 10", "--link-mbps has no effect here"),
         ("--fidelity links --model-mb -1", "--model-mb is -1"),
-        ("--learning-rate 1", "--learning-rate plays no part in --workload consensus"),
-        ("--sync-every 4", "--sync-every plays no part with these methods, but with diloco"),
-        ("--outer-lr 1 --methods allreduce", "--outer-lr plays no part with these methods"),
-        ("--workload quadratic --exchange-moments exp_avg", "write NAME:PERIOD, such as"),
-        ("--workload quadratic --exchange-moments a:1,a:2", "a is given twice"),
-        ("--workload quadratic --methods diloco --sync-every 0", "sync_every is 0"),
+        ("--learning-rate 1", "--learning-rate has no effect in --workload consensus"),
         ("--methods diloco", "method diloco averages what gradient steps did"),
-        ("--workload quadratic --disjoint", "--disjoint plays no part in --workload quadratic"),
-        ("--workload digits --noise 1", "--noise plays no part in --workload digits"),
-        ("--workload quadratic --optimizer adamw --momentum 0.9", "--momentum is sgd's"),
-        ("--workload quadratic --curvature 2:1", "write LEAST:LARGEST"),
-        ("--workload digits --disjoint --dirichlet 1", "exclude each other"),
         ("--json missing/results.json", "the directory to write it to does not exist"),
         ("--json .", "cannot be written"),
         ("--figure figure.pdf", "let its name end in .png"),
         ("--figure missing/figure.png", "the directory to write it to does not exist"),
+        ("missing.py", "there is no file missing.py"),
+        ("missing.py --workers 8", "--workers does not go with missing.py: set it in the Scenario"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -131,28 +100,7 @@ def test_a_file_where_the_figures_go(elsewhere: Path, capsys: pytest.CaptureFixt
     assert "runs: pass --figure PATH" in capsys.readouterr().err
 
 
-def test_step_times_that_are_none(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    times = elsewhere / "times.txt"
-    for text, message in (
-        ("# nothing\n\n", "there is no time in it"),
-        ("0.1\nsoon\n", "line 2 is 'soon'; it must be a number"),
-        ("0.1\n0\n", "line 2 is 0; it must be a positive number"),
-    ):
-        times.write_text(text)
-        assert simulate("--step-times times.txt") == 2
-        assert message in capsys.readouterr().err
-    times.write_bytes(b"\xff\xfe0")
-    assert simulate("--step-times times.txt") == 2
-    assert "times.txt is not UTF-8 text" in capsys.readouterr().err
-
-
-def test_step_times_that_begin_with_a_byte_order_mark(elsewhere: Path) -> None:
-    times = elsewhere / "times.txt"
-    times.write_text("0.1\n0.3\n", "utf-8-sig")
-    assert read_step_times(times) == (0.1, 0.3)
-
-
-# What options come to.
+# The study of the options.
 
 
 def test_what_is_simulated_by_default() -> None:
@@ -162,7 +110,6 @@ def test_what_is_simulated_by_default() -> None:
     (case,) = study.cases
     assert case.scenario.compute_time == ConstantTime(0.1)
     assert case.scenario.links.every == Link(0.0005, math.inf)
-    assert case.scenario.neighbour_policy == "fresh"
     assert case.scenario.model_bytes is None
     jobs = study.jobs()
     assert [(job.method, job.scenario.seed) for job in jobs] == [
@@ -172,39 +119,25 @@ def test_what_is_simulated_by_default() -> None:
     assert jobs[3].scenario.num_steps > 3 * jobs[0].scenario.num_steps
 
 
-def test_compute_options(elsewhere: Path) -> None:
-    (elsewhere / "times.txt").write_text("0.1  # the first\n\n0.3\n")
+def test_compute_options() -> None:
     links = SimulateArguments(fidelity="links")
-
-    def compute_time(**options: Any) -> Any:
+    for options, expected in (
+        ({"step_ms": 20.0}, ConstantTime(0.02)),
+        ({"step_spread": 0.5}, LognormalTime(0.1, 0.5)),
+        (
+            {"slow_worker": ("2:4,3:1.5", "0:2")},
+            SlowedTime(ConstantTime(0.1), {2: 4.0, 3: 1.5, 0: 2.0}),
+        ),
+    ):
         arguments = replace(links, **options)
-        return make_study(arguments).cases[0].scenario.compute_time
-
-    assert compute_time(step_ms=20.0) == ConstantTime(0.02)
-    assert compute_time(step_spread=0.5) == LognormalTime(0.1, 0.5)
-    assert compute_time(step_times=Path("times.txt")) == MeasuredTime((0.1, 0.3))
-    assert compute_time(slow_worker=("2:4,3:1.5", "0:2")) == SlowedTime(
-        ConstantTime(0.1), {2: 4.0, 3: 1.5, 0: 2.0}
-    )
+        assert make_study(arguments).cases[0].scenario.compute_time == expected
 
 
 def test_network_options() -> None:
-    arguments = SimulateArguments(
-        fidelity="links",
-        latency_ms=2.0,
-        link_mbps=80.0,
-        jitter=0.1,
-        slow_link=("1-0:8", "2-3:8:50"),
-        model_mb=4.0,
-        neighbour_policy="poisson",
-    )
+    arguments = SimulateArguments(fidelity="links", latency_ms=2.0, link_mbps=80.0, model_mb=4.0)
     scenario = make_study(arguments).cases[0].scenario
     assert scenario.links.every == Link(0.002, 1e7)
-    assert scenario.links.link(0, 1) == Link(0.002, 1e6)
-    assert scenario.links.link(3, 2) == Link(0.05, 1e6)
-    assert scenario.links.jitter == 0.1
     assert scenario.model_bytes == 4e6
-    assert scenario.neighbour_policy == "poisson"
 
 
 @pytest.mark.parametrize(
@@ -212,13 +145,13 @@ def test_network_options() -> None:
     [
         ("quadratic", {}, Sgd(0.1)),
         ("digits", {}, Sgd(0.05, 0.9, 5e-4)),
-        ("digits", {"learning_rate": 0.1, "momentum": 0.0}, Sgd(0.1, 0.0, 5e-4)),
-        ("digits", {"optimizer": "adamw", "weight_decay": 0.1}, AdamW(weight_decay=0.1)),
+        ("digits-convolutional", {"learning_rate": 0.1}, Sgd(0.1, 0.9, 5e-4)),
     ],
 )
-def test_optimizer_options(workload: str, options: Any, optimizer: Any) -> None:
+def test_workloads(workload: Any, options: Any, optimizer: Any) -> None:
     study = make_study(SimulateArguments(workload=workload, **options))
     assert study.cases[0].scenario.optimizer == optimizer
+    assert study.objective.name == workload
     assert {job.scenario.num_steps for job in study.jobs()} == {100.0}
 
 
@@ -229,15 +162,6 @@ def test_the_digits_are_trained_as_in_the_demo() -> None:
     settings = digits.make_optimizer(digits.make_model()).param_groups[0]
     simulated = make_study(SimulateArguments(workload="digits")).cases[0].scenario.optimizer
     assert simulated == Sgd(settings["lr"], settings["momentum"], settings["weight_decay"])
-
-
-def test_quadratic_options() -> None:
-    arguments = SimulateArguments(
-        workload="quadratic", dimension=8, noise=2.0, heterogeneity=3.0, curvature="0.1:1"
-    )
-    objective: Any = make_study(arguments).cases[0].scenario.objective
-    assert (objective.dimension, objective.mu, objective.smoothness) == (8, 0.1, 1.0)
-    assert (objective.noise_variance, objective.heterogeneity) == (2.0, 3.0)
 
 
 def test_a_run_that_would_be_too_long_says_so() -> None:
@@ -252,14 +176,16 @@ def test_the_command_gives_the_same_study() -> None:
         graph="ring,star",
         fidelity="links",
         slow_worker=("1:2", "2:3"),
-        dimension=8,
+        timeline=True,
         json=Path("results.json"),
     )
     words = "gossipdp simulate --graph ring,star --fidelity links --slow-worker 1:2,2:3"
-    assert command(arguments) == f"{words} --dimension 8"
+    assert command(arguments) == words
+    of_file = SimulateArguments(file=Path("a.py"), methods="gossip")
+    assert command(of_file) == "gossipdp simulate a.py --methods gossip"
 
 
-# What is written.
+# The output.
 
 
 def test_the_timeline_of_the_docs_is_what_its_command_draws(elsewhere: Path) -> None:
@@ -319,7 +245,7 @@ def test_consensus_on_a_ring(elsewhere: Path, capsys: pytest.CaptureFixture[str]
 
 def test_several_graphs_and_rates(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--graph ring,star --comm-rate 1,2 --workers 6 --methods gossip,allreduce --seeds 4,"
-    task = "--workload quadratic --steps 10 --dimension 4"
+    task = "--workload quadratic --steps 10"
     assert simulate(f"{words} {task} --json results.json --figure figure.png") == 0
     written = strict(elsewhere / "results.json")
     assert "methods" not in written
@@ -336,12 +262,12 @@ def test_several_graphs_and_rates(elsewhere: Path, capsys: pytest.CaptureFixture
         assert set(results["loss_spread"]) == {0.0}
         assert case["methods"]["allreduce"]["idle_share"][-1] > 0
     printed = capsys.readouterr().out
-    assert "star gossip r=2" in printed
+    assert "star r=2 gossip" in printed
     assert "at fidelity ideal links cost only allreduce time, at a latency of 0.5 ms;" in printed
 
 
 def test_digits_with_a_slow_worker(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--workload digits --workers 4 --steps 12 --seeds 2 --slow-worker 1:3 --batch-size 16"
+    words = "--workload digits --workers 4 --steps 12 --seeds 2 --slow-worker 1:3"
     assert simulate(f"{words} --methods gossip --json results.json --figure figure.png") == 0
     written = strict(elsewhere / "results.json")
     results = written["methods"]["gossip"]
@@ -359,51 +285,106 @@ def test_what_never_agrees_or_diverges(capsys: pytest.CaptureFixture[str]) -> No
     assert "allreduce: the workers agree after a few exchanges at once" in printed
     words = "--workload quadratic --workers 4 --learning-rate 1e9 --methods gossip --seeds 1"
     assert simulate(f"{words} --json results.json") == 0
-    assert "diverged: gossip; try a lower --learning-rate" in capsys.readouterr().out
+    assert "diverged: gossip; try a lower learning rate" in capsys.readouterr().out
     assert strict(Path("results.json"))["methods"]["gossip"]["consensus_distance"][-1] is None
 
 
 @pytest.mark.parametrize(
-    ("words", "advice"),
+    ("changes", "advice"),
     [
-        ("--methods a2cid2 --eta-factor 40", "--alpha-tilde-factor or --eta-factor"),
-        ("--methods a2cid2 --alpha-tilde-factor 40", "--alpha-tilde-factor or --eta-factor"),
-        ("--workers 1", None),
+        ("eta_factor=40.0", "try a lower eta_factor or alpha_tilde_factor"),
+        ("alpha_tilde_factor=40.0", "try a lower eta_factor or alpha_tilde_factor"),
+        ("num_workers=1", None),
     ],
 )
 def test_no_steps_help_those_that_diverge_or_are_alone(
-    words: str, advice: str | None, capsys: pytest.CaptureFixture[str]
+    changes: str, advice: str | None, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert simulate(f"{words} --seeds 1 --steps 300 --dimension 2") == 0
+    scenario = f"Scenario(objective=Consensus(2), num_steps=300, {changes})"
+    text = "from gossipdp_lab.simulate import Consensus, Scenario\n"
+    (elsewhere / "study.py").write_text(f"{text}scenarios = {{'one': {scenario}}}\n")
+    assert simulate("study.py --methods a2cid2 --seeds 1") == 0
     printed = capsys.readouterr().out
-    assert "--steps" not in printed
-    assert "--learning-rate" not in printed
+    assert "more steps" not in printed
+    assert "learning rate" not in printed
     assert ("diverged: a2cid2" in printed) == (advice is not None)
     assert advice is None or advice in printed
 
 
-OBJECTIVE = """
+# Scenarios of a file.
+
+
+def test_the_file_of_the_docs(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "simulator.md").read_text()
+    section = page.split("## A file of scenarios")[1]
+    (elsewhere / "momentum.py").write_text(
+        re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)[0]
+    )
+    (words,) = re.findall(r"^    gossipdp simulate (momentum.py .*)$", section, re.M)
+    assert simulate(f"{words} --seeds 1") == 0
+    written = strict(elsewhere / "momentum.json")
+    assert [case["name"] for case in written["cases"]] == ["plain", "outer step"]
+    assert written["configuration"]["file"] == "momentum.py"
+    for case in written["cases"]:
+        results = case["methods"]["gossip"]
+        assert results["loss"][-1] < results["loss"][0]
+        assert len(results["digests"]) == 1
+    assert len({case["methods"]["gossip"]["digests"][0] for case in written["cases"]}) == 2
+    printed = capsys.readouterr().out
+    assert printed.startswith("scenarios of momentum.py, seed 0\n")
+    assert "outer step gossip" in printed
+    assert (elsewhere / "runs" / "simulate-momentum" / "figure.png").is_file()
+
+
+SCENARIOS = """
+from __future__ import annotations
+from dataclasses import dataclass
 import torch
-from gossipdp_lab.simulate.module_objective import ModuleObjective
+from gossipdp_lab.simulate import Consensus, ModuleObjective, Quadratic, Scenario
+
+@dataclass
+class Settings:
+    features: int = 3
 
 def batches(rank, num_workers, seed):
-    return [torch.randn(8, 3, generator=torch.Generator().manual_seed(rank))]
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(8, Settings().features, generator=generator)]
 
 def loss(model, batch):
     if FAILS:
         raise ValueError("the user's own error")
     return model(batch).square().mean()
 
-def make():
-    return ModuleObjective(lambda: torch.nn.Linear(3, 1), loss, batches, name="mine")
+objective = ModuleObjective(lambda: torch.nn.Linear(3, 1), loss, batches, name="mine")
+scenarios = {"mine": Scenario(num_workers=3, num_steps=10, objective=objective)}
 """
 
 
-def test_a_module_of_the_user_s(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (elsewhere / "mine.py").write_text(OBJECTIVE.replace("FAILS", "False"))
-    words = "--workers 3 --steps 10 --seeds 2 --processes 2 --methods gossip --figure figure.png"
-    assert simulate(f"--workload mine.py:make {words}") == 0
-    assert capsys.readouterr().out.startswith("mine, ring of 3 workers")
+def test_files_that_define_no_scenarios(elsewhere: Path) -> None:
+    text = SCENARIOS.replace("FAILS", "False")
+    for more, problem in {
+        "del scenarios": "must define scenarios, a mapping from names to Scenario objects",
+        "scenarios = {}": "must define scenarios",
+        "scenarios = {'one': 1}": "must define scenarios",
+        "import not_installed_anywhere": "needs not_installed_anywhere, which is not installed",
+        "scenarios['other'] = Scenario(objective=Consensus())": "results of different kinds",
+        "scenarios['other'] = Scenario('circle', objective=objective)": "circle",
+    }.items():
+        (elsewhere / "study.py").write_text(f"{text}\n{more}\n")
+        with pytest.raises(ValueError, match=problem):
+            make_study(SimulateArguments(file=Path("study.py")))
+    (elsewhere / "study.txt").write_text(text)
+    with pytest.raises(ValueError, match=r"study.txt is no Python file: let its name end in .py"):
+        load_scenarios(elsewhere / "study.txt")
+
+
+def test_a_module_of_the_user_s_in_other_processes(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (elsewhere / "mine.py").write_text(SCENARIOS.replace("FAILS", "False"))
+    words = "mine.py --seeds 4,5 --processes 2 --methods gossip --figure figure.png"
+    assert simulate(words) == 0
+    assert capsys.readouterr().out.startswith("scenarios of mine.py, 2 seeds\n")
 
 
 def test_the_same_whatever_the_number_of_processes(elsewhere: Path) -> None:
@@ -418,10 +399,9 @@ def test_the_same_whatever_the_number_of_processes(elsewhere: Path) -> None:
 
 # The last of those with processes: an error ends them, and the next have to import torch.
 def test_an_error_of_the_user_s_shows_its_traceback(elsewhere: Path) -> None:
-    (elsewhere / "mine.py").write_text(OBJECTIVE.replace("FAILS", "True"))
-    words = "--workers 3 --steps 10 --seeds 2 --methods gossip --processes 2"
+    (elsewhere / "mine.py").write_text(SCENARIOS.replace("FAILS", "True"))
     with pytest.raises(ValueError, match="the user's own error") as caught:
-        simulate(f"--workload mine.py:make {words}")
+        simulate("mine.py --seeds 2 --methods gossip --processes 2")
     assert "mine.py" in str(caught.value.__cause__)
     assert not (elsewhere / "runs").exists()
 
@@ -438,72 +418,3 @@ def test_seeds(text: str, seeds: list[int]) -> None:
 def test_seeds_that_cannot_be_meant(text: str) -> None:
     with pytest.raises(ValueError, match="--seeds is"):
         parse_seeds(text)
-
-
-# Objectives of the user's own, by the place of a function.
-
-OWN = """
-from __future__ import annotations
-from dataclasses import dataclass
-from gossipdp_lab.simulate.objectives import Quadratic
-
-@dataclass
-class Settings:
-    dimension: int = 3
-
-def mine():
-    return Quadratic(Settings().dimension)
-
-def wrong():
-    return 5
-"""
-
-
-def test_a_function_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    objective = load_objective("own.py:mine")
-    assert objective.name == "quadratic"
-    assert objective.begin(2, 0).start.shape == (2, 3)
-
-
-def test_a_function_in_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_objectives.py").write_text(OWN + "\nclass Other: pass\n")
-    (tmp_path / "own_broken.py").write_text("import not_installed_anywhere\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert load_objective("own_objectives:mine").metric_name is None
-    for place, problem in {
-        "own_objectives:yours": "own_objectives has no function 'yours'",
-        "own_objectives:wrong": "own_objectives:wrong returned a int; it must return a gossipdp",
-        "own_objective:mine": "there is no module 'own_objective' on the import path; name a file",
-        "own.objectives:mine": "there is no module 'own.objectives'",
-        f"{tmp_path}/other.py:mine": "there is no file .*other.py",
-        "own_objectives:": "names no function; write package.module:function or file.py:function",
-    }.items():
-        with pytest.raises(ValueError, match=problem):
-            load_objective(place)
-    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
-        load_objective("own_broken:mine")
-
-
-def test_options_of_methods_reach_those_that_know_them(tmp_path: Path) -> None:
-    arguments = SimulateArguments(
-        workload="quadratic",
-        optimizer="adamw",
-        workers=4,
-        steps=24,
-        seeds="1",
-        methods="gossip,diloco,allreduce",
-        sync_every=4,
-        outer_momentum=0.5,
-        exchange_moments=("exp_avg_sq:2",),
-        json=tmp_path / "out.json",
-    )
-    scenario = make_study(arguments).jobs()[0].scenario
-    assert scenario.outer == OuterStep(momentum=0.5)
-    assert scenario.exchange_moments == {"exp_avg_sq": 2}
-    assert scenario.sync_every == 4
-    assert run(arguments) == 0
-    methods = strict(tmp_path / "out.json")["methods"]
-    assert len(methods) == 3
-    assert all(each["loss"][-1] < each["loss"][0] for each in methods.values())

@@ -1,4 +1,4 @@
-"""How long gradient steps take."""
+"""Durations of gradient steps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from gossipdp_lab.simulate.scenario import (
     ComputeTime,
     ConstantTime,
     LognormalTime,
-    MeasuredTime,
     SlowedTime,
 )
 
 MODELS = [
     ConstantTime(0.2),
     LognormalTime(0.2, spread=0.5),
-    MeasuredTime([0.1, 0.1, 0.4]),
     SlowedTime(LognormalTime(0.2, spread=0.3), {7: 3.0}),
 ]
 
@@ -59,11 +57,6 @@ def test_slow_ranks_take_their_factor() -> None:
         assert [slowed(rank) for _ in range(5)] == [factor * plain(rank) for _ in range(5)]
 
 
-def test_measured_times_are_drawn_from_the_list() -> None:
-    draw = MeasuredTime([0.1, 0.3]).begin(0)
-    assert {draw(0) for _ in range(50)} == {0.1, 0.3}
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -73,8 +66,6 @@ def test_measured_times_are_drawn_from_the_list() -> None:
         (lambda: LognormalTime(1.0, spread=-0.1), "spread is -0.1"),
         (lambda: LognormalTime(1.0, spread=10.0), "spread is 10, but must be from 0 to 3"),
         (lambda: SlowedTime(ConstantTime(), {3: 0.0}), "the slow factor of rank 3 is 0.0"),
-        (lambda: MeasuredTime([]), "give at least one"),
-        (lambda: MeasuredTime([0.1, math.nan]), "a measured step time is nan"),
     ],
 )
 def test_bad_settings_are_refused(make: Callable[[], ComputeTime], message: str) -> None:

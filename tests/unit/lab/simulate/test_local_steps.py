@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from gossipdp.dynamics.outer import OuterStep
-from gossipdp_lab.simulate.local_steps import DiLoCo
 from gossipdp_lab.simulate.objectives import Quadratic
 from gossipdp_lab.simulate.optimizers import AdamW, Sgd
 from gossipdp_lab.simulate.scenario import ConstantTime, Link, LinkModel, Scenario
 from gossipdp_lab.simulate.study import simulate
+from gossipdp_lab.simulate.synchronous import DiLoCo
 
 QUIET = Quadratic(dimension=6, mu=0.5, smoothness=2.0, noise_variance=0.0, heterogeneity=4.0)
 RATE = 0.1

@@ -117,7 +117,7 @@ def test_gradients_and_buffers_are_those_of_the_module(max_rows: int) -> None:
 
 
 @pytest.mark.parametrize("make_model", [Normalised, Dropping])
-def test_what_a_rank_finds_does_not_depend_on_whom_it_is_asked_with(
+def test_a_rank_s_gradient_does_not_depend_on_the_ranks_beside_it(
     make_model: Callable[[], nn.Module],
 ) -> None:
     together, apart = (objective(make_model).begin(4, seed=3) for _ in range(2))
@@ -142,7 +142,7 @@ def test_dropout_is_computed_row_by_row_and_says_so(caplog: pytest.LogCaptureFix
         return objective(Dropping).begin(2, seed).gradients([0, 1], x)
 
     assert torch.equal(step(0).losses, step(0).losses)
-    # The random state is each step's own, and nobody else's.
+    # Each step has a random state of its own.
     same_batch = objective(Dropping).begin(2, seed=0)
     losses = [float(same_batch.gradients([0], x[:1]).losses) for _ in range(4)]
     assert losses[0] != losses[3]

@@ -10,7 +10,7 @@ from simulated_faults.network import FaultyNetwork
 from gossipdp.graph.constants import Constants
 from gossipdp.graph.topology import build_graph
 from gossipdp.protocol.actions import Unlink
-from gossipdp_lab.simulate.network import Conditions, Network, make_workers
+from gossipdp_lab.simulate.network import Conditions, VirtualNetwork, make_workers
 
 
 def make_network(graph_name: str, num_workers: int, **changes: object) -> FaultyNetwork:
@@ -133,6 +133,6 @@ def test_exchanges_that_are_over_may_be_forgotten() -> None:
 def test_without_faults_nobody_can_ask_for_what_only_faults_bring() -> None:
     constants = Constants.of(build_graph("ring", 4))
     conditions = Conditions(lambda *_: 0.001, lambda *_: 0.05, lambda rank: 0.2)
-    network = Network(make_workers(constants, seed=0), constants.edges, conditions)
+    network = VirtualNetwork(make_workers(constants, seed=0), constants.edges, conditions)
     with pytest.raises(RuntimeError, match=r"rank 0 asks for Unlink.*though nothing went wrong"):
         network.act(0, Unlink(1, "silent"))

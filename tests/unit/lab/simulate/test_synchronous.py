@@ -1,4 +1,4 @@
-"""All-reduce and D-PSGD: what they compute, what they cost, what they record."""
+"""All-reduce and D-PSGD: their arithmetic, their costs, their records."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ METHODS = ("allreduce", "dpsgd")
 
 @dataclass(frozen=True)
 class Pull(Objective):
-    """Worker i is pulled towards i; one buffer column counts its steps times i."""
+    """A pull of worker i towards i; one buffer column counts its steps times i."""
 
     name: ClassVar[str] = "pull"
 
@@ -197,7 +197,7 @@ def test_one_card_sends_to_all_neighbours() -> None:
     )
     trace = run(scenario, "dpsgd")
     # The hub sends four copies: 1 + 4 * 0.5 + 0.25 for the leaves; the hub itself ends at 3.0,
-    # and then waits for nobody but the leaves' rows, which leave 1.0 + 0.5 after they start.
+    # and then waits only for the leaves' rows, which leave 1.0 + 0.5 after they start.
     leaf, hub, rounds = 0.0, 0.0, 0
     while max(leaf, hub) <= 14:
         hub_sent, leaf_sent = hub + 3.0, leaf + 1.5

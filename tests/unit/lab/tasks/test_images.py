@@ -14,7 +14,6 @@ from torch.nn import BatchNorm2d
 from gossipdp_lab.tasks.images import (
     Cifar10,
     ImageNet,
-    JpegFolders,
     middle_box,
     random_box,
     random_crop_and_flip,
@@ -210,13 +209,8 @@ def test_a_large_jpeg_is_decoded_small_and_cut_where_the_box_is(tmp_path: Path) 
     assert part[5:-5, 5:-5, 1:].max() < 20
 
 
-def test_a_dataset_of_no_known_class_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no images"):
-        JpegFolders(tmp_path, SYNSETS, part="middle")
-
-
 def shifted(image: torch.Tensor, padding: int) -> dict[tuple[int, int, bool], bytes]:
-    """All that may become of an image, slowly: by row, column and mirroring."""
+    """Return all possible crops of an image, slowly: by row, column and mirroring."""
     channels, height, width = image.shape
     padded = torch.zeros(channels, height + 2 * padding, width + 2 * padding, dtype=image.dtype)
     padded[:, padding : padding + height, padding : padding + width] = image

@@ -1,4 +1,4 @@
-"""What is refused: a ValueError that names the value and the way out."""
+"""Refusals: a ValueError that names the value and the fix."""
 
 import pytest
 import torch
@@ -26,6 +26,6 @@ from gossipdp_lab.tasks.workload import BatchLoader, worker_device, worker_seed
         (lambda: worker_device("tpu"), "--device is 'tpu'; choose cpu or cuda"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(call, message):
+def test_invalid_arguments_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -1,15 +1,14 @@
-"""What may be chosen in a training, and what is refused before anything starts."""
+"""The options of a training."""
 
 from typing import get_args
 
 import pytest
 
-from gossipdp import OuterStep
 from gossipdp.cli.main import main
 from gossipdp.parallel.options import METHODS
 from gossipdp_lab.tasks import RECIPES
 from gossipdp_lab.tasks.command import Recipe
-from gossipdp_lab.tasks.options import BytesGptOptions, Cifar10Options, ImageNetOptions, MethodName
+from gossipdp_lab.tasks.options import Cifar10Options, ImageNetOptions, MethodName
 
 OPTIONS = [get_args(annotated)[0] for annotated in get_args(Recipe)]
 
@@ -23,16 +22,6 @@ def test_the_papers_trainings_are_the_defaults():
     cifar10, imagenet = Cifar10Options(), ImageNetOptions()
     assert (cifar10.epochs, cifar10.batch_size) == (100, 128)
     assert (imagenet.epochs, imagenet.batch_size) == (90, 128)
-
-
-def test_what_exchanges_bring_besides():
-    options = BytesGptOptions()
-    assert (options.outer, options.moments) == (None, True)
-    options = BytesGptOptions(outer_momentum=0.3, exchange_moments="none")
-    assert (options.outer, options.moments) == (OuterStep(momentum=0.3), False)
-    options = BytesGptOptions(outer_lr=0.9, exchange_moments="exp_avg:2, exp_avg_sq:16")
-    assert options.outer == OuterStep(lr=0.9)
-    assert options.moments == {"exp_avg": 2, "exp_avg_sq": 16}
 
 
 def test_every_recipe_is_named_by_the_help(capsys: pytest.CaptureFixture[str]):

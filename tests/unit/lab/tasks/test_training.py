@@ -1,4 +1,4 @@
-"""What is shown of a training, and the learning rates that it goes through."""
+"""The display of a training, its results, and resuming it."""
 
 import io
 import json
@@ -9,7 +9,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from gossipdp import OuterStep
 from gossipdp.gossip.published import Notice
 from gossipdp.parallel.stats import Stats
 from gossipdp_lab.tasks.options import BytesGptOptions
@@ -57,7 +56,7 @@ class Clock:
 
 
 class Model:
-    """What a training run asks of the wrapped model while it shows how far it is."""
+    """The part of a wrapped model that the display of a training uses."""
 
     rank, world_size = 0, 1
 
@@ -72,7 +71,7 @@ class Model:
 
 
 def shown_progress(steps: dict[float, tuple[float, float]], at: float = 0.0) -> list[str]:
-    """The lines after the opening; steps: loss and progress by time."""
+    """Return the lines after the opening; steps: loss and progress by time."""
     model, clock = Model(at), Clock()
     console = Console(file=io.StringIO(), width=120)
     options = BytesGptOptions(epochs=10)
@@ -105,7 +104,7 @@ def test_a_slow_first_step_of_a_resumed_run_counts_from_where_the_run_was():
         (5, [(0, "dead"), (1, "dead"), (2, "dead"), (3, "dead")], 5),
     ],
 )
-def test_who_tells_of_the_end(rank: int, notices: list[tuple[int, str]], lowest: int):
+def test_the_lowest_living_rank_reports(rank: int, notices: list[tuple[int, str]], lowest: int):
     stats = Stats(
         rank=rank,
         world_size=4,
@@ -176,32 +175,6 @@ def test_gradients_are_clipped_where_the_recipe_says_so(
     monkeypatch.setattr(Gpt, "clip_norm", 0.01)
     train(options)
     assert max(norms) == pytest.approx(0.01, rel=1e-3)
-
-
-def test_the_wrapper_is_given_the_outer_step_and_the_moments(
-    options: BytesGptOptions, monkeypatch: pytest.MonkeyPatch
-):
-    given: dict[str, object] = {}
-
-    class WrappedError(Exception):
-        pass
-
-    def wrap(*_: object, **arguments: object) -> None:
-        given.update(arguments)
-        raise WrappedError
-
-    monkeypatch.setattr("gossipdp_lab.tasks.training.GossipDataParallel", wrap)
-    with pytest.raises(WrappedError):
-        train(replace(options, outer_momentum=0.3, exchange_moments="exp_avg:2"))
-    assert given["outer"] == OuterStep(momentum=0.3)
-    assert given["exchange_moments"] == {"exp_avg": 2}
-
-
-def test_the_opening_names_the_outer_step(
-    options: BytesGptOptions, capsys: pytest.CaptureFixture[str]
-):
-    train(replace(options, outer_momentum=0.6))
-    assert "outer step of momentum 0.6 and learning rate 1, batch 8" in capsys.readouterr().out
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_the_same(

@@ -1,4 +1,4 @@
-"""Every workload offers the same things; the small Python tree stands in for the real one."""
+"""The interface of every workload; the small Python tree stands in for the real one."""
 
 import math
 from collections.abc import Callable
@@ -28,8 +28,11 @@ def python_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=sorted(WORKLOADS))
-def make(request: pytest.FixtureRequest, python_tree: Path) -> MakeWorkload:
+def make(
+    request: pytest.FixtureRequest, python_tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> MakeWorkload:
     if kind := {"pystdlib": PyStdlib, "pystdlib-small": SmallPyStdlib}.get(request.param):
+        monkeypatch.setattr(kind, "num_validation_windows", 32)
         return lambda **options: kind(data=python_tree, **options)
     return lambda **options: make_workload(request.param, **options)
 
@@ -58,7 +61,7 @@ def test_batches_follow_from_rank_and_seed(make: MakeWorkload) -> None:
     assert not torch.equal(first(1, 0), first(1, 1))
 
 
-def test_an_epoch_has_len_full_batches_and_the_next_is_shuffled_anew(make: MakeWorkload) -> None:
+def test_an_epoch_has_len_full_batches_and_the_next_is_shuffled_again(make: MakeWorkload) -> None:
     workload = make(batch_size=5)
     loader = workload.train_loader(0, 2, 0)
     epochs = [[flatten(batch) for batch in loader] for _ in range(2)]
@@ -100,7 +103,7 @@ def test_evaluation_restores_the_mode_and_changes_nothing(make: MakeWorkload) ->
 # Attention on CPU has no batching rule in torch 2.13: vmap runs it row by row and says so.
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_the_model_runs_on_rows_of_a_matrix_by_functional_calls(make: MakeWorkload) -> None:
-    """The simulator stacks all workers' values and differentiates them in one call."""
+    """Stack all workers' values and differentiate them in one call, as the simulator does."""
     workload = make()
     models = [workload.make_model() for _ in range(3)]
     parameters, buffers = torch.func.stack_module_state(models)
@@ -234,7 +237,7 @@ def test_the_perceptron_has_the_same_data() -> None:
     assert perceptron.training_loss(model) == pytest.approx(math.log(10), abs=0.1)
 
 
-@pytest.mark.parametrize("alpha", [0.05, 1.0, 1000.0])
+@pytest.mark.parametrize("alpha", [0.05, 1000.0])
 def test_dirichlet_shares_of_the_classes(alpha: float) -> None:
     digits = Digits(network="perceptron", batch_size=1437, dirichlet_alpha=alpha)
     shares = []

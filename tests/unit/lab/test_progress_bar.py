@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from gossipdp_lab.progress import ProgressView
+from gossipdp_lab.progress_bar import ProgressView
 
 
 def show(shares_by_second: dict[float, float], *, is_terminal: bool) -> str:

@@ -1,4 +1,4 @@
-"""How far long work is: a bar on a terminal, a line now and then elsewhere."""
+"""The progress of long work: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class _Bar(Progress):
     above: Callable[[], RenderableType] | None = None
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """What rich draws."""
+        """Return the parts that rich draws."""
         if self.above is not None:
             yield self.above()
         yield self.make_tasks_table(self.tasks)
 
 
 class ProgressView:
-    """Shows a share that is told from time to time. It draws in the calling thread.
+    """A display of the share of work that is done. It draws in the calling thread.
 
     Args:
-        label: what is going on, such as "simulating".
-        console: where to draw.
-        above: makes what a terminal shows above the bar.
+        label: the work, such as "simulating".
+        console: shows it.
+        above: makes the part that a terminal shows above the bar.
         clock: monotonic, in seconds.
         redraw_every_s: least time between two drawings on a terminal.
         line_every_s: the same between two lines elsewhere.
@@ -92,13 +92,13 @@ class ProgressView:
 
     @property
     def is_due(self) -> bool:
-        """Whether :meth:`advance` would show anything now."""
+        """Say if :meth:`advance` would show anything now."""
         return self._clock() - self._shown_s >= self._every_s
 
     def advance(self, share: float, text: str = "", label: str | None = None) -> None:
-        """``share`` of the work is done, 0 to 1; ``text`` is shown beside it.
+        """Show that ``share`` of the work is done, 0 to 1, and ``text`` beside it.
 
-        label: what is going on from now on.
+        label: the work from now on.
         """
         if not self.is_due:
             return

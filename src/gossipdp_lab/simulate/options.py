@@ -1,0 +1,83 @@
+"""The options of ``gossipdp simulate``. Imports no torch, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+
+@dataclass(frozen=True)
+class SimulateArguments:
+    """Simulate runs on a virtual clock, to choose a graph, a comm rate and a method."""
+
+    file: tyro.conf.Positional[Path | None] = None
+    """A Python file with a mapping named scenarios, from names to Scenario objects. They are
+    simulated in place of what the other options describe; docs/simulator.md shows one."""
+
+    graph: str = "ring"
+    """ring, path, star, complete, exponential, hypercube, torus, random-regular or erdos-renyi;
+    several with commas."""
+
+    workers: int = 16
+    """Number of workers."""
+
+    methods: str = "a2cid2,gossip"
+    """Methods, with commas between them. Asynchronous: a2cid2, gossip, none, released. Synchronous:
+    allreduce, dpsgd, diloco."""
+
+    workload: Literal["consensus", "quadratic", "digits", "digits-convolutional"] = "consensus"
+    """consensus: random vectors that only agree; quadratic; digits: a small perceptron;
+    digits-convolutional: the demo's network."""
+
+    comm_rate: str = "1"
+    """Exchanges per worker per gradient step; several with commas."""
+
+    fidelity: Literal["ideal", "links"] = "ideal"
+    """ideal: exchanges happen at random, as in the paper, and take no time. links: the real
+    protocol; messages and exchanges take time."""
+
+    steps: float | None = None
+    """Length of the run, in gradient steps of an ordinary worker. The default is 100; for consensus
+    it is as long as the workers need to agree."""
+
+    seeds: str = "3"
+    """How many runs of each kind, or a list of their seeds such as 0,1,2."""
+
+    learning_rate: float | None = None
+    """Learning rate of SGD. The default is 0.1, for digits 0.05."""
+
+    step_ms: float = 100.0
+    """Mean duration of a gradient step, in milliseconds."""
+
+    step_spread: float = 0.0
+    """How much step times vary: the standard deviation of their logarithm. With 0.1
+    a step takes 10% more or less; with 0 all take equally long."""
+
+    slow_worker: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Make a worker slower: RANK:FACTOR. 2:4 makes worker 2 four times slower. Separate several
+    with commas, or repeat the option."""
+
+    latency_ms: float = 0.5
+    """How long a message travels, in milliseconds."""
+
+    link_mbps: float | None = None
+    """Speed of every link in each direction, in Mbit/s; by default unlimited."""
+
+    model_mb: float | None = None
+    """Megabytes that a worker sends in an exchange; by default the size of its parameters."""
+
+    json: Path | None = None
+    """Also write the results to this file."""
+
+    figure: Path | None = None
+    """Where to draw loss and consensus distance, a PNG; by default under runs/."""
+
+    timeline: bool = False
+    """Also draw what each worker does over time, beside --figure, as *-timeline.png."""
+
+    processes: int | None = None
+    """How many runs at once. By default one on each core, if that is quicker than one after the
+    other."""
