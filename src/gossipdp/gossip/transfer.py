@@ -2,7 +2,7 @@
 
 There are two kinds. *Parameters*: z = x + pending + c/2 of every exchanged chunk, then integer
 buffers and frozen parameters, each read under its chunk's lock. *The optimizers' state*: a small
-text that describes it, then its tensors as they lie, in chunks that are copied between two steps.
+layout that describes it, then its tensors as they lie, in chunks that are copied between two steps.
 So the donor trains on, its main thread is not asked, and a transfer takes ``SLOTS`` chunks of
 memory, whatever the state's size. The taker lands the optimizers' state where it will stay.
 
@@ -55,7 +55,7 @@ logger = logging.getLogger("gossipdp")
 
 SLOTS = 2
 CHUNK_BYTES = 1 << 20  # of the optimizers' state
-MAX_TEXT_BYTES = 16 << 20  # what describes it
+MAX_LAYOUT_BYTES = 16 << 20  # that describes it
 MAX_BREAKS = 5
 
 TransferMessage: TypeAlias = RequestState | StateRefused | RequestTraining | OfferTraining
@@ -74,12 +74,12 @@ class Offer:
     """The optimizers' state of this worker, to be given.
 
     Attributes:
-        text: describes it; see :mod:`gossipdp.parallel.skeleton`.
+        layout: describes it; see :mod:`gossipdp.parallel.state_layout`.
         tensors: the bytes of its tensors, flat, where the optimizers keep them.
         copy: copies some of these bytes to host memory; False: not just now, ask again.
     """
 
-    text: bytes
+    layout: bytes
     tensors: Sequence[Tensor]
     copy: Callable[[Tensor, Tensor], bool]
 
@@ -162,13 +162,13 @@ def _parameters(chunks: Sequence[Chunk], most_bytes: int, sink: Sink) -> Iterato
         sink(chunk, values)
 
 
-def _training(num_text_bytes: int, unfold: Unfold) -> Iterator[Tensor]:
-    """Rooms for the text that describes an optimizers' state, then for its tensors."""
-    if not 0 < num_text_bytes <= MAX_TEXT_BYTES:
-        raise ValueError(f"what describes its optimizers' state takes {num_text_bytes} bytes")
-    text = torch.empty(num_text_bytes, dtype=torch.uint8)
-    yield from _pieces([text])
-    yield from _pieces(unfold(text.numpy().tobytes()))
+def _training(num_layout_bytes: int, unfold: Unfold) -> Iterator[Tensor]:
+    """Yield rooms for the layout of an optimizers' state, then for its tensors."""
+    if not 0 < num_layout_bytes <= MAX_LAYOUT_BYTES:
+        raise ValueError(f"the layout of its optimizers' state takes {num_layout_bytes} bytes")
+    layout = torch.empty(num_layout_bytes, dtype=torch.uint8)
+    yield from _pieces([layout])
+    yield from _pieces(unfold(layout.numpy().tobytes()))
 
 
 class Transfers:
@@ -260,13 +260,13 @@ class Transfers:
             return True
         if offer is None:
             return False
-        text = torch.frombuffer(bytearray(offer.text), dtype=torch.uint8)
+        layout = torch.frombuffer(bytearray(offer.layout), dtype=torch.uint8)
         pieces = (
             (piece.numel(), partial(offer.copy, piece))
-            for piece in _pieces(chain([text], offer.tensors))
+            for piece in _pieces(chain([layout], offer.tensors))
         )
         self._senders[peer] = _Sender(link, request.counter, pieces, CHUNK_BYTES, is_training=True)
-        self._send(peer, OfferTraining(request.counter, len(offer.text)))
+        self._send(peer, OfferTraining(request.counter, len(offer.layout)))
         return True
 
     def _may_give(self, peer: int, counter: int) -> bool:
@@ -299,7 +299,7 @@ class Transfers:
 
         Args:
             peer: whom to ask.
-            unfold: makes room, as bytes, for the tensors that the text describes; a ValueError
+            unfold: makes room, as bytes, for the tensors that the layout describes; a ValueError
                 refuses them.
             on_end, timeout_s: see :meth:`fetch`.
         """

@@ -5,8 +5,8 @@
 A file holds ``model/NAME`` (the module's parameters and persistent buffers), ``c/NAME`` (the
 momentum), ``pending/NAME`` (what exchanges brought and the next step adds, where there is any),
 ``outer_g/NAME`` and ``outer_m/NAME`` (with an outer step: the optimizer's steps since the last one,
-and its momentum), and the tensors of the training state by number; in its metadata its
-:class:`Facts` and the skeleton of the training state.
+and its momentum), and the training state: its layout and its tensors by number; in its metadata its
+:class:`Facts`.
 
 A worker that died long before its run ended left a checkpoint of the point where it died. A run
 that resumes from it, or averages it with the others', is thrown back. So each checkpoint says which
@@ -37,13 +37,13 @@ from torch import Tensor
 
 from gossipdp.dynamics import update
 from gossipdp.gossip.published import Notice
-from gossipdp.parallel import skeleton
+from gossipdp.parallel import state_layout
 from gossipdp.parallel.checkpoint_files import DamagedFileError, read_metadata, read_tensors
 from gossipdp.protocol.members import Member, ProgressEntry, Status
 
 logger = logging.getLogger("gossipdp")
 
-FORMAT = "gossipdp checkpoint 4"
+FORMAT = "gossipdp checkpoint 5"
 _FILE_NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _DIRECTORY_NAME = re.compile(r"worker-(\d+)")
 
@@ -125,13 +125,10 @@ def encode(
     Raises:
         ValueError: ``state`` holds something that cannot be saved.
     """
-    text, flats = skeleton.pack(state)
+    layout, flats = state_layout.pack(state)
     training = {f"training/{n}": flat.to("cpu", copy=True) for n, flat in enumerate(flats)}
-    metadata = {
-        "format": FORMAT,
-        "facts": msgspec.json.encode(facts).decode(),
-        "training": text.decode(),
-    }
+    training["training/layout"] = torch.frombuffer(bytearray(layout), dtype=torch.uint8)
+    metadata = {"format": FORMAT, "facts": msgspec.json.encode(facts).decode()}
     return {**tensors, **training}, metadata
 
 
@@ -141,24 +138,25 @@ def read(path: Path) -> tuple[dict[str, Tensor], Any]:
     Raises:
         DamagedFileError: its content is not what was written.
     """
-    tensors, metadata = read_tensors(path)
+    tensors, _ = read_tensors(path)
     # Out of the file's memory map, which lasts as long as a tensor of it does.
     training = {
-        int(name.removeprefix("training/")): tensors.pop(name).clone()
-        for name in list(tensors)
-        if name.startswith("training/")
+        name: tensors.pop(name).clone() for name in list(tensors) if name.startswith("training/")
     }
     try:
-        described = skeleton.decode(metadata.get("training", "").encode())
-        return tensors, described.unpack([training[n] for n in sorted(training)])
-    except ValueError as error:
+        layout = state_layout.decode(training.pop("training/layout").numpy().tobytes())
+        return tensors, layout.unpack([training[f"training/{n}"] for n in range(len(training))])
+    except (ValueError, KeyError) as error:
         raise DamagedFileError(f"{path} is damaged: {error}") from error
 
 
 def _facts(path: Path) -> Facts:
     metadata = read_metadata(path)
     if metadata.get("format") != FORMAT:
-        raise DamagedFileError(f"{path} is no checkpoint: its format is not {FORMAT!r}")
+        raise DamagedFileError(
+            f"{path} is of format {metadata.get('format')!r}, and this version reads {FORMAT!r}: "
+            "go on with the version that wrote it, or move it away"
+        )
     try:
         return msgspec.json.decode(metadata.get("facts", ""), type=Facts)
     except msgspec.MsgspecError as error:

@@ -4,10 +4,10 @@ A file is written under another name in the same directory, flushed and synchron
 renamed: a reader sees the old content or the new, also after a crash or on a full disk.
 
 The format is safetensors, and not torch's own: nothing is pickled, the files open in other
-programs, and the training state is described by the same text that workers send each other
-(:mod:`.skeleton`). The files are written here and read by the library. So each piece's error and
-the synchronization are ours, a write can be given up, and the interpreter's lock is free while one
-is under way.
+programs, and the training state is described by the same layout that workers send each other
+(:mod:`.state_layout`). The files are written here and read by the library. So each piece's error
+and the synchronization are ours, a write can be given up, and the interpreter's lock is free while
+one is under way.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gossipdp.parallel.shards import as_dtensor
-from gossipdp.parallel.skeleton import DTYPE_NAMES
+from gossipdp.parallel.state_layout import DTYPE_NAMES
 
 TEMPORARY_SUFFIX = ".unfinished"
 # Between two pieces a write can be given up, and errors of the disk show early.

@@ -33,7 +33,7 @@ from gossipdp.parallel.checkpoint_files import (
 from gossipdp.parallel.data_position import DataPosition, random_states, restore_random_states
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.options import Options
-from gossipdp.parallel.skeleton import check_savable
+from gossipdp.parallel.state_layout import check_savable
 from gossipdp.parallel.stats import Stats
 from gossipdp.parallel.termination import TERMINATION
 

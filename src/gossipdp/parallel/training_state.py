@@ -10,12 +10,12 @@ from torch import Tensor
 from gossipdp.dynamics.update import is_finite
 from gossipdp.gossip.thread import Background
 from gossipdp.gossip.transfer import Offer
-from gossipdp.parallel import skeleton
+from gossipdp.parallel import state_layout
 from gossipdp.parallel.shards import as_sharded, local
 
 # Where a process holds a part of a tensor, that part stands under this name.
 SHARD = "shard"
-# Of tensors up to this size the bytes travel in the skeleton, such as Adam's step counts.
+# Of tensors up to this size the bytes travel in the layout, such as Adam's step counts.
 INLINE_BYTES = 256
 
 
@@ -118,10 +118,10 @@ class BetweenSteps:
         with self._guard:
             self._guard.wait_for(lambda: not self._stepping)
             try:
-                text, tensors = skeleton.pack(capture(self._optimizers), INLINE_BYTES)
+                layout, tensors = state_layout.pack(capture(self._optimizers), INLINE_BYTES)
             except RuntimeError as error:  # the script changes it at this moment
                 raise ValueError(f"the optimizers' state cannot be read now: {error}") from error
-        return Offer(text, [tensor.view(torch.uint8) for tensor in tensors], self._copy)
+        return Offer(layout, [tensor.view(torch.uint8) for tensor in tensors], self._copy)
 
     def _copy(self, source: Tensor, room: Tensor) -> bool:
         # The gossip thread is woken by whoever holds the guard, or steps.
@@ -143,23 +143,23 @@ class Arriving:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._skeleton: skeleton.Skeleton
+        self._layout: state_layout.StateLayout
         self._rooms: list[Tensor]
 
-    def unfold(self, text: bytes) -> list[Tensor]:
-        """Make room for what the donor's skeleton describes, as bytes; ValueError refuses it."""
-        self._skeleton = skeleton.decode(text)
-        if self._skeleton.num_bytes > self._max_bytes:
+    def unfold(self, layout: bytes) -> list[Tensor]:
+        """Make room for what the donor's layout describes, as bytes; ValueError refuses it."""
+        self._layout = state_layout.decode(layout)
+        if self._layout.num_bytes > self._max_bytes:
             raise ValueError(
-                f"its optimizers' state takes {self._skeleton.num_bytes} bytes, and this worker's "
+                f"its optimizers' state takes {self._layout.num_bytes} bytes, and this worker's "
                 f"model would take {self._max_bytes} at most: the optimizers differ"
             )
-        self._rooms = self._skeleton.rooms()
+        self._rooms = self._layout.rooms()
         return [room.view(torch.uint8) for room in self._rooms]
 
     def state(self) -> Any:
         """Return what has arrived, in the memory in which it did; ValueError if it is poisoned."""
-        state = self._skeleton.unpack(self._rooms)
+        state = self._layout.unpack(self._rooms)
         refuse_poison(state)
         return state
 

@@ -30,7 +30,7 @@ from gossipdp.parallel.monitoring import Monitoring, describe
 from gossipdp.parallel.optimizer_watch import OptimizerWatch
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
-from gossipdp.parallel.skeleton import check_savable
+from gossipdp.parallel.state_layout import check_savable
 
 logger = logging.getLogger("gossipdp")
 
