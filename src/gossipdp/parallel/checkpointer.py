@@ -20,9 +20,7 @@ from gossipdp.parallel.checkpoint import (
     Resumption,
     encode,
     file_path,
-    generation_after,
     saved_by,
-    saved_in,
 )
 from gossipdp.parallel.checkpoint_files import (
     GivenUpError,
@@ -103,9 +101,6 @@ class Checkpointer:
     what that step has done so far would be lost. After SIGTERM too such a step goes on to its end,
     for as long as :class:`~.termination.Termination` waits. One that comes due while the last is
     still being written is taken when that is done; with shards that one is waited for.
-
-    One that comes into a run that goes on (``is_joining``) finds in its directory that run's own
-    files, of its own earlier life among them, or what the run was resumed from.
     """
 
     make_writer: ClassVar[Callable[[int], BackgroundWriter]] = BackgroundWriter
@@ -119,7 +114,6 @@ class Checkpointer:
         options: Options,
         resumption: Resumption | None = None,
         *,
-        is_joining: bool = False,
         is_sharded: bool = False,
     ) -> None:
         saving = options.checkpoints
@@ -130,10 +124,10 @@ class Checkpointer:
         self._engine = engine
         self._optimizers = optimizers
         self._position = position
-        self._method, self._outer = options.method, str(options.outer or "")
+        self._outer = str(options.outer or "")
         self._saving = saving
         self._directory = None if saving.directory is None else Path(saving.directory)
-        self._generation = 1 if resumption is None else resumption.generation
+        self._num_means = 0 if resumption is None else resumption.num_means
         self._ended = () if resumption is None else resumption.ended
         self._has_looked = False
         self._num_generators = 0
@@ -147,12 +141,6 @@ class Checkpointer:
         if self._directory is not None:
             TERMINATION.add(self)
             engine.is_end_asked = lambda: TERMINATION.is_asked
-        if is_joining and self._directory is not None:
-            # If nobody has saved since the run was resumed, what it went on from tells.
-            by_rank = saved_in(self._directory)
-            if not by_rank and saving.resume is not None and saving.resume != "auto":
-                by_rank = saved_in(Path(saving.resume))
-            self._generation = generation_after(by_rank, engine.world_size)
         if resumption is not None:
             self._resume(resumption)
 
@@ -312,14 +300,13 @@ class Checkpointer:
         facts = Facts(
             rank=engine.rank,
             world_size=engine.world_size,
-            generation=self._generation,
-            method=self._method,
             **counts._asdict(),
             progress=captured.progress,
             gossipdp=gossipdp.__version__,
             run_id=engine.run_id,
             incarnation=captured.incarnation,
             ended=(*self._ended, *captured.ended),
+            num_means=self._num_means,
             outer=self._outer,
         )
         state = {

@@ -88,7 +88,6 @@ class Worker:
                 position,
                 options,
                 resumption,
-                is_joining=joins,
                 is_sharded=replica.is_sharded,
             )
             opened.callback(self.checkpointer.close)
@@ -214,7 +213,6 @@ def _resumption(module: nn.Module, options: Options, replica: Replica) -> Resump
             None if saving.directory is None else Path(saving.directory),
             rank=environment.rank,
             world_size=environment.world_size,
-            method=options.method,
             outer=str(options.outer or ""),
             layout=layout_of(named_tensors(module)),
             newest_step=newest_step,
