@@ -57,7 +57,9 @@ logger = logging.getLogger("gossipdp")
 
 SLOTS = 2
 CHUNK_BYTES = 1 << 20  # of the optimizers' state
-MAX_LAYOUT_BYTES = 16 << 20  # that describes it
+# A layout takes about 60 bytes a tensor, so this is enough for 60,000 parameters under AdamW. It
+# bounds the memory that a layout of nothing but brackets can make decoding allocate, 70 times this.
+MAX_LAYOUT_BYTES = 16 << 20
 MAX_BREAKS = 5
 
 TransferMessage: TypeAlias = RequestState | StateRefused | RequestTraining | OfferTraining

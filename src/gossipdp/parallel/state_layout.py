@@ -24,9 +24,8 @@ import torch
 from msgspec.msgpack import Ext
 from torch import Tensor
 
-# A layout takes about 60 bytes a tensor, so this is enough for 60,000 parameters under AdamW. It
-# bounds the memory that a layout of nothing but brackets can make decoding allocate, 70 times this.
-MAX_LAYOUT_BYTES = 16 << 20
+from gossipdp.gossip.transfer import MAX_LAYOUT_BYTES
+
 MAX_DEPTH = 64
 MAX_INTEGER_BITS = 2048
 

@@ -197,7 +197,7 @@ def test_a_loop_that_does_not_call_the_wrapper_is_saved_at_its_next_step(trained
     assert steps_saved(tmp_path) == [3]
 
 
-def test_names_are_taken_once_and_what_is_new_begins_anew(tmp_path, caplog):
+def test_names_are_taken_once_and_a_new_one_starts_afresh(tmp_path, caplog):
     def make(resume: str | None) -> tuple[GossipDataParallel, torch.optim.Optimizer]:
         net = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)

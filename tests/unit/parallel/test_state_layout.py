@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 from torch import Tensor
 
+from gossipdp.gossip.transfer import MAX_LAYOUT_BYTES
 from gossipdp.parallel import state_layout
 from gossipdp.parallel.state_layout import Mark, decode, pack
 
@@ -179,7 +180,7 @@ def test_a_hostile_layout_is_refused(layout: Any, message: str) -> None:
 
 def test_lengths_are_known_before_anything_is_allocated() -> None:
     with pytest.raises(ValueError, match="at most 16777216 are read"):
-        decode(bytes(state_layout.MAX_LAYOUT_BYTES + 1))
+        decode(bytes(MAX_LAYOUT_BYTES + 1))
     many = decode(msgspec.msgpack.encode(tensor(shape=[1 << 40])))
     assert many.num_bytes == 4 << 40
 
