@@ -41,7 +41,7 @@ from gossipdp.links.shared_memory import SlotMemory
 from gossipdp.links.sockets import Stream
 from gossipdp.links.tcp_link import LinkOwner, TcpLink
 from gossipdp.logs import OnceLog
-from gossipdp.parallel import skeleton
+from gossipdp.parallel import state_layout
 from gossipdp.protocol import messages as consolidation
 from gossipdp.protocol.actions import Send
 from gossipdp.protocol.members import Member, ProgressEntry, Status
@@ -483,21 +483,21 @@ def link_stream_seeds() -> list[bytes]:
 # What describes another worker's optimizers' state.
 
 
-def state_skeleton(data: bytes) -> None:
-    """Check that a skeleton is refused, or gives a state that can be described again."""
+def layout_of_state(data: bytes) -> None:
+    """Check that a layout is refused, or stands for a state that can be described again."""
     try:
-        found = skeleton.decode(data)
+        found = state_layout.decode(data)
         if found.num_bytes > 1 << 20:
             return  # the taker bounds it
         state = found.unpack([room.zero_() for room in found.rooms()])
     except ValueError:
         return
-    text, tensors = skeleton.pack(state)
-    again, _ = skeleton.pack(skeleton.decode(text).unpack(tensors))
-    assert again == text
+    layout, tensors = state_layout.pack(state)
+    again, _ = state_layout.pack(state_layout.decode(layout).unpack(tensors))
+    assert again == layout
 
 
-def state_skeleton_seeds() -> list[bytes]:
+def layout_of_state_seeds() -> list[bytes]:
     """Of an optimizer, with its small tensors in the text and beside it; of odd values."""
     weight = torch.nn.Parameter(torch.ones(3, 2))
     optimizer = torch.optim.AdamW([weight])
@@ -505,7 +505,7 @@ def state_skeleton_seeds() -> list[bytes]:
     optimizer.step()
     odd = {1: (None, [2.5, float("nan")], Counter(a=1)), "t": torch.ones(2, 3, 4).permute(2, 0, 1)}
     return [
-        skeleton.pack(state, inline)[0]
+        state_layout.pack(state, inline)[0]
         for state in (optimizer.state_dict(), odd)
         for inline in (0, 1 << 10)
     ]
@@ -521,7 +521,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
         control_message,
         protocol_worker,
         link_stream,
-        state_skeleton,
+        layout_of_state,
     )
 }
 SEEDS: dict[str, Callable[[], list[bytes]]] = {
@@ -532,5 +532,5 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "control_message": control_message_seeds,
     "protocol_worker": protocol_worker_seeds,
     "link_stream": link_stream_seeds,
-    "state_skeleton": state_skeleton_seeds,
+    "layout_of_state": layout_of_state_seeds,
 }

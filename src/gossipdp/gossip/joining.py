@@ -1,13 +1,13 @@
-"""Asking a run that goes on who takes part in it, before joining it.
+"""The question to a running job for its members, before a worker joins it.
 
-A *visitor* dials all addresses that it was given at once, over a transport of its own, and asks
-everyone who answers (``AskMembers``); the first answer will do. It has a rank drawn at random from
-those that no worker has, and it closes its links when it knows enough. Model, method, rate and
-wire format are compared by the handshake already; the graph, which may follow from the answer, is
-compared when the worker itself links up.
+A *visitor* dials all given addresses at once, over a transport of its own, and asks every worker
+that answers (``AskMembers``); the first answer is enough. Its rank is drawn at random from those
+that no worker has, and it closes its links afterwards. The handshake compares model, method, rate
+and wire format; the graph, which may follow from the answer, is compared when the worker itself
+links up.
 
-Nothing waits for ever: a round of dials ends with an answer, with a refusal, when all addresses
-have failed, or after ``ROUND_S``.
+No wait is endless: a round of dials ends with an answer, with a refusal, when all addresses have
+failed, or after ``ROUND_S``.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from gossipdp.protocol.messages import (
 )
 
 ROUND_S = 6.0
-# A worker that has just been started may not answer yet; where all addresses refuse connections,
-# nobody is there.
+# A worker that was just started may not answer yet. If all addresses refuse connections so often,
+# no worker is there.
 MAX_ROUNDS_REFUSED = 3
 PAUSE_S = 0.3
 TURN_S = 0.1
 
 
 class _Visitor(LinkHandler):
-    """Asks everyone who answers, and keeps the first answer."""
+    """The handler of a visitor's links: it asks every peer, and keeps the first answer."""
 
     def __init__(self) -> None:
         self.answer: Members | None = None
         self.refusal: Refusal | None = None
         self.num_failed = 0
-        self.num_refused = 0  # of these: nobody listens at the address
+        self.num_refused = 0  # of these: no process listens at the address
 
     def link_up(self, link: Link) -> None:
         link.send_control(encode(Envelope(AskMembers(0))))
@@ -101,19 +101,19 @@ def ask_members(
     timeout_s: float,
     clock: Callable[[], float] = since_boot_s,
 ) -> Members:
-    """What a worker that is about to join must know, from any worker of the run.
+    """Ask for the members of a run, which a worker must know before it joins.
 
     Args:
-        addresses: (host, port) of workers, of which one must live.
-        identity: what this worker runs; its rank and graph are not looked at.
+        addresses: (host, port) of workers, at least one of them live.
+        identity: this worker's settings; its rank and graph are not used.
         secret: of the run.
-        tls: what links go through.
-        timeout_s: how long to try.
+        tls: of the links, or None.
+        timeout_s: the longest time to try.
         clock: seconds, monotonic.
 
     Raises:
         RefusedError: the run has other settings or another secret, or it is ending.
-        RendezvousError: nobody answered.
+        RendezvousError: no worker answered.
     """
     deadline_s = clock() + timeout_s
     shown = ", ".join(f"{host}:{port}" for host, port in addresses)
@@ -135,7 +135,7 @@ def ask_members(
             transport.close()
         if visitor.answer is not None and visitor.answer.is_ending:
             raise RefusedError(
-                "the run is ending: its workers average their parameters and take in nobody"
+                "the run is ending: its workers average their parameters and take in no other"
             )
         if visitor.answer is not None:
             return visitor.answer
@@ -151,14 +151,14 @@ def ask_members(
             )
         if clock() >= deadline_s:
             raise RendezvousError(
-                f"no worker to join: within {timeout_s:g} s nobody answered at {shown}; give the "
+                f"no worker to join: none answered at {shown} within {timeout_s:g} s; give the "
                 "addresses of live workers"
             )
         time.sleep(PAUSE_S)
 
 
 def _resolved(addresses: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """With numeric hosts; raises RendezvousError for a name that nobody knows."""
+    """Return the addresses with numeric hosts; raises RendezvousError for an unknown name."""
     known: dict[str, str] = {}
     for host, _ in addresses:
         try:

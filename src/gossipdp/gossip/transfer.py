@@ -1,28 +1,30 @@
-"""Whole states between two workers: what one gives, and what it takes. Driven by the gossip loop.
+"""Whole states that workers give to each other. Driven by the gossip loop.
 
 There are two kinds. *Parameters*: z = x + pending + c/2 of every exchanged chunk, then integer
 buffers and frozen parameters, each read under its chunk's lock. *The optimizers' state*: a small
-text that describes it, then its tensors as they lie, in chunks that are copied between two steps.
+layout that describes it, then its tensors as they lie, in chunks that are copied between two steps.
 So the donor trains on, its main thread is not asked, and a transfer takes ``SLOTS`` chunks of
 memory, whatever the state's size. The taker lands the optimizers' state where it will stay.
 
 A worker takes one state at a time. A fetch is answered exactly once, by ``on_end``: with None, or
-with what went wrong. It ends when nothing of it has come for its
-time-out, however long the whole takes. A worker gives one state to each peer at a time: a new
-request replaces the one before. Exchanges on the same link go first: a transfer sends only where
-fewer than ``SLOTS`` chunks are queued, and an exchange queues more.
+with an error. It ends when nothing of it has come for its time-out, however long the whole takes. A
+worker gives one state to each peer at a time: a new request replaces the one before. Exchanges on
+the same link go first: a transfer sends only if fewer than ``SLOTS`` chunks are queued, and an
+exchange queues more.
 
 Races:
 
-- The giver dies in the middle: its link goes down, it is dialled anew, its address refuses
-  (:meth:`Transfers.gone`), the fetch fails. If it does not refuse, the time-out ends it.
-- The giver stands still: the time-out ends the fetch and the link, so that nothing of it is sent
-  on, and the taker asks another.
+- The giver dies in the middle: its link goes down, it is dialled again, its address refuses
+  (:meth:`Transfers.gone`), the fetch fails. If it does not refuse, the time-out ends the fetch.
+- The giver stops: the time-out ends the fetch and the link, so that no more is sent, and the taker
+  asks another.
 - The link alone is replaced (crossing dials): the fetch asks again, under another counter, and
-  what still arrives under the old one is dropped. Parameters go on where they stood. The
-  optimizers' state begins anew, so a link that breaks ``MAX_BREAKS`` times ends the fetch.
-- The taker dies in the middle: its link goes down, and what was to be sent is dropped.
-- Asked while this worker has no state to give (it joins, is poisoned, consolidates): it says so.
+  chunks that still arrive under the old one are dropped. Parameters go on where they were. The
+  optimizers' state starts again from its beginning, so a link that breaks ``MAX_BREAKS`` times ends
+  the fetch.
+- The taker dies in the middle: its link goes down, and the rest is not sent.
+- A request comes while this worker has no state to give (it joins, is poisoned, consolidates): it
+  refuses.
 - Consolidation begins while this worker's parameters are under way: they go on. Each chunk holds
   this worker's z before the commit and the average after it, and either will do.
 """
@@ -55,7 +57,9 @@ logger = logging.getLogger("gossipdp")
 
 SLOTS = 2
 CHUNK_BYTES = 1 << 20  # of the optimizers' state
-MAX_TEXT_BYTES = 16 << 20  # what describes it
+# A layout takes about 60 bytes a tensor, so this is enough for 60,000 parameters under AdamW. It
+# bounds the memory that a layout of nothing but brackets can make decoding allocate, 70 times this.
+MAX_LAYOUT_BYTES = 16 << 20
 MAX_BREAKS = 5
 
 TransferMessage: TypeAlias = RequestState | StateRefused | RequestTraining | OfferTraining
@@ -66,32 +70,32 @@ _Piece: TypeAlias = tuple[int, Callable[[Tensor], bool]]
 
 
 class TurnedAwayError(PeerLostError):
-    """The peer answers, but its state is not to be had, or not worth having."""
+    """The peer answers, but it gives no state, or a bad one."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """The optimizers' state of this worker, to be given.
+    """The optimizers' state of this worker, for another.
 
     Attributes:
-        text: describes it; see :mod:`gossipdp.parallel.skeleton`.
+        layout: describes it; see :mod:`gossipdp.parallel.state_layout`.
         tensors: the bytes of its tensors, flat, where the optimizers keep them.
-        copy: copies some of these bytes to host memory; False: not just now, ask again.
+        copy: copies some of these bytes to host memory; returns False if it cannot now: ask again.
     """
 
-    text: bytes
+    layout: bytes
     tensors: Sequence[Tensor]
     copy: Callable[[Tensor, Tensor], bool]
 
 
 @dataclass(eq=False)
 class _Sender:
-    """Streams a state over one link, piece by piece: no call looks at all of them.
+    """A state on its way over one link, piece by piece: no call looks at all pieces.
 
     Attributes:
-        pieces: of each its bytes, at most ``most_bytes``, and what writes it to a slot of that
-            size; that returns False: not just now.
-        num_sent: pieces, so far, with those that the peer has from before.
+        pieces: for each its number of bytes, at most ``most_bytes``, and a function that writes it
+            to a slot of that size, or returns False if it cannot now.
+        num_sent: pieces so far, with those that the peer has from before.
     """
 
     link: Link
@@ -108,7 +112,7 @@ class _Sender:
 
     @property
     def has_read_all(self) -> bool:
-        """Whether every piece was copied and handed to the link."""
+        """Return whether every piece was copied and handed to the link."""
         return self._next is None
 
     def pump(self) -> None:
@@ -132,8 +136,8 @@ class _Fetch:
     """A state on its way to this worker.
 
     Attributes:
-        rooms: yields the room of each chunk, and takes what fills it when it is asked for the next;
-            it raises ValueError for what is not to be taken. None: the state has not been offered.
+        rooms: yields the room of each chunk, and takes the filled one when it is asked for the
+            next; it raises ValueError to refuse a chunk. None: the state has not been offered.
         unfold: for the optimizers' state; see :meth:`Transfers.fetch_training`. None: parameters.
         room: where the next chunk goes; None: no chunk is awaited.
     """
@@ -151,7 +155,7 @@ class _Fetch:
 
 
 def _parameters(chunks: Sequence[Chunk], most_bytes: int, sink: Sink) -> Iterator[Tensor]:
-    """Rooms for another worker's parameters, laid out as this one's (the fingerprints agree)."""
+    """Yield rooms for another worker's parameters, laid out as this one's (equal fingerprints)."""
     slot = torch.empty(most_bytes, dtype=torch.uint8)
     for chunk in chunks:
         room = slot[: chunk.x.nbytes]
@@ -162,28 +166,28 @@ def _parameters(chunks: Sequence[Chunk], most_bytes: int, sink: Sink) -> Iterato
         sink(chunk, values)
 
 
-def _training(num_text_bytes: int, unfold: Unfold) -> Iterator[Tensor]:
-    """Rooms for the text that describes an optimizers' state, then for its tensors."""
-    if not 0 < num_text_bytes <= MAX_TEXT_BYTES:
-        raise ValueError(f"what describes its optimizers' state takes {num_text_bytes} bytes")
-    text = torch.empty(num_text_bytes, dtype=torch.uint8)
-    yield from _pieces([text])
-    yield from _pieces(unfold(text.numpy().tobytes()))
+def _training(num_layout_bytes: int, unfold: Unfold) -> Iterator[Tensor]:
+    """Yield rooms for the layout of an optimizers' state, then for its tensors."""
+    if not 0 < num_layout_bytes <= MAX_LAYOUT_BYTES:
+        raise ValueError(f"the layout of its optimizers' state takes {num_layout_bytes} bytes")
+    layout = torch.empty(num_layout_bytes, dtype=torch.uint8)
+    yield from _pieces([layout])
+    yield from _pieces(unfold(layout.numpy().tobytes()))
 
 
 class Transfers:
-    """All transfers in which one worker takes part.
+    """All transfers of one worker.
 
     Args:
         chunks: all of this worker's, in the order in which every worker has them.
         links: by peer; the loop's own table, which it keeps up to date.
-        send: posts a message, and dials where there is no link.
-        refusal: why this worker's state is not to be had just now, or None.
+        send: posts a message, and dials if there is no link.
+        refusal: returns why this worker gives no state now, or None.
         clock: seconds, monotonic.
 
     Attributes:
-        offer: gives the optimizers' state to one request, which a key names; None: not just now,
-            ask again. Raises ValueError: never.
+        offer: returns the optimizers' state for one request, which a key names; None: not yet, ask
+            again. It raises ValueError if the state can never be given.
         num_chunks_sent, num_chunks_received: of all states so far; they show progress.
         num_given: optimizers' states given whole.
     """
@@ -221,7 +225,7 @@ class Transfers:
     # Giving.
 
     def serve(self, first: Iterable[int], on_served: Callable[[], None]) -> None:
-        """Answer requests from now on; ``on_served`` once each of ``first`` has it or is gone."""
+        """Answer requests; call ``on_served`` when all of ``first`` have the state or are gone."""
         self._serves = True
         self._unserved = set(first)
         self._on_served = on_served
@@ -246,7 +250,7 @@ class Transfers:
         )
 
     def _give_training(self, peer: int, request: RequestTraining) -> bool:
-        """Begin to send the optimizers' state, or say why not; False: not just now."""
+        """Begin to send the optimizers' state, or refuse; return False if it cannot answer now."""
         link = self._links.get(peer)
         if link is None or not self._may_give(peer, request.counter):
             return True
@@ -260,13 +264,13 @@ class Transfers:
             return True
         if offer is None:
             return False
-        text = torch.frombuffer(bytearray(offer.text), dtype=torch.uint8)
+        layout = torch.frombuffer(bytearray(offer.layout), dtype=torch.uint8)
         pieces = (
             (piece.numel(), partial(offer.copy, piece))
-            for piece in _pieces(chain([text], offer.tensors))
+            for piece in _pieces(chain([layout], offer.tensors))
         )
         self._senders[peer] = _Sender(link, request.counter, pieces, CHUNK_BYTES, is_training=True)
-        self._send(peer, OfferTraining(request.counter, len(offer.text)))
+        self._send(peer, OfferTraining(request.counter, len(offer.layout)))
         return True
 
     def _may_give(self, peer: int, counter: int) -> bool:
@@ -286,9 +290,9 @@ class Transfers:
         """Ask ``peer`` for its parameters.
 
         Args:
-            peer: whom to ask; it is dialled where there is no link.
+            peer: the worker to ask; it is dialled if there is no link.
             sink: called with every chunk of this worker and the values for it.
-            on_end: called once, in the loop's thread, with None or what went wrong.
+            on_end: called once, in the loop's thread, with None or an error.
             timeout_s: the longest time without progress.
         """
         rooms = _parameters(self._chunks, self._most_bytes, sink)
@@ -298,21 +302,21 @@ class Transfers:
         """Ask ``peer`` for its optimizers' state; the other arguments are those of :meth:`fetch`.
 
         Args:
-            peer: whom to ask.
-            unfold: makes room, as bytes, for the tensors that the text describes; a ValueError
+            peer: the worker to ask.
+            unfold: makes room, as bytes, for the tensors that the layout describes; a ValueError
                 refuses them.
             on_end, timeout_s: see :meth:`fetch`.
         """
         self._begin(_Fetch(peer, on_end, timeout_s, unfold=unfold))
 
     def end(self, error: Exception | None) -> None:
-        """End what is being fetched, if anything is."""
+        """End the fetch, if there is one."""
         fetch, self._fetch = self._fetch, None
         if fetch is not None:
             fetch.on_end(error)
 
     def gone(self, peer: int, error: Exception) -> None:
-        """Nothing more is to be had from ``peer``."""
+        """End the fetch from ``peer``, which gives nothing more."""
         if self._fetch is not None and self._fetch.peer == peer:
             self.end(error)
 
@@ -327,7 +331,7 @@ class Transfers:
         fetch.counter = self._counter
         if fetch.unfold is None:
             self._send(fetch.peer, RequestState(fetch.counter, fetch.num_received))
-        else:  # of another moment than what has come on a link that is lost
+        else:  # of another moment than the part that came on the lost link
             fetch.num_received, fetch.rooms, fetch.room = 0, None, None
             self._send(fetch.peer, RequestTraining(fetch.counter))
 
@@ -353,7 +357,7 @@ class Transfers:
                     self._advance(fetch)
 
     def link_down(self, link: Link) -> None:
-        """What was under way on ``link`` is lost; what was to come on it is asked for again."""
+        """Drop what was to be sent on ``link``, and ask again for what was to come."""
         sender = self._senders.get(link.peer)
         if sender is not None and sender.link is link:
             del self._senders[link.peer]
@@ -370,13 +374,13 @@ class Transfers:
             self.end(TurnedAwayError(reason))
 
     def dead(self, peer: int) -> None:
-        """The address of ``peer`` refuses connections."""
+        """Give up ``peer``, whose address refuses connections."""
         self._unserved.discard(peer)
         self._count_served()
         self.gone(peer, PeerLostError(f"worker {peer} is gone: its address refuses us"))
 
     def landing(self, link: Link, frame_type: FrameType, key: ChunkKey) -> memoryview | None:
-        """Where a chunk goes, or None if it is not awaited."""
+        """Return the room for a chunk, or None if it is not awaited."""
         fetch = self._awaited(link, key.counter)
         if fetch is None or fetch.room is None or key.index != fetch.num_received:
             return None
@@ -384,22 +388,22 @@ class Transfers:
         return tensor_bytes(fetch.room) if is_training == (fetch.unfold is not None) else None
 
     def landed(self, link: Link, frame_type: FrameType, key: ChunkKey) -> None:
-        """The chunk that was to land is here."""
+        """Take the chunk that has landed."""
         fetch = self._awaited(link, key.counter)
-        if fetch is not None:  # else given up while it was arriving
+        if fetch is not None:  # else the fetch ended while it was arriving
             self.num_chunks_received += 1
             fetch.num_received += 1
             self._advance(fetch)
 
     def _awaited(self, link: Link, counter: int) -> _Fetch | None:
-        """The fetch, if it is what a frame with this counter belongs to."""
+        """Return the fetch if a frame with this counter belongs to it."""
         fetch = self._fetch
         if fetch is None or (fetch.peer, fetch.counter) != (link.peer, counter):
             return None
         return fetch
 
     def _advance(self, fetch: _Fetch) -> None:
-        """Take what has come; what is wrong with the state ends the fetch."""
+        """Take the chunk that has come; an error in the state ends the fetch."""
         fetch.deadline_s = self._clock() + fetch.timeout_s
         try:
             assert fetch.rooms is not None
@@ -411,7 +415,7 @@ class Transfers:
             self.end(None)
 
     def pump(self) -> None:
-        """Send what there is room for; end a fetch that stands still.
+        """Send as much as there is room for; end a fetch without progress.
 
         On a closed link there is always room, and nothing is sent: ``link_down`` is on its way.
         """

@@ -61,7 +61,9 @@ class AllReduceEngine(Engine):
         resumption: Resumption | None = None,
         page: StatusPage | None = None,
     ) -> None:
-        super().__init__(module, Counts() if resumption is None else resumption.counts)
+        if resumption is not None:
+            raise ValueError("method='allreduce' cannot go on from checkpoints: leave resume out")
+        super().__init__(module, Counts())
         check_platform()
         environment = replica.environment
         if replica.is_sharded:
@@ -85,8 +87,6 @@ class AllReduceEngine(Engine):
         self._module = module
         self._lives = Progress(self.rank, secrets.randbits(62))
         self._has_stopped = False
-        if resumption is not None:
-            self._restore(resumption)
         self._total = self._counts()
         self._in_flight: tuple[dist.Work, Tensor] | None = None
         self._ended_s: float | None = None
@@ -143,13 +143,6 @@ class AllReduceEngine(Engine):
         self._status_addresses = [
             bytes(gathered.tolist()).rstrip(b"\0").decode("latin-1") for gathered in rows
         ]
-
-    @torch.no_grad()
-    def _restore(self, resumption: Resumption) -> None:
-        for name, tensor in named_tensors(self._module).items():
-            tensor.copy_(resumption.tensors[f"model/{name}"])
-        resumption.tensors = {}
-        self._lives.merge_all(resumption.progress)
 
     def _average_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Average one bucket of gradients; the last one's duration is what training waits for.

@@ -1,32 +1,37 @@
-"""Checkpoints of a run: one file a worker and step, and how a run goes on from them.
+"""Checkpoints of a run: one file a worker and step, and the state from which a run goes on.
 
     DIRECTORY/worker-RANK/step-NNNNNNNN.safetensors
 
 A file holds ``model/NAME`` (the module's parameters and persistent buffers), ``c/NAME`` (the
 momentum), ``pending/NAME`` (what exchanges brought and the next step adds, where there is any),
 ``outer_g/NAME`` and ``outer_m/NAME`` (with an outer step: the optimizer's steps since the last one,
-and its momentum), and the tensors of the training state by number; in its metadata its
-:class:`Facts` and the skeleton of the training state.
+and its momentum), and the training state: its layout and its tensors by number; in its metadata its
+:class:`Facts`.
+
+**The rule.** If as many workers start as have saved, each goes on from its own newest whole file,
+bit for bit. If their number differs, all of them start from one mean over the newest whole files of
+all workers, with c = 0 and a new outer step; so does a worker that has no file. Optimizer states
+are never averaged: a worker takes that of its own file, or of another's if there is none.
 
 A worker that died long before its run ended left a checkpoint of the point where it died. A run
-that resumes from it, or averages it with the others', is thrown back. So each checkpoint says which
-lives had ended by then, and one of a life that a newer checkpoint calls ended is passed over.
+that resumes from it, or averages it with the others', is thrown back. So each checkpoint names the
+lives that had ended by then, and a checkpoint of a life that a newer one calls ended is passed
+over.
 
-- A death of the last ``GRACE_S`` says nothing: when a whole run is ended (SIGTERM, a power cut),
+- A death of the last ``GRACE_S`` does not count: when a whole run is ended (SIGTERM, a power cut),
   the workers that save last have seen the others die.
 - Two halves of a cut network call each other dead; both trained on, and both count.
-- A worker taken for dead by mistake, or started anew, goes on under a higher incarnation: what it
-  saves then is not of the life that ended.
+- A worker that was taken for dead by mistake, or started again, goes on under a higher incarnation:
+  its later checkpoints are not of the life that ended.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -37,13 +42,13 @@ from torch import Tensor
 
 from gossipdp.dynamics import update
 from gossipdp.gossip.published import Notice
-from gossipdp.parallel import skeleton
+from gossipdp.parallel import state_layout
 from gossipdp.parallel.checkpoint_files import DamagedFileError, read_metadata, read_tensors
 from gossipdp.protocol.members import Member, ProgressEntry, Status
 
 logger = logging.getLogger("gossipdp")
 
-FORMAT = "gossipdp checkpoint 4"
+FORMAT = "gossipdp checkpoint 5"
 _FILE_NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _DIRECTORY_NAME = re.compile(r"worker-(\d+)")
 
@@ -60,33 +65,32 @@ Layout: TypeAlias = dict[str, str]
 
 
 class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint says of itself, as JSON in its metadata.
+    """Facts about a checkpoint, as JSON in its metadata.
 
-    ``generation`` counts the numbers of workers that the run has had: files of a lower one were
-    merged into those of the next. ``step`` numbers this worker's gradient steps and names the
-    file; ``steps`` and ``samples`` are what this worker has done itself, in all of its lives.
-    ``progress`` holds every life that it knew of, which together make the progress of the run.
-    ``run_id`` and ``incarnation`` name the life that saved, and ``ended`` those that it knew to
-    have ended; allreduce has but one life a rank. ``outer`` is the outer step, in words.
+    ``step`` numbers this worker's gradient steps and names the file; ``steps`` and ``samples`` are
+    this worker's own, in all of its lives. ``progress`` holds every life that it knew of, which
+    together make the progress of the run. ``run_id`` and ``incarnation`` name the life that saved,
+    and ``ended`` those that it knew to have ended. ``num_means`` counts how often the run has
+    started from a mean; a worker that joins does not know it and says 0. ``outer`` is the outer
+    step, in words.
     """
 
     rank: int
     world_size: int
-    generation: int
-    method: str
     step: int
     steps: int
     samples: int
     progress: tuple[ProgressEntry, ...]
     gossipdp: str
-    run_id: str = ""
+    run_id: str
     incarnation: int = 0
     ended: tuple[EndedLife, ...] = ()
+    num_means: int = 0
     outer: str = ""
 
 
 class Counts(NamedTuple):
-    """What a worker has counted; see :class:`Facts`."""
+    """A worker's counts; see :class:`Facts`."""
 
     step: int = 0
     steps: int = 0
@@ -103,7 +107,7 @@ class Captured(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """One file and what it says of itself."""
+    """One file and its facts."""
 
     path: Path
     facts: Facts
@@ -113,7 +117,7 @@ class Saved(NamedTuple):
 
 
 def file_path(directory: Path, rank: int, step: int) -> Path:
-    """Where worker ``rank`` saves its step ``step``."""
+    """Return the path of worker ``rank``'s step ``step``."""
     return directory / f"worker-{rank}" / f"step-{step:08d}.safetensors"
 
 
@@ -125,40 +129,38 @@ def encode(
     Raises:
         ValueError: ``state`` holds something that cannot be saved.
     """
-    text, flats = skeleton.pack(state)
+    layout, flats = state_layout.pack(state)
     training = {f"training/{n}": flat.to("cpu", copy=True) for n, flat in enumerate(flats)}
-    metadata = {
-        "format": FORMAT,
-        "facts": msgspec.json.encode(facts).decode(),
-        "training": text.decode(),
-    }
+    training["training/layout"] = torch.frombuffer(bytearray(layout), dtype=torch.uint8)
+    metadata = {"format": FORMAT, "facts": msgspec.json.encode(facts).decode()}
     return {**tensors, **training}, metadata
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """Read a file: the tensors by kind and name, as ``c/NAME``; the training state.
+    """Read a file: the tensors by kind and name, as ``c/NAME``, and the training state.
 
     Raises:
-        DamagedFileError: its content is not what was written.
+        DamagedFileError: the file is not whole.
     """
-    tensors, metadata = read_tensors(path)
+    tensors, _ = read_tensors(path)
     # Out of the file's memory map, which lasts as long as a tensor of it does.
     training = {
-        int(name.removeprefix("training/")): tensors.pop(name).clone()
-        for name in list(tensors)
-        if name.startswith("training/")
+        name: tensors.pop(name).clone() for name in list(tensors) if name.startswith("training/")
     }
     try:
-        described = skeleton.decode(metadata.get("training", "").encode())
-        return tensors, described.unpack([training[n] for n in sorted(training)])
-    except ValueError as error:
+        layout = state_layout.decode(training.pop("training/layout").numpy().tobytes())
+        return tensors, layout.unpack([training[f"training/{n}"] for n in range(len(training))])
+    except (ValueError, KeyError) as error:
         raise DamagedFileError(f"{path} is damaged: {error}") from error
 
 
 def _facts(path: Path) -> Facts:
     metadata = read_metadata(path)
     if metadata.get("format") != FORMAT:
-        raise DamagedFileError(f"{path} is no checkpoint: its format is not {FORMAT!r}")
+        raise DamagedFileError(
+            f"{path} is of format {metadata.get('format')!r}, and this version reads {FORMAT!r}: "
+            "go on with the version that wrote it, or move it away"
+        )
     try:
         return msgspec.json.decode(metadata.get("facts", ""), type=Facts)
     except msgspec.MsgspecError as error:
@@ -179,28 +181,25 @@ def saved_by(directory: Path, rank: int, *, warns: bool = False) -> list[Saved]:
         except DamagedFileError as error:
             if warns:
                 logger.warning("a checkpoint is passed over: %s", error)
-    return sorted(saved, key=lambda each: (each.facts.generation, each.facts.step), reverse=True)
+    return sorted(saved, key=lambda each: each.facts.step, reverse=True)
 
 
 def saved_in(directory: Path, *, warns: bool = False) -> dict[int, list[Saved]]:
-    """Return the files of all workers of the latest generation, by rank, the newest first."""
+    """Return the files of all workers by rank, the newest first.
+
+    Those from before the run last started from a mean are left out: they are in that mean.
+    """
     names = (_DIRECTORY_NAME.fullmatch(path.name) for path in directory.glob("worker-*"))
     ranks = sorted(int(name[1]) for name in names if name)
-    by_rank = {rank: saved for rank in ranks if (saved := saved_by(directory, rank, warns=warns))}
-    latest = max((saved[0].facts.generation for saved in by_rank.values()), default=0)
+    by_rank = {rank: saved_by(directory, rank, warns=warns) for rank in ranks}
+    every = [each.facts for saved in by_rank.values() for each in saved]
+    latest = max((facts.num_means for facts in every), default=0)
+    run_ids = {facts.run_id for facts in every if facts.num_means == latest}
     return {
-        rank: [each for each in saved if each.facts.generation == latest]
+        rank: counted
         for rank, saved in by_rank.items()
-        if saved[0].facts.generation == latest
+        if (counted := [each for each in saved if each.facts.run_id in run_ids])
     }
-
-
-def generation_after(by_rank: Mapping[int, Sequence[Saved]], world_size: int) -> int:
-    """The generation of what ``world_size`` workers save that go on from such files."""
-    if not by_rank:
-        return 1
-    facts = next(iter(by_rank.values()))[0].facts
-    return facts.generation + (world_size != facts.world_size)
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
@@ -253,7 +252,7 @@ def _run_samples(facts: Facts) -> int:
 
 
 def _is_ended(facts: Facts, other: Facts) -> bool:
-    """Whether ``other``, of the same run or one that went on from it, says that its life ended."""
+    """Return whether ``other``, of the same run or a later one, says that its life ended."""
     if facts.run_id != other.run_id:
         return any(rank == facts.rank for rank, _ in other.ended)
     return any(rank == facts.rank and facts.incarnation <= last for rank, last in other.ended)
@@ -264,22 +263,20 @@ def _is_ended(facts: Facts, other: Facts) -> bool:
 
 @dataclass
 class Resumption:
-    """What a worker starts from when its run goes on.
+    """The state from which a worker starts when its run goes on.
 
     Attributes:
-        directory: of the checkpoints.
-        generation: of those that this run will write.
-        start: a text for all workers to compare: how the run starts.
+        num_means: for the files of this run; see :class:`Facts`.
+        start: says how the run starts, for all workers to compare.
         counts: from which this worker goes on.
         progress: every life to be counted in.
         tensors: by kind and name, as ``model/NAME``; see the module.
         training: the training state.
         is_own: whether this worker goes on with its own share of the data.
-        ended: for what this run saves: the lives of earlier runs that have ended.
+        ended: for the files of this run: the lives of earlier runs that have ended.
     """
 
-    directory: Path
-    generation: int
+    num_means: int
     start: str
     counts: Counts
     progress: tuple[ProgressEntry, ...]
@@ -295,25 +292,24 @@ def find_resumption(
     *,
     rank: int,
     world_size: int,
-    method: str,
     layout: Layout,
     outer: str = "",
     newest_step: float = math.inf,
 ) -> Resumption | None:
-    """Return what a run starts from; None for a fresh start.
+    """Return the state from which a run starts; None for a fresh start.
 
     Args:
         resume: ``"auto"``, a directory of checkpoints, or None.
         directory: where this run saves.
         rank, world_size: of this worker, and of the run that starts now.
-        method, layout: of the run that starts now, and of this worker's model.
+        layout: of this worker's model.
         outer: the outer step of the run that starts now, in words; empty without one.
-        newest_step: of this worker's own files those of later steps are left alone.
+        newest_step: this worker goes on from no later step.
 
     Raises:
         ValueError: there is nothing where there should be, ``directory`` holds another run's
-            checkpoints, or they are of another model or method.
-        DamagedFileError: all checkpoints are damaged.
+            checkpoints, or they are of another model.
+        DamagedFileError: all checkpoints are damaged, or of another version.
     """
     source = directory if resume == "auto" else None if resume is None else Path(resume)
     goes_on_there = (
@@ -327,24 +323,15 @@ def find_resumption(
     if source is None:
         return None
     by_rank = saved_in(source, warns=True)
-    own = [saved for saved in by_rank.get(rank, ()) if saved.facts.step <= newest_step]
-    if own:
-        by_rank[rank] = own
-    elif rank in by_rank:
-        raise ValueError(
-            f"worker {rank} has no checkpoint in {source} of step {newest_step:g} or before, where "
-            "another process of its replica has its newest: start afresh in another directory"
-        )
     if by_rank:
-        is_synchronous = method == "allreduce"
         return _resume(
             source,
-            _of_one_step(source, by_rank) if is_synchronous else by_rank,
+            by_rank,
             rank=rank,
             world_size=world_size,
-            is_synchronous=is_synchronous,
             layout=layout,
             outer=outer,
+            newest_step=newest_step,
         )
     if _holds_files(source):
         raise DamagedFileError(f"no checkpoint in {source} is whole")
@@ -359,63 +346,43 @@ def find_resumption(
 
 
 def _holds_files(directory: Path) -> bool:
-    """Whether there are checkpoints, be they whole or not."""
+    """Return whether there are checkpoints, whole or not."""
     return any(directory.glob("worker-*/step-*.safetensors"))
-
-
-def _of_one_step(source: Path, by_rank: Mapping[int, Sequence[Saved]]) -> dict[int, list[Saved]]:
-    """For allreduce: keep the files of the newest step that all workers have whole."""
-    method = next(iter(by_rank.values()))[0].facts.method
-    if method != "allreduce":
-        raise ValueError(
-            f"the checkpoints in {source} are of method {method!r}, whose workers differ: "
-            "method='allreduce' cannot go on from them. Start it from the average that "
-            "save_averaged() writes"
-        )
-    steps = [{each.facts.step: each for each in saved} for saved in by_rank.values()]
-    for step in sorted(set.intersection(*map(set, steps)), reverse=True):
-        of_step = [saved[step] for saved in steps]
-        try:
-            for each in of_step:
-                read_tensors(each.path)
-        except DamagedFileError as error:
-            logger.warning("%s; the step before it is taken", error)
-            continue
-        return {rank: [each] for rank, each in zip(by_rank, of_step, strict=True)}
-    raise DamagedFileError(
-        "method='allreduce' needs a step at which every worker has a whole checkpoint, and there "
-        "is none"
-    )
 
 
 def _resume(
     source: Path,
-    by_rank: Mapping[int, Sequence[Saved]],
+    by_rank: dict[int, list[Saved]],
     *,
     rank: int,
     world_size: int,
-    is_synchronous: bool,
     layout: Layout,
     outer: str,
+    newest_step: float,
 ) -> Resumption:
-    r"""Choose and read what a worker starts from.
+    r"""Choose and read the state from which a worker starts, by the rule of this module.
 
-    With the number of workers that saved, worker r starts from its own file, every tensor bitwise.
-    With another number m, worker r starts from the mean
+    The one mean, in rank order, so that all workers have the same bits, is
 
-    .. math:: z = \frac1k \sum_j (x_j + c_j/2), \qquad j \in \{r, r+m, r+2m, \ldots\}
+    .. math:: z = \frac1n \sum_j (x_j + c_j/2),
 
-    over the k files that there are, with c = 0 and an outer step that begins anew; where there is
-    none, over all files. Its optimizer state is that of file r, or r mod the number that saved:
-    what a joiner takes from a donor. A fresh one would not do: AdamW's first steps are as large as
-    the learning rate in every element.
-
-    Of a worker that died long before the others saved last only the progress counts.
+    which exchanges conserve. A fresh optimizer state would not do: AdamW's first steps are as large
+    as the learning rate in every element.
     """
     first = next(iter(by_rank.values()))[0].facts
+    is_same_number = world_size == first.world_size
+    num_means = max(each.facts.num_means for saved in by_rank.values() for each in saved)
+    if is_same_number and rank in by_rank:
+        by_rank[rank] = [each for each in by_rank[rank] if each.facts.step <= newest_step]
+        if not by_rank[rank]:
+            raise ValueError(
+                f"worker {rank} has no checkpoint in {source} of step {newest_step:g} or before, "
+                "where another process of its replica has its newest: start afresh in another "
+                "directory"
+            )
     newest = {each: saved[0].facts for each, saved in by_rank.items()}
-    left_behind = set() if is_synchronous else outlived(newest)
-    for each in sorted(left_behind):
+    left_behind = sorted(outlived(newest))
+    for each in left_behind:
         logger.warning(
             "worker %d: %s is passed over: its worker died while the others went on",
             rank,
@@ -423,7 +390,7 @@ def _resume(
         )
     ranks = sorted(by_rank.keys() - left_behind)
     missing = sorted(set(range(first.world_size)).difference(ranks))
-    if missing and (rank in missing or world_size != first.world_size):
+    if missing and (rank in missing or not is_same_number):
         logger.warning(
             "worker %d: workers %s have no checkpoint, so the average of the others takes their "
             "place",
@@ -431,50 +398,37 @@ def _resume(
             ", ".join(map(str, missing)),
         )
     # Its own, or that of rank modulo how many there are, or the next that is whole.
-    turn = rank % len(ranks)
-    order = ([rank] if rank in ranks else []) + ranks[turn:] + ranks[:turn]
-    found = ((each, _newest_good(by_rank[each], layout)) for each in dict.fromkeys(order))
+    turn = ranks.index(rank) if rank in ranks else rank % len(ranks)
+    found = ((each, _newest_good(by_rank[each], layout)) for each in ranks[turn:] + ranks[:turn])
     base, good = next(((each, good) for each, good in found if good), (-1, None))
     if good is None:
         raise DamagedFileError(f"no checkpoint in {source} is whole")
     facts, tensors, training = good
     if rank == 0:
         _warn_of_outer_step(facts.outer, outer)
-    is_base = base == rank
-    is_own = is_base and world_size == first.world_size
-    group = [each for each in ranks if each % world_size == rank]
-    # Under allreduce each worker carries its own part of the sum that all of them make.
-    known = {each: newest[each] for each in (group if is_synchronous else by_rank)}
-    if base in known:
-        known[base] = facts
-    step = facts.step
-    if not (is_synchronous or is_own):
-        if not is_base:  # so that what it saves is newer
-            step = max(each.step for each in newest.values())
-        own = tensors
-
-        def mean(group: Sequence[int]) -> dict[str, Tensor]:
-            goods = (_newest_good(by_rank[each], layout) for each in group if each != base)
-            others = (good[1] for good in goods if good)
-            return _mean_of_z(own, itertools.chain([own] if base in group else [], others))
-
-        tensors = (mean(group) if group else {}) or mean(ranks)
+    known = newest | {base: facts}
+    step, is_own = facts.step, is_same_number and base == rank
+    if not is_own:
+        goods = (good if each == base else _newest_good(by_rank[each], layout) for each in ranks)
+        tensors = _mean_of_z(tensors, (each[1] for each in goods if each))
+        # So that its files are the newest.
+        step = int(min(newest_step, max(each.step for each in newest.values())))
     logger.info("worker %d resumes from worker %d's step %d in %s", rank, base, facts.step, source)
     return Resumption(
-        directory=source,
-        generation=generation_after(by_rank, world_size),
-        start=f"from checkpoints of {first.world_size} workers, generation {first.generation}",
-        counts=Counts(step, facts.steps, facts.samples) if is_base else Counts(step),
-        progress=_progress(known, set(known) - set(left_behind)),
+        num_means=num_means + (not is_same_number),
+        start=f"from {'' if is_same_number else 'the mean of '}checkpoints of {first.world_size} "
+        "workers",
+        counts=Counts(step, facts.steps, facts.samples) if base == rank else Counts(step),
+        progress=_progress(known, ranks),
         tensors=tensors,
         training=training,
         is_own=is_own,
-        ended=tuple((each, BEFORE_THIS_RUN) for each in sorted(left_behind)),
+        ended=tuple((each, BEFORE_THIS_RUN) for each in left_behind),
     )
 
 
 def _progress(known: Mapping[int, Facts], alive: Collection[int]) -> tuple[ProgressEntry, ...]:
-    """What files say of every process; of its own a rank that goes on knows best.
+    """Return the progress of every process; about its own, a rank that goes on knows best.
 
     Others had heard of steps that it made after its checkpoint: these are lost, and made again.
     """
@@ -493,7 +447,7 @@ def _progress(known: Mapping[int, Facts], alive: Collection[int]) -> tuple[Progr
 
 
 def _warn_of_outer_step(saved: str, outer: str) -> None:
-    """Say what becomes of the outer step, where it is not what was saved."""
+    """Warn if the outer step is not the one that was saved."""
     if saved and not outer:
         logger.warning(
             "the checkpoints were saved with an outer step, which ends here: to go on with it, "
@@ -513,7 +467,7 @@ def _warn_of_outer_step(saved: str, outer: str) -> None:
 def _newest_good(
     candidates: Iterable[Saved], layout: Layout
 ) -> tuple[Facts, dict[str, Tensor], Any] | None:
-    """Read the newest file of one worker whose content is what was written."""
+    """Read the newest file of one worker that is whole."""
     for saved in candidates:
         try:
             tensors, training = read(saved.path)
@@ -540,7 +494,7 @@ def _newest_good(
 def _mean_of_z(
     base: Mapping[str, Tensor], files: Iterable[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Average z over files, one at a time; what is no float is the base's. Empty without files."""
+    """Average z over files, one at a time; what is no float is the base's."""
     kept = {name: tensor for name, tensor in base.items() if name.startswith("model/")}
     sums = {
         name: torch.zeros_like(tensor, dtype=torch.float64)
@@ -552,13 +506,11 @@ def _mean_of_z(
         count += 1
         for name, total in sums.items():
             total += _z(tensors, name.removeprefix("model/"))
-    if count == 0:
-        return {}
     return kept | {name: (total / count).to(kept[name].dtype) for name, total in sums.items()}
 
 
 def _z(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """What exchanges conserve the mean of, in double precision."""
+    """Return x + pending + c/2, whose mean exchanges conserve, in double precision."""
     x = tensors[f"model/{name}"].double()
     pending, c = (tensors.get(f"{kind}/{name}") for kind in ("pending", "c"))
     pending = torch.zeros_like(x) if pending is None else pending.double()

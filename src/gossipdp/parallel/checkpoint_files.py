@@ -1,17 +1,14 @@
 """Files that appear whole or not at all: safetensors with a checksum, and a module's plain state.
 
-A file is written under another name in the same directory, flushed and synchronized, and then
-renamed: a reader sees the old content or the new, also after a crash or on a full disk.
+A file is written under another name in the same directory, synchronized, and then renamed. So a
+reader sees the old content or the new, also after a crash or on a full disk.
 
-The format is safetensors, and not torch's own: nothing is pickled, the files open in other
-programs, and the training state is described by the same text that workers send each other
-(:mod:`.skeleton`). The files are written here and read by the library. So each piece's error and
-the synchronization are ours, a write can be given up, and the interpreter's lock is free while one
-is under way.
+The format is safetensors: nothing is pickled, and the files open in other programs. They are
+written here and read by the safetensors library, whose own writer synchronizes nothing, cannot be
+given up, and holds the interpreter's lock.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -25,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gossipdp.parallel.shards import as_dtensor
-from gossipdp.parallel.skeleton import DTYPE_NAMES
+from gossipdp.parallel.state_layout import DTYPE_NAMES
 
 TEMPORARY_SUFFIX = ".unfinished"
 # Between two pieces a write can be given up, and errors of the disk show early.
@@ -37,27 +34,29 @@ IsGivenUp = Callable[[], bool]
 
 
 class DamagedFileError(ValueError):
-    """A file is not what was once written there: cut short, changed, or of another kind."""
+    """A file that is cut short, changed, or of another kind."""
 
 
 class GivenUpError(Exception):
-    """The owner asked for the write to end before it was complete."""
+    """The end of a write whose owner gave it up."""
 
 
 def never() -> bool:
-    """No write is given up."""
+    """Give no write up."""
     return False
 
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[IO[bytes]]:
-    """Within it, write to the file given; at its end that is on the disk, under ``path``.
+    """Give a file to write to; when the block ends, the file is on the disk, under ``path``.
 
-    Where anything fails, what was under ``path`` before stays. Writers of one path, in whatever
-    process, container or host, do not meet: the last to end leaves its file.
+    If anything fails, the file that was under ``path`` before stays. Writers of one path do not
+    meet, in whatever process, container or host they are: the last to end leaves its file. As by
+    ``tempfile.mkstemp``, the file is new and of a random name, so that no link is followed and no
+    process number matters; unlike there, it gets the permissions of the user's other files.
     """
-    temporary, file = _new_file(path)
-    with file:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+    with temporary.open("xb") as file:
         try:
             yield file
             file.flush()
@@ -74,30 +73,13 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
         os.close(descriptor)
 
 
-def _new_file(path: Path) -> tuple[Path, IO[bytes]]:
-    """Make a file beside ``path`` that is locked while it is open.
-
-    As ``tempfile.mkstemp`` it makes a new one of a random name, so that no link is followed and no
-    process number matters; unlike it, with the permissions that the user's files get.
-    """
-    while True:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
-        file = temporary.open("xb")
-        with contextlib.suppress(OSError):  # a file system without locks, where nothing is removed
-            fcntl.flock(file, fcntl.LOCK_EX)
-        # Before it was locked it could be taken for one that a killed writer has left.
-        if os.fstat(file.fileno()).st_nlink:
-            return temporary, file
-        file.close()
-
-
 def remove_unfinished(directory: Path) -> None:
-    """Remove what killed writers have left in a directory, and nothing that is being written."""
+    """Remove the files that killed writers have left in a directory, which one worker writes to.
+
+    If an earlier life of that worker is still writing, its rename fails: it leaves no file.
+    """
     for temporary in directory.glob(f".*{TEMPORARY_SUFFIX}"):
-        # BlockingIOError: it is being written. FileNotFoundError: it was, a moment ago.
-        with contextlib.suppress(OSError), temporary.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
 
 
 def write_tensors(
@@ -111,7 +93,7 @@ def write_tensors(
     Raises:
         ValueError: a tensor's type is not among those of the format.
         OSError: of the file system.
-        GivenUpError: ``is_given_up()``, which is asked before each piece, said so.
+        GivenUpError: ``is_given_up()`` became true; it is asked before each piece.
     """
     checksum = _checksum(tensors, metadata, is_given_up)
     header: dict[str, object] = {"__metadata__": {**metadata, CHECKSUM: checksum}}
@@ -136,7 +118,7 @@ def read_metadata(path: Path) -> dict[str, str]:
     """Read a file's metadata alone, unverified.
 
     Raises:
-        DamagedFileError: it is no safetensors file, or shorter than it says.
+        DamagedFileError: the file is no safetensors file, or shorter than it says.
     """
     with _opened(path) as file:
         return dict(file.metadata() or {})
@@ -169,7 +151,7 @@ def _opened(path: Path) -> Iterator[Any]:
 def _checksum(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str], is_given_up: IsGivenUp = never
 ) -> str:
-    """Of all names, types, shapes, values and metadata."""
+    """Return a hash of all names, types, shapes, values and metadata."""
     hasher = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
     for name in sorted(tensors):
         hasher.update(json.dumps([name, *_describe(name, tensors[name])]).encode())
@@ -196,18 +178,16 @@ def _pieces(tensor: Tensor, is_given_up: IsGivenUp) -> Iterator[memoryview]:
 
 
 def check_name(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a name that does not tell a format."""
+    """Raise ValueError if the name has none of the known endings."""
     if Path(path).suffix not in EXPORT_SUFFIXES:
-        raise ValueError(
-            f"{str(path)!r} does not tell the format: let it end in .pt, .pth or .safetensors"
-        )
+        raise ValueError(f"{str(path)!r} names no format: let it end in .pt, .pth or .safetensors")
 
 
 def copied_state(module: nn.Module, *, is_kept: bool = True) -> dict[str, Any]:
     """Copy a module's ``state_dict`` to host memory; tied parameters stay one tensor.
 
-    What is sharded is gathered, by all processes of the replica together and one tensor at a time;
-    with ``is_kept=False`` this process only takes part in that.
+    All processes of a replica call it together: they gather sharded tensors, one at a time. With
+    ``is_kept=False`` this process only takes part in that.
     """
     copies: dict[tuple[Any, ...], Tensor] = {}
     state: dict[str, Any] = {}
@@ -227,7 +207,7 @@ def copied_state(module: nn.Module, *, is_kept: bool = True) -> dict[str, Any]:
 
 
 def write_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Write a copied state in the format that the name tells, whole or not at all.
+    """Write a copied state in the format of the path's ending, whole or not at all.
 
     Raises:
         ValueError: safetensors cannot hold something in it.

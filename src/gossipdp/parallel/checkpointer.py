@@ -1,4 +1,4 @@
-"""When a worker's checkpoints are taken, who writes them, and what errors do."""
+"""A worker's checkpoints: the moments at which they are taken, their writer, and its errors."""
 
 import contextlib
 import logging
@@ -20,9 +20,7 @@ from gossipdp.parallel.checkpoint import (
     Resumption,
     encode,
     file_path,
-    generation_after,
     saved_by,
-    saved_in,
 )
 from gossipdp.parallel.checkpoint_files import (
     GivenUpError,
@@ -33,7 +31,7 @@ from gossipdp.parallel.checkpoint_files import (
 from gossipdp.parallel.data_position import DataPosition, random_states, restore_random_states
 from gossipdp.parallel.engine import Engine
 from gossipdp.parallel.options import Options
-from gossipdp.parallel.skeleton import check_savable
+from gossipdp.parallel.state_layout import check_savable
 from gossipdp.parallel.stats import Stats
 from gossipdp.parallel.termination import TERMINATION
 
@@ -46,7 +44,7 @@ Write: TypeAlias = Callable[[IsGivenUp], Path]
 
 
 class BackgroundWriter:
-    """Runs one write at a time, in a thread of its own."""
+    """A thread for one write at a time."""
 
     def __init__(self, rank: int) -> None:
         self._name = f"gossipdp-checkpoint-{rank}"
@@ -54,8 +52,8 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
 
     def begin(self, write: Write) -> "Future[Path]":
-        """Begin to write; the future gets the path or the error. The one before has ended."""
-        if self._thread is not None:  # it has told so, and is about to end: no thread is lost
+        """Begin to write; the future gets the path or the error. The write before has ended."""
+        if self._thread is not None:  # its future is done, and it is about to end: none is lost
             self._thread.join(CLOSE_TIMEOUT_S)
         written: Future[Path] = Future()
 
@@ -70,7 +68,7 @@ class BackgroundWriter:
         return written
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the write under way; one that takes longer than ``timeout_s`` is given up."""
+        """Wait for the write under way; give it up if it takes longer than ``timeout_s``."""
         if self._thread is None:
             return
         self._thread.join(timeout_s)
@@ -78,11 +76,11 @@ class BackgroundWriter:
             self._given_up.set()
             self._thread.join(timeout_s)
         if self._thread.is_alive():
-            logger.error("a checkpoint is still being written; what was there before it stays")
+            logger.error("a checkpoint is still being written; those before it stay")
 
 
 class Stateful(Protocol):
-    """Whatever has a state to be saved: a scheduler, a GradScaler."""
+    """An object with a state to save: a scheduler, a GradScaler."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
@@ -94,18 +92,16 @@ class Stateful(Protocol):
 
 
 class Checkpointer:
-    """Takes this worker's checkpoints and restores what is not the engine's. Main thread only.
+    """A worker's checkpoints, and the states in them that are not the engine's.
 
-    A due checkpoint is taken at the first occasion after its step where no forward pass is half
-    way: between two :meth:`of_batches`, or in a loop of the user's own where the next forward pass
-    begins. So what the loop does after ``optimizer.step()``, such as stepping a scheduler, is in
-    it. Later occasions may come between the forward passes of one step (accumulation, a closure):
-    what that step has done so far would be lost. After SIGTERM too such a step goes on to its end,
-    for as long as :class:`~.termination.Termination` waits. One that comes due while the last is
-    still being written is taken when that is done; with shards that one is waited for.
-
-    One that comes into a run that goes on (``is_joining``) finds in its directory that run's own
-    files, of its own earlier life among them, or what the run was resumed from.
+    Main thread only. A due checkpoint is taken at the first occasion after its step when no forward
+    pass is half way: between two batches of :meth:`of_batches`; in a loop of the user's own, when
+    the next forward pass begins. So it holds the effects of everything that the loop does after
+    ``optimizer.step()``, such as stepping a scheduler. Later occasions may come between the forward
+    passes of one step (accumulation, a closure), and would lose the part of that step that is done.
+    After SIGTERM too such a step goes on to its end, for as long as
+    :class:`~.termination.Termination` waits. A checkpoint that comes due while the last is still
+    being written is taken after that; with shards, training waits for the write.
     """
 
     make_writer: ClassVar[Callable[[int], BackgroundWriter]] = BackgroundWriter
@@ -119,7 +115,6 @@ class Checkpointer:
         options: Options,
         resumption: Resumption | None = None,
         *,
-        is_joining: bool = False,
         is_sharded: bool = False,
     ) -> None:
         saving = options.checkpoints
@@ -130,16 +125,16 @@ class Checkpointer:
         self._engine = engine
         self._optimizers = optimizers
         self._position = position
-        self._method, self._outer = options.method, str(options.outer or "")
+        self._outer = str(options.outer or "")
         self._saving = saving
         self._directory = None if saving.directory is None else Path(saving.directory)
-        self._generation = 1 if resumption is None else resumption.generation
+        self._num_means = 0 if resumption is None else resumption.num_means
         self._ended = () if resumption is None else resumption.ended
         self._has_looked = False
         self._num_generators = 0
         self._random_states: dict[str, Any] | None = None
         self._others: dict[str, Stateful] = {}
-        # What the run resumed from, until the first step.
+        # The training state from which the run resumed, until the first step.
         self._resumed: dict[str, Any] | None = None
         self._has_resumed = resumption is not None
         self._writer = type(self).make_writer(engine.rank)
@@ -147,12 +142,6 @@ class Checkpointer:
         if self._directory is not None:
             TERMINATION.add(self)
             engine.is_end_asked = lambda: TERMINATION.is_asked
-        if is_joining and self._directory is not None:
-            # If nobody has saved since the run was resumed, what it went on from tells.
-            by_rank = saved_in(self._directory)
-            if not by_rank and saving.resume is not None and saving.resume != "auto":
-                by_rank = saved_in(Path(saving.resume))
-            self._generation = generation_after(by_rank, engine.world_size)
         if resumption is not None:
             self._resume(resumption)
 
@@ -165,7 +154,7 @@ class Checkpointer:
             restore_random_states(states)
 
     def register(self, others: dict[str, Stateful]) -> None:
-        """Save these too from now on; give them what was saved of them, if the run resumed.
+        """Save these too from now on; give them their saved states, if the run resumed.
 
         Raises:
             ValueError: a name is taken, a state cannot be saved, or the run resumed and has made a
@@ -186,12 +175,12 @@ class Checkpointer:
             if name in self._resumed["others"]:
                 stateful.load_state_dict(self._resumed["others"][name])
             else:
-                logger.warning("the checkpoint holds nothing of %r: it begins anew", name)
+                logger.warning("the checkpoint holds nothing of %r: it starts afresh", name)
         if self._resumed is not None:
             training_state.restore_groups(self._resumed, self._optimizers)
 
     def stats(self) -> Stats:
-        """The engine's counts, and those of checkpoints. Any thread may ask."""
+        """Return the engine's counts, and those of checkpoints. Any thread may call it."""
         return replace(
             self._engine.stats(),
             checkpoints=self._num_saved,
@@ -199,10 +188,10 @@ class Checkpointer:
             checkpoint_pause_seconds=self._pause_s,
         )
 
-    # When.
+    # The moments.
 
     def stepped(self) -> None:
-        """A gradient step ended: a checkpoint may be due, another may have failed meanwhile."""
+        """Note the end of a gradient step, and whether a checkpoint is due now."""
         self._resumed = None
         if self._written is not None and self._written.done():
             self._report()
@@ -217,10 +206,10 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def of_batches(self) -> Iterator[None]:
-        """While it lasts, checkpoints are taken at the end of the loop's body alone.
+        """Take checkpoints at the end of the loop's body alone, within this context.
 
-        A body may step several optimizers, or one several times: of a checkpoint between two of
-        these the batch is done, and the rest of the body would be lost.
+        A body may step several optimizers, or one several times. After a checkpoint between two of
+        these steps the batch counts as done, and the rest of the body would be lost.
         """
         self._num_generators += 1
         try:
@@ -229,9 +218,10 @@ class Checkpointer:
             self._num_generators -= 1
 
     def at_forward(self) -> None:
-        """A forward pass begins; the states saved are those right after the last step.
+        """Take the checkpoint that is due, at the beginning of a forward pass.
 
-        The next step may have begun, with random numbers for its batch.
+        Its random states are those right after the last step: the next step may have begun, with
+        random numbers for its batch.
         """
         if not self.is_within_batches:
             self.take_due(self._random_states)
@@ -240,7 +230,7 @@ class Checkpointer:
         """Take the checkpoint that is due, unless the last is still being written.
 
         Args:
-            states: of the random generators; None: as they are now.
+            states: of the random generators; None: the present ones.
         """
         if self._has_looked:
             return
@@ -253,7 +243,7 @@ class Checkpointer:
             self._take(states)
 
     def take_last(self) -> None:
-        """There is no later occasion: wait for the last to be written, and take what is due."""
+        """Take the checkpoint that is due after the last was written, at the last occasion."""
         self._wait_for_writer()
         self._has_looked = False
         self.take_due()
@@ -272,12 +262,12 @@ class Checkpointer:
 
     @property
     def rank(self) -> int:
-        """The worker's rank."""
+        """Return the worker's rank."""
         return self._engine.rank
 
     @property
     def is_within_batches(self) -> bool:
-        """Whether the loop is one over ``batches()`` or ``epochs()``; see :meth:`of_batches`."""
+        """Return whether a loop of ``batches()`` or ``epochs()`` runs; see :meth:`of_batches`."""
         return self._num_generators > 0
 
     def begin_save(self) -> "Future[Path]":
@@ -294,17 +284,17 @@ class Checkpointer:
         return path
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Let the write under way end, report it, and end the thread; nothing is taken later."""
+        """Let the write under way end, report it, and end the thread; take no checkpoint later."""
         TERMINATION.remove(self)
         self.is_due = False
         self._writer.close(timeout_s)
         if self._written is not None and self._written.done():
             self._report()
 
-    # What.
+    # The content.
 
     def _draft(self, states: dict[str, Any] | None) -> Write:
-        """Copy what a checkpoint holds; return what writes it."""
+        """Copy the content of a checkpoint; return the function that writes it."""
         assert self._directory is not None
         started_s = time.perf_counter()
         engine, captured = self._engine, self._engine.capture()
@@ -312,14 +302,13 @@ class Checkpointer:
         facts = Facts(
             rank=engine.rank,
             world_size=engine.world_size,
-            generation=self._generation,
-            method=self._method,
             **counts._asdict(),
             progress=captured.progress,
             gossipdp=gossipdp.__version__,
             run_id=engine.run_id,
             incarnation=captured.incarnation,
             ended=(*self._ended, *captured.ended),
+            num_means=self._num_means,
             outer=self._outer,
         )
         state = {
@@ -359,7 +348,7 @@ class Checkpointer:
             self._report()
 
     def _report(self) -> None:
-        """Say how the last write ended. A file system's error is no reason to stop training."""
+        """Report how the last write ended; raise unless the error is the file system's."""
         assert self._written is not None
         written, self._written = self._written, None
         error = written.exception()

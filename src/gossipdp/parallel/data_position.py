@@ -1,4 +1,4 @@
-"""Where in its data a loop is, and the way back there after a resume."""
+"""The position of a loop in its data, and the way back there after a resume."""
 
 import logging
 import random
@@ -15,10 +15,10 @@ Batch = TypeVar("Batch")
 
 
 class DataPosition:
-    """The epoch and the batch at which ``batches()`` is, and how to come back there.
+    """The epoch and the batch at which ``batches()`` is.
 
     An epoch's order follows from ``set_epoch`` and from the random states at its start, so these
-    are kept: to come back, they are set, the epoch is begun, and the batches that were trained on
+    are kept. To come back, they are set, the epoch is begun, and the batches that were trained on
     are loaded and dropped. ``batch`` counts those that were yielded or dropped.
     """
 
@@ -31,7 +31,7 @@ class DataPosition:
         self._random_states: dict[str, Any] | None = None
 
     def capture(self) -> dict[str, Any]:
-        """Return what :meth:`resume` takes."""
+        """Return the position, for :meth:`resume`."""
         return {"epoch": self._epoch, "batch": self.batch, "start": self._start}
 
     def resume(
@@ -39,8 +39,8 @@ class DataPosition:
     ) -> None:
         """Make the next :meth:`epoch` go on where ``position`` was captured.
 
-        The random states are set once it is reached. If this worker's share of the data is not the
-        one that it was captured in (``is_own``), the epoch begins anew.
+        The random states are set once it is reached. If it was captured in another share of the
+        data than this worker's (not ``is_own``), the epoch starts from its beginning.
         """
         self._epoch = position["epoch"]
         self._goes_on = True
@@ -55,7 +55,7 @@ class DataPosition:
         self._goes_on = False
 
     def epoch(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches of one epoch, or what a resumed one has left."""
+        """Yield the batches of one epoch, or the rest of a resumed one."""
         resumed, self._resumed = self._resumed, None
         order = _Order(loader)
         if resumed is None:
@@ -96,10 +96,10 @@ class DataPosition:
 
 
 class _Order:
-    """What the order of a loader's batches follows from.
+    """The states from which the order of a loader's batches follows.
 
     Samplers, the loader and its dataset may hold random generators of their own, of torch, Python
-    or NumPy. Of a loader that is none of torch's only ``set_epoch`` is known.
+    or NumPy. If the loader is not torch's, only its ``set_epoch`` is known.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -113,7 +113,7 @@ class _Order:
             self._holders += [each for each in found if not _is_among(each, self._holders)]
 
     def capture(self) -> dict[str, Any]:
-        """Return what :meth:`restore` takes, before a pass begins."""
+        """Return the states before a pass begins, for :meth:`restore`."""
         return {
             "random": random_states(),
             "generators": {name: _state(each) for name, each in self._generators().items()},
@@ -123,8 +123,8 @@ class _Order:
     def restore(self, start: dict[str, Any]) -> None:
         """Make the next pass begin as the captured one did.
 
-        A loader draws a random number when it starts worker processes. With persistent ones that
-        is at its first pass alone, so those of a later one are started before the states are set.
+        A loader draws a random number when it starts worker processes. Persistent ones start at
+        its first pass alone, so those of a later pass are started before the states are set.
         """
         if self._is_loader and self._has_workers() != start["has_workers"]:
             self._loader._iterator = None
@@ -136,14 +136,14 @@ class _Order:
                 _set_state(generator, start["generators"][name])
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins, as to torch's ``DistributedSampler`` and Accelerate's loaders."""
+        """Set the epoch that begins, as on a ``DistributedSampler`` and Accelerate's loaders."""
         for holder in self._holders:
             set_epoch = getattr(holder, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(epoch)
 
     def doubt(self) -> str:
-        """Say why a pass may not come again as it was; empty: nothing is known to speak for it."""
+        """Return why a pass may not come again as it was; empty if no reason is known."""
         if not self._is_loader:
             return ""
         if isinstance(self._loader.dataset, IterableDataset):
@@ -158,14 +158,14 @@ class _Order:
     def _generators(self) -> dict[str, Any]:
         """Return each distinct random generator, by the place where it is held."""
         found: dict[str, Any] = {}
-        # Here, for numpy imports its random numbers, and cython with them, when they are named.
+        # Not at the top: numpy imports its random numbers, and cython with them, at this name.
         arrays = numpy.random.Generator, numpy.random.RandomState
         kinds = (torch.Generator, random.Random, *arrays)
         for index, holder in enumerate(self._holders):
             for name, value in _attributes(holder).items():
                 is_generator = isinstance(value, kinds)
-                is_system_s = isinstance(value, random.SystemRandom)  # which has no state
-                if is_generator and not is_system_s and not _is_among(value, found.values()):
+                has_state = not isinstance(value, random.SystemRandom)
+                if is_generator and has_state and not _is_among(value, found.values()):
                     found[f"{index}.{name}"] = value
         return found
 
@@ -183,7 +183,7 @@ def _is_among(value: Any, others: Iterable[Any]) -> bool:
 
 
 def _state(generator: Any) -> Any:
-    """Return the state of a random generator, of what a checkpoint can hold."""
+    """Return the state of a random generator, as values that a checkpoint can hold."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -219,7 +219,7 @@ def _with_arrays(value: Any) -> Any:
 def random_states() -> dict[str, Any]:
     """Return the states of the random generators of Python, NumPy and torch, in host memory.
 
-    Those of CUDA where it was used.
+    If CUDA was used, its states too.
     """
     states: dict[str, Any] = {
         "python": random.getstate(),
@@ -232,7 +232,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Set the generators to what :func:`random_states` gave."""
+    """Set the generators to the states of :func:`random_states`."""
     random.setstate(states["python"])
     numpy.random.set_state(_with_arrays(states["numpy"]))
     torch.set_rng_state(states["torch"])

@@ -1,4 +1,4 @@
-"""Replicas larger than one process: where a shard lies, and what a replica's processes agree on.
+"""Replicas larger than one process: their shards, and the numbers that their processes share.
 
 FSDP2 (``torch.distributed.fsdp.fully_shard``) gives each process of a replica one part of every
 parameter. The processes of all replicas that hold the same part make a gossip network of their own:
@@ -17,7 +17,7 @@ import dataclasses
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ TENSOR_PARALLEL = (
 
 
 def as_dtensor(tensor: Tensor) -> "DTensor | None":
-    """The tensor, if it is a DTensor; that module is imported only where one might be."""
+    """Return the tensor if it is a DTensor; import that module only if it might be one."""
     if type(tensor) in (Tensor, nn.Parameter):
         return None
     from torch.distributed.tensor import DTensor
@@ -54,7 +54,7 @@ def as_dtensor(tensor: Tensor) -> "DTensor | None":
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Where a tensor's values are in this process: itself, or a DTensor's own part in its memory.
+    """Return a tensor's values in this process: itself, or a DTensor's own part, not copied.
 
     Example:
         >>> tensor = torch.ones(2)
@@ -69,7 +69,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def as_sharded(like: Tensor, values: Tensor) -> Tensor:
-    """``values``, this process's part, as a tensor of the kind of ``like``; in the same memory."""
+    """Return ``values``, this process's part, as a tensor of the kind of ``like``, not copied."""
     sharded = as_dtensor(like)
     if sharded is None:
         return values
@@ -87,9 +87,9 @@ def as_sharded(like: Tensor, values: Tensor) -> Tensor:
 
 
 def reshard(module: nn.Module) -> None:
-    """Let go of gathered parameters, which FSDP would use again though the shards have changed."""
+    """Free gathered parameters, which FSDP would use again though the shards have changed."""
     if "torch.distributed.fsdp" not in sys.modules:
-        return  # so it is not sharded by it
+        return  # nothing is sharded by it
     from torch.distributed.fsdp import FSDPModule
 
     for each in module.modules():
@@ -98,7 +98,7 @@ def reshard(module: nn.Module) -> None:
 
 
 class Agreed(NamedTuple):
-    """What all processes of a replica know alike since its last gradient step.
+    """Facts that all processes of a replica share since its last gradient step.
 
     Attributes:
         samples: of that step, all processes together.
@@ -118,11 +118,12 @@ class Agreed(NamedTuple):
 class Replica:
     """The replica of this process: that process, or the processes that hold its shards.
 
-    Main thread only. All processes of a replica make the same calls in the same order.
+    Main thread only. All processes of a replica make the same calls in the same order. Each call
+    that shares numbers raises PeerLostError if another process of the replica is gone.
 
     Attributes:
-        environment: who this process is in the network of its shard: ``rank`` is the replica's
-            number, ``world_size`` the number of replicas.
+        environment: this process in the network of its shard: ``rank`` is the replica's number,
+            ``world_size`` the number of replicas.
     """
 
     def __init__(self, environment: Environment, group: dist.ProcessGroup | None = None) -> None:
@@ -131,7 +132,7 @@ class Replica:
 
     @classmethod
     def of(cls, module: nn.Module, mesh: DeviceMesh | None, environment: Environment) -> "Replica":
-        """The replica to which this process belongs.
+        """Return the replica to which this process belongs.
 
         Args:
             module: sharded already, if at all.
@@ -194,17 +195,17 @@ class Replica:
             world_size=mesh.size(),
             shard=ranks.index(dist.get_rank()),
             num_shards=len(ranks),
-            agent_store=True,  # whoever made the mesh's world has begun to host one
+            agent_store=True,  # hosted since the mesh's world was made
         )
         return cls(environment, _group(ranks) if len(ranks) > 1 else None)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it has several processes."""
+        """Return whether it has several processes."""
         return self._group is not None
 
     def own_files(self, saving: Checkpoints) -> Checkpoints:
-        """Where this process saves, and resumes: with shards in a directory for its own.
+        """Return where this process saves and resumes: with shards, in a directory of its own.
 
         Raises:
             ValueError: the directory holds checkpoints of another number of shards.
@@ -239,67 +240,47 @@ class Replica:
             )
 
     def agree(self, own: Agreed) -> Agreed:
-        """Add up what each process of the replica tells; ``own`` where there is only this one.
-
-        Raises:
-            PeerLostError: another process of the replica is gone.
-        """
-        if self._group is None:
-            return own
-        if self.environment.shard:
-            own = own._replace(others_samples=0)
-        samples, others, *flags = self._sum([int(each) for each in own])
-        return Agreed(samples, others, *map(bool, flags))
+        """Add up the facts of all processes of the replica; ``own`` if there is only this one."""
+        samples, others, *flags = self.gather(*own)
+        return Agreed(int(sum(samples)), int(others[0]), *map(any, flags))
 
     def first_says(self, number: int) -> int:
-        """The number of the replica's first process, to all of them; raises as :meth:`agree`."""
-        return self._sum([0 if self.environment.shard else number])[0]
+        """Return the number of the replica's first process."""
+        return int(next(self.gather(number))[0])
 
     def is_any(self, value: bool) -> bool:
-        """Whether it is so on any process of the replica; raises as :meth:`agree`."""
-        return bool(self._sum([int(value)])[0])
+        """Return whether the value is true on any process of the replica."""
+        return any(next(self.gather(value)))
 
     def gather(self, *values: float) -> Iterator[tuple[float, ...]]:
-        """Each value as all processes of the replica tell it, by shard; raises as :meth:`agree`."""
-        size = self.environment.num_shards if self._group is not None else 1
-        rows = torch.zeros(size, len(values), dtype=torch.float64)
-        rows[self.environment.shard if size > 1 else 0] = torch.tensor(values, dtype=torch.float64)
-        self._add_up(rows)
-        return (tuple(column) for column in rows.T.tolist())
-
-    def _sum(self, values: list[int]) -> list[int]:
-        numbers = torch.tensor(values)
-        self._add_up(numbers)
-        return [int(each) for each in numbers.tolist()]
-
-    def _add_up(self, numbers: Tensor) -> None:
+        """Return each value as all processes of the replica give it, by shard."""
         if self._group is None:
-            return
+            return ((value,) for value in values)
+        rows = torch.zeros(self.environment.num_shards, len(values), dtype=torch.float64)
+        rows[self.environment.shard] = torch.tensor(values, dtype=torch.float64)
         try:
-            dist.all_reduce(numbers, group=self._group)
+            dist.all_reduce(rows, group=self._group)
         except RuntimeError as error:
-            self._lost(error)
-
-    def _lost(self, error: RuntimeError) -> NoReturn:
-        raise PeerLostError(
-            f"another process of this replica has ended, so this one, which holds shard "
-            f"{self.environment.shard}, cannot go on: look at the other's output "
-            f"({str(error).splitlines()[0][:200]})"
-        ) from error
+            raise PeerLostError(
+                "another process of this replica has ended, so this one, which holds shard "
+                f"{self.environment.shard}, cannot go on: look at the other's output "
+                f"({str(error).splitlines()[0][:200]})"
+            ) from error
+        return (tuple(column) for column in rows.T.tolist())
 
 
 def _group(ranks: list[int]) -> dist.ProcessGroup:
-    """A group on the CPU for a replica's few numbers: gloo sees at once that a process is gone."""
+    """Make a CPU group for a replica's few numbers: gloo sees at once if a process is gone."""
     group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return group
 
 
 def _ranks_of(module: nn.Module) -> list[int]:
-    """The processes over which the module is sharded, this one among them; none: it is not.
+    """Return the processes over which the module is sharded, this one included; [] if it is not.
 
     Raises:
-        ValueError: a trained parameter is held by several of them: each exchanges what it holds
-            alone, so the copies would drift apart. Or others than FSDP have split it.
+        ValueError: several of them hold the same trained parameter: each exchanges its own part
+            alone, so the copies would drift apart. Or something else than FSDP has split it.
     """
     ranks: set[int] = set()
     for parameter in module.parameters():
@@ -318,7 +299,7 @@ def _ranks_of(module: nn.Module) -> list[int]:
 
 
 def _is_of_fsdp(module: nn.Module) -> bool:
-    """Whether FSDP has split it, and tensor parallelism has not split it once more."""
+    """Return whether FSDP has split the module, and tensor parallelism has not split it again."""
     from torch.distributed.fsdp import FSDPModule
 
     sharded = (as_dtensor(parameter) for parameter in module.parameters())
@@ -332,7 +313,7 @@ def _is_of_fsdp(module: nn.Module) -> bool:
 
 
 def _dimensions(sharded: "DTensor") -> Iterable[tuple[int, Any]]:
-    """The size of each dimension of a DTensor's mesh, and what becomes of the tensor along it."""
+    """Return the size of each dimension of a DTensor's mesh, and the placement along it."""
     return zip(sharded.device_mesh.mesh.shape, sharded.placements, strict=True)
 
 

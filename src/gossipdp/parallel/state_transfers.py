@@ -4,13 +4,12 @@ Races, besides those of :mod:`gossipdp.gossip.transfer`:
 
 - The donor trains on: its optimizers' state is read between its steps and its parameters chunk by
   chunk, so the two are a few steps apart, as parameters and momentum of gossip always are.
-- The donor dies, stops or stalls: the next one is asked, and what came whole is kept. One that
-  turns away may be poisoned, and what it gave before is dropped.
-- NaN or infinity in parameters, buffers or optimizers' state: looked for where they arrive.
-- All donors consolidate meanwhile: each says that it gives nothing; when all have left, the joiner
-  ends with an error.
-- Nothing advances for ``start_timeout_s``: the joiner ends with an error. How long the whole takes
-  does not matter.
+- The donor dies, stops or stalls: the next one is asked, and a state that came whole is kept. A
+  donor that refuses may be poisoned, so a state that it gave before is dropped.
+- Parameters, buffers or optimizers' state hold NaN or infinity: the taker checks them.
+- All donors consolidate meanwhile: each refuses; when all have left, the joiner ends with an error.
+- Nothing advances for ``start_timeout_s``: the joiner ends with an error. The whole may take any
+  time.
 """
 
 import logging
@@ -33,8 +32,8 @@ logger = logging.getLogger("gossipdp")
 
 PAUSE_BETWEEN_ROUNDS_S = 0.1
 LOOK_AT_LIFE_EVERY_S = 0.1
-# What a donor's encoded optimizers' state may take at most, next to this worker's own model. AdamW
-# takes twice the parameters, Shampoo and its like more.
+# The most that a donor's optimizers' state may take, beside this worker's own model. AdamW takes
+# twice the parameters, Shampoo and its like more.
 TRAINING_BYTES_PER_BYTE = 32
 OTHER_TRAINING_BYTES = 64 << 20
 
@@ -42,7 +41,7 @@ OTHER_TRAINING_BYTES = 64 << 20
 def fetch_parameters(
     thread: GossipThread, loop: GossipLoop, peer: int, sink: Sink, timeout_s: float
 ) -> None:
-    """Take one worker's parameters; raises what ended that.
+    """Take one worker's parameters; raises PeerLostError.
 
     ``sink`` is called with each chunk and its values, in the gossip thread.
     """
@@ -52,7 +51,7 @@ def fetch_parameters(
 def fetch_training(
     thread: GossipThread, loop: GossipLoop, state: State, peer: int, timeout_s: float
 ) -> Any:
-    """Take one worker's optimizers' state; PeerLostError: none came, or a bad one."""
+    """Take one worker's optimizers' state; raises PeerLostError if none came, or a bad one."""
     num_bytes = sum(segment.x.nbytes for segment in state.segments)
     arriving = Arriving(OTHER_TRAINING_BYTES + TRAINING_BYTES_PER_BYTE * num_bytes)
     _run(
@@ -85,7 +84,7 @@ def take_state(thread: GossipThread, loop: GossipLoop, state: State, network: Ne
     advanced, deadline_s = 0, time.monotonic() + limit_s
     reason = ""
     while True:
-        # Those nearest in rank first, so that not all joiners ask the same.
+        # The nearest in rank first, so that joiners ask different donors.
         live = set(thread.call(loop.protocol.membership.live).result()) - {rank}
         for donor in sorted(live, key=lambda each: (abs(each - rank), each)):
             thread.check()
@@ -102,7 +101,7 @@ def take_state(thread: GossipThread, loop: GossipLoop, state: State, network: Ne
                 is_turned_away = isinstance(error, TurnedAwayError)
                 if is_turned_away and donor == giver:
                     training = giver = None
-            # Being turned away again and again in the middle is no progress.
+            # To be turned away again and again in the middle is no progress.
             if transfers.num_chunks_received > advanced and not is_turned_away:
                 deadline_s = time.monotonic() + limit_s
             advanced = transfers.num_chunks_received
@@ -119,8 +118,8 @@ def take_state(thread: GossipThread, loop: GossipLoop, state: State, network: Ne
 def average_over_live(thread: GossipThread, loop: GossipLoop) -> Average:
     """Average z = x + pending + c/2 over all live workers, which train on.
 
-    See :mod:`gossipdp.protocol.averages`. One that lives and gives nothing, or has no state to
-    give, is left out with a warning.
+    See :mod:`gossipdp.protocol.averages`. A live worker that gives nothing is left out with a
+    warning.
     """
     asked = thread.call(loop.sums.ask).result()
     while not asked.done():

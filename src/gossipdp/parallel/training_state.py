@@ -1,4 +1,4 @@
-"""What a worker trains with besides its parameters: the optimizers' state, given and taken over."""
+"""The optimizers' state, which a worker saves, gives to another, and takes over."""
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -10,23 +10,23 @@ from torch import Tensor
 from gossipdp.dynamics.update import is_finite
 from gossipdp.gossip.thread import Background
 from gossipdp.gossip.transfer import Offer
-from gossipdp.parallel import skeleton
+from gossipdp.parallel import state_layout
 from gossipdp.parallel.shards import as_sharded, local
 
-# Where a process holds a part of a tensor, that part stands under this name.
+# The name of a process's part of a tensor, if it holds only a part.
 SHARD = "shard"
-# Of tensors up to this size the bytes travel in the skeleton, such as Adam's step counts.
+# Tensors of up to this size travel in the layout, such as Adam's step counts.
 INLINE_BYTES = 256
 
 
 def capture(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the optimizers' states as they are now, not copied; of a DTensor the own part."""
+    """Return the optimizers' states as they are now, not copied; of a DTensor, its own part."""
     states = [optimizer.state_dict() for optimizer in optimizers]
     return {"optimizers": [each | {"state": _own_parts(each["state"])} for each in states]}
 
 
 def _own_parts(value: Any) -> Any:
-    """The same nested value with ``{SHARD: part}`` for each DTensor; :func:`_sharded` undoes it."""
+    """Return the value with ``{SHARD: part}`` for each DTensor; :func:`_sharded` undoes it."""
     if isinstance(value, Tensor):
         part = local(value)
         return value if part is value else {SHARD: part}
@@ -38,10 +38,10 @@ def _own_parts(value: Any) -> Any:
 
 
 def _sharded(value: Any, parameter: Tensor) -> Any:
-    """The state of a parameter with its parts of tensors as DTensors, sharded as the parameter is.
+    """Return a parameter's state with its parts as DTensors, sharded as the parameter is.
 
     Raises:
-        ValueError: a part has not the shape of the parameter's.
+        ValueError: a part does not have the shape of the parameter's part.
     """
     if isinstance(value, dict):
         if value.keys() == {SHARD}:
@@ -56,17 +56,17 @@ def _sharded(value: Any, parameter: Tensor) -> Any:
 
 
 class BetweenSteps:
-    """Lets the gossip thread copy the optimizers' state while the main thread trains on.
+    """Copies of the optimizers' state for the gossip thread, while the main thread trains on.
 
     A chunk is copied only while no optimizer steps. A step that begins meanwhile waits for that one
     chunk (1 MB: about 0.2 ms), or for the description of the whole (some milliseconds, once for a
     joiner), which another thread makes: the gossip thread waits for neither. So every chunk that a
-    joiner receives is of one step; of a moment that is exchanged, part of it may be before and part
-    after the average that a boundary adds. Two chunks of a tensor, or two tensors, may be of
-    different steps: that is harmless, as it is for the parameters. Numbers, and tensors of at most
-    ``INLINE_BYTES``, are all of the step at which the transfer began.
+    joiner receives is of one step; if a moment is exchanged, part of its chunk may be from before
+    and part from after the average that a boundary adds. Two chunks of a tensor, or two tensors,
+    may be of different steps: that is harmless, as it is for the parameters. Numbers, and tensors
+    of at most ``INLINE_BYTES``, are all of the step at which the transfer began.
 
-    Optimizers change what they keep in ``step()`` alone. If the script loads another state into one
+    Optimizers change their state in ``step()`` alone. If the script loads another state into one
     meanwhile, the joiner gets the old one. If a step raises, its optimizer counts as stepping until
     its next step has ended: nothing is given meanwhile, and joiners ask others.
     """
@@ -76,7 +76,7 @@ class BetweenSteps:
         self._finish: Callable[[], None] = lambda: None
         self._wake: Callable[[], None] = lambda: None
         self._described: Background[Offer] = Background()
-        # Guards the two below, is held while anything of the state is read, and says when a step
+        # Guards the two below; it is held while any of the state is read, and notified when a step
         # has ended.
         self._guard = threading.Condition(threading.Lock())
         self._stepping: set[int] = set()
@@ -85,7 +85,7 @@ class BetweenSteps:
         self._handles += [each.register_step_post_hook(self._ends) for each in optimizers]
 
     def attach(self, finish: Callable[[], None], wake: Callable[[], None]) -> None:
-        """Say how to wait for what is queued on a device, and how to wake the gossip thread."""
+        """Set how to wait for a device's queued work, and how to wake the gossip thread."""
         self._finish, self._wake, self._described.wake = finish, wake, wake
 
     def close(self) -> None:
@@ -118,13 +118,13 @@ class BetweenSteps:
         with self._guard:
             self._guard.wait_for(lambda: not self._stepping)
             try:
-                text, tensors = skeleton.pack(capture(self._optimizers), INLINE_BYTES)
+                layout, tensors = state_layout.pack(capture(self._optimizers), INLINE_BYTES)
             except RuntimeError as error:  # the script changes it at this moment
                 raise ValueError(f"the optimizers' state cannot be read now: {error}") from error
-        return Offer(text, [tensor.view(torch.uint8) for tensor in tensors], self._copy)
+        return Offer(layout, [tensor.view(torch.uint8) for tensor in tensors], self._copy)
 
     def _copy(self, source: Tensor, room: Tensor) -> bool:
-        # The gossip thread is woken by whoever holds the guard, or steps.
+        # The thread that holds the guard, or steps, wakes the gossip thread.
         self._is_awaited = True
         if not self._guard.acquire(blocking=False):
             return False
@@ -143,32 +143,32 @@ class Arriving:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._skeleton: skeleton.Skeleton
+        self._layout: state_layout.StateLayout
         self._rooms: list[Tensor]
 
-    def unfold(self, text: bytes) -> list[Tensor]:
-        """Make room for what the donor's skeleton describes, as bytes; ValueError refuses it."""
-        self._skeleton = skeleton.decode(text)
-        if self._skeleton.num_bytes > self._max_bytes:
+    def unfold(self, layout: bytes) -> list[Tensor]:
+        """Make room for the tensors of the donor's layout, as bytes; ValueError refuses it."""
+        self._layout = state_layout.decode(layout)
+        if self._layout.num_bytes > self._max_bytes:
             raise ValueError(
-                f"its optimizers' state takes {self._skeleton.num_bytes} bytes, and this worker's "
+                f"its optimizers' state takes {self._layout.num_bytes} bytes, and this worker's "
                 f"model would take {self._max_bytes} at most: the optimizers differ"
             )
-        self._rooms = self._skeleton.rooms()
+        self._rooms = self._layout.rooms()
         return [room.view(torch.uint8) for room in self._rooms]
 
     def state(self) -> Any:
-        """Return what has arrived, in the memory in which it did; ValueError if it is poisoned."""
-        state = self._skeleton.unpack(self._rooms)
+        """Return the state in the memory where it arrived; ValueError if it is poisoned."""
+        state = self._layout.unpack(self._rooms)
         refuse_poison(state)
         return state
 
 
 def refuse_poison(state: Any) -> None:
-    """Raise ValueError where a tensor that an optimizer keeps of a parameter is NaN or infinite.
+    """Raise ValueError if a tensor that an optimizer keeps for a parameter is NaN or infinite.
 
-    A gradient that was so spoils the momentum for good, and also that of any worker that takes it
-    over. Settings (``param_groups``) and numbers are left alone: a limit of infinity is one.
+    Such a gradient spoils the momentum for good, and also that of any worker that takes it over.
+    Settings (``param_groups``) and numbers may be infinite, as a limit is.
     """
     optimizers = state.get("optimizers") if isinstance(state, dict) else None
     for index, values in enumerate(optimizers if isinstance(optimizers, list) else ()):
@@ -181,7 +181,7 @@ def refuse_poison(state: Any) -> None:
 
 
 def _tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in nested containers, with its place."""
+    """Yield every tensor in nested containers, with its place."""
     if isinstance(value, Tensor):
         yield place, value
     elif isinstance(value, dict):
@@ -193,7 +193,7 @@ def _tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def restore(state: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Give the optimizers a captured state; they own its tensors from here on.
+    """Give the optimizers a captured state; they own its tensors from now on.
 
     Every value comes back as it was captured, on its parameter's device. ``load_state_dict`` alone
     would cast the state's floats to the parameter's precision and break texts in it.
@@ -216,9 +216,9 @@ def restore(state: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def restore_groups(state: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Give the optimizers their learning rates and other settings again, of a state that fits.
+    """Give the optimizers back the learning rates and other settings of a state that fits.
 
-    Making a scheduler sets the rates with which a run begins.
+    A new scheduler has set them to those with which a run begins.
     """
     for optimizer, values in zip(optimizers, state["optimizers"], strict=True):
         for group, saved in zip(optimizer.param_groups, values["param_groups"], strict=True):
@@ -248,7 +248,10 @@ def _load(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
 
 
 def _as_saved(saved: Any, loaded: Any) -> Any:
-    """What was saved, where the optimizer's own loading, which casts and breaks texts, put it."""
+    """Return the saved values on the devices where the optimizer's own loading put them.
+
+    That loading casts floats and breaks texts.
+    """
     if isinstance(loaded, Tensor):
         return saved.to(loaded.device) if isinstance(saved, Tensor) else loaded
     if isinstance(saved, dict) and isinstance(loaded, dict):

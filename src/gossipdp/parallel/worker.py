@@ -30,7 +30,7 @@ from gossipdp.parallel.monitoring import Monitoring, describe
 from gossipdp.parallel.optimizer_watch import OptimizerWatch
 from gossipdp.parallel.options import Options
 from gossipdp.parallel.shards import Replica
-from gossipdp.parallel.skeleton import check_savable
+from gossipdp.parallel.state_layout import check_savable
 
 logger = logging.getLogger("gossipdp")
 
@@ -88,7 +88,6 @@ class Worker:
                 position,
                 options,
                 resumption,
-                is_joining=joins,
                 is_sharded=replica.is_sharded,
             )
             opened.callback(self.checkpointer.close)
@@ -214,7 +213,6 @@ def _resumption(module: nn.Module, options: Options, replica: Replica) -> Resump
             None if saving.directory is None else Path(saving.directory),
             rank=environment.rank,
             world_size=environment.world_size,
-            method=options.method,
             outer=str(options.outer or ""),
             layout=layout_of(named_tensors(module)),
             newest_step=newest_step,

@@ -187,7 +187,7 @@ def test_no_turn_of_a_donor_looks_at_more_than_a_few_chunks(ends, what):
         giver.keep(3)
         optimizers = giver.optimizers
         looked_at = Counted(optimizers.tensors * 6000)
-        giver.optimizers = Offer(optimizers.text, looked_at, optimizers.copy)
+        giver.optimizers = Offer(optimizers.layout, looked_at, optimizers.copy)
         request = RequestTraining(1)
     total = len(looked_at)
     link = giver.links[1]

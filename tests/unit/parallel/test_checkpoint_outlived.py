@@ -19,6 +19,7 @@ from gossipdp.parallel.checkpoint import (
     find_resumption,
     layout_of,
     outlived,
+    saved_in,
 )
 from gossipdp.parallel.checkpoint_files import write_tensors
 from gossipdp.protocol.members import Member, Progress, ProgressEntry, Status
@@ -30,8 +31,6 @@ def facts(rank: int, samples: int, **changes: Any) -> Facts:
     plain = Facts(
         rank=rank,
         world_size=2,
-        generation=1,
-        method="a2cid2",
         step=steps,
         steps=steps,
         samples=samples,
@@ -125,9 +124,7 @@ def save(directory: Path, facts: Facts, value: float) -> None:
 
 
 def resumed(directory: Path, rank: int, world_size: int) -> Resumption:
-    found = find_resumption(
-        "auto", directory, rank=rank, world_size=world_size, method="a2cid2", layout=LAYOUT
-    )
+    found = find_resumption("auto", directory, rank=rank, world_size=world_size, layout=LAYOUT)
     assert found is not None
     return found
 
@@ -152,14 +149,51 @@ def test_only_the_progress_of_what_is_left_behind_is_taken(tmp_path, caplog, wor
     assert "step-00000010.safetensors is passed over: its worker died" in caplog.text
 
 
-def test_with_fewer_workers_each_starts_from_the_mean_of_its_files(tmp_path):
-    """Of three that saved, two go on: z = x + c/2 of files 0 and 2 for the first."""
-    for rank, value in enumerate((1.0, 10.0, 4.0)):
-        save(tmp_path, facts(rank, 80, world_size=3), value)
-    for rank, mean in enumerate(((1.0 + 4.0) / 2 + 1.0, 10.0 + 1.0)):
-        resumption = resumed(tmp_path, rank, 2)
-        assert resumption.tensors["model/w"].tolist() == [mean] * 3
-        assert resumption.tensors.keys() == {"model/w"}, "momentum begins anew"
+@pytest.mark.parametrize("world_size", [1, 2, 4, 5])
+def test_with_another_number_of_workers_all_start_from_one_mean(tmp_path, world_size):
+    """Each worker's file counts once, with z = x + c/2."""
+    values = (0.1, 1e7, 3.3)
+    for rank, value in enumerate(values):
+        save(tmp_path, facts(rank, 80 + 8 * rank, world_size=3), value)
+    mean = (torch.tensor(values).double().sum() / 3 + 1.0).float()
+    for rank in range(world_size):
+        resumption = resumed(tmp_path, rank, world_size)
+        assert (resumption.tensors["model/w"] == mean).all(), "bit for bit on all"
+        assert resumption.tensors.keys() == {"model/w"}, "without momentum"
+        assert resumption.training["rate"] == values[rank % 3], "never averaged"
+        assert resumption.counts.steps == (10 + rank if rank < 3 else 0)
+        assert (resumption.counts.step, resumption.num_means) == (12, 1)
+        assert not resumption.is_own
+        assert resumption.start == "from the mean of checkpoints of 3 workers"
+
+
+def test_files_that_are_in_the_mean_count_no_more(tmp_path):
+    """Four workers save, two go on, then four again, of which one saves nothing."""
+    for rank in range(4):
+        save(tmp_path, facts(rank, 800, world_size=4), 1.0)
+    for rank in range(2):
+        save(tmp_path, facts(rank, 880, run_id="second", num_means=1), 2.0)
+    assert saved_in(tmp_path).keys() == {0, 1}
+    for rank in range(3):
+        changes = {"run_id": "third", "num_means": 2, "world_size": 4}
+        save(tmp_path, facts(rank, 960, **changes), 3.0)
+    assert saved_in(tmp_path).keys() == {0, 1, 2}
+    resumption = resumed(tmp_path, 3, 4)
+    assert (resumption.tensors["model/w"] == 4.0).all()
+    assert resumption.num_means == 2
+
+
+def test_the_files_of_a_worker_that_joined_count_with_those_of_its_run(tmp_path):
+    """It does not know how often the run has started from a mean."""
+    for rank in range(2):
+        save(tmp_path, facts(rank, 800, run_id="first", num_means=1), 1.0)
+    save(tmp_path, facts(0, 880, run_id="second", num_means=2), 2.0)
+    save(tmp_path, facts(1, 880, run_id="second"), 3.0)
+    assert {rank: len(saved) for rank, saved in saved_in(tmp_path).items()} == {0: 1, 1: 1}
+    for rank in range(2):
+        assert resumed(tmp_path, rank, 2).is_own
+        assert resumed(tmp_path, rank, 2).num_means == 2
+        assert resumed(tmp_path, rank, 3).num_means == 3
 
 
 def heard_of(rank: int, samples: int) -> ProgressEntry:
@@ -184,10 +218,3 @@ def test_the_files_of_those_that_live_are_taken_as_they_are(tmp_path):
     assert resumption.is_own
     assert (resumption.tensors["model/w"] == -1.0).all()
     assert (resumption.counts.step, resumption.ended) == (10, ())
-
-
-def test_a_checkpoint_that_says_nothing_of_lives_is_read(tmp_path):
-    plain = msgspec.json.decode(msgspec.json.encode(facts(0, 80)))
-    for name in ("run_id", "incarnation", "ended"):
-        del plain[name]
-    assert msgspec.json.decode(msgspec.json.encode(plain), type=Facts).ended == ()

@@ -16,8 +16,6 @@ from gossipdp import Checkpoints, GossipDataParallel
 from gossipdp.dynamics.state import State
 from gossipdp.parallel.checkpoint import saved_by
 from gossipdp.parallel.checkpointer import BackgroundWriter, Checkpointer
-from gossipdp.parallel.data_position import DataPosition
-from gossipdp.parallel.options import Options
 
 
 @pytest.fixture
@@ -199,7 +197,7 @@ def test_a_loop_that_does_not_call_the_wrapper_is_saved_at_its_next_step(trained
     assert steps_saved(tmp_path) == [3]
 
 
-def test_names_are_taken_once_and_what_is_new_begins_anew(tmp_path, caplog):
+def test_names_are_taken_once_and_a_new_one_starts_afresh(tmp_path, caplog):
     def make(resume: str | None) -> tuple[GossipDataParallel, torch.optim.Optimizer]:
         net = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -218,63 +216,6 @@ def test_names_are_taken_once_and_what_is_new_begins_anew(tmp_path, caplog):
     with pytest.raises(ValueError, match="before its first step"):
         model.also_checkpoint(other=schedule)
     model.close()
-
-
-@pytest.fixture
-def make(tmp_path: Path, request):
-    """``make(...)``: a checkpointer of worker 0 that saves in ``directory``."""
-
-    def make(
-        directory: Path = tmp_path, *, is_joining: bool, world_size: int = 1, **options
-    ) -> Checkpointer:
-        net = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        model = GossipDataParallel(net, optimizer)
-        request.addfinalizer(model.close)
-        model._engine.world_size = world_size
-        made = Checkpointer(
-            model._engine,
-            [optimizer],
-            DataPosition(),
-            Options(checkpoints=Checkpoints(directory, **options)),
-            is_joining=is_joining,
-        )
-        request.addfinalizer(made.close)
-        return made
-
-    return make
-
-
-def generation(path: Path) -> int:
-    (saved,) = [saved for saved in saved_by(path.parent.parent, 0) if saved.path == path]
-    return saved.facts.generation
-
-
-def test_who_joins_goes_on_with_the_files_of_its_earlier_life(make, tmp_path: Path):
-    make(is_joining=False).save()
-    make(is_joining=True).save()
-    assert {saved.facts.generation for saved in saved_by(tmp_path, 0)} == {1}
-
-
-@pytest.mark.parametrize("resume", ["auto", "path"])
-def test_who_joins_a_run_that_was_resumed_with_another_number_is_of_its_generation(
-    make, tmp_path: Path, resume: str
-):
-    """Though nobody has saved since: the newest files are of those who were resumed."""
-    make(is_joining=False, world_size=4).save()
-    directory, resume = (tmp_path, resume) if resume == "auto" else (tmp_path / "new", tmp_path)
-    options = {"directory": directory, "is_joining": True, "resume": resume}
-    assert generation(make(world_size=2, **options).save()) == 2
-    assert generation(make(world_size=2, **options).save()) == 2, "as those here say by now"
-
-
-def test_who_joins_a_run_that_was_resumed_with_the_same_number_is_of_its_generation(
-    make, tmp_path: Path
-):
-    make(is_joining=False, world_size=4).save()
-    make(is_joining=True, world_size=2, resume="auto").save()
-    joiner = make(tmp_path / "new", is_joining=True, world_size=2, resume=tmp_path)
-    assert generation(joiner.save()) == 2
 
 
 def test_a_writer_leaves_no_thread_behind_that_told_its_end_and_has_not_ended():

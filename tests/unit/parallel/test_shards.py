@@ -225,16 +225,16 @@ def test_one_process_agrees_with_itself() -> None:
 def test_a_replica_adds_up_samples_and_knows_of_the_others_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both processes have heard of the other replicas' samples: the first shard's word counts."""
-    sent: list[list[int]] = []
+    """Both processes have heard of the other replicas' samples: those of the first shard count."""
+    sent: list[torch.Tensor] = []
 
     def all_reduce(numbers: torch.Tensor, group: object) -> None:
-        sent.append(numbers.tolist())
-        numbers.copy_(torch.tensor([sum(each) for each in zip(*sent, strict=True)]))
+        sent.append(numbers.clone())
+        numbers.copy_(torch.stack(sent).sum(dim=0))
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    told = [Agreed(samples=3, others_samples=50), Agreed(5, others_samples=48, is_stopped=True)]
-    for shard, own in enumerate(told):
+    given = [Agreed(samples=3, others_samples=50), Agreed(5, others_samples=48, is_stopped=True)]
+    for shard, own in enumerate(given):
         replica = Replica(Environment(shard=shard, num_shards=2), group=object())  # type: ignore[arg-type]
         agreed = replica.agree(own)
     assert agreed == Agreed(samples=8, others_samples=50, is_stopped=True)

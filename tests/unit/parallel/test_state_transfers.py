@@ -79,7 +79,7 @@ class Peers:
             on_end(answer)
             return
         try:
-            rooms = unfold(answer.text)
+            rooms = unfold(answer.layout)
         except ValueError as error:
             on_end(TurnedAwayError(f"worker {peer} cannot give its state: {error}"))
             return

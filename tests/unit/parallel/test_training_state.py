@@ -12,14 +12,14 @@ from calling_back import CallingLock
 from torch import Tensor, nn
 
 from gossipdp.gossip.transfer import Offer
-from gossipdp.parallel import skeleton, training_state
+from gossipdp.parallel import state_layout, training_state
 from gossipdp.parallel.training_state import Arriving, BetweenSteps, capture, restore
 
 
 def travelled(*optimizers: torch.optim.Optimizer) -> Any:
     """Their state as another worker receives it."""
-    text, tensors = skeleton.pack(capture(optimizers))
-    return skeleton.decode(text).unpack([tensor.clone() for tensor in tensors])
+    layout, tensors = state_layout.pack(capture(optimizers))
+    return state_layout.decode(layout).unpack([tensor.clone() for tensor in tensors])
 
 
 class Keeper(torch.optim.Optimizer):
@@ -148,7 +148,7 @@ def offered(between: BetweenSteps, key: object = "a request") -> Offer:
 def taken(offer: Any, max_bytes: int = 1 << 30) -> Any:
     """What a joiner makes of an offer."""
     arriving = Arriving(max_bytes)
-    for source, room in zip(offer.tensors, arriving.unfold(offer.text), strict=True):
+    for source, room in zip(offer.tensors, arriving.unfold(offer.layout), strict=True):
         assert offer.copy(source, room)
     return arriving.state()
 
@@ -157,7 +157,7 @@ def test_a_state_is_offered_and_taken_over_bitwise():
     weight, optimizer = weight_and_adam(1000)
     step(weight, optimizer)
     offer = offered(BetweenSteps([optimizer]))
-    assert [tensor.numel() for tensor in offer.tensors] == [4000, 4000], "steps are in the text"
+    assert [tensor.numel() for tensor in offer.tensors] == [4000, 4000], "steps are in the layout"
     _, other = weight_and_adam(1000)
     restore(taken(offer), [other])
     assert_bitwise(dict(other.state_dict()["state"]), dict(optimizer.state_dict()["state"]))
@@ -199,7 +199,7 @@ def test_the_state_is_described_between_two_steps_by_another_thread(monkeypatch)
     woken, go_on = threading.Event(), threading.Event()
     between.attach(lambda: None, woken.set)
     offer = offered(between, "the first")
-    pack, described = skeleton.pack, threading.Event()
+    pack, described = state_layout.pack, threading.Event()
     threads: list[threading.Thread] = []
 
     def slowly(*args: Any) -> Any:
@@ -208,7 +208,7 @@ def test_the_state_is_described_between_two_steps_by_another_thread(monkeypatch)
         assert go_on.wait(30.0)
         return pack(*args)
 
-    monkeypatch.setattr(skeleton, "pack", slowly)
+    monkeypatch.setattr(state_layout, "pack", slowly)
 
     def closure() -> Tensor:
         assert between.offer("the second") is None
@@ -261,7 +261,7 @@ def test_after_a_step_that_raised_nothing_is_given_until_one_has_ended():
         assert between.offer("a request") is None
         time.sleep(0.001)
     step(weight, optimizer)
-    assert offered(between).text
+    assert offered(between).layout
 
 
 def test_every_chunk_is_of_one_step():

@@ -1,7 +1,8 @@
-"""Skeletons: every bit comes back, nothing else is accepted, nothing that is named is called."""
+"""Layouts of states: every bit comes back, and a hostile layout is refused."""
 
 import contextlib
 from collections import Counter, OrderedDict
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -10,23 +11,25 @@ import torch
 from bitwise import assert_bitwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.msgpack import Ext
 from torch import Tensor
 
-from gossipdp.parallel import skeleton
-from gossipdp.parallel.skeleton import decode, pack
+from gossipdp.gossip.transfer import MAX_LAYOUT_BYTES
+from gossipdp.parallel import state_layout
+from gossipdp.parallel.state_layout import Mark, decode, pack
 
-DTYPES = sorted(skeleton.DTYPES.values(), key=str)
+DTYPES = sorted(state_layout.DTYPES.values(), key=str)
 
 
 def there_and_back(state: Any, inline_bytes: int = 0) -> Any:
-    """What a file or a neighbour makes of a state."""
-    text, tensors = pack(state, inline_bytes)
-    return decode(text).unpack([tensor.clone() for tensor in tensors])
+    """Return what a file or a neighbour makes of a state."""
+    layout, tensors = pack(state, inline_bytes)
+    return decode(layout).unpack([tensor.clone() for tensor in tensors])
 
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    """Any bits, any type, any shape, 0-dimensional and empty ones too, any order of memory."""
+    """Draw any bits, type, shape (0-dimensional and empty too) and order of memory."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 3), max_size=4))
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -41,7 +44,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 scalars = (
     st.none() | st.booleans() | st.integers(-(2**200), 2**200) | st.floats() | st.text(max_size=8)
 )
-keys = st.integers(-99, 99) | st.text(max_size=5) | st.none()
+keys = st.integers(-99, 99) | st.text(max_size=5) | st.none() | st.floats()
 states = st.recursive(
     scalars | tensors(),
     lambda inner: (
@@ -88,6 +91,8 @@ def test_dicts_of_other_classes_are_plain_ones_and_counters_count() -> None:
         (1 << 5000, r"state\['a'\]\[1\] is an integer of more than 2048 bits"),
         ("\ud800", "surrogates"),
         (1j, r"builtins.complex"),
+        ({1 << 64: 1}, r"a key of state\['a'\]\[1\] is a builtins.int, which cannot be saved"),
+        (b"bytes", r"builtins.bytes"),
     ],
 )
 def test_what_cannot_be_saved_is_named_with_its_place(value: Any, message: str) -> None:
@@ -102,7 +107,7 @@ def test_a_state_within_itself_is_one_clear_error() -> None:
         pack(loop)
 
 
-TEXT, TENSORS = pack(
+LAYOUT, TENSORS = pack(
     {"state": {0: {"step": torch.tensor(3.0), "t": (1, [None, 2.5])}}, "x": "text"}
 )
 
@@ -117,7 +122,7 @@ def test_garbage_is_a_value_error_or_a_plain_value(data: bytes) -> None:
 @given(st.data())
 @settings(max_examples=500, deadline=None)
 def test_damage_is_a_value_error_or_another_state(data: st.DataObject) -> None:
-    damaged = bytearray(TEXT)
+    damaged = bytearray(LAYOUT)
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, 3))
@@ -125,53 +130,62 @@ def test_damage_is_a_value_error_or_another_state(data: st.DataObject) -> None:
         decode(bytes(damaged[: len(damaged) - cut])).unpack(TENSORS)
 
 
-def tensor(dtype: Any = "F32", shape: Any = (2, 2), *rest: Any) -> list[Any]:
-    return ["tensor", dtype, shape, *rest]
+def tensor(dtype: Any = "F32", shape: Any = (2, 2), *rest: Any) -> Ext:
+    return Ext(Mark.TENSOR, msgspec.msgpack.encode([dtype, shape, *rest]))
+
+
+TUPLE, COUNTER = Ext(Mark.TUPLE, b""), Ext(Mark.COUNTER, b"")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("layout", "message"),
     [
-        (b'["list",[' * 100_000, "recursion"),
-        (b'["list",[' * 65 + b"0" + b"]]" * 65, "nested deeper than 64"),
-        (b"1" * 5000, "out of range"),
-        (b"NaN", "malformed"),
-        (["object", []], "Invalid value 'object'"),
-        (["dict", [], False, []], "at most length"),
-        (["dict", [], []], "Expected `bool`"),
-        (["dict", [[1]]], "length 2"),
-        (["dict", [[["list", []], 1]]], "Expected|Invalid"),
-        (["dict", [["a", tensor()], ["a", 2]]], "a key twice"),
-        (["dict", "abc"], "Expected `array`"),
-        (["float", "1e400"], "Invalid enum value"),
+        (b"\x91" * 100_000, "recursion"),
+        (b"\x91" * 65 + b"\x01", "nested deeper than 64"),
+        (b"\x92\xd4\x01\x00" * 65 + b"\x01", "nested deeper than 64"),
+        (b"\x81\x01" * 65 + b"\x01", "nested deeper than 64"),
+        (b"\xc1", "malformed"),
+        (b"\x01\x02", "trailing"),
+        (b'{"state": {}}', "trailing"),
+        ([b"bytes"], "it holds a bytes"),
+        (datetime.now(UTC), "it holds a datetime"),
+        (Ext(77, b""), "it holds a Ext"),
+        (Ext(Mark.INTEGER, bytes(258)), "it holds a Ext"),
+        ([[], TUPLE], "it holds a Ext"),
+        ([COUNTER, []], "it holds a Ext"),
+        ([COUNTER, {}, {}], "it holds a Ext"),
+        ({(1, 2): 3}, "a key is a tuple"),
+        ({b"key": 3}, "a key is a bytes"),
         (tensor(dtype="object"), "unknown type 'object'"),
+        (tensor(dtype=["F32"]), "Expected `str`"),
         (tensor(shape=[-1]), ">= 0"),
         (tensor(shape=[1 << 61, 1 << 61]), "a shape that no tensor has"),
         (tensor(shape=[1 << 61, 0]), "a shape that no tensor has"),
         (tensor(shape=[1] * 65), "a shape that no tensor has"),
         (tensor("F32", [2, 2], [0, 0]), "the order of a tensor"),
-        (tensor("F32", [2, 2], [], "AAAA"), "3 bytes of a tensor that takes 16"),
+        (tensor("F32", [2, 2], [], b"123"), "3 bytes of a tensor that takes 16"),
         (tensor("F32", [2, 2], [], None, "os.system"), "at most length"),
-        (["list", [tensor(), tensor()]], "1 tensors; 2 are described"),
-        (["list", []], "1 tensors; 0 are described"),
+        (Ext(Mark.TENSOR, b""), "truncated"),
+        ([tensor(), tensor()], "1 tensors; 2 are described"),
+        ([], "1 tensors; 0 are described"),
         (tensor(shape=(3,)), "not what is described"),
         (tensor(dtype="I32"), "not what is described"),
     ],
 )
-def test_a_hostile_skeleton_is_refused(text: Any, message: str) -> None:
-    text = text if isinstance(text, bytes) else msgspec.json.encode(text)
+def test_a_hostile_layout_is_refused(layout: Any, message: str) -> None:
+    layout = layout if isinstance(layout, bytes) else msgspec.msgpack.encode(layout)
     with pytest.raises(ValueError, match=message):
-        decode(text).unpack([torch.ones(2, 2)])
+        decode(layout).unpack([torch.ones(2, 2)])
 
 
 def test_lengths_are_known_before_anything_is_allocated() -> None:
     with pytest.raises(ValueError, match="at most 16777216 are read"):
-        decode(bytes(skeleton.MAX_SKELETON_BYTES + 1))
-    many = decode(msgspec.json.encode(tensor(shape=[1 << 40])))
+        decode(bytes(MAX_LAYOUT_BYTES + 1))
+    many = decode(msgspec.msgpack.encode(tensor(shape=[1 << 40])))
     assert many.num_bytes == 4 << 40
 
 
-def test_what_is_small_may_travel_in_the_text() -> None:
-    text, tensors = pack({"step": torch.tensor(3.0), "mean": torch.ones(100)}, inline_bytes=64)
+def test_what_is_small_may_travel_in_the_layout() -> None:
+    layout, tensors = pack({"step": torch.tensor(3.0), "mean": torch.ones(100)}, inline_bytes=64)
     assert [each.numel() for each in tensors] == [100]
-    assert decode(text).unpack(tensors)["step"] == 3.0
+    assert decode(layout).unpack(tensors)["step"] == 3.0
