@@ -18,6 +18,7 @@ from gossipdp.cli.option_checks import read_text
 
 if TYPE_CHECKING:
     from gossipdp.launcher.team import Team
+    from gossipdp.links.tls import TlsFiles
 
 # Variables of another launcher that started us: they would tell a worker things that are not so.
 NOT_INHERITED = (
@@ -48,19 +49,20 @@ class RunArguments:
     """
 
     workers: Annotated[int | None, tyro.conf.arg(aliases=("-n", "--nproc-per-node"))] = None
-    """How many workers to start here; with --join one by default. Leave it out if torchrun, srun or
-    an indexed Job of Kubernetes started this process: it then starts the worker of its rank."""
+    """How many workers to start here; with --join one by default.
+    Leave it out if torchrun, srun or an indexed Job of Kubernetes started this process.
+    It then starts the worker of its rank."""
 
     nproc_per_replica: int = 1
-    """How many of these processes hold one replica of the model, each a shard of it (FSDP2's
-    fully_shard). -n is a multiple of it. A replica lives and ends with all of its processes."""
+    """How many processes hold one replica of the model, each a shard of it (fully_shard).
+    -n is a multiple of it. A replica lives and ends with all of its processes."""
 
     max_restarts: int = 0
     """How many times, in all, this call starts a worker again that has died."""
 
     host: str | None = None
-    """Address of this machine on which workers meet and listen. The default is 127.0.0.1; with
-    --rendezvous or --join it is the address of the interface that leads there."""
+    """Address of this machine on which workers meet and listen.
+    By default 127.0.0.1; with --rendezvous or --join that of the interface that leads there."""
 
     port: int = 0
     """Port on which workers meet; with 0 any free port."""
@@ -75,32 +77,24 @@ class RunArguments:
     """HOST:PORT on host 0, where the workers of all hosts meet; instead of --port."""
 
     join: str | None = None
-    """HOST:PORT of a worker of a running job, or of several, with commas between them. The workers
-    started here join that job. With --nproc-per-replica: of a process of each shard."""
+    """HOST:PORT of a worker of a running job, or of several, with commas between them.
+    The workers started here join that job.
+    With --nproc-per-replica, give a process of each shard."""
 
     secret_file: Path | None = None
-    """File with the workers' common secret, of at least 16 bytes; by default the variable
-    GOSSIPDP_SECRET. Workers on one host need none; on several hosts they need this or --tls."""
+    """File with the workers' common secret, of at least 16 bytes; by default GOSSIPDP_SECRET.
+    Workers on one host need none; on several hosts they need this or --tls."""
 
     tls: Path | None = None
-    """Directory that gossipdp tls-init made, the same on every host. All links then use TLS, and no
-    secret is needed."""
-
-    tls_cert: Path | None = None
-    """PEM file with the workers' certificate, instead of --tls."""
-
-    tls_key: Path | None = None
-    """PEM file with the key of --tls-cert."""
-
-    tls_ca: Path | None = None
-    """PEM file with the authority that signed the certificates, if there is one."""
+    """Directory that gossipdp tls-init made, the same on every host.
+    All links then use TLS, and no secret is needed."""
 
     log_dir: Path | None = None
     """Directory where each worker writes its log, for gossipdp report."""
 
     status_port: int | None = None
-    """Worker r shows its status for gossipdp top and Prometheus on this port + r. With 0 each takes
-    any free port."""
+    """Worker r shows its status for gossipdp top and Prometheus on this port + r.
+    With 0 each takes any free port."""
 
     status_host: str | None = None
     """Address on which workers show their status; by default 127.0.0.1."""
@@ -157,9 +151,9 @@ def run(arguments: RunArguments) -> int:
     check_platform()
     # What can be wrong is told before a port is taken.
     num_workers = _num_workers(arguments)
-    script, tls = _script(arguments), _tls_variables(arguments)
+    script, tls = _script(arguments), _tls_files(arguments)
     secret = read_secret(arguments.secret_file)
-    given = {**os.environ, **_common_variables(arguments, num_workers), **tls}
+    given = {**os.environ, **_common_variables(arguments, num_workers)}
     team = _team(arguments, num_workers // arguments.nproc_per_replica, tls, secret)
     others_may_join = team.first_rank == 0 and bool(secret or tls)
     num_restarts = 0
@@ -221,7 +215,7 @@ def _join_line(arguments: RunArguments, addresses: Sequence[tuple[str, int]]) ->
     noun = "worker" if len(addresses) == 1 else "replica"
     words = [f"to add a {noun}: gossipdp run --join {shown}"]
     words += [f"--nproc-per-replica {len(addresses)}"] if len(addresses) > 1 else []
-    for option in ("secret_file", "tls", "tls_cert", "tls_key", "tls_ca", "log_dir"):
+    for option in ("secret_file", "tls", "log_dir"):
         value = getattr(arguments, option)
         words += [] if value is None else [f"--{option.replace('_', '-')} {value}"]
     return " ".join([*words, "SCRIPT"])
@@ -267,6 +261,8 @@ def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, st
     variables = {"OMP_NUM_THREADS": str(num_threads(num_local))}
     if arguments.host is not None and (arguments.workers is None or arguments.rendezvous):
         variables["GOSSIPDP_HOST"] = arguments.host
+    if arguments.tls is not None:
+        variables["GOSSIPDP_TLS"] = str(arguments.tls.absolute())
     if arguments.log_dir is not None:
         variables["GOSSIPDP_LOG_DIR"] = str(arguments.log_dir.absolute())
     port = arguments.status_port
@@ -280,10 +276,10 @@ def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, st
 
 
 def _team(
-    arguments: RunArguments, num_local: int, tls: Mapping[str, str], secret: str | None
+    arguments: RunArguments, num_local: int, tls: "TlsFiles | None", secret: str | None
 ) -> "Team":
     """Whom the workers meet: one another here, those on other hosts, or a run that goes on."""
-    from gossipdp.launcher.environment import read_addresses, tls_from
+    from gossipdp.launcher.environment import read_addresses
     from gossipdp.launcher.networks import networks_at
     from gossipdp.launcher.rendezvous import is_loopback
     from gossipdp.launcher.team import Team
@@ -298,13 +294,12 @@ def _team(
                 "of the run know the others"
             )
         addresses = read_addresses("--join", arguments.join)
-        files = tls_from(tls)
-        if secret is None and files is None:
+        if secret is None and tls is None:
             raise ValueError(
                 "--join needs the run's secret: give --secret-file (or GOSSIPDP_SECRET), as the "
                 "run was given it, or --tls"
             )
-        networks = networks_at(addresses, num_shards, Tls(files) if files else None)
+        networks = networks_at(addresses, num_shards, Tls(tls) if tls else None)
         return Team(num_local, secret=secret, networks=networks)
     if arguments.workers is None:
         if several or arguments.node_rank or arguments.port:
@@ -325,7 +320,7 @@ def _team(
             "host 0 and a free port there; --port is for one host"
         )
     ((host, port),) = addresses
-    if secret is None and not tls and not is_loopback(host):
+    if secret is None and tls is None and not is_loopback(host):
         raise ValueError(
             f"several hosts need a secret: whoever reaches {host}:{port} could take part in the "
             "run. Give the same --secret-file on all hosts (openssl rand -hex 16 > FILE; chmod "
@@ -368,22 +363,16 @@ def read_secret(path: Path | None) -> str | None:
     return secret
 
 
-def _tls_variables(arguments: RunArguments) -> dict[str, str]:
-    """What tells the workers their TLS files, which are checked once here."""
-    from gossipdp.launcher.environment import tls_from, tls_variables
+def _tls_files(arguments: RunArguments) -> "TlsFiles | None":
+    """Return the files of ``--tls``, or of GOSSIPDP_TLS, which are checked once here."""
     from gossipdp.links.tls import Tls, tls_files
 
-    cert, key = arguments.tls_cert, arguments.tls_key
-    if arguments.tls is not None:
-        if cert is not None or key is not None or arguments.tls_ca is not None:
-            raise ValueError("--tls names the certificate and its key: give it or the others")
-        cert, key = arguments.tls / "cert.pem", arguments.tls / "key.pem"
-    given = tls_files(cert, key, arguments.tls_ca)
-    files = given or tls_from(os.environ)
-    if files is None:
-        return {}
+    directory = arguments.tls or os.environ.get("GOSSIPDP_TLS")
+    if not directory:
+        return None
+    files = tls_files(directory)
     Tls(files)
-    return tls_variables(files)
+    return files
 
 
 def _tell(text: str) -> None:

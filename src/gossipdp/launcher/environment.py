@@ -32,7 +32,6 @@ from gossipdp.links.tls import TlsFiles, tls_files
 
 logger = logging.getLogger("gossipdp")
 
-TLS_VARIABLES = ("GOSSIPDP_TLS_CERT", "GOSSIPDP_TLS_KEY", "GOSSIPDP_TLS_CA")
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # The rank, and the number of workers, of one that joins a run and has yet to ask for them.
@@ -156,8 +155,8 @@ class Environment:
         By default those of this process, those that are hidden from other libraries included.
 
         Raises:
-            ValueError: only some of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set, or of the
-                GOSSIPDP_TLS_ three, or a number is none, or GOSSIPDP_JOIN holds no addresses.
+            ValueError: only some of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set, a value is
+                not a number, or GOSSIPDP_JOIN holds no addresses.
 
         Example:
             >>> Environment.read({}).world_size
@@ -206,7 +205,7 @@ class Environment:
             port=first_port + local_rank if first_port else 0,
             status_host=variables.get("GOSSIPDP_STATUS_HOST") or None,
             status_port=_number(variables, "GOSSIPDP_STATUS_PORT", 0) if status_port else None,
-            tls=tls_from(variables),
+            tls=tls_files(tls) if (tls := variables.get("GOSSIPDP_TLS")) else None,
             join=join,
             num_restarts=_number(variables, "GOSSIPDP_RESTARTS", 0),
         )
@@ -302,17 +301,6 @@ def check_secret(secret: bytes, name: str = "the secret") -> bytes:
             "`openssl rand -hex 16`"
         )
     return secret
-
-
-def tls_from(variables: Mapping[str, str]) -> TlsFiles | None:
-    """The TLS files that ``variables`` name; raises ValueError where they name only some."""
-    return tls_files(*(variables.get(name) for name in TLS_VARIABLES))
-
-
-def tls_variables(files: TlsFiles) -> dict[str, str]:
-    """The variables that :func:`tls_from` reads."""
-    paths = files.cert, files.key, files.ca
-    return {name: str(path.absolute()) for name, path in zip(TLS_VARIABLES, paths, strict=True)}
 
 
 def read_addresses(name: str, text: str) -> tuple[tuple[str, int], ...]:

@@ -44,13 +44,12 @@ def test_nobody_to_join_is_one_line(
 
 
 def test_the_line_on_joining_names_all_that_a_joiner_needs() -> None:
-    tls = {"tls_cert": Path("cert.pem"), "tls_key": Path("key.pem"), "tls_ca": Path("ca.pem")}
     arguments = RunArguments(
-        workers=2, secret_file=Path("secret"), log_dir=Path("runs/mine"), **tls
+        workers=2, secret_file=Path("secret"), tls=Path("tls"), log_dir=Path("runs/mine")
     )
     assert _join_line(arguments, [("10.0.0.1", 4)]) == (
-        "to add a worker: gossipdp run --join 10.0.0.1:4 --secret-file secret "
-        "--tls-cert cert.pem --tls-key key.pem --tls-ca ca.pem --log-dir runs/mine SCRIPT"
+        "to add a worker: gossipdp run --join 10.0.0.1:4 --secret-file secret --tls tls "
+        "--log-dir runs/mine SCRIPT"
     )
     assert _join_line(RunArguments(workers=4), [("10.0.0.1", 4), ("::1", 5)]) == (
         "to add a replica: gossipdp run --join 10.0.0.1:4,[::1]:5 --nproc-per-replica 2 SCRIPT"
