@@ -159,9 +159,9 @@ def run(arguments: RunArguments) -> int:
     num_restarts = 0
     some_go_on = False
 
-    def start_process(own: Mapping[str, str], label: str) -> WorkerProcess:
+    def start_process(own: Mapping[str, str]) -> WorkerProcess:
         inherited = {name: value for name, value in given.items() if name not in NOT_INHERITED}
-        return ScriptWorker([sys.executable, "-u", *script], {**inherited, **own}, label)
+        return ScriptWorker([sys.executable, *script], {**inherited, **own})
 
     def tell(failure: Failure, others_go_on: bool) -> None:
         nonlocal num_restarts, some_go_on
@@ -189,8 +189,8 @@ def run(arguments: RunArguments) -> int:
     try:
         ended_by = supervisor.run(look)
         code = (1 if supervisor.failures else 0) if ended_by is None else 128 + ended_by
-        if supervisor.failures:
-            _tell(f"what failed:\n{describe(supervisor.failures)}")
+        if supervisor.failures and some_go_on:  # the lines on them may be hours back
+            _tell(f"at the end: {describe(supervisor.failures)}")
     finally:  # however it ends: under torchrun others may wait for this one's end
         wait = team.under_torchrun and code == 1 and some_go_on
         if wait:

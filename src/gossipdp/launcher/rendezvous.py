@@ -20,7 +20,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +36,6 @@ from gossipdp.launcher.store import (
     connect,
     have_begun,
     proof_of,
-    put_notice,
-    read_notice,
-    read_unproved,
     ready_key,
 )
 from gossipdp.launcher.team import Report, send_report
@@ -58,9 +55,6 @@ MAX_VALUE_BYTES, MAX_TENSORS_BYTES = 1 << 16, 1 << 24
 
 # From the beginning of a wait to the line that says for whom.
 SAY_AFTER_S = 30.0
-# For workers who have all arrived, and so meet in a moment, where somebody says without proof that
-# the run has ended: one that was refused for its secret can prove nothing.
-UNPROVED_WAIT_S = 10.0
 
 # Name and shape of everything that is exchanged, in order.
 Tensors = tuple[tuple[str, tuple[int, ...]], ...]
@@ -233,7 +227,7 @@ class Rendezvous:
                 arrivals = {0: _Arrival(*address)}
             else:
                 reference = self._agree(self._store, settings, secret)
-                arrivals = self._gather(self._store, _Arrival(*address), secret)
+                arrivals = self._gather(self._store, _Arrival(*address))
         except (RefusedError, RendezvousError):
             raise
         except msgspec.MsgspecError as error:
@@ -304,12 +298,11 @@ class Rendezvous:
             store.set(f"{self._prefix}tensors", msgspec.json.encode(settings.tensors).decode())
             self._publish(store, "reference", reference)
             return reference
-        self._wait(store, ["reference"], secret)
+        self._wait(store, ["reference"])
         found: _Reference = self._take(store, "reference", _Reference)
         refused = self._difference(store, settings, secret, found)
         if refused is not None:
             refused = printable(refused, 1000)
-            put_notice(store, self._prefix, f"worker {rank} was refused: {refused}", secret)
             raise RefusedError(f"worker {rank} cannot join: {refused}; start all workers alike")
         return found
 
@@ -374,39 +367,23 @@ class Rendezvous:
             tensors = self._take(store, "tensors", Tensors, MAX_TENSORS_BYTES)
         return settings.difference(msgspec.structs.replace(reference.settings, tensors=tensors))
 
-    def _gather(
-        self, store: "Store", arrival: _Arrival, secret: bytes | None
-    ) -> dict[int, _Arrival]:
+    def _gather(self, store: "Store", arrival: _Arrival) -> dict[int, _Arrival]:
         self._publish(store, f"worker/{self._environment.rank}", arrival)
         keys = [f"worker/{rank}" for rank in range(self._environment.world_size)]
-        self._wait(store, keys, secret)
+        self._wait(store, keys)
         return {rank: self._take(store, key, _Arrival) for rank, key in enumerate(keys)}
 
-    def _wait(self, store: "Store", keys: list[str], secret: bytes | None) -> None:
-        """Poll until all keys are set; RendezvousError where somebody says that the run has ended.
+    def _wait(self, store: "Store", keys: list[str]) -> None:
+        """Poll until all keys are set, or raise RendezvousError.
 
-        A word without proof of the secret ends nothing: it shortens the wait once nobody is absent,
-        and is told if the wait is in vain.
-
-        Polled in Python, because the store's own wait cannot be interrupted by Ctrl+C.
+        It polls in Python, because Ctrl+C cannot interrupt the store's own wait.
         """
         began = self._clock()
         pause_s, has_said = 0.01, False
-        limit_s, unproved = self._timeout_s, dict[str, str]()
-        arrivals = [self._arrival(rank) for rank in range(self._environment.world_size)]
         while not store.check([self._prefix + key for key in keys]):
-            for prefix in (self._prefix, self._environment.key_prefix):  # a worker's, a launcher's
-                told = read_notice(store, prefix, secret)
-                if told is not None:
-                    raise RendezvousError(f"the run ended before it began: {told}")
-                word = read_unproved(store, prefix)
-                if word is not None:
-                    unproved[prefix] = word
             waited_s = self._clock() - began
-            if unproved and limit_s == self._timeout_s and store.check(arrivals):
-                limit_s = min(limit_s, int(waited_s) + UNPROVED_WAIT_S)
-            if waited_s >= limit_s:
-                raise RendezvousError(self._absence(store, limit_s) + _hearsay(unproved.values()))
+            if waited_s >= self._timeout_s:
+                raise RendezvousError(self._absence(store))
             if waited_s >= SAY_AFTER_S and not has_said:
                 has_said = True
                 present, absent = self._present(store)
@@ -425,16 +402,16 @@ class Rendezvous:
     def _arrival(self, rank: int) -> str:
         return f"{self._prefix}arrivals/{rank}"
 
-    def _absence(self, store: "Store", waited_s: float) -> str:
+    def _absence(self, store: "Store") -> str:
         present, absent = self._present(store)
         if not absent:
             return (
-                f"all workers arrived but did not finish meeting within {waited_s:g} s; "
-                "one of them is stuck or has ended: look at their output"
+                f"all workers arrived but did not finish meeting within {self._timeout_s:g} s; "
+                "one of them was refused, is stuck or has ended: look at the output of all hosts"
             )
         noun = "worker" if len(absent) == 1 else "workers"
         return (
-            f"{noun} {_listed(absent)} did not arrive within {waited_s:g} s; present: "
+            f"{noun} {_listed(absent)} did not arrive within {self._timeout_s:g} s; present: "
             f"{_listed(present)}; check that every worker was started, that it runs the same "
             "script, and its output; a slow start needs a longer start_timeout_s"
         )
@@ -463,11 +440,6 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return all(ipaddress.ip_address(str(each)).is_loopback for each in found)
-
-
-def _hearsay(words: Iterable[str]) -> str:
-    said = "; somebody, a stranger maybe, said without proof of the secret: "
-    return "".join(said + word for word in words)
 
 
 def _listed(ranks: list[int]) -> str:

@@ -21,7 +21,7 @@ import msgspec
 from gossipdp.launcher.environment import UNKNOWN_RANK, replica_variables
 from gossipdp.launcher.networks import Network
 from gossipdp.launcher.store import HostedStore
-from gossipdp.launcher.supervisor import Ending, WorkerProcess, shown_rank
+from gossipdp.launcher.supervisor import Ending, WorkerProcess
 from gossipdp.launcher.team import Report
 
 
@@ -30,21 +30,20 @@ class Replicas:
 
     Args:
         networks: of the run, by shard.
-        start_process: starts one, with these variables and a label for its output.
+        start_process: starts one with these variables.
     """
 
     def __init__(
         self,
         networks: Sequence[Network],
-        start_process: Callable[[Mapping[str, str], str], WorkerProcess],
+        start_process: Callable[[Mapping[str, str]], WorkerProcess],
     ) -> None:
         self._networks, self._start_process = networks, start_process
 
     def start(self, local_rank: int, own: Mapping[str, str]) -> WorkerProcess:
         """Start the worker whose variables, as for one of a single process, are ``own``."""
-        label = own.get("RANK") or shown_rank(-1 - local_rank)
         if len(self._networks) == 1:
-            return self._start_process(own, label)
+            return self._start_process(own)
         store = HostedStore()
         num_shards, processes = len(self._networks), list[WorkerProcess]()
         with ExitStack() as started:
@@ -54,7 +53,7 @@ class Replicas:
                 if own.get("GOSSIPDP_JOIN"):
                     rank, num_restarts = own.get("RANK", UNKNOWN_RANK), own["GOSSIPDP_RESTARTS"]
                     variables |= network.join_variables(int(rank), int(num_restarts))
-                process = self._start_process(variables, f"{label}.{shard}")
+                process = self._start_process(variables)
                 started.callback(process.close)
                 started.callback(process.kill_group)
                 processes.append(process)
@@ -113,10 +112,6 @@ class ReplicaProcess(WorkerProcess):
                 if not self._is_ending:
                     self._kill_others()
         return None if self._running else self._failure or Ending()
-
-    def show_label(self, label: str) -> None:
-        for shard, process in enumerate(self.processes):
-            process.show_label(f"{label}.{shard}")
 
     def _kill_others(self) -> None:
         for process in self._running.values():

@@ -17,11 +17,8 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from gossipdp.errors import RendezvousError
 from gossipdp.launcher.environment import Environment
-from gossipdp.logs import printable
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -36,7 +33,7 @@ CHECK_EVERY_S = 0.5
 CONNECT_S = 5.0
 # The end of a run does not wait longer for a thread that may be importing torch.
 LEAVE_S = 0.2
-MAX_TEXT, MAX_RUN_ID = 500, 200
+MAX_RUN_ID = 200
 
 
 def ready_key(prefix: str, rank: int) -> str:
@@ -204,60 +201,6 @@ def reach(address: tuple[str, int]) -> "Store":
     return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-class Notice(msgspec.Struct, frozen=True):
-    """Why the run ended before it began; ``proof`` shows that a member says so."""
-
-    text: str
-    proof: str
-
-
-def notice_key(prefix: str, secret: bytes | None = None) -> str:
-    """The key of the notice that the run ended before it began: anybody's, or the members' own.
-
-    Who does not know the secret cannot tell its key, and so hides no notice of those who do.
-    """
-    key = f"{prefix}failed"
-    return f"{key}/{proof_of(secret, f'key of {prefix}')}" if secret else key
-
-
 def proof_of(secret: bytes, text: str) -> str:
     """Shows that whoever wrote ``text`` knows the secret."""
     return hmac.new(secret, f"gossipdp rendezvous {text}".encode(), hashlib.sha256).hexdigest()
-
-
-def put_notice(store: "Store", prefix: str, text: str, secret: bytes | None) -> None:
-    """Tell workers who wait at the store that the run has ended; it is there on return."""
-    text = printable(text, MAX_TEXT)
-    proof = proof_of(secret, prefix + text) if secret else ""
-    notice = msgspec.json.encode(Notice(text, proof)).decode()
-    if secret:
-        store.set(notice_key(prefix, secret), notice)
-    store.set(notice_key(prefix), notice)  # for those who have another secret, or none
-    store.check([notice_key(prefix)])  # set() returns before the server has read it, this does not
-
-
-def read_notice(store: "Store", prefix: str, secret: bytes | None) -> str | None:
-    """Why the run has ended; None where nobody says so, or not one who knows the secret."""
-    notice = _notice(store, notice_key(prefix, secret))
-    if notice is None:
-        return None
-    if secret is not None and not hmac.compare_digest(
-        proof_of(secret, prefix + notice.text).encode(), notice.proof.encode()
-    ):
-        return None
-    return printable(notice.text, MAX_TEXT)
-
-
-def read_unproved(store: "Store", prefix: str) -> str | None:
-    """Why anybody, a stranger maybe, says that the run has ended; None where nobody does."""
-    notice = _notice(store, notice_key(prefix))
-    return None if notice is None else printable(notice.text, MAX_TEXT)
-
-
-def _notice(store: "Store", key: str) -> Notice | None:
-    if not store.check([key]):
-        return None
-    try:
-        return msgspec.json.decode(store.get(key), type=Notice)
-    except msgspec.MsgspecError:
-        return None

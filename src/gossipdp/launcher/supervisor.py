@@ -7,7 +7,6 @@ again. How a worker is started is the caller's: a script (:mod:`.scripts`) or a 
 
 import abc
 import dataclasses
-import logging
 import multiprocessing.connection
 import os
 import signal
@@ -16,9 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from gossipdp.launcher.team import NOTICE_S, Report, ReportChannel, Team
-
-logger = logging.getLogger("gossipdp")
+from gossipdp.launcher.team import Report, ReportChannel, Team
 
 # The longest time that one step waits for something to happen.
 POLL_S = 0.1
@@ -28,11 +25,7 @@ GRACE_S = 0.25
 # From the signal that ends a worker to SIGKILL, and from there to giving it up: a process that
 # hangs in the kernel cannot be killed.
 PATIENCE_S, UNKILLABLE_S = 1.5, 10.0
-# How long a run that was interrupted before it began waits until other hosts know of it.
-INTERRUPTED_S = 10.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 10.0
-# A worker that lived this long did not die of what killed it before.
-LONG_LIFE_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +67,6 @@ class WorkerProcess(abc.ABC):
     @abc.abstractmethod
     def poll(self) -> Ending | None:
         """Take in what has arrived, and say how it ended; None while it runs. Never blocks."""
-
-    def show_label(self, label: str) -> None:  # noqa: B027 (only some show it)
-        """Name it by this from now on: the rank that it was given."""
 
     def take_reports(self) -> list[Report]:
         """What it has reported since the last call. Never blocks."""
@@ -139,10 +129,8 @@ class _Lives:
     """What is known of one worker over all its lives; ``due`` while it waits for the next one."""
 
     rank: int
-    started_at: float = 0.0
     has_begun: bool = False
     num_restarts: int = 0
-    num_short: int = 0
     due: float | None = None
     failure: Failure | None = None
 
@@ -153,9 +141,8 @@ class Supervisor:
     A failure before all of them train ends the others, who would wait for it in vain; after that
     the others go on. A worker that is ended by us is no failure. While restarts are left, a worker
     that fails after that is started again, and joins the others by the addresses that they report;
-    the k-th restart in a row after a short life comes min(0.1·2^(k−1), 10) seconds after its death.
-    When none of them is left to join, all start anew together, as under torchrun; but not once a
-    worker has ended well, since then the run is over.
+    its k-th restart comes min(0.1·2^(k−1), 10) seconds after its death. When no worker is left to
+    join, the run is over.
 
     Args:
         team: the run they belong to.
@@ -228,24 +215,8 @@ class Supervisor:
                         self.kill()
                 for worker in self.workers.values():
                     worker.close()
-                # Who interrupts us also knows of the other hosts.
-                most_s = INTERRUPTED_S if caught else NOTICE_S
-                self._wait_until_told(most_s, lambda: len(caught) > heeded)
                 self._team.close()
         return caught[0] if caught else None
-
-    def _wait_until_told(self, most_s: float, is_interrupted: Callable[[], bool]) -> None:
-        """Until the other hosts know that the run has ended before it began."""
-        deadline = time.monotonic() + most_s
-        if not self._team.others_told(1.0):
-            logger.warning(
-                "the run has ended before it began: waiting until the other hosts know, at most "
-                "%.0f s; Ctrl+C ends the wait",
-                most_s,
-            )
-        while not self._team.others_told(0.1) and time.monotonic() < deadline:
-            if is_interrupted():
-                return
 
     def step(self, timeout_s: float = POLL_S) -> bool:
         """Wait for something to happen, at most so long, and act on it.
@@ -284,9 +255,6 @@ class Supervisor:
 
         Called again, SIGKILL follows at once. Nobody is started again after it.
         """
-        # Under another launcher that one ends the others.
-        if not self._team.told and not self._have_all_begun():
-            self._team.tell_failed("it was interrupted there")
         if self.ending:
             self.kill()
             return
@@ -304,7 +272,6 @@ class Supervisor:
             worker.send(signal.SIGKILL)  # it may not yet have made its group
 
     def _start(self, local_rank: int, variables: Mapping[str, str]) -> None:
-        self._lives[local_rank].started_at = self._clock()
         worker = self._start_worker(local_rank, variables)
         self.workers[local_rank] = self.running[local_rank] = worker
 
@@ -316,7 +283,6 @@ class Supervisor:
                 lives.has_begun |= bool(report.begins)
                 if report.rank is not None:
                     lives.rank = report.rank
-                    worker.show_label(str(report.rank))
                 self._network.take(report)
 
     def _have_all_begun(self) -> bool:
@@ -337,11 +303,8 @@ class Supervisor:
         failure = Failure(lives.rank, ending)
         if self._have_all_begun() and self._num_restarts_left > 0:
             self._num_restarts_left -= 1
-            if now - lives.started_at >= LONG_LIFE_S:
-                lives.num_short = 0
             # 2**7 · 0.1 exceeds the cap; a larger power would only overflow one day.
-            delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(lives.num_short, 7))
-            lives.num_short += 1
+            delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(lives.num_restarts, 7))
             lives.num_restarts += 1
             lives.due, lives.failure = now + delay_s, failure
             failure = dataclasses.replace(failure, restart_in_s=delay_s)
@@ -350,42 +313,26 @@ class Supervisor:
         self._on_failure(failure, self.begun)
         if not self.begun and self._end_at is None:
             self._end_at = now + GRACE_S
-            self._team.tell_failed(f"worker {shown_rank(lives.rank)} {ending.reason}")
 
     def _restart(self, now: float) -> None:
-        """Start those who are due, or all anew, or see that it is of no use any more."""
-        waiting = [each for each, lives in enumerate(self._lives) if lives.due is not None]
-        due = [each for each in waiting if (self._lives[each].due or 0.0) <= now]
-        anew = not self.running and not self._team.others_elsewhere
-        if anew and len(waiting) < self._team.num_local:  # one has ended, well or for good
+        """Start the workers that are due; give them up if there is no worker to join."""
+        if not self.running and not self._team.others_elsewhere:
             self._give_up_waiting()
             return
-        if anew and due:
-            due = waiting
-            self.begun = False
-            for network in self._team.networks:
-                network.addresses.clear()
-            for lives in self._lives:
-                lives.has_begun = False
-            self._team.begin_anew()
-        for local_rank in due:
-            self._lives[local_rank].due = self._lives[local_rank].failure = None
+        for local_rank, lives in enumerate(self._lives):
+            if lives.due is None or lives.due > now:
+                continue
+            lives.due = lives.failure = None
             self.workers[local_rank].close()
+            own = self._team.variables(local_rank)
+            if lives.rank >= 0:
+                own["RANK"] = str(lives.rank)
+            own |= self._network.join_variables(lives.rank, lives.num_restarts)
             try:
-                self._start(local_rank, self._next_life(local_rank, anew=anew))
+                self._start(local_rank, own)
             except Exception as error:  # no process or descriptor left: the others are healthy
                 reason = f"could not be started ({type(error).__name__}: {error})"
                 self._fail(local_rank, Ending(reason), now)
-
-    def _next_life(self, local_rank: int, *, anew: bool) -> dict[str, str]:
-        """The variables of a worker that is started again."""
-        lives = self._lives[local_rank]
-        own = self._team.variables(local_rank)
-        if anew:
-            return {**own, "GOSSIPDP_RESTARTS": str(lives.num_restarts)}
-        if lives.rank >= 0:
-            own["RANK"] = str(lives.rank)
-        return own | self._network.join_variables(lives.rank, lives.num_restarts)
 
     def _give_up_waiting(self) -> None:
         for lives in self._lives:

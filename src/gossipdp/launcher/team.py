@@ -11,7 +11,6 @@ import os
 import secrets
 import socket
 import stat
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,13 +28,9 @@ from gossipdp.launcher.store import (
     CHECK_EVERY_S,
     CONNECT_S,
     HostedStore,
-    put_notice,
     reach,
 )
 
-# How long the end of a run that failed before it began waits until the others are told: host 0 may
-# not have started yet, and on a busy machine the import of torch takes long, here and there.
-NOTICE_S = 60.0
 # Of whose supervisor nothing is heard for so long, its host is gone, or it was killed.
 LOST_AFTER_S = 300.0
 # What another launcher says of our one worker, by torchrun's names; not which host this is, which
@@ -49,6 +44,7 @@ TOLD = (
     "MASTER_PORT",
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
 )
 REPORT_VARIABLE = "GOSSIPDP_REPORT"
 MAX_REPORT_BYTES = 1 << 16
@@ -71,7 +67,6 @@ class Team:
         run_id, secret: None while only the workers know.
         networks: that of the workers; where each is a replica of several processes, one a shard.
         told: the variables of the one worker here, where another launcher started us.
-        num_rounds: how often all workers of the run have died and met anew.
     """
 
     num_local: int
@@ -83,8 +78,6 @@ class Team:
     secret: str | None = dataclasses.field(default=None, repr=False)
     networks: Sequence[Network] = dataclasses.field(default_factory=lambda: [Network()])
     told: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    num_rounds: int = 0
-    _notice: threading.Thread | None = None
 
     @classmethod
     def on_one_host(
@@ -158,7 +151,6 @@ class Team:
             run_id=environment.run_id if environment.unique_run_id else None,
             secret=secret,
             told={name: given[name] for name in TOLD if name in given},
-            num_rounds=environment.restart_count,
         )
 
     @property
@@ -174,7 +166,8 @@ class Team:
     @property
     def key_prefix(self) -> str:
         """What our keys in the store begin with."""
-        return key_prefix(self.run_id or self.told.get("TORCHELASTIC_RUN_ID"), self.num_rounds)
+        run_id = self.run_id or self.told.get("TORCHELASTIC_RUN_ID")
+        return key_prefix(run_id, int(self.told.get("TORCHELASTIC_RESTART_COUNT") or 0))
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """The variables of the worker of this local rank: what :meth:`Environment.read` reads."""
@@ -183,20 +176,19 @@ class Team:
         if self.networks[0].join:
             return own | self.networks[0].join_variables()
         if self.told:
-            own = {**self.told, **identity_variables(self.run_id, self.secret)}
-        else:
-            assert self.store is not None
-            assert self.first_rank is not None
-            own |= {
-                "RANK": str(self.first_rank + local_rank),
-                "WORLD_SIZE": str(self.world_size),
-                "GROUP_RANK": str(self.first_rank // self.num_local),  # torchrun's, for scripts
-                "MASTER_ADDR": self.store[0],
-                "MASTER_PORT": str(self.store[1]),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RUN_ID": self.run_id or "default",
-            }
-        return own | {"TORCHELASTIC_RESTART_COUNT": str(self.num_rounds)}
+            return {**self.told, **identity_variables(self.run_id, self.secret)}
+        assert self.store is not None
+        assert self.first_rank is not None
+        return own | {
+            "RANK": str(self.first_rank + local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "GROUP_RANK": str(self.first_rank // self.num_local),  # torchrun's, for scripts
+            "MASTER_ADDR": self.store[0],
+            "MASTER_PORT": str(self.store[1]),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": self.run_id or "default",
+            "TORCHELASTIC_RESTART_COUNT": "0",  # torch's process groups read it
+        }
 
     def open(self) -> None:
         """Begin to answer, in a thread: ``torch`` is imported."""
@@ -207,51 +199,6 @@ class Team:
         """Let go of the store."""
         if self.hosted is not None:
             self.hosted.close()
-
-    def begin_anew(self) -> None:
-        """Prepare that all workers, none of whom is left anywhere, meet again."""
-        assert not self.others_elsewhere
-        self.num_rounds += 1
-        if self.hosted is not None:
-            self.hosted.close()
-            self.hosted = HostedStore(self.hosted.host, self.hosted.port)
-            self.open()
-
-    def tell_failed(self, reason: str) -> None:
-        """Let workers on other hosts, who wait for ours, know that the run ends here.
-
-        The first reason is told, by a thread: it may have to import ``torch``.
-        """
-        if self.others_elsewhere and self.store is not None and self._notice is None:
-            self._notice = threading.Thread(
-                target=self._tell, args=(self.store, reason), name="gossipdp notice", daemon=True
-            )
-            self._notice.start()
-
-    def _tell(self, address: tuple[str, int], reason: str) -> None:
-        """Put a notice into the store of host 0, for those who wait there, or soon will.
-
-        Host 0 may not have started yet, and its store answers only once it has imported ``torch``:
-        so this tries again until NOTICE_S have passed, or a store that was there has gone.
-        """
-        secret = self.secret.encode() if self.secret else None
-        deadline = time.monotonic() + NOTICE_S
-        was_there = False
-        while time.monotonic() < deadline:
-            if listens(address):
-                was_there = True
-                with suppress(OSError, RuntimeError):
-                    put_notice(reach(address), self.key_prefix, reason, secret)
-                    return
-            elif was_there:
-                return
-            time.sleep(CHECK_EVERY_S / 2)
-
-    def others_told(self, timeout_s: float) -> bool:
-        """Whether the others have been told what is to be told; waits at most so long for it."""
-        if self._notice is not None:
-            self._notice.join(timeout_s)
-        return self._notice is None or not self._notice.is_alive()
 
     def leave(self, addresses: Mapping[int, tuple[str, int]], *, wait: bool) -> list[int]:
         """Under torchrun: tell that this supervisor ends, and with ``wait`` do so after all others.

@@ -116,7 +116,7 @@ def test_a_worker_inherits_nothing_that_another_launcher_has_told(
     class StartedError(Exception):
         pass
 
-    def start(command: list[str], variables: Mapping[str, str], label: str) -> None:
+    def start(command: list[str], variables: Mapping[str, str]) -> None:
         sevens = {name for name, value in variables.items() if value == "7"}
         assert sevens == {"MY_OWN"}
         assert variables["RANK"] == "0"

@@ -17,15 +17,12 @@ NUM_SHARDS = 2
 class Scripted(WorkerProcess):
     """A process that ends when the test says, or is killed."""
 
-    def __init__(self, variables: Mapping[str, str], label: str) -> None:
+    def __init__(self, variables: Mapping[str, str]) -> None:
         super().__init__()
-        self.pid, self.variables, self.label = 1, variables, label
+        self.pid, self.variables = 1, variables
         self.how: Ending | None = None
         self.signals: list[int] = []
         self.is_killed = False
-
-    def show_label(self, label: str) -> None:
-        self.label = label
 
     def waits_for(self) -> list[object]:
         return [self]
@@ -41,6 +38,12 @@ class Scripted(WorkerProcess):
 
     def report(self, report: Report) -> None:
         assert send_report(report, report_variables(self.reports.sender))
+
+
+def label(variables: Mapping[str, str]) -> str:
+    """Return "replica.shard"; a replica without a rank has "+" and its number on this host."""
+    number = int(variables["LOCAL_RANK"]) // NUM_SHARDS
+    return f"{variables['GOSSIPDP_REPLICA'] or f'+{number}'}.{variables['RANK']}"
 
 
 class Made:
@@ -59,9 +62,10 @@ class Made:
         self.processes: dict[str, Scripted] = {}
         self.all: list[ReplicaProcess] = []
 
-    def _start_process(self, variables: Mapping[str, str], label: str) -> Scripted:
-        self.processes[label] = Scripted(variables, label)
-        return self.processes[label]
+    def _start_process(self, variables: Mapping[str, str]) -> Scripted:
+        process = Scripted(variables)
+        self.processes[label(variables)] = process
+        return process
 
     def start(self, rank: int, **more: str) -> ReplicaProcess:
         replicas = Replicas(self.team.networks, self._start_process)
@@ -196,8 +200,6 @@ def test_a_new_replica_joins_the_networks_that_its_user_names(made: Made) -> Non
         assert process.variables["RANK"] == str(shard)
         process.report(Report(begins=True, rank=5))
     assert [report.rank for report in replica.take_reports()] == [5, None]
-    replica.show_label("5")
-    assert [process.label for process in made.processes.values()] == ["5.0", "5.1"]
     # It dies, and comes back under that rank.
     made.start(1, RANK="5", GOSSIPDP_JOIN="10.0.0.9:9", GOSSIPDP_RESTARTS="1")
     again = Environment.read(made.processes["5.1"].variables)
@@ -208,7 +210,7 @@ def test_a_replica_of_one_process_is_that_process() -> None:
     team = Team(1, 1, 0, store=("127.0.0.1", 9), run_id="run", secret="s" * 16)
     process = Replicas(team.networks, Scripted).start(0, team.variables(0))
     assert isinstance(process, Scripted)
-    assert (process.label, process.variables) == ("0", team.variables(0))
+    assert process.variables == team.variables(0)
     process.close()
 
 
@@ -217,10 +219,10 @@ def test_where_one_process_cannot_be_started_none_is_left(
 ) -> None:
     start = made._start_process
 
-    def fails(variables: Mapping[str, str], label: str) -> Scripted:
-        if label == "0.1":
+    def fails(variables: Mapping[str, str]) -> Scripted:
+        if label(variables) == "0.1":
             raise OSError("no process left")
-        return start(variables, label)
+        return start(variables)
 
     replicas = Replicas(made.team.networks, fails)
     with pytest.raises(OSError, match="no process left"):

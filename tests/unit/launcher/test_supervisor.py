@@ -11,7 +11,6 @@ from gossipdp.launcher.environment import Environment
 from gossipdp.launcher.networks import Network
 from gossipdp.launcher.supervisor import (
     GRACE_S,
-    LONG_LIFE_S,
     MAX_DELAY_S,
     PATIENCE_S,
     UNKILLABLE_S,
@@ -215,41 +214,15 @@ def test_without_a_restart_left_it_is_a_failure(make: Make) -> None:
     assert setting.supervisor.running.keys() == {0, 2}
 
 
-def test_when_none_is_left_all_meet_anew(make: Make) -> None:
+@pytest.mark.parametrize("others", [Ending(), CRASH])
+def test_the_dead_do_not_come_back_to_a_run_that_is_over(make: Make, others: Ending) -> None:
     setting = make(begun=True, max_restarts=6)
     setting.workers[0].how = CRASH
-    setting.step(10)
-    for worker in setting.workers.values():
-        worker.how = CRASH
-    setting.step(10.05)
-    setting.step(10.1)
-    assert setting.restarted == [(0, 10.1), (1, 10.1), (2, 10.1)]
-    for worker in setting.workers.values():
-        environment = Environment.read(worker.variables)
-        assert (environment.is_joining, environment.restart_count) == (False, 1)
-        assert environment.num_restarts == 1
-    # ... and until they have, a failure ends the others once more.
-    setting.workers[0].how = CRASH
-    setting.step(11)
-    setting.step(12)
-    assert setting.signalled(signal.SIGTERM) == {2, 3}
-
-
-def test_the_dead_do_not_come_back_to_a_run_that_is_over(make: Make) -> None:
-    setting = make(begun=True, max_restarts=6)
-    setting.workers[0].how = CRASH
-    setting.workers[1].how = setting.workers[2].how = Ending()
+    setting.workers[1].how = setting.workers[2].how = others
     assert not setting.step(10)
     assert setting.restarted == []
-    assert [failure.restart_in_s for failure in setting.supervisor.failures] == [None]
-
-
-def test_too_few_to_meet_anew_end_the_run(make: Make) -> None:
-    setting = make(begun=True, max_restarts=2)
-    for worker in setting.workers.values():
-        worker.how = CRASH
-    assert not setting.step(10)
-    assert {failure.rank for failure in setting.supervisor.failures} == {0, 1, 2}
+    failed = [failure.rank for failure in setting.supervisor.failures]
+    assert failed == ([0] if others == Ending() else [0, 1, 2])
 
 
 def test_with_workers_elsewhere_the_last_one_here_joins_them(make: Make) -> None:
@@ -354,9 +327,6 @@ def test_the_delay_doubles_up_to_its_cap_and_each_worker_has_its_own(make: Make)
     )
     assert delay(1) == pytest.approx(0.1, abs=0.06)
     assert Environment.read(setting.workers[0].variables).num_restarts == 10
-    setting.step(setting.now + LONG_LIFE_S)
-    assert delay(0) == pytest.approx(0.1, abs=0.06)  # after a long life
-    assert delay(0) == pytest.approx(0.2, abs=0.06)
 
 
 def test_the_budget_is_common_to_all_workers(make: Make) -> None:

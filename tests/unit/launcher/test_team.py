@@ -20,7 +20,7 @@ from gossipdp.errors import RendezvousError
 from gossipdp.launcher import store as stores
 from gossipdp.launcher import team as teams
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.store import HostedStore, connect, notice_key, ready_key
+from gossipdp.launcher.store import HostedStore, connect, ready_key
 from gossipdp.launcher.team import (
     MAX_ADDRESSES,
     REPORT_VARIABLE,
@@ -91,24 +91,6 @@ def test_the_worker_is_told_what_the_launcher_said() -> None:
     team = Team.launched(step, None)
     assert Environment.read(team.variables(0)) == Environment.read(step)
     assert Environment.read(team.variables(0)).hosts_store
-
-
-def test_the_only_worker_of_a_run_may_begin_anew() -> None:
-    team = Team.launched(TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None)
-    before = Environment.read(team.variables(0)).key_prefix
-    team.begin_anew()
-    assert Environment.read(team.variables(0)).key_prefix != before
-
-
-def test_workers_that_meet_anew_have_a_new_store() -> None:
-    team = Team.on_one_host(2)
-    with opened(team) as store:
-        store.set("old", "1")
-        port = team.store
-        team.begin_anew()
-        again = connect(Environment.read(team.variables(1)), 30)
-        assert not again.check(["old"])
-        assert team.store == port
 
 
 def test_a_port_in_use_is_one_clear_error() -> None:
@@ -183,34 +165,6 @@ def test_a_store_that_is_closed_while_torch_is_imported_is_not_opened() -> None:
     assert not store.have_all_begun()
 
 
-def test_a_failure_before_the_beginning_is_told_once() -> None:
-    first = Team.on_several_hosts(1, 2, 0, ("127.0.0.1", 0), SECRET)
-    assert first.store is not None
-    second = Team.on_several_hosts(1, 2, 1, first.store, SECRET)
-    with opened(first) as store:
-        second.tell_failed("worker 1 ended with\x1b[2J exit code 1")
-        second.tell_failed("it was interrupted there")
-        assert second.others_told(30)
-        told = stores.read_notice(store, first.key_prefix, SECRET.encode())
-        assert told == "worker 1 ended with?[2J exit code 1"
-        assert stores.read_notice(store, first.key_prefix, b"another secret!!") is None
-
-
-def test_a_host_that_starts_or_answers_later_is_told_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(stores, "CONNECT_S", 0.2)
-    second = Team.on_several_hosts(1, 2, 1, nobody(), SECRET)
-    assert second.store is not None
-    second.tell_failed("worker 1 ended with exit code 1")
-    assert not second.others_told(0.5)
-    first = Team.on_several_hosts(1, 2, 0, second.store, SECRET)  # now it listens ...
-    assert not second.others_told(1.5)
-    with opened(first) as store:  # ... and now it has imported torch
-        assert second.others_told(30)
-        assert store.check([notice_key(first.key_prefix)])
-
-
 def test_a_store_that_goes_while_torch_is_imported_is_not_tried_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -226,24 +180,6 @@ def test_a_store_that_goes_while_torch_is_imported_is_not_tried_for_long(
     monkeypatch.setitem(sys.modules, "torch.distributed", Slow())
     with pytest.raises(ConnectionRefusedError):
         stores.reach(address)
-
-
-def test_a_host_that_has_ended_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "CONNECT_S", 0.2)
-    first = Team.on_several_hosts(1, 2, 0, ("127.0.0.1", 0), SECRET)
-    assert first.store is not None
-    second = Team.on_several_hosts(1, 2, 1, first.store, SECRET)
-    second.tell_failed("worker 1 ended with exit code 1")
-    assert not second.others_told(0.5)
-    first.close()
-    assert second.others_told(10)
-
-
-def test_a_failure_of_one_host_alone_is_told_to_nobody() -> None:
-    team = Team.on_one_host(2)
-    team.tell_failed("worker 1 ended with exit code 1")
-    assert team._notice is None
-    team.close()
 
 
 @pytest.fixture
