@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 # Light: begins without a model.
 SCRIPT = """
 import os, sys, time
-from gossipdp.launcher.team import Report, send_report
+from gossipdp.launcher.reports import Report, send_report
 
 rank = int(os.environ["RANK"])
 addresses = {other: ("127.0.0.1", 1000 + other) for other in range(3)}

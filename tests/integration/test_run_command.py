@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 # Both begin; then worker 0 fails, and worker 1 goes on.
 FAILING = """
 import os, sys, time
-from gossipdp.launcher.team import Report, send_report
+from gossipdp.launcher.reports import Report, send_report
 
 send_report(Report(begins=True))
 if os.environ["RANK"] == "1":

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +18,7 @@ import tyro
 from gossipdp.cli.option_checks import read_text
 
 if TYPE_CHECKING:
-    from gossipdp.launcher.team import Team
+    from gossipdp.launcher.launch_plan import LaunchPlan
     from gossipdp.links.tls import TlsFiles
 
 # Variables of another launcher that started us: they would tell a worker things that are not so.
@@ -139,7 +140,7 @@ def run(arguments: RunArguments) -> int:
     """
     from gossipdp.launcher.environment import check_platform
     from gossipdp.launcher.local import ScriptWorker
-    from gossipdp.launcher.replica import Replicas
+    from gossipdp.launcher.replica import start_worker
     from gossipdp.launcher.supervisor import (
         Failure,
         Supervisor,
@@ -154,8 +155,8 @@ def run(arguments: RunArguments) -> int:
     script, tls = _script(arguments), _tls_files(arguments)
     secret = read_secret(arguments.secret_file)
     given = {**os.environ, **_common_variables(arguments, num_workers)}
-    team = _team(arguments, num_workers // arguments.nproc_per_replica, tls, secret)
-    others_may_join = team.first_rank == 0 and bool(secret or tls)
+    plan = _plan(arguments, num_workers // arguments.nproc_per_replica, tls, secret)
+    others_may_join = plan.first_rank == 0 and bool(secret or tls)
     num_restarts = 0
     some_go_on = False
 
@@ -175,14 +176,14 @@ def run(arguments: RunArguments) -> int:
 
     def look() -> None:
         nonlocal others_may_join
-        if others_may_join and all(network.addresses for network in team.networks):
+        if others_may_join and all(network.addresses for network in plan.join_infos):
             others_may_join = False
-            known = [network.addresses for network in team.networks]
+            known = [network.addresses for network in plan.join_infos]
             _tell(_join_line(arguments, [each[min(each)] for each in known]))
 
-    start = Replicas(team.networks, start_process).start
-    supervisor = Supervisor(team, start, max_restarts=arguments.max_restarts, on_failure=tell)
-    if not team.told:
+    start = partial(start_worker, plan.join_infos, start_process)
+    supervisor = Supervisor(plan, start, max_restarts=arguments.max_restarts, on_failure=tell)
+    if not plan.launcher_variables:
         noun = "worker" if num_workers == 1 else "workers"
         _tell(f"starting {num_workers} {noun}; importing torch takes some seconds")
     code = 1
@@ -192,10 +193,10 @@ def run(arguments: RunArguments) -> int:
         if supervisor.failures and some_go_on:  # the lines on them may be hours back
             _tell(f"at the end: {describe(supervisor.failures)}")
     finally:  # however it ends: under torchrun others may wait for this one's end
-        wait = team.under_torchrun and code == 1 and some_go_on
+        wait = plan.under_torchrun and code == 1 and some_go_on
         if wait:
             _tell("staying until the other workers have ended: torchrun would end them with this")
-        if lost := team.leave(team.networks[0].addresses, wait=wait):
+        if lost := plan.leave(plan.join_infos[0].addresses, wait=wait):
             ranks = ", ".join(map(str, lost))
             _tell(f"not waiting for the end of workers {ranks}: nothing is heard of them")
     for stream in (sys.stdout, sys.stderr):
@@ -222,7 +223,7 @@ def _join_line(arguments: RunArguments, addresses: Sequence[tuple[str, int]]) ->
 
 
 def _num_workers(arguments: RunArguments) -> int:
-    from gossipdp.launcher.environment import with_launcher
+    from gossipdp.launcher.schedulers import with_torchrun_names
 
     number, num_shards = arguments.workers, arguments.nproc_per_replica
     if num_shards < 1:
@@ -235,7 +236,7 @@ def _num_workers(arguments: RunArguments) -> int:
             "device mesh and give the other: GossipDataParallel(..., mesh=mesh['replicate'])"
         )
     if number is None:
-        if "RANK" not in with_launcher(os.environ):
+        if "RANK" not in with_torchrun_names(os.environ):
             raise ValueError("-n (--workers) is missing; say how many workers to start")
         return 1
     if number < 1:
@@ -275,14 +276,14 @@ def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, st
     return variables
 
 
-def _team(
+def _plan(
     arguments: RunArguments, num_local: int, tls: "TlsFiles | None", secret: str | None
-) -> "Team":
+) -> "LaunchPlan":
     """Whom the workers meet: one another here, those on other hosts, or a run that goes on."""
     from gossipdp.launcher.environment import read_addresses
-    from gossipdp.launcher.networks import networks_at
+    from gossipdp.launcher.joining import ask_join_infos
+    from gossipdp.launcher.launch_plan import LaunchPlan
     from gossipdp.launcher.rendezvous import is_loopback
-    from gossipdp.launcher.team import Team
     from gossipdp.links.tls import Tls
 
     num_shards = arguments.nproc_per_replica
@@ -299,20 +300,20 @@ def _team(
                 "--join needs the run's secret: give --secret-file (or GOSSIPDP_SECRET), as the "
                 "run was given it, or --tls"
             )
-        networks = networks_at(addresses, num_shards, Tls(tls) if tls else None)
-        return Team(num_local, secret=secret, networks=networks)
+        networks = ask_join_infos(addresses, num_shards, Tls(tls) if tls else None)
+        return LaunchPlan(num_local, secret=secret, join_infos=networks)
     if arguments.workers is None:
         if several or arguments.node_rank or arguments.port:
             raise ValueError(
                 "--nnodes, --node-rank, --rendezvous and --port need -n; without it the launcher "
                 "of this process says the rank and where the workers meet"
             )
-        return Team.launched(os.environ, secret)
+        return LaunchPlan.launched(os.environ, secret)
     if not several:
         if arguments.node_rank:
             raise ValueError("--node-rank without --nnodes; say how many hosts there are")
         host, port = arguments.host or "127.0.0.1", arguments.port
-        return Team.on_one_host(num_local, host, port, secret, num_shards=num_shards)
+        return LaunchPlan.on_one_host(num_local, host, port, secret, num_shards=num_shards)
     addresses = read_addresses("--rendezvous", arguments.rendezvous or "")
     if len(addresses) != 1 or arguments.port:
         raise ValueError(
@@ -327,7 +328,7 @@ def _team(
             "600 FILE), or --tls with what gossipdp tls-init makes"
         )
     nnodes, node_rank = arguments.nnodes, arguments.node_rank
-    return Team.on_several_hosts(
+    return LaunchPlan.on_several_hosts(
         num_local, nnodes, node_rank, (host, port), secret, num_shards=num_shards
     )
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from gossipdp.launcher.environment import Environment, hidden
+from gossipdp.launcher.environment import Environment, without_launcher_variables
 
 __all__ = ["Worker", "single_process"]
 
@@ -64,7 +64,7 @@ def single_process(seed: int = 0) -> Iterator[Worker]:
         (0, 1, True)
     """
     environment = Environment.read()
-    with hidden():
+    with without_launcher_variables():
         yield Worker(environment.rank, environment.world_size, _seed(environment, seed))
 
 

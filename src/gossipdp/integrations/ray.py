@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gossipdp.errors import RendezvousError, WorkerFailedError
-from gossipdp.launcher.team import ReportChannel, Team, report_variables
+from gossipdp.launcher.launch_plan import LaunchPlan
+from gossipdp.launcher.reports import ReportChannel, report_variables
 
 
 def launch(
@@ -115,8 +116,8 @@ class Meeting:
     """
 
     def __init__(self, num_workers: int, host: str) -> None:
-        self._team = Team.on_one_host(num_workers, host)
-        self._team.open()
+        self._plan = LaunchPlan.on_one_host(num_workers, host)
+        self._plan.open()
         self._num_starts = [0] * num_workers
 
     def variables(self, rank: int) -> dict[str, str]:
@@ -127,7 +128,7 @@ class Meeting:
         """
         num_restarts = self._num_starts[rank]
         self._num_starts[rank] += 1
-        own = self._team.variables(rank)
+        own = self._plan.worker_variables(rank)
         # Ray gives each worker devices of its own, and says nothing of others on its host.
         own |= {"LOCAL_RANK": "0"}
         del own["LOCAL_WORLD_SIZE"], own["GROUP_RANK"]
@@ -137,20 +138,20 @@ class Meeting:
             raise RendezvousError(
                 f"worker {rank} died before all workers had begun to train; look at its output"
             )
-        return own | self._team.networks[0].join_variables(rank, num_restarts)
+        return own | self._plan.join_infos[0].join_variables(rank, num_restarts)
 
     def has_begun(self) -> bool:
         """Whether all workers have met and train."""
-        assert self._team.hosted is not None
-        return self._team.hosted.have_all_begun()
+        assert self._plan.hosted is not None
+        return self._plan.hosted.have_all_begun()
 
     def note_addresses(self, addresses: Mapping[int, tuple[str, int]]) -> None:
         """Where a worker says that the live ones are."""
-        self._team.networks[0].addresses = dict(addresses)
+        self._plan.join_infos[0].addresses = dict(addresses)
 
     def close(self) -> None:
         """End the store."""
-        self._team.close()
+        self._plan.close()
 
 
 class _HostedMeeting(Meeting):

@@ -2,8 +2,8 @@
 
 ``launch`` is for notebooks, demo, tests and benchmarks. Its workers are forked from a server that
 has imported ``torch`` once: a second launch in the same process starts 16 workers in about half a
-second, where fresh interpreters need half a minute. A script is a program in an interpreter of its
-own (:class:`ScriptWorker`), for ``gossipdp run``.
+second, and fresh interpreters would need half a minute. A script of ``gossipdp run`` is a program
+in an interpreter of its own (:class:`ScriptWorker`).
 """
 
 import atexit
@@ -21,13 +21,16 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, final
 
 from gossipdp import logs
 from gossipdp.errors import WorkerFailedError
 from gossipdp.launcher.environment import check_platform
-from gossipdp.launcher.replica import ReplicaProcess, Replicas
+from gossipdp.launcher.launch_plan import LaunchPlan
+from gossipdp.launcher.replica import ReplicaProcess, start_worker
+from gossipdp.launcher.reports import report_variables
 from gossipdp.launcher.supervisor import (
     Ending,
     Failure,
@@ -36,7 +39,6 @@ from gossipdp.launcher.supervisor import (
     describe,
     exit_reason,
 )
-from gossipdp.launcher.team import Team, report_variables
 
 # What the fork server imports once. By name, as nothing here may import what lies above. Nothing
 # in them computes on import: a thread pool that computing starts does not survive the fork.
@@ -69,7 +71,7 @@ def launch(
     on_failure: Callable[[Failure], None] | None = None,
     nproc_per_replica: int = 1,
 ) -> list[Any]:
-    """Call ``function(*args)`` on ``world_size`` new local processes; their results by rank.
+    """Call ``function(*args)`` in ``world_size`` new local processes; return results by rank.
 
     Each worker has torchrun's environment variables, so both ``GossipDataParallel`` and
     ``torch.distributed.init_process_group`` work in it. The function may be defined in a notebook;
@@ -83,11 +85,11 @@ def launch(
         timeout_s: seconds after which all workers are ended; None for no limit.
         pin: give each worker its own share of the cores.
         on_poll: called about every 0.1 s from the calling thread; what it raises ends the run.
-        max_restarts: how often workers that died after all had begun to train are started again,
-            all workers together. They call the function anew and join those that go on.
+        max_restarts: how often, in all, workers that died after all had begun to train are started
+            again. They call the function again and join those that go on.
         on_failure: called for each failure, with how soon its worker is started again.
         nproc_per_replica: how many of the processes hold one replica of the model, each a shard of
-            it: a world of their own to ``torch.distributed``, and one worker to the others.
+            it. To ``torch.distributed`` these are a world of their own, to the others one worker.
 
     Raises:
         WorkerFailedError: a worker raised, ended early or was killed, and was not started again;
@@ -125,10 +127,10 @@ def launch(
         return ForkedWorker(number, payload, variables, cores, num_threads(world_size))
 
     num_replicas = world_size // nproc_per_replica
-    team = Team.on_one_host(num_replicas, num_shards=nproc_per_replica)
+    plan = LaunchPlan.on_one_host(num_replicas, num_shards=nproc_per_replica)
     supervisor = Supervisor(
-        team,
-        Replicas(team.networks, start_process).start,
+        plan,
+        partial(start_worker, plan.join_infos, start_process),
         max_restarts=max_restarts,
         on_failure=lambda failure, others_go_on: on_failure(failure) if on_failure else None,
     )
@@ -173,7 +175,7 @@ def start_fork_server(also: Sequence[str] = ()) -> None:
 
 
 def available_cores() -> list[int]:
-    """The cores this process may run on."""
+    """Return the cores that this process may run on."""
     try:
         return sorted(os.sched_getaffinity(0))
     except AttributeError:  # macOS
@@ -181,13 +183,13 @@ def available_cores() -> list[int]:
 
 
 def num_threads(num_workers: int) -> int:
-    """How many threads each of so many workers on this machine computes with."""
+    """Return the number of threads that each of so many workers here computes with."""
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     return int(chosen) if chosen.isdigit() else max(1, len(available_cores()) // num_workers)
 
 
 def _cores(rank: int, num_workers: int) -> set[int]:
-    """Worker ``rank``'s share: a block of its own; one core, shared, where there are too few."""
+    """Return a worker's share: a block of its own, or one shared core if there are too few."""
     cores = available_cores()
     share = len(cores) // num_workers
     if share == 0:
@@ -196,7 +198,7 @@ def _cores(rank: int, num_workers: int) -> set[int]:
 
 
 def pickled(value: Any) -> bytes:
-    """By value what is defined in a notebook or in __main__, which a worker cannot import."""
+    """Pickle by value code of a notebook or of __main__, which a worker cannot import."""
     import cloudpickle
 
     pickled: bytes = cloudpickle.dumps(value)
@@ -261,12 +263,12 @@ class ForkedWorker(WorkerProcess):
         return Ending()
 
     def close(self) -> None:
-        """Let go of it; a second call does nothing."""
+        """Let go of the process; a second call does nothing."""
         if not self._reader.closed:
             super().close()
             self._reader.close()
             self._process.join(0)
-            if self._process.exitcode is not None:  # else the kernel does not let go of it
+            if self._process.exitcode is not None:  # else it hangs in the kernel
                 self._process.close()
 
 
@@ -279,7 +281,7 @@ def work(
     writer: Connection,
     reports: socket.socket,
 ) -> None:
-    """A worker's life: in the new process."""
+    """Live a worker's life, in the new process."""
     os.setpgid(0, 0)  # Ctrl+C reaches the caller alone, who passes it on once
     _end_with_parent()
     os.environ.clear()
@@ -370,10 +372,10 @@ class ScriptWorker(WorkerProcess):
 
 
 def _end_with(parent_pid: int) -> Callable[[], None] | None:
-    """What a new child does before its program starts: ask for SIGTERM at the parent's death.
+    """Return a ``preexec_fn`` that asks the kernel for SIGTERM at the parent's death.
 
-    For ``preexec_fn``. It imports nothing and takes no lock of Python's, so it is safe also where
-    another thread runs in the parent; the kernel forgets the request at the child's own forks.
+    It imports nothing and takes no lock of Python's, so it is safe while another thread runs in the
+    parent. The kernel forgets the request at the child's own forks.
     """
     if sys.platform != "linux":
         return None

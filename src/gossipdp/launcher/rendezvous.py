@@ -1,13 +1,13 @@
-"""How the workers of a run find one another, once, at the start.
+"""The meeting of the workers of a run, once, at the start.
 
-Through the store go addresses, settings and, where nobody gave one, the secret; never
-parameters. All keys begin with the run id and the restart count, so that the user's own
-``init_process_group`` may share the store. Afterwards the store is needed no more.
+Addresses, settings and, if none was given, the secret go through the store; parameters never do.
+All keys begin with the run id and the restart count, so that the user's own
+``init_process_group`` may share the store. After the meeting the store is not needed.
 
     Environment.read → Rendezvous.open → bind links on choose_host() → meet → mark_ready
 
-Who reads the store trusts nothing in it: values are bounded, addresses must be numeric, and text
-loses its control characters before anybody sees it.
+Readers trust nothing in the store: values are bounded, addresses must be numeric, and text loses
+its control characters before it is shown.
 """
 
 import dataclasses
@@ -28,7 +28,8 @@ import msgspec
 
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher.environment import Environment, check_secret
-from gossipdp.launcher.networks import shard_run_id
+from gossipdp.launcher.joining import shard_run_id
+from gossipdp.launcher.reports import Report, send_report
 from gossipdp.launcher.store import (
     CHECK_EVERY_S,
     CLOSE_AFTER_S,
@@ -38,7 +39,6 @@ from gossipdp.launcher.store import (
     proof_of,
     ready_key,
 )
-from gossipdp.launcher.team import Report, send_report
 from gossipdp.logs import printable
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ _numbers = itertools.count()
 # What is read from the store: a model of 100,000 tensors has about 8 MiB of names and shapes.
 MAX_VALUE_BYTES, MAX_TENSORS_BYTES = 1 << 16, 1 << 24
 
-# From the beginning of a wait to the line that says for whom.
+# From the beginning of a wait to the line that names the absent workers.
 SAY_AFTER_S = 30.0
 
 # Name and shape of everything that is exchanged, in order.
@@ -61,7 +61,7 @@ Tensors = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What all workers of a run must have alike.
+    """The settings that all workers of a run must have alike.
 
     ``tensors`` are the names and shapes of what is exchanged, in order; never the device, so that
     a CPU and a CUDA worker can train together. The others are short texts that an error can show.
@@ -76,12 +76,12 @@ class Settings(msgspec.Struct, frozen=True):
 
     @property
     def model(self) -> str:
-        """The fingerprint of ``tensors``, in parts, so that a refusal can say which differs."""
+        """Return the fingerprint of ``tensors``, in parts, so that a refusal can name one."""
         names, shapes = [name for name, _ in self.tensors], [shape for _, shape in self.tensors]
         return f"tensors={len(names)} names_and_types={_digest(names)} shapes={_digest(shapes)}"
 
     def difference(self, reference: "Settings") -> str | None:
-        """In what this worker differs from worker 0, in words; None where they agree."""
+        """Return the difference between this worker and worker 0 in words; None if they agree."""
         for name in ("start", "method", "graph", "comm_rate", "wire_format"):
             here, there = getattr(self, name), getattr(reference, name)
             if here != there:
@@ -106,10 +106,10 @@ def _digest(values: list[str] | list[tuple[int, ...]]) -> str:
 
 
 class _Reference(msgspec.Struct, frozen=True):
-    """What worker 0 publishes; its settings' tensors lie apart.
+    """The value that worker 0 publishes; the tensors of its settings have a key of their own.
 
-    ``terms`` are compared word by word. One of ``secret``, made for this run, and ``proof`` that
-    worker 0 was given one; or neither, where TLS is used.
+    ``terms`` are compared word by word. It holds ``secret``, if one was made for this run, or
+    ``proof`` that worker 0 was given one; with TLS neither.
     """
 
     run_id: str
@@ -125,8 +125,8 @@ class _Reference(msgspec.Struct, frozen=True):
             raise ValueError("the run id is too long or holds control characters")
 
 
-class _Arrival(msgspec.Struct, frozen=True):
-    """Where a worker listens, as it publishes."""
+class _ListenAddress(msgspec.Struct, frozen=True):
+    """The address on which a worker listens, as it publishes."""
 
     host: str
     port: int
@@ -139,7 +139,7 @@ class _Arrival(msgspec.Struct, frozen=True):
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
+class RendezvousResult:
     """The outcome of a rendezvous: (host, port) by rank, the run's id and secret."""
 
     addresses: Mapping[int, tuple[str, int]]
@@ -150,13 +150,13 @@ class Meeting:
 class Rendezvous:
     """One worker's part in one meeting.
 
-    Keep it until the run ends: where rank 0 hosts the store, dropping it ends the store.
+    Keep it until the run ends: if rank 0 hosts the store, dropping it ends the store.
 
     Args:
         environment: who this worker is.
-        store: where all meet; None for a worker alone.
+        store: the store where all meet; None for a worker alone.
         timeout_s: the longest wait for another worker, in seconds.
-        number: which meeting of this process it is, from 0.
+        number: counts the meetings of this process, from 0.
     """
 
     def __init__(
@@ -198,12 +198,12 @@ class Rendezvous:
 
     @property
     def joins(self) -> bool:
-        """Whether this worker comes into a run that goes on: it asks others, and does not meet."""
+        """Return whether this worker joins a run that goes on: it then asks, and meets no one."""
         return self._environment.is_joining and self._number == 0
 
     def meet(
         self, address: tuple[str, int], settings: Settings, secret: bytes | None = None
-    ) -> Meeting:
+    ) -> RendezvousResult:
         """Publish this worker's address, compare settings with worker 0's, wait for all.
 
         Args:
@@ -224,10 +224,10 @@ class Rendezvous:
         try:
             if self._store is None:
                 reference = self._reference(settings, secret)
-                arrivals = {0: _Arrival(*address)}
+                arrivals = {0: _ListenAddress(*address)}
             else:
                 reference = self._agree(self._store, settings, secret)
-                arrivals = self._gather(self._store, _Arrival(*address))
+                arrivals = self._gather(self._store, _ListenAddress(*address))
         except (RefusedError, RendezvousError):
             raise
         except msgspec.MsgspecError as error:
@@ -238,20 +238,21 @@ class Rendezvous:
         except RuntimeError as error:  # TCPStore's errors, all of them
             raise RendezvousError(
                 f"worker {environment.rank} lost {where} while the workers met "
-                f"({str(error).splitlines()[0]}); whoever hosts it has ended"
+                f"({str(error).splitlines()[0]}); the process that hosts it has ended"
             ) from error
         addresses = {rank: (arrival.host, arrival.port) for rank, arrival in arrivals.items()}
         made = (reference.secret or "").encode()
-        meeting = Meeting(addresses, reference.run_id, secret or made)
+        meeting = RendezvousResult(addresses, reference.run_id, secret or made)
         if self._number == 0:  # a worker that comes back joins the run of the first model
-            told = meeting.secret.decode() or None
-            send_report(Report(addresses=addresses, run_id=meeting.run_id, secret=told))
+            known = meeting.secret.decode() or None
+            send_report(Report(addresses=addresses, run_id=meeting.run_id, secret=known))
         return meeting
 
     def mark_ready(self, rank: int | None = None) -> None:
-        """Tell the launcher that this worker begins; when all have, one's failure ends no other.
+        """Report to the launcher that this worker begins.
 
-        ``rank`` is the one that a joining worker was given.
+        Once all have begun, the failure of one ends no other. ``rank`` is the one that a joining
+        worker was given.
 
         A method that cannot go on without every worker (``allreduce``) does not call it.
         """
@@ -270,14 +271,14 @@ class Rendezvous:
             self._closer.start()
 
     def close(self) -> None:
-        """Drop the store; where rank 0 hosts it, end it."""
+        """Drop the store; if rank 0 hosts it, end it."""
         self._closing.set()
         if self._closer is not None:
             self._closer.join(1.0)
         self._store = None
 
     def _close_store_soon(self) -> None:
-        """End the store that this worker hosts: nobody needs it once all train."""
+        """End the store that this worker hosts, which is not needed once all train."""
         store, environment = self._store, self._environment
         with suppress(RuntimeError):  # it is gone already
             while store is not None and not self._closing.wait(CHECK_EVERY_S):
@@ -321,8 +322,8 @@ class Rendezvous:
             host = environment.store_host
             if self._store is not None and host is not None and not is_loopback(host):
                 logger.warning(
-                    "no secret is given, so whoever reaches the store at %s:%d can read the one "
-                    "that worker 0 made, and take part in this run: set GOSSIPDP_SECRET to the "
+                    "no secret is given, so everyone who reaches the store at %s:%d can read the "
+                    "one that worker 0 made, and take part in this run: set GOSSIPDP_SECRET to the "
                     "same long random text on all workers, or use TLS (gossipdp tls-init)",
                     host,
                     environment.store_port,
@@ -337,7 +338,7 @@ class Rendezvous:
         )
 
     def _token(self) -> str:
-        """What tells this run from others of its id; with shards the same in all networks of it."""
+        """Return a token of this run, for its id; all shards of a run have the same."""
         token, environment = secrets.token_hex(4), self._environment
         if self._store is None or environment.num_shards == 1:
             return token
@@ -367,11 +368,11 @@ class Rendezvous:
             tensors = self._take(store, "tensors", Tensors, MAX_TENSORS_BYTES)
         return settings.difference(msgspec.structs.replace(reference.settings, tensors=tensors))
 
-    def _gather(self, store: "Store", arrival: _Arrival) -> dict[int, _Arrival]:
+    def _gather(self, store: "Store", arrival: _ListenAddress) -> dict[int, _ListenAddress]:
         self._publish(store, f"worker/{self._environment.rank}", arrival)
         keys = [f"worker/{rank}" for rank in range(self._environment.world_size)]
         self._wait(store, keys)
-        return {rank: self._take(store, key, _Arrival) for rank, key in enumerate(keys)}
+        return {rank: self._take(store, key, _ListenAddress) for rank, key in enumerate(keys)}
 
     def _wait(self, store: "Store", keys: list[str]) -> None:
         """Poll until all keys are set, or raise RendezvousError.
@@ -394,7 +395,7 @@ class Rendezvous:
             pause_s = min(0.1, pause_s * 1.5)
 
     def _present(self, store: "Store") -> tuple[list[int], list[int]]:
-        """The ranks of those who have arrived, and of those who have not."""
+        """Return the ranks that have arrived, and those that have not."""
         ranks = range(self._environment.world_size)
         present = [rank for rank in ranks if store.check([self._arrival(rank)])]
         return present, [rank for rank in ranks if rank not in present]
@@ -429,7 +430,7 @@ class Rendezvous:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address leads to this machine alone.
+    """Return whether a host's name or address leads to this machine alone.
 
     Example:
         >>> is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("10.0.0.1")

@@ -1,8 +1,8 @@
 """The TCPStore in which workers meet: hosted by a launcher, or a connection to it.
 
-Whoever reaches a store can read and write it; so it holds no secret unless nobody gave one, what
-is read from it is bounded and cleaned, and where others than this machine reach it, it is closed
-soon after all workers have begun. ``torch`` is imported only when a store is opened.
+Everyone who reaches a store can read and write it. So it holds no secret if one was given, values
+from it are bounded and cleaned, and a store that other machines reach is closed soon after all
+workers have begun. ``torch`` is imported only when a store is opened.
 """
 
 import errno
@@ -37,12 +37,12 @@ MAX_RUN_ID = 200
 
 
 def ready_key(prefix: str, rank: int) -> str:
-    """The key that says that worker ``rank`` has met the others and begins to train."""
+    """Return the key which says that worker ``rank`` has met the others and begins to train."""
     return f"{prefix}ready/{rank}"
 
 
 def have_begun(store: "Store", prefix: str, world_size: int) -> bool:
-    """Whether all workers of the run have met and train."""
+    """Return whether all workers of the run have met and train."""
     return store.check([ready_key(prefix, rank) for rank in range(world_size)])
 
 
@@ -92,7 +92,7 @@ class HostedStore:
         self._thread.start()
 
     def have_all_begun(self) -> bool:
-        """Whether all workers of the run have met and train."""
+        """Return whether all workers of the run have met and train."""
         with self._lock:
             if self._store is not None and not self._all_begun:
                 self._all_begun = have_begun(self._store, *self._expected)
@@ -142,11 +142,11 @@ class HostedStore:
 
 
 def connect(environment: Environment, timeout_s: float) -> "Store":
-    """The store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it where no launcher does.
+    """Connect to the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it if no launcher does.
 
     The connection is this worker's own: the user's ``init_process_group`` makes another to the
-    same server, before or after. Where rank 0 hosts it, a process group that is destroyed just
-    before takes the server with it, and workers that had reached it fail to meet.
+    same server, before or after. If rank 0 hosts it, a process group that is destroyed just before
+    takes the server with it, and workers that had reached it fail to meet.
 
     Raises:
         RendezvousError: nothing answered within ``timeout_s``, or the port is in use.
@@ -192,8 +192,8 @@ def connect(environment: Environment, timeout_s: float) -> "Store":
 
 
 def reach(address: tuple[str, int]) -> "Store":
-    """A connection to a store that is there; OSError or RuntimeError if it is not."""
-    # The import takes seconds, and TCPStore tries long, and traces, where the store has gone since.
+    """Connect to a store that is there; OSError or RuntimeError if it is not."""
+    # The import takes seconds. If the store has gone since, TCPStore would try long, with traces.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     socket.create_connection(address, CONNECT_S).close()
@@ -202,5 +202,5 @@ def reach(address: tuple[str, int]) -> "Store":
 
 
 def proof_of(secret: bytes, text: str) -> str:
-    """Shows that whoever wrote ``text`` knows the secret."""
+    """Return the proof that the author of ``text`` knows the secret."""
     return hmac.new(secret, f"gossipdp rendezvous {text}".encode(), hashlib.sha256).hexdigest()

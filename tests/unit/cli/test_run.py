@@ -7,7 +7,7 @@ import pytest
 
 from gossipdp.cli.main import main
 from gossipdp.cli.run import NOT_INHERITED, RunArguments, _common_variables, _join_line, run
-from gossipdp.launcher import local, networks
+from gossipdp.launcher import joining, local
 
 TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -32,7 +32,7 @@ def test_nobody_to_join_is_one_line(
     def ask(address: tuple[str, int], *others: object) -> str:
         raise ConnectionRefusedError(111, "Connection refused")
 
-    monkeypatch.setattr(networks, "_ask", ask)
+    monkeypatch.setattr(joining, "_ask", ask)
     secret = str(Path(script).parent / "secret")
     words = ["--join", "10.0.0.1:1,[::1]:2", "--secret-file", secret]
     assert main(["run", *words, script]) == 2
@@ -75,7 +75,7 @@ def test_a_replica_needs_a_process_of_each_shard_to_join(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(networks, "_ask", lambda address, *_: run_ids[address[1] - 1])
+    monkeypatch.setattr(joining, "_ask", lambda address, *_: run_ids[address[1] - 1])
     shown = ",".join(f"10.0.0.1:{port}" for port in range(1, len(run_ids) + 1))
     secret = str(Path(script).parent / "secret")
     words = ["--join", shown, "--nproc-per-replica", str(num_shards), "--secret-file", secret]

@@ -8,19 +8,19 @@ import pytest
 from run_processes import wait_until_gone
 from waiting import wait_until
 
+from gossipdp.launcher.launch_plan import LaunchPlan
 from gossipdp.launcher.local import ScriptWorker
 from gossipdp.launcher.supervisor import Supervisor, describe
-from gossipdp.launcher.team import Team
 
 
 def supervise(code: str, n: int, **options: object) -> tuple[int | None, Supervisor]:
     """Run ``python -c code`` as ``n`` workers, and return the signal that ended them."""
-    team = Team.on_one_host(n)
+    plan = LaunchPlan.on_one_host(n)
 
-    def start(rank: int, own: dict[str, str]) -> ScriptWorker:
+    def start(own: dict[str, str]) -> ScriptWorker:
         return ScriptWorker([sys.executable, "-c", code], {**os.environ, **own})
 
-    supervisor = Supervisor(team, start, **options)
+    supervisor = Supervisor(plan, start, **options)
     return supervisor.run(), supervisor
 
 
@@ -89,7 +89,7 @@ def test_what_a_dead_worker_left_behind_ends_with_it(tmp_path: Path) -> None:
     path, end = tmp_path / "child", tmp_path / "end"
     code = (
         "import os, subprocess, time\n"
-        "from gossipdp.launcher.team import Report, send_report\n"
+        "from gossipdp.launcher.reports import Report, send_report\n"
         "if os.environ.get('GOSSIPDP_RESTARTS'):\n"
         f"    open({str(end)!r}, 'w').close()\n"
         "send_report(Report(begins=True, addresses={0: ('127.0.0.1', 9)}))\n"

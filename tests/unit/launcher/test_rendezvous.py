@@ -14,7 +14,7 @@ from waiting import wait_until
 from gossipdp.errors import RefusedError, RendezvousError
 from gossipdp.launcher import rendezvous
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.rendezvous import Meeting, Rendezvous, Settings
+from gossipdp.launcher.rendezvous import Rendezvous, RendezvousResult, Settings
 from gossipdp.launcher.store import connect, ready_key
 from gossipdp.links.tls import TlsFiles
 
@@ -37,11 +37,11 @@ def meet(
     number: int = 0,
     store: HashStore | None = None,
     timeout_s: float = 20,
-) -> list[Meeting | Exception]:
+) -> list[RendezvousResult | Exception]:
     """All workers meet, each in a thread; what each got."""
     shared = HashStore() if store is None else store
 
-    def one(environment: Environment) -> Meeting | Exception:
+    def one(environment: Environment) -> RendezvousResult | Exception:
         part = Rendezvous(environment, shared, timeout_s=timeout_s, number=number)
         own = (settings or {}).get(environment.rank, SETTINGS)
         try:
@@ -58,7 +58,7 @@ def test_the_networks_of_all_shards_are_of_one_run() -> None:
     for shard in range(2):
         both = [environment(rank, 2, shard=shard, num_shards=2) for rank in range(2)]
         first, second = meet(both, store=store)
-        assert isinstance(first, Meeting)
+        assert isinstance(first, RendezvousResult)
         assert second == first
         found.add(first.run_id.removesuffix(f"-shard-{shard}-of-2"))
     (run_id,) = found
@@ -68,7 +68,7 @@ def test_the_networks_of_all_shards_are_of_one_run() -> None:
 def test_all_learn_all_addresses_one_run_id_and_one_secret() -> None:
     meetings = meet([environment(rank) for rank in range(3)])
     first = meetings[0]
-    assert isinstance(first, Meeting)
+    assert isinstance(first, RendezvousResult)
     assert first.addresses == {rank: ("127.0.0.1", 100 + rank) for rank in range(3)}
     assert len(first.secret) == 32
     assert meetings == [first] * 3
@@ -89,8 +89,8 @@ def test_a_secret_that_strangers_may_read_is_warned_of(
     environments = [replace(environment(rank, 2, **given), store_host=host) for rank in range(2)]
     with caplog.at_level(logging.WARNING, "gossipdp"):
         first, _ = meet(environments)
-    assert isinstance(first, Meeting)
-    assert ("whoever reaches the store at" in caplog.text) == warns
+    assert isinstance(first, RendezvousResult)
+    assert ("everyone who reaches the store at" in caplog.text) == warns
     assert not first.secret or first.secret.decode() not in caplog.text + repr(first)
 
 
@@ -166,8 +166,8 @@ def test_with_tls_no_secret_is_made_or_told() -> None:
     tls = TlsFiles(Path("cert"), Path("key"), Path("ca"))
     store = HashStore()
     first, second = meet([environment(rank, 2, tls=tls) for rank in range(2)], store=store)
-    assert isinstance(first, Meeting)
-    assert isinstance(second, Meeting)
+    assert isinstance(first, RendezvousResult)
+    assert isinstance(second, RendezvousResult)
     assert first.secret == second.secret == b""
     assert json.loads(store.get("gossipdp/default/0/0/reference"))["secret"] is None
     _, refused = meet([environment(0, 2, tls=tls), environment(1, 2)])

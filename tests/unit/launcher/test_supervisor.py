@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 
 from gossipdp.launcher.environment import Environment
-from gossipdp.launcher.networks import Network
+from gossipdp.launcher.joining import JoinInfo
+from gossipdp.launcher.launch_plan import LaunchPlan
+from gossipdp.launcher.reports import Report, report_variables, send_report
 from gossipdp.launcher.supervisor import (
     GRACE_S,
     MAX_DELAY_S,
@@ -21,7 +23,6 @@ from gossipdp.launcher.supervisor import (
     describe,
     exit_reason,
 )
-from gossipdp.launcher.team import Report, Team, report_variables, send_report
 
 
 class Scripted(WorkerProcess):
@@ -51,7 +52,7 @@ class Setting:
         *,
         begun: bool = False,
         max_restarts: int = 0,
-        team: Team | None = None,
+        plan: LaunchPlan | None = None,
     ) -> None:
         self.now = 0.0
         self.sent: list[tuple[int, int]] = []
@@ -60,9 +61,11 @@ class Setting:
         self.num_start_failures = 0
         monkeypatch.setattr("os.kill", lambda pid, number: self.sent.append((pid, number)))
         monkeypatch.setattr("os.killpg", lambda pid, number: self.sent.append((-pid, number)))
-        self.team = team or Team(3, 3, 0, store=("127.0.0.1", 9), run_id="run", secret="s" * 16)
+        self.plan = plan or LaunchPlan(
+            3, 3, 0, store=("127.0.0.1", 9), run_id="run", secret="s" * 16
+        )
         self.supervisor = Supervisor(
-            self.team,
+            self.plan,
             self.start,
             max_restarts=max_restarts,
             on_failure=lambda failure, go_on: self.told.append((failure.rank, go_on)),
@@ -71,12 +74,13 @@ class Setting:
         self.workers: dict[int, Scripted] = {}
         self.made: list[Scripted] = []
         for local_rank in range(3):
-            self.supervisor._start(local_rank, self.team.variables(local_rank))
+            self.supervisor._start(local_rank, self.plan.worker_variables(local_rank))
         self.restarted.clear()
         if begun:
             self.begin()
 
-    def start(self, local_rank: int, variables: Mapping[str, str]) -> Scripted:
+    def start(self, variables: Mapping[str, str]) -> Scripted:
+        local_rank = int(variables["LOCAL_RANK"])
         self.restarted.append((local_rank, self.now))
         if self.num_start_failures:
             self.num_start_failures -= 1
@@ -226,8 +230,8 @@ def test_the_dead_do_not_come_back_to_a_run_that_is_over(make: Make, others: End
 
 
 def test_with_workers_elsewhere_the_last_one_here_joins_them(make: Make) -> None:
-    team = Team(3, 6, 3, store=("127.0.0.1", 9), secret="s" * 16)
-    setting = make(max_restarts=6, team=team)
+    plan = LaunchPlan(3, 6, 3, store=("127.0.0.1", 9), secret="s" * 16)
+    setting = make(max_restarts=6, plan=plan)
     addresses = {rank: ("127.0.0.1", 1000 + rank) for rank in range(6)}
     for worker in setting.workers.values():
         worker.report(Report(begins=True, addresses=addresses, run_id="theirs"))
@@ -241,8 +245,8 @@ def test_with_workers_elsewhere_the_last_one_here_joins_them(make: Make) -> None
 
 
 def test_a_joiner_keeps_the_rank_that_it_was_given(make: Make) -> None:
-    team = Team(3, secret="s" * 16, networks=[Network("run", join=(("10.0.0.1", 4),))])
-    setting = make(max_restarts=6, team=team)
+    plan = LaunchPlan(3, secret="s" * 16, join_infos=[JoinInfo("run", join=(("10.0.0.1", 4),))])
+    setting = make(max_restarts=6, plan=plan)
     assert Environment.read(setting.workers[0].variables).needs_rank
     for rank, worker in setting.workers.items():
         worker.report(Report(begins=True, rank=7 + rank))
