@@ -1,7 +1,7 @@
 """``gossipdp run -n 4 train.py ARGS``: a script on several workers.
 
-Without ``-n``, under torchrun, srun or in an indexed Job, it starts the one worker whose rank that
-launcher has told: ``torchrun --nproc-per-node 4 -m gossipdp run train.py``.
+Without ``-n``, under torchrun, srun or in an indexed Job, it starts the one worker of the rank that
+this launcher assigned: ``torchrun --nproc-per-node 4 -m gossipdp run train.py``.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gossipdp.launcher.launch_plan import LaunchPlan
     from gossipdp.links.tls import TlsFiles
 
-# Variables of another launcher that started us: they would tell a worker things that are not so.
+# Variables of another launcher that started us: they would mislead a worker.
 NOT_INHERITED = (
     "RANK",
     "LOCAL_RANK",
@@ -132,7 +132,7 @@ def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(arguments: RunArguments) -> int:
-    """Start the workers, wait for all, say at the end who failed and why; the exit code.
+    """Start the workers, wait for all, name each failure, and return the exit status.
 
     Returns:
         0 if all succeeded, the last time each was started; 1 if any failed; 128 + the signal
@@ -150,7 +150,7 @@ def run(arguments: RunArguments) -> int:
     )
 
     check_platform()
-    # What can be wrong is told before a port is taken.
+    # Options are checked before a port is taken.
     num_workers = _num_workers(arguments)
     script, tls = _script(arguments), _tls_files(arguments)
     secret = read_secret(arguments.secret_file)
@@ -209,7 +209,7 @@ def run(arguments: RunArguments) -> int:
 
 
 def _join_line(arguments: RunArguments, addresses: Sequence[tuple[str, int]]) -> str:
-    """How to add a worker to the run, by the address of one; a replica by one of each shard."""
+    """Return the line that says how to add a worker, or a replica, to the run."""
     from gossipdp.launcher.environment import show_address
 
     shown = ",".join(show_address(*each) for each in addresses)
@@ -250,7 +250,7 @@ def _num_workers(arguments: RunArguments) -> int:
 
 
 def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, str]:
-    """What is the same for all workers here: their share of the cores, and where they listen."""
+    """Return variables of all workers here: their share of the cores, and addresses."""
     from gossipdp.launcher.environment import Environment
     from gossipdp.launcher.local import num_threads
 
@@ -279,7 +279,7 @@ def _common_variables(arguments: RunArguments, num_workers: int) -> dict[str, st
 def _plan(
     arguments: RunArguments, num_local: int, tls: "TlsFiles | None", secret: str | None
 ) -> "LaunchPlan":
-    """Whom the workers meet: one another here, those on other hosts, or a run that goes on."""
+    """Build the launch plan: a run on this host or on several, or workers that join one."""
     from gossipdp.launcher.environment import read_addresses
     from gossipdp.launcher.joining import ask_join_infos
     from gossipdp.launcher.launch_plan import LaunchPlan
@@ -323,8 +323,8 @@ def _plan(
     ((host, port),) = addresses
     if secret is None and tls is None and not is_loopback(host):
         raise ValueError(
-            f"several hosts need a secret: whoever reaches {host}:{port} could take part in the "
-            "run. Give the same --secret-file on all hosts (openssl rand -hex 16 > FILE; chmod "
+            f"several hosts need a secret: everyone who reaches {host}:{port} could take part in "
+            "the run. Give the same --secret-file on all hosts (openssl rand -hex 16 > FILE; chmod "
             "600 FILE), or --tls with what gossipdp tls-init makes"
         )
     nnodes, node_rank = arguments.nnodes, arguments.node_rank
@@ -345,7 +345,7 @@ def _script(arguments: RunArguments) -> tuple[str, ...]:
 
 
 def read_secret(path: Path | None) -> str | None:
-    """What ``--secret-file`` holds; without one GOSSIPDP_SECRET, None where that is not set.
+    """Read ``--secret-file``, without one GOSSIPDP_SECRET; return None if neither is given.
 
     Raises:
         ValueError: the file cannot be read, is open to everybody, or holds too little.
